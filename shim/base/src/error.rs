@@ -1,0 +1,134 @@
+//! Owns: the kinds of failure, and the way an error and its causes are printed on one line.
+
+use std::error::Error;
+use std::fmt;
+
+/// What a failure means to the caller. Each error type maps itself to one of these; the gRPC codes are
+/// chosen from them at the edges, and nobody reads an error's text to decide.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// The thing named does not exist.
+    NotFound,
+    /// The request is wrong in itself; asking again does not help.
+    Invalid,
+    /// A thing of that name exists already.
+    AlreadyExists,
+    /// The request is right, but not in the present state.
+    Conflict,
+    /// A limit is reached: disk, memory, slots, connections.
+    Exhausted,
+    /// A part needed for this is not there at the moment; asking again may help.
+    Unavailable,
+    /// The time allowed is over.
+    Timeout,
+    /// Nacelle does not do this.
+    Unsupported,
+    /// The credentials given do not allow this.
+    Denied,
+    /// Anything else: a defect of Nacelle or of the node.
+    Internal,
+}
+
+impl Kind {
+    /// All kinds, for tables and tests.
+    pub const ALL: [Kind; 10] = [
+        Kind::NotFound,
+        Kind::Invalid,
+        Kind::AlreadyExists,
+        Kind::Conflict,
+        Kind::Exhausted,
+        Kind::Unavailable,
+        Kind::Timeout,
+        Kind::Unsupported,
+        Kind::Denied,
+        Kind::Internal,
+    ];
+
+    /// The gRPC status code (the number of `google.rpc.Code`) of this kind. A number, because this crate
+    /// does not know gRPC; `tonic::Code::from_i32` takes it.
+    pub const fn grpc_code(self) -> i32 {
+        match self {
+            Kind::Invalid => 3,
+            Kind::Timeout => 4,
+            Kind::NotFound => 5,
+            Kind::AlreadyExists => 6,
+            Kind::Denied => 7,
+            Kind::Exhausted => 8,
+            Kind::Conflict => 9,
+            Kind::Unsupported => 12,
+            Kind::Internal => 13,
+            Kind::Unavailable => 14,
+        }
+    }
+
+    /// The kind of a gRPC status code; codes that we never send are `Internal`.
+    pub fn from_grpc_code(code: i32) -> Kind {
+        Kind::ALL.into_iter().find(|kind| kind.grpc_code() == code).unwrap_or(Kind::Internal)
+    }
+}
+
+impl From<std::io::ErrorKind> for Kind {
+    fn from(kind: std::io::ErrorKind) -> Kind {
+        use std::io::ErrorKind as Io;
+        match kind {
+            Io::NotFound => Kind::NotFound,
+            Io::AlreadyExists => Kind::AlreadyExists,
+            Io::StorageFull | Io::QuotaExceeded | Io::FileTooLarge => Kind::Exhausted,
+            Io::TimedOut => Kind::Timeout,
+            Io::ConnectionRefused | Io::ConnectionReset | Io::NotConnected | Io::BrokenPipe => Kind::Unavailable,
+            _ => Kind::Internal,
+        }
+    }
+}
+
+/// An error that knows what it means to the caller.
+pub trait Classify {
+    /// The kind of this failure.
+    fn kind(&self) -> Kind;
+}
+
+/// Prints an error and all its causes on one line: `outer: cause: cause of the cause`.
+pub struct Chain<'a>(pub &'a (dyn Error + 'a));
+
+impl fmt::Display for Chain<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.0)?;
+        let mut cause = self.0.source();
+        while let Some(error) = cause {
+            write!(f, ": {error}")?;
+            cause = error.source();
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, thiserror::Error)]
+    #[error("cannot open {path}")]
+    struct Open {
+        path: String,
+        source: std::io::Error,
+    }
+
+    #[test]
+    fn a_chain_prints_every_cause_once() {
+        let error = Open { path: "/x".into(), source: std::io::Error::from_raw_os_error(2) };
+        assert_eq!(Chain(&error).to_string(), "cannot open /x: No such file or directory (os error 2)");
+    }
+
+    #[test]
+    fn codes_are_distinct_and_come_back() {
+        for kind in Kind::ALL {
+            assert_eq!(Kind::from_grpc_code(kind.grpc_code()), kind);
+        }
+        assert_eq!(Kind::from_grpc_code(2), Kind::Internal);
+    }
+
+    #[test]
+    fn a_full_disk_is_exhausted() {
+        assert_eq!(Kind::from(std::io::Error::from_raw_os_error(28).kind()), Kind::Exhausted);
+    }
+}

@@ -1,0 +1,12 @@
+//! Owns: the nouns and small tools that every crate of Nacelle shares.
+//! May use: nothing of ours. Knows no CRI, no engine, no guest.
+
+pub mod error;
+pub mod files;
+pub mod id;
+pub mod machine;
+pub mod net;
+pub mod undo;
+
+pub use error::{Chain, Classify, Kind};
+pub use id::{ContainerId, IdError, PodId};

@@ -1,0 +1,45 @@
+//! Owns: what a machine is made of, as plain data that pod, engine and devices share.
+
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+/// Which engine gives a pod its kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum EngineKind {
+    /// QEMU's microvm machine.
+    Qemu,
+}
+
+impl std::fmt::Display for EngineKind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            EngineKind::Qemu => "qemu",
+        })
+    }
+}
+
+/// A piece of a file: bytes `offset..offset + length` of `path`. Offset and length are multiples of 512.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Extent {
+    /// The file or block device.
+    pub path: PathBuf,
+    /// Bytes from the start of the file.
+    pub offset: u64,
+    /// Bytes.
+    pub length: u64,
+}
+
+/// One read-only image: the pieces that lie one after the other on its block device.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImageDisk {
+    /// The pieces, in order.
+    pub extents: Vec<Extent>,
+}
+
+impl ImageDisk {
+    /// The bytes of all pieces together.
+    pub fn length(&self) -> u64 {
+        self.extents.iter().map(|extent| extent.length).sum()
+    }
+}
