@@ -1,1 +1,23 @@
-//! Owns: nothing yet.
+//! Owns: the contracts as Rust: generated code only, one module per package. The documentation of messages and
+//! fields is in the `.proto` files beside this crate.
+
+#![allow(missing_docs, reason = "generated from the .proto files, which carry the documentation")]
+#![allow(clippy::all, reason = "generated")]
+
+/// CRI v1: what kubelet and crictl speak.
+pub mod cri {
+    tonic::include_proto!("runtime.v1");
+}
+
+/// Between the pod process and the agent in its guest.
+pub mod agent {
+    tonic::include_proto!("nacelle.agent.v1");
+}
+
+/// Between the daemon and a pod process.
+pub mod pod {
+    tonic::include_proto!("nacelle.pod.v1");
+}
+
+/// The compiled descriptors (a `FileDescriptorSet`) of all of them.
+pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/descriptors.bin"));
