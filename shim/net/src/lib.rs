@@ -1,1 +1,27 @@
-//! Owns: nothing yet.
+//! Owns: the network of pods on the node: namespaces, the CNI chain, taps and their join to CNI interfaces.
+//! May use: `nacelle-base`. Knows no CRI, no engine, no guest.
+//! Threads: `Network` and `cni` are async (tokio); `netns`, `tap` and `inspect` block for a few kernel calls:
+//! from async code call them through `tokio::task::spawn_blocking`.
+//!
+//! In the order of a pod's start:
+//!
+//! 1. daemon: `Network::create_netns` makes `/run/netns/nacelle-<id>`;
+//! 2. pod process: `NetNs::open`, `tap::create` (the fd goes to the engine, the machine boots);
+//! 3. daemon, meanwhile: `Network::setup` runs the CNI chain and reads what the guest must have;
+//! 4. pod process: `tap::join` connects tap and CNI interface; the guest takes over MAC and addresses;
+//! 5. at the end: `Network::teardown` runs DEL and removes the namespace.
+
+pub mod cni;
+mod error;
+pub mod inspect;
+mod netlink;
+pub mod netns;
+mod network;
+pub mod tap;
+
+pub use cni::{Bandwidth, CniError, Dns, PodRef, PortMapping, Protocol};
+pub use error::NetError;
+pub use inspect::inspect;
+pub use netns::{NetNs, run_in};
+pub use network::{Attachment, NetConfig, Network};
+pub use tap::Tap;

@@ -1,0 +1,104 @@
+//! Owns: what can go wrong outside of CNI, and what it means to the caller.
+
+use crate::cni::CniError;
+use nacelle_base::{Classify, Kind};
+use std::io;
+use std::path::PathBuf;
+
+/// A failure of the pod network.
+#[derive(Debug, thiserror::Error)]
+pub enum NetError {
+    /// A step on a network namespace failed.
+    #[error("cannot {what} the network namespace {path}", path = path.display())]
+    Netns {
+        /// The step: "create", "open", "enter", "remove", "list".
+        what: &'static str,
+        /// The file that names it.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The file is there but is no network namespace.
+    #[error("{path} is not a network namespace", path = path.display())]
+    NotNetns {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A netlink request failed.
+    #[error("cannot {what} {object} by netlink")]
+    Netlink {
+        /// The request: "read the routes of".
+        what: &'static str,
+        /// What it was about: an interface, "the namespace".
+        object: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// A step on a tap failed.
+    #[error("cannot {what} the tap {name}")]
+    Tap {
+        /// The step: "open", "create", "silence".
+        what: &'static str,
+        /// Its name.
+        name: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// The name cannot be an interface's.
+    #[error("{name:?} is no interface name: 1 to 15 letters, digits, '.', '_' or '-' are expected")]
+    BadName {
+        /// The name.
+        name: String,
+    },
+    /// The namespace has no such interface.
+    #[error("no interface {name} in the pod's network namespace")]
+    NoInterface {
+        /// The interface.
+        name: String,
+    },
+    /// A guest cannot have this interface: no Ethernet.
+    #[error("interface {name} has no Ethernet address, so no guest can have it")]
+    NotEthernet {
+        /// The interface.
+        name: String,
+    },
+    /// The CNI plugins gave the pod no address.
+    #[error("the CNI plugins gave interface {name} no address")]
+    NoAddress {
+        /// The interface.
+        name: String,
+    },
+    /// A route that cannot be handed to a guest.
+    #[error("the route to {destination} cannot be given to the guest: {why}")]
+    Route {
+        /// Where it leads.
+        destination: String,
+        /// What about it is not possible.
+        why: &'static str,
+    },
+    /// A failure of the CNI chain.
+    #[error(transparent)]
+    Cni(#[from] CniError),
+    /// A background task of this crate ended early: the runtime is shutting down, or a defect.
+    #[error("a network task was given up")]
+    GivenUp {
+        /// Why.
+        source: tokio::task::JoinError,
+    },
+}
+
+impl Classify for NetError {
+    fn kind(&self) -> Kind {
+        match self {
+            NetError::Netns { source, .. } => source.kind().into(),
+            NetError::Netlink { .. } | NetError::Tap { .. } | NetError::GivenUp { .. } => Kind::Internal,
+            NetError::NotNetns { .. } => Kind::Conflict,
+            NetError::BadName { .. } => Kind::Invalid,
+            NetError::NoInterface { .. } | NetError::NotEthernet { .. } | NetError::NoAddress { .. } => {
+                Kind::Unavailable
+            }
+            NetError::Route { .. } => Kind::Unsupported,
+            NetError::Cni(error) => error.kind(),
+        }
+    }
+}

@@ -1,0 +1,102 @@
+//! Owns: named network namespaces: making, opening, entering and removing them.
+//! Threads: each function works on a thread of its own where it must change namespace, so that the
+//! caller's thread stays where it is. All block for a few kernel calls.
+
+use crate::NetError;
+use crate::netlink::Netlink;
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sched::{CloneFlags, setns, unshare};
+use nix::sys::statfs::{NSFS_MAGIC, fstatfs};
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+/// An open network namespace. It lives as long as this is open, even if its name goes.
+#[derive(Debug)]
+pub struct NetNs {
+    file: File,
+    path: PathBuf,
+}
+
+impl NetNs {
+    /// Opens the namespace with this name in the file system.
+    pub fn open(path: &Path) -> Result<NetNs, NetError> {
+        let file = File::open(path).map_err(failed("open", path))?;
+        let kind = fstatfs(&file).map_err(|errno| failed("open", path)(errno.into()))?.filesystem_type();
+        if kind != NSFS_MAGIC {
+            return Err(NetError::NotNetns { path: path.to_owned() });
+        }
+        Ok(NetNs { file, path: path.to_owned() })
+    }
+
+    /// The name under which it was opened.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl AsFd for NetNs {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+/// Makes a new namespace, its loopback up, and names it `path`; the folder is made if missing.
+///
+/// A file of that name is an error, of kind `AlreadyExists`. On failure nothing is left.
+pub fn create(path: &Path) -> Result<NetNs, NetError> {
+    if let Some(folder) = path.parent() {
+        fs::create_dir_all(folder).map_err(failed("create", path))?;
+    }
+    OpenOptions::new().write(true).create_new(true).mode(0o444).open(path).map_err(failed("create", path))?;
+    let made = on_a_thread(path, || {
+        unshare(CloneFlags::CLONE_NEWNET).map_err(|errno| failed("create", path)(errno.into()))?;
+        Netlink::open()?.set_up("lo")?;
+        mount(Some("/proc/thread-self/ns/net"), path, None::<&str>, MsFlags::MS_BIND, None::<&str>)
+            .map_err(|errno| failed("create", path)(errno.into()))
+    })
+    .flatten()
+    .and_then(|()| NetNs::open(path));
+    if made.is_err() {
+        // The first error is the one to tell; a name that stays is removed with the pod.
+        let _ = remove(path);
+    }
+    made
+}
+
+/// Removes the name; the namespace goes with its last user. One that is not there is no failure.
+pub fn remove(path: &Path) -> Result<(), NetError> {
+    match umount2(path, MntFlags::MNT_DETACH) {
+        // EINVAL: an empty file, left by a crash between making and mounting.
+        Ok(()) | Err(nix::errno::Errno::EINVAL) => (),
+        Err(nix::errno::Errno::ENOENT) => return Ok(()),
+        Err(errno) => return Err(failed("remove", path)(errno.into())),
+    }
+    nacelle_base::files::remove_if_there(path).map_err(|error| failed("remove", path)(error.source))
+}
+
+/// Runs `work` on a new thread inside the namespace and waits for its answer.
+pub fn run_in<T: Send>(netns: &NetNs, work: impl FnOnce() -> T + Send) -> Result<T, NetError> {
+    on_a_thread(&netns.path, || {
+        setns(netns, CloneFlags::CLONE_NEWNET).map_err(|errno| failed("enter", &netns.path)(errno.into()))?;
+        Ok(work())
+    })?
+}
+
+/// Runs `work` on a thread that may change its namespaces. A panic in `work` goes on in the caller.
+fn on_a_thread<T: Send>(path: &Path, work: impl FnOnce() -> T + Send) -> Result<T, NetError> {
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new()
+            .name("netns".into())
+            .spawn_scoped(scope, work)
+            .map_err(failed("enter", path))?;
+        thread.join().map_err(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
+fn failed(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> NetError {
+    let path = path.to_owned();
+    move |source| NetError::Netns { what, path, source }
+}
