@@ -1,1 +1,24 @@
-//! Owns: nothing yet.
+//! Owns: the virtio devices of a machine and the transports that drive them.
+//! May use: `nacelle-base`. Knows no engine, no pod, no QEMU.
+//!
+//! A device ([`block`], [`vsock`], [`rng`]) is a backend over guest memory and queues and implements
+//! [`Device`]. A transport ([`vhost_user`]) owns the queues and hands them to the device one by one.
+//!
+//! ```no_run
+//! use nacelle_vmm::{block::Slot, vhost_user, vsock::Vsock};
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let images = Slot::read_only("images")?;
+//! let server = vhost_user::serve(images.device(), std::os::unix::net::UnixListener::bind("/run/x/images.sock")?)?;
+//! let vsock = Vsock::new(3)?;
+//! let agent = vsock.listen(1024)?;
+//! // … start the machine, then:
+//! images.place(0, &nacelle_base::machine::ImageDisk::default())?;
+//! server.stop();
+//! # Ok(()) }
+//! ```
+
+pub mod transport;
+pub mod virtio;
+
+pub use transport::vhost_user;
+pub use virtio::{Device, DeviceKind, Interrupt, Memory, Ring, StartError, block, rng, vsock};

@@ -1,0 +1,125 @@
+//! Owns: what a virtio device is to a transport, and the devices.
+//! May use: `vm-memory`, `virtio-queue`. Knows no transport.
+
+pub mod block;
+mod ring;
+pub mod rng;
+pub mod vsock;
+
+pub use ring::Ring;
+
+use nacelle_base::{Classify, Kind};
+use virtio_queue::QueueState;
+
+/// The memory of a guest as devices see it.
+pub type Memory = vm_memory::GuestMemoryMmap<()>;
+
+/// `VIRTIO_RING_F_INDIRECT_DESC`, `VIRTIO_RING_F_EVENT_IDX` and `VIRTIO_F_VERSION_1`: what every device offers.
+pub const COMMON_FEATURES: u64 = 1 << 28 | 1 << 29 | 1 << 32;
+
+/// The kind of a device; the number is its virtio id.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u32)]
+pub enum DeviceKind {
+    /// A disk.
+    Block = 2,
+    /// An entropy source.
+    Rng = 4,
+    /// A socket between host and guest.
+    Vsock = 19,
+}
+
+impl DeviceKind {
+    /// The virtio device id.
+    pub const fn id(self) -> u32 {
+        self as u32
+    }
+}
+
+impl std::fmt::Display for DeviceKind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            DeviceKind::Block => "block",
+            DeviceKind::Rng => "rng",
+            DeviceKind::Vsock => "vsock",
+        })
+    }
+}
+
+/// How a device tells the guest that something happened. Given by the transport; callable from any thread.
+pub trait Interrupt: Send + Sync {
+    /// The used ring of queue `index` has grown.
+    fn queue(&self, index: u16);
+    /// The configuration space has changed.
+    fn config(&self);
+}
+
+/// A queue could not be started.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The device has no queue of that number.
+    #[error("a {device} device has no queue {index}")]
+    NoSuchQueue {
+        /// The device.
+        device: DeviceKind,
+        /// The queue asked for.
+        index: u16,
+    },
+    /// The queue runs already.
+    #[error("queue {index} of a {device} device runs already")]
+    Running {
+        /// The device.
+        device: DeviceKind,
+        /// The queue asked for.
+        index: u16,
+    },
+    /// The thread that serves the queue could not be made.
+    #[error("cannot serve queue {index} of a {device} device")]
+    Thread {
+        /// The device.
+        device: DeviceKind,
+        /// The queue asked for.
+        index: u16,
+        /// Why not.
+        source: std::io::Error,
+    },
+}
+
+impl Classify for StartError {
+    fn kind(&self) -> Kind {
+        match self {
+            StartError::NoSuchQueue { .. } => Kind::Invalid,
+            StartError::Running { .. } => Kind::Conflict,
+            StartError::Thread { .. } => Kind::Exhausted,
+        }
+    }
+}
+
+/// A virtio device. It holds no queue of its own: the transport owns them, hands each one in with
+/// [`start`](Device::start) and takes its state back with [`stop`](Device::stop).
+pub trait Device: Send {
+    /// What it is.
+    fn kind(&self) -> DeviceKind;
+
+    /// The feature bits it offers.
+    fn features(&self) -> u64;
+
+    /// The largest size of each of its queues.
+    fn queue_sizes(&self) -> &'static [u16];
+
+    /// Reads the configuration space from byte `offset`; bytes beyond its end are 0.
+    fn read_config(&self, offset: u32, data: &mut [u8]);
+
+    /// Writes the configuration space; what cannot be written is left as it is.
+    fn write_config(&mut self, _offset: u32, _data: &[u8]) {}
+
+    /// Starts to serve a queue. Buffers that lie in it already are seen without a kick.
+    fn start(&mut self, ring: Ring) -> Result<(), StartError>;
+
+    /// Stops serving queue `index` and gives its state back; on return no request of it is in flight and
+    /// guest memory is no longer touched on its behalf. `None`: it did not run.
+    fn stop(&mut self, index: u16) -> Option<QueueState>;
+
+    /// Stops all queues and forgets what the guest's driver did: connections, acknowledged state.
+    fn reset(&mut self);
+}
