@@ -1,1 +1,24 @@
-//! Owns: nothing yet.
+//! Owns: images, from registry or archive to a root file system that a guest can mount: references,
+//! registry client, layers, merged tree, EROFS, the store and its garbage.
+//! May use: `nacelle-base`. Knows no CRI, no pod, no guest.
+//! Threads: `Store` is a handle that can be cloned; downloads run on the caller's tokio runtime, everything
+//! that decompresses, hashes or touches the disk runs on blocking threads.
+//!
+//! ```no_run
+//! # async fn f() -> Result<(), nacelle_image::ImageError> {
+//! use nacelle_image::{Config, Reference, Store};
+//! let store = Store::open("/var/lib/nacelle/images".as_ref(), Config::default())?;
+//! let id = store.pull(&Reference::parse("busybox")?, None).await?;
+//! let rootfs = store.rootfs(&id).await?; // rootfs.disk goes to the pod process
+//! # Ok(()) }
+//! ```
+
+mod config;
+mod error;
+mod reference;
+mod store;
+
+pub use config::{Auth, Config, RegistryConfig};
+pub use error::ImageError;
+pub use reference::{Digest, ImageId, Reference};
+pub use store::{FsInfo, ImageConfig, ImageRecord, Loaded, RootFs, RunAs, Store};
