@@ -1,0 +1,121 @@
+# Shared by ci/demo and ci/test (sourced, bash). Finds or installs what they need on a bare Debian 12 with git and Rust;
+# works as root or with sudo, with stdin closed. Everything it downloads or builds lands in the cache, never in the clone.
+
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export HOME=${HOME:-/root}
+cache=${NACELLE_CACHE:-$HOME/.cache/nacelle}
+export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$cache/target}
+export CARGO_TERM_COLOR=never CARGO_INCREMENTAL=0
+export DEBIAN_FRONTEND=noninteractive
+export PATH=$PATH:$HOME/.cargo/bin:/usr/local/go/bin:/usr/sbin:/sbin
+crictl_version=1.36.0
+mkdir -p "$cache/tools" "$cache/logs"
+
+say() { echo "== $*" >&2; }
+die() { echo "error: $*" >&2; exit 1; }
+
+# Runs a command as root.
+as_root() {
+    if [ "$(id -u)" = 0 ]; then "$@"; else sudo -n -E env "PATH=$PATH" "$@"; fi
+}
+
+# long NAME COMMAND...: runs it with its output in a log, says every 20 seconds that it goes on, and shows the log's end
+# when it fails.
+long() {
+    local name=$1 log started pid beat=0
+    shift
+    log=$cache/logs/$(echo "$name" | tr -c 'a-zA-Z0-9\n' '-').log
+    started=$SECONDS
+    say "$name ..."
+    "$@" >"$log" 2>&1 </dev/null &
+    pid=$!
+    while kill -0 "$pid" 2>/dev/null; do
+        sleep 0.2
+        beat=$((beat + 1))
+        [ $((beat % 100)) -ne 0 ] || say "$name: $((SECONDS - started)) s; $(tail -n 1 "$log" 2>/dev/null | tr -d '\r' | cut -c1-100)"
+    done
+    if wait "$pid"; then
+        say "$name: done in $((SECONDS - started)) s"
+    else
+        tail -n "${LONG_TAIL:-60}" "$log" >&2
+        say "$name: FAILED (all of it: $log)"
+        return 1
+    fi
+}
+
+installed() { dpkg-query -W -f='${Status}' "$1" 2>/dev/null | grep -q 'ok installed'; }
+apt_get() { as_root apt-get -qq -o DPkg::Lock::Timeout=300 "$@"; }
+
+# need PACKAGE...: installs the Debian packages that are missing, after one `apt-get update`.
+apt_fresh=
+need() {
+    local missing=() p
+    for p in "$@"; do installed "$p" || missing+=("$p"); done
+    [ ${#missing[@]} -gt 0 ] || return 0
+    if [ "$(id -u)" != 0 ]; then
+        sudo -n true 2>/dev/null || die "these packages are missing and there is no root or password-less sudo: ${missing[*]}"
+    fi
+    if [ -z "$apt_fresh" ]; then
+        long "refreshing the package lists" apt_get update || die "apt-get update failed"
+        apt_fresh=yes
+    fi
+    long "installing ${missing[*]}" apt_get install -y --no-install-recommends "${missing[@]}" ||
+        die "cannot install ${missing[*]}"
+}
+
+# What building needs, and what running pods needs.
+need_build() {
+    command -v cargo >/dev/null || die "cargo is not installed: see https://rustup.rs (Rust 1.90 or newer)"
+    need build-essential libseccomp-dev ca-certificates
+}
+need_runtime() {
+    need qemu-system-x86 containernetworking-plugins iproute2 nftables iptables e2fsprogs erofs-utils procps jq busybox-static
+}
+
+# A Go that can build the tools: the one there is if it is new enough to fetch what go.mod names, else Debian's backport.
+need_go() {
+    local minor
+    minor=$(go env GOVERSION 2>/dev/null | sed -n 's/^go1\.\([0-9]*\).*/\1/p')
+    if [ "${minor:-0}" -lt 21 ]; then
+        if [ ! -e /etc/apt/sources.list.d/nacelle-backports.list ]; then
+            echo 'deb http://deb.debian.org/debian bookworm-backports main' |
+                as_root tee /etc/apt/sources.list.d/nacelle-backports.list >/dev/null
+            apt_fresh=
+        fi
+        [ -n "$apt_fresh" ] || { long "refreshing the package lists" apt_get update && apt_fresh=yes; }
+        local newest
+        newest=$(apt-cache search --names-only '^golang-1\.[0-9]+-go$' | cut -d' ' -f1 | sort -V | tail -n 1)
+        [ -n "$newest" ] || die "no Go to build crictl with: install Go 1.21 or newer, or put crictl $crictl_version into PATH"
+        need "$newest"
+        PATH=/usr/lib/${newest%-go}/bin:$PATH
+        PATH=${PATH/golang-/go-}
+    fi
+}
+
+# Sets CRICTL to the pinned crictl, building it once.
+need_crictl() {
+    local file=$cache/tools/crictl-$crictl_version
+    if [ ! -x "$file" ]; then
+        if command -v crictl >/dev/null && crictl --version | grep -q "v\{0,1\}$crictl_version$"; then
+            file=$(command -v crictl)
+        else
+            need_go
+            (cd "$repo/ci/tools" && GOTOOLCHAIN=auto GOFLAGS=-mod=readonly CGO_ENABLED=0 \
+                long "building crictl $crictl_version" go build -trimpath -o "$file.$$" \
+                -ldflags "-s -w -X sigs.k8s.io/cri-tools/pkg/version.Version=$crictl_version" \
+                sigs.k8s.io/cri-tools/cmd/crictl) || die "cannot build crictl"
+            mv "$file.$$" "$file"
+        fi
+    fi
+    export CRICTL=$file
+}
+
+# Sets NACELLE_KERNEL and NACELLE_INITRD: from the cache, or built.
+need_guest() {
+    local line
+    NACELLE_KERNEL=$("$repo/guest/build" kernel) || die "cannot build the guest kernel"
+    long "building the guest agent" "$repo/guest/build" agent || die "cannot build the guest agent"
+    NACELLE_INITRD=$("$repo/guest/build" initramfs "$CARGO_TARGET_DIR/x86_64-unknown-linux-gnu/agent/nacelle-agent") ||
+        die "cannot pack the initramfs"
+    export NACELLE_KERNEL NACELLE_INITRD
+}
