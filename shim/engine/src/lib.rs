@@ -1,1 +1,26 @@
-//! Owns: nothing yet.
+//! Owns: what gives a pod its kernel: the engine trait, checked machine specs, the probe of KVM, QEMU, a fake.
+//! May use: `base`, `vmm`. Knows nothing of pods, images, CNI or agents.
+//! Threads: everything here blocks and is to be called off the async runtime (`spawn_blocking`). A `Machine` and its
+//! `GuestLink` may be shared and used from any number of threads at once; no call holds a lock while it waits for the
+//! guest, so `status` and `stop` answer while another thread waits.
+//!
+//! In short: `MachineSpec { .. }.check(&engine.limits())?` is the only way to a [`CheckedSpec`]; `engine.start(spec)?`
+//! returns as soon as the guest's processors can run (not when it is ready); `machine.link()` talks to it over vsock;
+//! `machine.disks()` are the slots in the order of the spec; dropping the machine kills it and leaves nothing behind.
+
+mod console;
+pub mod contract;
+mod ended;
+mod error;
+pub mod fake;
+mod machine;
+pub mod probe;
+pub mod qemu;
+mod spec;
+
+pub use error::{EngineError, LinkError};
+pub use machine::{Engine, ExitKind, GuestLink, Incoming, Machine, MachineExit, MachineStatus, Pausable, Stop};
+pub use nacelle_base::machine::EngineKind;
+pub use nacelle_vmm::block::Slot;
+pub use probe::{Accelerator, KvmVerdict, choose};
+pub use spec::{CheckedSpec, DiskSpec, Limits, MachineSpec, NicSpec, SpecError};

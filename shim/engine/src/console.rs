@@ -1,0 +1,121 @@
+//! Owns: what the guest prints: the newest part of it in memory, and in a file that stays small.
+//! The bytes come from the guest: they are never trusted to be text, nor to end.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+/// What is kept in memory and told with the machine's end, in bytes.
+pub(crate) const TAIL: usize = 8 << 10;
+/// The largest size of the file, in bytes.
+pub(crate) const MAX_LOG: u64 = 1 << 20;
+
+/// The console of one machine.
+pub(crate) struct Console {
+    log: File,
+    written: u64,
+    tail: Vec<u8>,
+    broken: bool,
+}
+
+impl Console {
+    /// Opens the log anew: what an earlier run has left is cut off.
+    pub fn open(path: &Path) -> io::Result<Console> {
+        let log = OpenOptions::new().read(true).write(true).create(true).truncate(true).mode(0o600).open(path)?;
+        Ok(Console { log, written: 0, tail: Vec::with_capacity(2 * TAIL), broken: false })
+    }
+
+    /// Takes what the guest has printed.
+    pub fn push(&mut self, bytes: &[u8]) {
+        let newest = &bytes[bytes.len().saturating_sub(TAIL)..];
+        self.tail.extend_from_slice(newest);
+        if self.tail.len() >= 2 * TAIL {
+            self.tail.drain(..self.tail.len() - TAIL);
+        }
+        // A full disk must not end the machine: from then on only the tail is kept.
+        if !self.broken
+            && let Err(error) = self.log_bytes(bytes)
+        {
+            tracing::warn!(%error, "the console log of a machine is cut off here");
+            self.broken = true;
+        }
+    }
+
+    fn log_bytes(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            if self.written >= MAX_LOG {
+                self.keep_newest_half()?;
+            }
+            let room = usize::try_from(MAX_LOG - self.written).unwrap_or(usize::MAX);
+            let (now, rest) = bytes.split_at(bytes.len().min(room));
+            self.log.write_all(now)?;
+            self.written += now.len() as u64;
+            bytes = rest;
+        }
+        Ok(())
+    }
+
+    fn keep_newest_half(&mut self) -> io::Result<()> {
+        let mut half = Vec::new();
+        self.log.seek(SeekFrom::Start(self.written / 2))?;
+        self.log.read_to_end(&mut half)?;
+        self.log.set_len(0)?;
+        self.log.rewind()?;
+        self.log.write_all(&half)?;
+        self.written = half.len() as u64;
+        Ok(())
+    }
+
+    /// The newest lines, whole ones, made printable.
+    pub fn tail(&self) -> String {
+        printable_tail(&self.tail, TAIL)
+    }
+
+    /// Whether the newest output has these words in it.
+    pub fn says(&self, words: &str) -> bool {
+        self.tail.windows(words.len()).any(|window| window == words.as_bytes())
+    }
+}
+
+/// The last `limit` bytes as text without control characters, from the start of a line if it is not all.
+pub(crate) fn printable_tail(bytes: &[u8], limit: usize) -> String {
+    let newest = &bytes[bytes.len().saturating_sub(limit)..];
+    let whole = match newest.iter().position(|byte| *byte == b'\n') {
+        Some(end) if newest.len() < bytes.len() => &newest[end + 1..],
+        _ => newest,
+    };
+    let printable = |c: char| if c == '\n' || c == '\t' || !c.is_control() { Some(c) } else { None };
+    String::from_utf8_lossy(whole).chars().filter_map(printable).collect::<String>().trim_end().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_tail_has_whole_printable_lines() {
+        assert_eq!(printable_tail(b"one\ntwo\r\nth\x1b[mree\xff\n", 100), "one\ntwo\nth[mree\u{fffd}");
+        assert_eq!(printable_tail(b"one\ntwo\nthree", 10), "three");
+        assert_eq!(printable_tail(b"one long line", 4), "line");
+        assert_eq!(printable_tail(b"", 4), "");
+    }
+
+    #[test]
+    fn the_file_stays_small_and_has_the_newest() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("console.log");
+        let mut console = Console::open(&path).unwrap();
+        for n in 0..5_000 {
+            console.push(format!("{n:->500}\n").as_bytes());
+        }
+        console.push(&vec![b'x'; 3 << 20]);
+        console.push(b"\nthe end\n");
+        let text = std::fs::read(&path).unwrap();
+        assert!(text.len() as u64 <= MAX_LOG, "{}", text.len());
+        assert!(text.ends_with(b"xxx\nthe end\n"));
+        assert_eq!(console.tail(), "the end");
+        assert!(console.says("the end") && !console.says("panic"));
+        assert!(console.tail.capacity() <= 4 * TAIL);
+    }
+}

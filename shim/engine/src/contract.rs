@@ -1,0 +1,1 @@
+//! Owns: what every engine must show.

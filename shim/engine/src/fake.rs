@@ -1,0 +1,362 @@
+//! Owns: an engine without a virtual machine: the guest is a function in this process.
+//! For tests of what lies above engines; it keeps the same contract as the real ones, and can be told to fail.
+//! Threads: one per machine for the guest, one more for a scripted death.
+
+use std::collections::{HashMap, VecDeque};
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::console::Console;
+use crate::ended::Ended;
+use crate::machine::{Engine, ExitKind, GuestLink, Incoming, Machine, MachineExit, MachineStatus, Pausable, Stop};
+use crate::qemu::make_slot;
+use crate::{CheckedSpec, EngineError, EngineKind, Limits, LinkError, Slot};
+
+/// What a fake engine does other than work.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Script {
+    /// `start` fails.
+    pub fail_start: bool,
+    /// The machine dies by itself after this time.
+    pub die_after: Option<Duration>,
+    /// The guest refuses all connections of the host, whatever it listens on.
+    pub refuse_connections: bool,
+}
+
+/// The guest: called on a thread of its own when a machine starts. The machine ends in the way that it returns; when
+/// the machine is ended from outside, the calls on `Guest` fail with `LinkError::Stopped` and its streams end.
+pub trait FakeGuest: Send + Sync + 'static {
+    /// Boots and lives.
+    fn run(&self, guest: Guest) -> ExitKind;
+}
+
+impl<F: Fn(Guest) -> ExitKind + Send + Sync + 'static> FakeGuest for F {
+    fn run(&self, guest: Guest) -> ExitKind {
+        self(guest)
+    }
+}
+
+/// An engine whose guests are functions.
+pub struct Fake {
+    guest: Arc<dyn FakeGuest>,
+    script: Script,
+}
+
+impl Fake {
+    /// An engine all of whose machines run `guest`.
+    pub fn new(guest: impl FakeGuest) -> Fake {
+        Fake { guest: Arc::new(guest), script: Script::default() }
+    }
+
+    /// The same engine with failures.
+    pub fn with_script(self, script: Script) -> Fake {
+        Fake { script, ..self }
+    }
+}
+
+/// The inside of a fake machine: what its guest sees. Clones are handles to the same guest.
+#[derive(Clone)]
+pub struct Guest {
+    world: Arc<World>,
+    /// Virtual processors that it was given.
+    pub vcpus: u8,
+    /// Memory that it was given, in MiB.
+    pub memory_mib: u32,
+    /// The kernel parameters of the spec.
+    pub cmdline: Vec<String>,
+    /// Its disks from the outside: a fake guest reads no virtio, but knows what was placed.
+    pub disks: Vec<Slot>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+enum Side {
+    Host,
+    Guest,
+}
+
+#[derive(Default)]
+struct Net {
+    listeners: HashMap<(Side, u32), VecDeque<UnixStream>>,
+    guest_ends: Vec<Weak<UnixStream>>,
+    paused: bool,
+    ended: bool,
+}
+
+/// What both sides share.
+struct World {
+    net: Mutex<Net>,
+    changed: Condvar,
+    ended: Ended,
+    console: Mutex<Console>,
+    refuse: bool,
+}
+
+impl World {
+    fn net(&self) -> MutexGuard<'_, Net> {
+        self.net.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn listen(&self, side: Side, port: u32) -> Result<(), LinkError> {
+        let mut net = self.net();
+        if net.ended {
+            return Err(LinkError::Stopped);
+        }
+        if net.listeners.contains_key(&(side, port)) {
+            return Err(LinkError::PortInUse { port });
+        }
+        net.listeners.insert((side, port), VecDeque::new());
+        Ok(())
+    }
+
+    fn connect(&self, to: Side, port: u32) -> Result<UnixStream, LinkError> {
+        let mut net = self.net();
+        if net.ended {
+            return Err(LinkError::Stopped);
+        }
+        let refused = self.refuse && to == Side::Guest;
+        let Some(waiting) = net.listeners.get_mut(&(to, port)).filter(|_| !refused) else {
+            return Err(LinkError::Refused { port });
+        };
+        let (near, far) = UnixStream::pair().map_err(|source| LinkError::Resources { source })?;
+        waiting.push_back(far);
+        self.changed.notify_all();
+        Ok(near)
+    }
+
+    fn accept(&self, side: Side, port: u32, limit: Duration) -> Result<UnixStream, LinkError> {
+        let until = Instant::now() + limit.min(Duration::from_secs(86_400));
+        let mut net = self.net();
+        loop {
+            if net.ended {
+                return Err(LinkError::Stopped);
+            }
+            if let Some(stream) = net.listeners.get_mut(&(side, port)).and_then(VecDeque::pop_front) {
+                return Ok(stream);
+            }
+            let Some(left) = until.checked_duration_since(Instant::now()) else {
+                return Err(LinkError::Timeout { port, limit });
+            };
+            net = self.changed.wait_timeout(net, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Keeps an eye on the guest's end of a connection: it ends with the machine.
+    fn guest_end(&self, stream: UnixStream) -> Arc<UnixStream> {
+        let stream = Arc::new(stream);
+        let mut net = self.net();
+        if net.ended {
+            sever(&stream);
+        }
+        net.guest_ends.retain(|end| end.strong_count() > 0);
+        net.guest_ends.push(Arc::downgrade(&stream));
+        stream
+    }
+
+    fn end(&self, how: ExitKind) {
+        let mut net = self.net();
+        if !net.ended {
+            net.ended = true;
+            net.listeners.clear();
+            net.guest_ends.iter().filter_map(Weak::upgrade).for_each(|stream| sever(&stream));
+            let console = self.console.lock().unwrap_or_else(PoisonError::into_inner);
+            self.ended.set(MachineExit { how, console_tail: console.tail() });
+        }
+        self.changed.notify_all();
+    }
+}
+
+fn sever(stream: &UnixStream) {
+    // One that the guest has closed already is as severed as can be.
+    let _ = stream.shutdown(std::net::Shutdown::Both);
+}
+
+impl Guest {
+    /// Connects to the host's `port`. A fake guest's streams are shared, so that they can end with the machine:
+    /// `&UnixStream` reads and writes.
+    pub fn connect(&self, port: u32) -> Result<Arc<UnixStream>, LinkError> {
+        self.world.connect(Side::Host, port).map(|stream| self.world.guest_end(stream))
+    }
+
+    /// Opens a port for the host, until the machine ends.
+    pub fn listen(&self, port: u32) -> Result<(), LinkError> {
+        self.world.listen(Side::Guest, port)
+    }
+
+    /// The host's next connection to a port that was opened; waits as long as the machine lives.
+    pub fn accept(&self, port: u32) -> Result<Arc<UnixStream>, LinkError> {
+        loop {
+            match self.world.accept(Side::Guest, port, Duration::MAX) {
+                Err(LinkError::Timeout { .. }) => {}
+                other => return other.map(|stream| self.world.guest_end(stream)),
+            }
+        }
+    }
+
+    /// Prints on the console.
+    pub fn print(&self, text: &str) {
+        self.world.console.lock().unwrap_or_else(PoisonError::into_inner).push(text.as_bytes());
+    }
+
+    /// Ends the machine from inside, from any thread.
+    pub fn end(&self, how: ExitKind) {
+        self.world.end(how);
+    }
+}
+
+impl Engine for Fake {
+    fn kind(&self) -> EngineKind {
+        EngineKind::Qemu
+    }
+
+    fn limits(&self) -> Limits {
+        Limits { vcpus: crate::spec::MAX_VCPUS, devices: 6 }
+    }
+
+    fn start(&self, spec: CheckedSpec) -> Result<Box<dyn Machine>, EngineError> {
+        if self.script.fail_start {
+            return Err(EngineError::Scripted);
+        }
+        let spec = spec.into_inner();
+        let disks = spec.disks.iter().map(make_slot).collect::<Result<Vec<_>, _>>()?;
+        let console = Console::open(&spec.console_log).map_err(|source| EngineError::File {
+            what: "open",
+            path: spec.console_log.clone(),
+            source,
+        })?;
+        let world = Arc::new(World {
+            net: Mutex::default(),
+            changed: Condvar::new(),
+            ended: Ended::default(),
+            console: Mutex::new(console),
+            refuse: self.script.refuse_connections,
+        });
+        let inside = Guest {
+            world: Arc::clone(&world),
+            vcpus: spec.vcpus,
+            memory_mib: spec.memory_mib,
+            cmdline: spec.cmdline,
+            disks: disks.clone(),
+        };
+        let guest = Arc::clone(&self.guest);
+        let thread = |source| EngineError::Resources { what: "a thread for a fake guest", source };
+        // Made before the guest runs: if the second thread cannot be made, dropping it ends the first.
+        let machine = FakeMachine { world, disks };
+        thread::Builder::new()
+            .name("fake-guest".into())
+            .spawn(move || {
+                let how = guest.run(inside.clone());
+                inside.end(how);
+            })
+            .map_err(thread)?;
+        if let Some(after) = self.script.die_after {
+            let world = Arc::clone(&machine.world);
+            let die = move || {
+                if world.ended.wait(after).is_none() {
+                    world.end(ExitKind::Died { code: None, signal: Some(9), message: "so says the script".into() });
+                }
+            };
+            thread::Builder::new().name("fake-death".into()).spawn(die).map_err(thread)?;
+        }
+        Ok(Box::new(machine))
+    }
+}
+
+struct FakeMachine {
+    world: Arc<World>,
+    disks: Vec<Slot>,
+}
+
+impl Machine for FakeMachine {
+    fn status(&self) -> MachineStatus {
+        match self.world.ended.get() {
+            Some(exit) => MachineStatus::Exited(exit),
+            None if self.world.net().paused => MachineStatus::Paused,
+            None => MachineStatus::Running,
+        }
+    }
+
+    fn wait(&self, timeout: Duration) -> Option<MachineExit> {
+        self.world.ended.wait(timeout)
+    }
+
+    fn stop(&self, how: Stop) -> Result<MachineExit, EngineError> {
+        if let Stop::Shutdown { grace } = how
+            && let Some(exit) = self.wait(grace)
+        {
+            return Ok(exit);
+        }
+        self.world.end(ExitKind::Killed);
+        self.wait(Duration::ZERO).ok_or(EngineError::Ended { what: "stop" })
+    }
+
+    fn link(&self) -> Arc<dyn GuestLink> {
+        Arc::new(FakeLink(Arc::clone(&self.world)))
+    }
+
+    fn disks(&self) -> &[Slot] {
+        &self.disks
+    }
+
+    fn as_pausable(&self) -> Option<&dyn Pausable> {
+        Some(self)
+    }
+}
+
+impl FakeMachine {
+    fn set_paused(&self, what: &'static str, paused: bool) -> Result<(), EngineError> {
+        let mut net = self.world.net();
+        if net.ended {
+            return Err(EngineError::Ended { what });
+        }
+        net.paused = paused;
+        Ok(())
+    }
+}
+
+impl Pausable for FakeMachine {
+    fn pause(&self) -> Result<(), EngineError> {
+        self.set_paused("pause", true)
+    }
+
+    fn resume(&self) -> Result<(), EngineError> {
+        self.set_paused("resume", false)
+    }
+}
+
+impl Drop for FakeMachine {
+    fn drop(&mut self) {
+        self.world.end(ExitKind::Killed);
+    }
+}
+
+struct FakeLink(Arc<World>);
+
+impl GuestLink for FakeLink {
+    fn connect(&self, port: u32, _timeout: Duration) -> Result<UnixStream, LinkError> {
+        self.0.connect(Side::Guest, port)
+    }
+
+    fn listen(&self, port: u32) -> Result<Box<dyn Incoming>, LinkError> {
+        self.0.listen(Side::Host, port)?;
+        Ok(Box::new(FakeIncoming { world: Arc::clone(&self.0), port }))
+    }
+}
+
+struct FakeIncoming {
+    world: Arc<World>,
+    port: u32,
+}
+
+impl Incoming for FakeIncoming {
+    fn accept(&self, timeout: Duration) -> Result<UnixStream, LinkError> {
+        self.world.accept(Side::Host, self.port, timeout)
+    }
+}
+
+impl Drop for FakeIncoming {
+    fn drop(&mut self) {
+        self.world.net().listeners.remove(&(Side::Host, self.port));
+    }
+}

@@ -1,0 +1,246 @@
+//! Owns: the language in which QEMU is told to pause and resume: one JSON object a line, over an inherited socket.
+//! The answers come from a process that a guest may have taken over: bounded, and believed about nothing but itself.
+
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use nacelle_base::{Classify, Kind};
+use serde_json::Value;
+
+/// The longest line that is read, in bytes.
+pub(crate) const MAX_LINE: usize = 64 << 10;
+/// The longest piece of QEMU's own words in an error, in bytes.
+const MAX_WORDS: usize = 200;
+
+/// QEMU did not do what it was told.
+#[derive(Debug, thiserror::Error)]
+pub enum QmpError {
+    /// The connection.
+    #[error("cannot speak with QEMU")]
+    Io {
+        /// Why not.
+        source: io::Error,
+    },
+    /// No answer.
+    #[error("QEMU did not answer {command} within {limit:?}")]
+    Timeout {
+        /// The command.
+        command: &'static str,
+        /// The time allowed.
+        limit: Duration,
+    },
+    /// QEMU has closed the connection.
+    #[error("QEMU has gone")]
+    Closed,
+    /// A line that is too long.
+    #[error("QEMU sent a line of more than {limit} bytes")]
+    LineTooLong {
+        /// The longest.
+        limit: usize,
+    },
+    /// A line that is no JSON object.
+    #[error("QEMU sent something that is no QMP message")]
+    Garbled {
+        /// Why not.
+        source: serde_json::Error,
+    },
+    /// QEMU refused.
+    #[error("QEMU refuses {command}: {words:?} ({class})")]
+    Refused {
+        /// The command.
+        command: &'static str,
+        /// QEMU's class of error.
+        class: String,
+        /// QEMU's words, cut to 200 bytes.
+        words: String,
+    },
+}
+
+impl Classify for QmpError {
+    fn kind(&self) -> Kind {
+        match self {
+            QmpError::Timeout { .. } => Kind::Timeout,
+            QmpError::Io { .. } | QmpError::Closed => Kind::Unavailable,
+            QmpError::LineTooLong { .. } | QmpError::Garbled { .. } | QmpError::Refused { .. } => Kind::Internal,
+        }
+    }
+}
+
+/// One connection to QEMU's monitor. The greeting is read with the first command, so that nobody waits for it when
+/// the machine starts.
+pub(crate) struct Qmp {
+    stream: UnixStream,
+    buffer: Vec<u8>,
+    greeted: bool,
+}
+
+/// What a line means to somebody who waits for an answer.
+#[derive(Debug, PartialEq)]
+enum Message {
+    Answer,
+    Refusal {
+        class: String,
+        words: String,
+    },
+    /// An event or the greeting.
+    Other,
+}
+
+impl Qmp {
+    pub fn new(stream: UnixStream) -> Qmp {
+        Qmp { stream, buffer: Vec::new(), greeted: false }
+    }
+
+    /// Gives a command without arguments and waits for the answer. After an error other than `Refused` the
+    /// connection is of no more use.
+    pub fn execute(&mut self, command: &'static str, limit: Duration) -> Result<(), QmpError> {
+        let until = Instant::now() + limit;
+        if !self.greeted {
+            self.command("qmp_capabilities", until, limit)?;
+            self.greeted = true;
+        }
+        self.command(command, until, limit)
+    }
+
+    fn command(&mut self, command: &'static str, until: Instant, limit: Duration) -> Result<(), QmpError> {
+        let line = format!("{{\"execute\":\"{command}\"}}\r\n");
+        self.stream.set_write_timeout(Some(limit.max(Duration::from_millis(1)))).map_err(io_error)?;
+        self.stream.write_all(line.as_bytes()).map_err(io_error)?;
+        loop {
+            let line = self.line(command, until, limit)?;
+            match parse(&line)? {
+                Message::Answer => return Ok(()),
+                Message::Refusal { class, words } => return Err(QmpError::Refused { command, class, words }),
+                Message::Other => {}
+            }
+        }
+    }
+
+    fn line(&mut self, command: &'static str, until: Instant, limit: Duration) -> Result<Vec<u8>, QmpError> {
+        loop {
+            if let Some(end) = self.buffer.iter().position(|byte| *byte == b'\n') {
+                let rest = self.buffer.split_off(end + 1);
+                return Ok(std::mem::replace(&mut self.buffer, rest));
+            }
+            if self.buffer.len() > MAX_LINE {
+                return Err(QmpError::LineTooLong { limit: MAX_LINE });
+            }
+            let timeout = QmpError::Timeout { command, limit };
+            let Some(left) = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) else {
+                return Err(timeout);
+            };
+            self.stream.set_read_timeout(Some(left)).map_err(io_error)?;
+            let mut piece = [0; 4096];
+            match self.stream.read(&mut piece) {
+                Ok(0) => return Err(QmpError::Closed),
+                Ok(count) => self.buffer.extend_from_slice(&piece[..count]),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Err(timeout),
+                Err(source) => return Err(QmpError::Io { source }),
+            }
+        }
+    }
+}
+
+fn io_error(source: io::Error) -> QmpError {
+    QmpError::Io { source }
+}
+
+fn parse(line: &[u8]) -> Result<Message, QmpError> {
+    let message: serde_json::Map<String, Value> =
+        serde_json::from_slice(line).map_err(|source| QmpError::Garbled { source })?;
+    if message.contains_key("return") {
+        return Ok(Message::Answer);
+    }
+    let Some(error) = message.get("error") else { return Ok(Message::Other) };
+    let text = |key: &str| {
+        let whole = error.get(key).and_then(Value::as_str).unwrap_or_default();
+        let end = whole.floor_char_boundary(MAX_WORDS);
+        whole.get(..end).unwrap_or_default().to_owned()
+    };
+    Ok(Message::Refusal { class: text("class"), words: text("desc") })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::io::BufRead;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    /// A QEMU that answers the commands with these lines, one each, and then goes.
+    fn qemu(answers: &'static [&'static str]) -> (Qmp, std::thread::JoinHandle<Vec<String>>) {
+        let (near, far) = UnixStream::pair().unwrap();
+        let thread = std::thread::spawn(move || {
+            let mut commands = Vec::new();
+            let mut lines = io::BufReader::new(far.try_clone().unwrap()).lines();
+            (&far).write_all(b"{\"QMP\": {\"version\": {}, \"capabilities\": [\"oob\"]}}\r\n").unwrap();
+            for answer in answers {
+                commands.push(lines.next().unwrap().unwrap());
+                (&far).write_all(answer.as_bytes()).unwrap();
+            }
+            commands
+        });
+        (Qmp::new(near), thread)
+    }
+
+    #[test]
+    fn greets_once_and_skips_events() {
+        let (mut qmp, thread) = qemu(&[
+            "{\"return\": {}}\r\n",
+            "{\"event\": \"STOP\", \"timestamp\": {}}\r\n{\"return\": {}}\r\n",
+            "{\"return\": {}}\r\n",
+        ]);
+        qmp.execute("stop", LONG).unwrap();
+        qmp.execute("cont", LONG).unwrap();
+        let commands = thread.join().unwrap();
+        assert_eq!(
+            commands,
+            ["{\"execute\":\"qmp_capabilities\"}", "{\"execute\":\"stop\"}", "{\"execute\":\"cont\"}"]
+        );
+    }
+
+    #[test]
+    fn a_refusal_has_qemus_words() {
+        let (mut qmp, thread) = qemu(&[
+            "{\"return\": {}}\n",
+            "{\"error\": {\"class\": \"CommandNotFound\", \"desc\": \"no such thing\"}}\n",
+        ]);
+        let error = qmp.execute("stop", LONG).unwrap_err();
+        assert_eq!(error.to_string(), "QEMU refuses stop: \"no such thing\" (CommandNotFound)");
+        assert!(matches!(qmp.execute("cont", LONG), Err(QmpError::Closed | QmpError::Io { .. })));
+        thread.join().unwrap();
+    }
+
+    #[test]
+    fn silence_and_floods_end() {
+        let (near, far) = UnixStream::pair().unwrap();
+        let mut qmp = Qmp::new(near.try_clone().unwrap());
+        assert!(matches!(qmp.execute("stop", Duration::from_millis(1)), Err(QmpError::Timeout { .. })));
+        let mut qmp = Qmp::new(near);
+        let flood = std::thread::spawn(move || {
+            let piece = [b'x'; 4096];
+            while (&far).write_all(&piece).is_ok() {}
+        });
+        assert!(matches!(qmp.execute("stop", LONG), Err(QmpError::LineTooLong { .. })));
+        drop(qmp);
+        flood.join().unwrap();
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(256))]
+        #[test]
+        fn no_line_makes_it_panic(line in prop::collection::vec(any::<u8>(), 0..200)) {
+            let _ = parse(&line);
+        }
+
+        #[test]
+        fn no_error_object_makes_it_panic(class in ".{0,300}", desc in ".{0,300}") {
+            let line = serde_json::json!({ "error": { "class": class, "desc": desc } }).to_string();
+            let Message::Refusal { class, words } = parse(line.as_bytes()).unwrap() else { panic!("no refusal") };
+            prop_assert!(class.len() <= MAX_WORDS && words.len() <= MAX_WORDS);
+        }
+    }
+}

@@ -1,0 +1,400 @@
+//! Owns: the description of a machine, and the check that is the only door to starting one.
+//! Pure: looks at no file and no device.
+
+use std::collections::HashSet;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+
+use nacelle_base::net::Mac;
+use nacelle_base::{Classify, Kind};
+
+/// The smallest memory in which the guest kernel and the agent start, in MiB.
+pub const MIN_MEMORY_MIB: u32 = 64;
+/// The most virtual processors a machine may have.
+pub const MAX_VCPUS: u8 = 64;
+/// The context ids below this one are reserved by vsock.
+pub const MIN_GUEST_CID: u32 = 3;
+/// The longest serial number of a disk, in bytes (virtio-blk has 20).
+pub const MAX_SERIAL: usize = 20;
+/// The longest kernel command line together, in bytes; what the engine adds for itself is not counted.
+pub const MAX_CMDLINE: usize = 1024;
+
+/// What a machine shall be. Plain data; `check` makes it startable.
+#[derive(Debug)]
+pub struct MachineSpec {
+    /// Virtual processors, 1 to 64.
+    pub vcpus: u8,
+    /// Guest memory in MiB, 64 or more.
+    pub memory_mib: u32,
+    /// The guest kernel: an uncompressed ELF `vmlinux` with the PVH note.
+    pub kernel: PathBuf,
+    /// The initramfs (cpio, compressed or not).
+    pub initrd: PathBuf,
+    /// Kernel parameters beside the engine's own, one word each.
+    pub cmdline: Vec<String>,
+    /// The disks: `disks[n]` is `/dev/vda` plus n in the guest, and `Machine::disks()[n]`.
+    pub disks: Vec<DiskSpec>,
+    /// The network interfaces: `nics[n]` is `eth`n in the guest.
+    pub nics: Vec<NicSpec>,
+    /// A folder of mode 0700 that exists and belongs to this machine: sockets. The engine removes what it made.
+    pub run_dir: PathBuf,
+    /// Where the guest's console goes: a file that never grows beyond 1 MiB (it keeps the newest half).
+    pub console_log: PathBuf,
+    /// The guest's vsock context id, 3 or more. The device is in our process: two machines may have the same one.
+    pub guest_cid: u32,
+}
+
+/// One disk of a machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum DiskSpec {
+    /// Read-only, empty at the start; images are placed on its slot while the guest runs.
+    Growing {
+        /// The serial number that the guest sees (`/sys/block/*/serial`): 1 to 20 bytes of printable ASCII.
+        serial: String,
+    },
+    /// A file or block device as a whole.
+    File {
+        /// The file or block device; its length must be a multiple of 512 bytes.
+        path: PathBuf,
+        /// Writes are refused.
+        read_only: bool,
+        /// The serial number, as for `Growing`.
+        serial: String,
+    },
+}
+
+impl DiskSpec {
+    /// The serial number that the guest sees.
+    pub fn serial(&self) -> &str {
+        let (DiskSpec::Growing { serial } | DiskSpec::File { serial, .. }) = self;
+        serial
+    }
+}
+
+/// One network interface of a machine.
+#[derive(Debug)]
+pub struct NicSpec {
+    /// An open tap with `IFF_TAP | IFF_NO_PI | IFF_VNET_HDR`, one queue.
+    pub tap: OwnedFd,
+    /// The MAC that the guest uses.
+    pub mac: Mac,
+    /// The MTU in bytes, 68 to 65535.
+    pub mtu: u32,
+}
+
+/// What an engine can give to one machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Virtual processors.
+    pub vcpus: u8,
+    /// Disks and network interfaces together.
+    pub devices: usize,
+}
+
+/// A machine that cannot be, and the rule that it breaks.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SpecError {
+    /// No or too many processors.
+    #[error("a machine with {got} vCPUs: this engine gives 1 to {max}")]
+    Vcpus {
+        /// Asked for.
+        got: u8,
+        /// The most that this engine gives.
+        max: u8,
+    },
+    /// Too little memory.
+    #[error("a machine with {got_mib} MiB of memory: the guest needs {min_mib} or more")]
+    Memory {
+        /// Asked for.
+        got_mib: u32,
+        /// The least.
+        min_mib: u32,
+    },
+    /// More devices than the engine has places.
+    #[error("{disks} disks and {nics} network interfaces: this engine has room for {max} devices")]
+    Devices {
+        /// Disks asked for.
+        disks: usize,
+        /// Network interfaces asked for.
+        nics: usize,
+        /// The most, together.
+        max: usize,
+    },
+    /// A path that is not absolute, or that the engine cannot hand on.
+    #[error("{what} {path:?} is not an absolute path in UTF-8")]
+    Path {
+        /// Which one: "kernel", "initrd", "disk", "run_dir", "console_log".
+        what: &'static str,
+        /// The path.
+        path: PathBuf,
+    },
+    /// A run directory whose sockets would have names longer than Linux allows.
+    #[error("run_dir {path:?} has {got} bytes: at most {max}, so that sockets in it can have names")]
+    RunDirTooLong {
+        /// The folder.
+        path: PathBuf,
+        /// Its length in bytes.
+        got: usize,
+        /// The longest.
+        max: usize,
+    },
+    /// A kernel parameter with white space, quotes or control characters in it, or an empty one.
+    #[error("kernel parameter {word:?}: one word of printable ASCII without quotes")]
+    CmdlineWord {
+        /// The parameter.
+        word: String,
+    },
+    /// Too many kernel parameters.
+    #[error("kernel parameters of {got} bytes: at most {max}")]
+    CmdlineTooLong {
+        /// Bytes asked for, with one space between two words.
+        got: usize,
+        /// The most.
+        max: usize,
+    },
+    /// A serial number that virtio-blk cannot carry, or one that another disk has.
+    #[error("disk serial {serial:?}: 1 to {max} bytes of printable ASCII, each used once")]
+    Serial {
+        /// The serial number.
+        serial: String,
+        /// The longest.
+        max: usize,
+    },
+    /// One MAC address twice, or one that is no station's address.
+    #[error("MAC {}: it must be a station's address, and used once", hex(.mac))]
+    Mac {
+        /// The address.
+        mac: Mac,
+    },
+    /// An MTU that Ethernet under IP cannot have.
+    #[error("an MTU of {got} bytes: {min} to {max}")]
+    Mtu {
+        /// Asked for.
+        got: u32,
+        /// The least.
+        min: u32,
+        /// The most.
+        max: u32,
+    },
+    /// A reserved context id.
+    #[error("guest CID {got}: {min} to {max}")]
+    GuestCid {
+        /// Asked for.
+        got: u32,
+        /// The least.
+        min: u32,
+        /// The most.
+        max: u32,
+    },
+}
+
+impl Classify for SpecError {
+    fn kind(&self) -> Kind {
+        match self {
+            SpecError::Devices { .. } => Kind::Exhausted,
+            _ => Kind::Invalid,
+        }
+    }
+}
+
+/// A machine that can be: what an engine takes.
+#[derive(Debug)]
+pub struct CheckedSpec(MachineSpec);
+
+const MTU: std::ops::RangeInclusive<u32> = 68..=65535;
+const MAX_GUEST_CID: u32 = u32::MAX - 1;
+/// `sun_path` has 108 bytes with the closing zero; 20 of them are left for names in the folder.
+const MAX_RUN_DIR: usize = 107 - 20;
+
+impl MachineSpec {
+    /// The only door to a machine: checks everything that can be known without touching the node.
+    pub fn check(self, limits: &Limits) -> Result<CheckedSpec, SpecError> {
+        let max = limits.vcpus.min(MAX_VCPUS);
+        if !(1..=max).contains(&self.vcpus) {
+            return Err(SpecError::Vcpus { got: self.vcpus, max });
+        }
+        if self.memory_mib < MIN_MEMORY_MIB {
+            return Err(SpecError::Memory { got_mib: self.memory_mib, min_mib: MIN_MEMORY_MIB });
+        }
+        if self.disks.len() + self.nics.len() > limits.devices {
+            return Err(SpecError::Devices { disks: self.disks.len(), nics: self.nics.len(), max: limits.devices });
+        }
+        if !(MIN_GUEST_CID..=MAX_GUEST_CID).contains(&self.guest_cid) {
+            return Err(SpecError::GuestCid { got: self.guest_cid, min: MIN_GUEST_CID, max: MAX_GUEST_CID });
+        }
+        self.check_paths()?;
+        check_cmdline(&self.cmdline)?;
+        check_disks(&self.disks)?;
+        check_nics(&self.nics)?;
+        Ok(CheckedSpec(self))
+    }
+
+    fn check_paths(&self) -> Result<(), SpecError> {
+        check_path("kernel", &self.kernel)?;
+        check_path("initrd", &self.initrd)?;
+        check_path("run_dir", &self.run_dir)?;
+        check_path("console_log", &self.console_log)?;
+        match self.run_dir.as_os_str().len() {
+            got if got > MAX_RUN_DIR => {
+                Err(SpecError::RunDirTooLong { path: self.run_dir.clone(), got, max: MAX_RUN_DIR })
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+fn check_path(what: &'static str, path: &Path) -> Result<(), SpecError> {
+    match path.to_str() {
+        Some(text) if path.is_absolute() && !text.contains('\0') => Ok(()),
+        _ => Err(SpecError::Path { what, path: path.to_owned() }),
+    }
+}
+
+fn check_cmdline(words: &[String]) -> Result<(), SpecError> {
+    let plain = |byte: u8| byte.is_ascii_graphic() && byte != b'"' && byte != b'\'';
+    if let Some(word) = words.iter().find(|word| word.is_empty() || !word.bytes().all(plain)) {
+        return Err(SpecError::CmdlineWord { word: word.clone() });
+    }
+    match words.iter().map(|word| word.len() + 1).sum::<usize>().saturating_sub(1) {
+        got if got > MAX_CMDLINE => Err(SpecError::CmdlineTooLong { got, max: MAX_CMDLINE }),
+        _ => Ok(()),
+    }
+}
+
+fn check_disks(disks: &[DiskSpec]) -> Result<(), SpecError> {
+    let mut seen = HashSet::new();
+    for disk in disks {
+        if let DiskSpec::File { path, .. } = disk {
+            check_path("disk", path)?;
+        }
+        let serial = disk.serial();
+        let fits = (1..=MAX_SERIAL).contains(&serial.len()) && serial.bytes().all(|byte| byte.is_ascii_graphic());
+        if !fits || !seen.insert(serial) {
+            return Err(SpecError::Serial { serial: serial.to_owned(), max: MAX_SERIAL });
+        }
+    }
+    Ok(())
+}
+
+fn check_nics(nics: &[NicSpec]) -> Result<(), SpecError> {
+    let mut seen = HashSet::new();
+    for nic in nics {
+        let group = nic.mac[0] & 1 == 1;
+        if group || nic.mac == [0; 6] || !seen.insert(nic.mac) {
+            return Err(SpecError::Mac { mac: nic.mac });
+        }
+        if !MTU.contains(&nic.mtu) {
+            return Err(SpecError::Mtu { got: nic.mtu, min: *MTU.start(), max: *MTU.end() });
+        }
+    }
+    Ok(())
+}
+
+impl CheckedSpec {
+    pub(crate) fn get(&self) -> &MachineSpec {
+        &self.0
+    }
+
+    pub(crate) fn into_inner(self) -> MachineSpec {
+        self.0
+    }
+}
+
+/// A MAC as people write it.
+pub(crate) fn hex(mac: &Mac) -> String {
+    let [a, b, c, d, e, f] = mac;
+    format!("{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{f:02x}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMITS: Limits = Limits { vcpus: 8, devices: 3 };
+
+    fn nic(mac: Mac, mtu: u32) -> NicSpec {
+        NicSpec { tap: std::fs::File::open("/dev/null").unwrap().into(), mac, mtu }
+    }
+
+    fn good() -> MachineSpec {
+        MachineSpec {
+            vcpus: 8,
+            memory_mib: MIN_MEMORY_MIB,
+            kernel: "/boot/vmlinux".into(),
+            initrd: "/boot/initrd".into(),
+            cmdline: vec!["nacelle.log=debug".into()],
+            disks: vec![
+                DiskSpec::Growing { serial: "images".into() },
+                DiskSpec::File { path: "/scratch".into(), read_only: false, serial: "scratch".into() },
+            ],
+            nics: vec![nic([2, 0, 0, 0, 0, 1], 1500)],
+            run_dir: "/run/pod".into(),
+            console_log: "/run/pod/console.log".into(),
+            guest_cid: 3,
+        }
+    }
+
+    #[test]
+    fn a_good_spec_passes() {
+        let spec = good().check(&LIMITS).unwrap();
+        assert_eq!(spec.get().vcpus, 8);
+    }
+
+    #[test]
+    fn each_rule_has_its_error() {
+        type Break = fn(&mut MachineSpec);
+        let file = |serial: &str| DiskSpec::File { path: "/d".into(), read_only: true, serial: serial.into() };
+        let table: Vec<(Break, SpecError)> = vec![
+            (|s| s.vcpus = 0, SpecError::Vcpus { got: 0, max: 8 }),
+            (|s| s.vcpus = 9, SpecError::Vcpus { got: 9, max: 8 }),
+            (|s| s.memory_mib = 63, SpecError::Memory { got_mib: 63, min_mib: 64 }),
+            (
+                |s| s.disks.push(DiskSpec::Growing { serial: "more".into() }),
+                SpecError::Devices { disks: 3, nics: 1, max: 3 },
+            ),
+            (|s| s.kernel = "vmlinux".into(), SpecError::Path { what: "kernel", path: "vmlinux".into() }),
+            (|s| s.initrd = "i".into(), SpecError::Path { what: "initrd", path: "i".into() }),
+            (|s| s.console_log = "c".into(), SpecError::Path { what: "console_log", path: "c".into() }),
+            (|s| s.run_dir = "./run".into(), SpecError::Path { what: "run_dir", path: "./run".into() }),
+            (
+                |s| s.run_dir = format!("/{}", "r".repeat(90)).into(),
+                SpecError::RunDirTooLong { path: format!("/{}", "r".repeat(90)).into(), got: 91, max: 87 },
+            ),
+            (|s| s.cmdline.push("a b".into()), SpecError::CmdlineWord { word: "a b".into() }),
+            (|s| s.cmdline.push(String::new()), SpecError::CmdlineWord { word: String::new() }),
+            (|s| s.cmdline.push("a\n".into()), SpecError::CmdlineWord { word: "a\n".into() }),
+            (
+                |s| s.cmdline = vec!["x".repeat(512), "y".repeat(512)],
+                SpecError::CmdlineTooLong { got: 1025, max: 1024 },
+            ),
+            (
+                |s| s.disks[1] = DiskSpec::File { path: "d".into(), read_only: true, serial: "s".into() },
+                SpecError::Path { what: "disk", path: "d".into() },
+            ),
+            (|s| s.nics[0].mac = [1, 0, 0, 0, 0, 0], SpecError::Mac { mac: [1, 0, 0, 0, 0, 0] }),
+            (|s| s.nics[0].mac = [0; 6], SpecError::Mac { mac: [0; 6] }),
+            (|s| s.nics[0].mtu = 67, SpecError::Mtu { got: 67, min: 68, max: 65535 }),
+            (|s| s.guest_cid = 2, SpecError::GuestCid { got: 2, min: 3, max: MAX_GUEST_CID }),
+        ];
+        for (spoil, expected) in table {
+            let mut spec = good();
+            spoil(&mut spec);
+            assert_eq!(spec.check(&LIMITS).unwrap_err(), expected);
+        }
+        for serial in ["", "with space", "123456789012345678901", "images"] {
+            let mut spec = good();
+            spec.disks[1] = file(serial);
+            assert_eq!(spec.check(&LIMITS).unwrap_err(), SpecError::Serial { serial: serial.into(), max: MAX_SERIAL });
+        }
+    }
+
+    #[test]
+    fn a_mac_is_used_once() {
+        let mut spec = good();
+        spec.disks.clear();
+        spec.nics.push(nic([2, 0, 0, 0, 0, 1], 1500));
+        let error = spec.check(&LIMITS).unwrap_err();
+        assert_eq!(error.to_string(), "MAC 02:00:00:00:00:01: it must be a station's address, and used once");
+        assert_eq!(error.kind(), Kind::Invalid);
+    }
+}
