@@ -1,0 +1,328 @@
+//! Owns: the daemon's side of a pod process: start one, find one again, ask it, and clear away a dead one.
+//! Threads: any; a [`PodClient`] is cheap to clone and holds no lock.
+
+use crate::identity::{Identity, IdentityError};
+use crate::record::{self, PodRecord, RecordError};
+use crate::spec::{PodSpec, SpecError};
+use crate::{codes, sys};
+use hyper_util::rt::TokioIo;
+use nacelle_base::files::{FileError, at, remove_if_there};
+use nacelle_base::{Classify, Kind};
+use nacelle_proto::pod as proto;
+use proto::pod_client::PodClient as Rpc;
+use std::fs::OpenOptions;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{ExitStatus, Stdio};
+use std::time::Duration;
+use tokio::io::unix::AsyncFd;
+use tokio::time::{Instant, timeout, timeout_at};
+use tonic::transport::{Channel, Endpoint, Uri};
+
+/// The process's own log: its standard output and error.
+pub const LOG_FILE: &str = "pod.log";
+
+/// From the start of the process to its first answer. It listens before it starts the machine.
+const START_LIMIT: Duration = Duration::from_secs(60);
+/// To connect to a process that is there.
+const CONNECT_LIMIT: Duration = Duration::from_secs(10);
+/// From SIGKILL to the end of a process.
+const KILL_LIMIT: Duration = Duration::from_secs(60);
+/// One message, both ways: an ExecSync answer is the largest.
+const MESSAGE_LIMIT: usize = 40 << 20;
+
+/// Why a pod process could not be started, found or asked.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// Its specification is not usable.
+    #[error(transparent)]
+    Spec(#[from] SpecError),
+    /// It is not known which process serves the pod.
+    #[error(transparent)]
+    Identity(#[from] IdentityError),
+    /// What it recorded cannot be read.
+    #[error(transparent)]
+    Record(#[from] RecordError),
+    /// A file in the run directory.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// The program could not be started.
+    #[error("cannot start the pod process {}", exe.display())]
+    Start {
+        /// The program.
+        exe: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// It ended before it answered.
+    #[error("the pod process ended with {status} before it answered; its log {} ends with: {tail}", log.display())]
+    EndedAtOnce {
+        /// How.
+        status: ExitStatus,
+        /// Where it says why.
+        log: PathBuf,
+        /// The log's last lines.
+        tail: String,
+    },
+    /// No process serves this directory.
+    #[error("no pod process serves {}", dir.display())]
+    Gone {
+        /// The run directory.
+        dir: PathBuf,
+    },
+    /// The process is there, its socket is not.
+    #[error("cannot connect to the pod process through {}", socket.display())]
+    Connect {
+        /// The socket.
+        socket: PathBuf,
+        /// Why.
+        source: tonic::transport::Error,
+    },
+    /// It takes too long.
+    #[error("the pod process did not {what} within {limit:?}")]
+    TooSlow {
+        /// "answer", "end".
+        what: &'static str,
+        /// The limit.
+        limit: Duration,
+    },
+    /// It answered with an error. The text is the process's own.
+    #[error("{message}")]
+    Refused {
+        /// What kind of failure.
+        kind: Kind,
+        /// What it says.
+        message: String,
+    },
+}
+
+impl Classify for ClientError {
+    fn kind(&self) -> Kind {
+        match self {
+            ClientError::Spec(error) => error.kind(),
+            ClientError::Identity(error) => error.kind(),
+            ClientError::Record(error) => error.kind(),
+            ClientError::File(error) => error.kind(),
+            ClientError::Start { .. } | ClientError::EndedAtOnce { .. } => Kind::Internal,
+            ClientError::Gone { .. } | ClientError::Connect { .. } => Kind::Unavailable,
+            ClientError::TooSlow { .. } => Kind::Timeout,
+            ClientError::Refused { kind, .. } => *kind,
+        }
+    }
+}
+
+impl From<tonic::Status> for ClientError {
+    fn from(status: tonic::Status) -> Self {
+        ClientError::Refused { kind: codes::kind(&status), message: status.message().to_owned() }
+    }
+}
+
+/// A connection to one pod process, whose identity has been checked.
+#[derive(Clone, Debug)]
+pub struct PodClient {
+    rpc: Rpc<Channel>,
+    identity: Identity,
+}
+
+/// Starts `EXE pod --dir DIR` with this specification and waits until it answers. The process has a session of
+/// its own, no inherited descriptors, logs to `DIR/pod.log`, and outlives the caller. On failure nothing runs.
+pub async fn spawn(exe: &Path, dir: &Path, spec: &PodSpec) -> Result<PodClient, ClientError> {
+    spec.write(dir)?;
+    let log_path = dir.join(LOG_FILE);
+    let log =
+        OpenOptions::new().append(true).create(true).mode(0o600).open(&log_path).map_err(at("open", &log_path))?;
+    let errors = log.try_clone().map_err(at("open", &log_path))?;
+    let mut command = tokio::process::Command::new(exe);
+    command.arg("pod").arg("--dir").arg(dir).current_dir("/");
+    command.stdin(Stdio::null()).stdout(log).stderr(errors);
+    sys::detach(&mut command);
+    let mut child = command.spawn().map_err(|source| ClientError::Start { exe: exe.to_owned(), source })?;
+
+    let deadline = Instant::now() + START_LIMIT;
+    let failure = loop {
+        match connect(dir).await {
+            Ok(client) if Some(client.identity.pid) == child.id().and_then(|pid| pid.try_into().ok()) => {
+                // Nobody else reaps it while this daemon lives; afterwards init does.
+                tokio::spawn(async move { child.wait().await });
+                return Ok(client);
+            }
+            Ok(_) | Err(ClientError::Gone { .. } | ClientError::Connect { .. }) => {}
+            Err(error) => break error,
+        }
+        if let Ok(Some(status)) = child.try_wait() {
+            let tail = tail(&log_path).unwrap_or_default();
+            return Err(ClientError::EndedAtOnce { status, log: log_path, tail });
+        }
+        if Instant::now() >= deadline {
+            break ClientError::TooSlow { what: "answer", limit: START_LIMIT };
+        }
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    };
+    // It is our child and not reaped, so its pid is still its own.
+    if let Err(error) = child.kill().await {
+        tracing::error!(%error, "cannot kill a pod process that did not start");
+    }
+    Err(failure)
+}
+
+/// Finds the process that serves this directory: the very one that was started here, not another of its pid.
+pub async fn connect(dir: &Path) -> Result<PodClient, ClientError> {
+    let gone = || ClientError::Gone { dir: dir.to_owned() };
+    let identity = Identity::read(dir)?.ok_or_else(gone)?;
+    if !identity.is_alive()? {
+        return Err(gone());
+    }
+    let socket = dir.join(crate::SOCKET_FILE);
+    let path = socket.clone();
+    // The address is never looked at: the connector knows where to go.
+    let channel = Endpoint::from_static("http://pod").connect_with_connector(tower::service_fn(move |_: Uri| {
+        let path = path.clone();
+        async move { Ok::<_, io::Error>(TokioIo::new(tokio::net::UnixStream::connect(path).await?)) }
+    }));
+    let channel = timeout(CONNECT_LIMIT, channel)
+        .await
+        .map_err(|_elapsed| ClientError::TooSlow { what: "answer", limit: CONNECT_LIMIT })?
+        .map_err(|source| ClientError::Connect { socket, source })?;
+    let rpc = Rpc::new(channel).max_decoding_message_size(MESSAGE_LIMIT).max_encoding_message_size(MESSAGE_LIMIT);
+    Ok(PodClient { rpc, identity })
+}
+
+/// Ends what is left of a pod process and returns what it last recorded, with everything that still lived
+/// marked as lost. Kills exactly the process that was started here, if it still runs; the machine dies with it.
+/// Asking again is fine. None: the process never came so far as to record anything.
+pub async fn clean_up(dir: &Path) -> Result<Option<PodRecord>, ClientError> {
+    if let Some(identity) = Identity::read(dir)? {
+        if let Some(pidfd) = identity.open()? {
+            let failed = |what| move |source| IdentityError::Process { what, pid: identity.pid, source };
+            sys::pidfd_send(&pidfd, libc::SIGKILL).map_err(failed("kill"))?;
+            ended(pidfd).await?.map_err(failed("wait for"))?;
+        }
+    }
+    for file in [crate::SOCKET_FILE, crate::SCRATCH_FILE] {
+        remove_if_there(&dir.join(file))?;
+    }
+    let Some(mut last) = record::read(dir)? else { return Ok(None) };
+    let before = last.clone();
+    last.lose("the pod process died", crate::now_nanos());
+    if last != before {
+        last.write(dir)?;
+    }
+    Ok(Some(last))
+}
+
+/// Waits until a process has ended: its handle becomes readable.
+async fn ended(pidfd: OwnedFd) -> Result<io::Result<()>, ClientError> {
+    let pidfd = match AsyncFd::with_interest(pidfd, tokio::io::Interest::READABLE) {
+        Ok(pidfd) => pidfd,
+        Err(error) => return Ok(Err(error)),
+    };
+    let limit = Instant::now() + KILL_LIMIT;
+    let readable = timeout_at(limit, pidfd.readable()).await;
+    let readable = readable.map_err(|_elapsed| ClientError::TooSlow { what: "end", limit: KILL_LIMIT })?;
+    Ok(readable.map(drop))
+}
+
+/// The last lines of a log, on one line.
+fn tail(path: &Path) -> io::Result<String> {
+    use std::io::{Read, Seek, SeekFrom};
+    let mut file = std::fs::File::open(path)?;
+    let length = file.metadata()?.len();
+    file.seek(SeekFrom::Start(length.saturating_sub(2048)))?;
+    let mut bytes = Vec::new();
+    file.take(2048).read_to_end(&mut bytes)?;
+    let text = String::from_utf8_lossy(&bytes);
+    let lines: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+    Ok(lines.get(lines.len().saturating_sub(5)..).unwrap_or_default().join(" | "))
+}
+
+impl PodClient {
+    /// Which process this is.
+    pub fn identity(&self) -> &Identity {
+        &self.identity
+    }
+
+    /// Gives the pod its network and waits until the guest is configured.
+    pub async fn configure(&self, request: proto::ConfigureRequest) -> Result<proto::ConfigureResponse, ClientError> {
+        Ok(self.rpc.clone().configure(request).await?.into_inner())
+    }
+
+    /// The pod as it is; answers while other requests wait.
+    pub async fn state(&self) -> Result<proto::PodState, ClientError> {
+        Ok(self.rpc.clone().state(proto::Empty {}).await?.into_inner())
+    }
+
+    /// The pod as it is, now and after every change; the stream ends with the process.
+    pub async fn watch(&self) -> Result<tonic::Streaming<proto::PodState>, ClientError> {
+        Ok(self.rpc.clone().watch(proto::Empty {}).await?.into_inner())
+    }
+
+    /// Makes a container, up to its first instruction.
+    pub async fn create_container(
+        &self,
+        request: proto::CreateContainerRequest,
+    ) -> Result<proto::CreateContainerResponse, ClientError> {
+        Ok(self.rpc.clone().create_container(request).await?.into_inner())
+    }
+
+    /// Starts a container that was made.
+    pub async fn start_container(&self, id: &str) -> Result<(), ClientError> {
+        self.rpc.clone().start_container(reference(id)).await?;
+        Ok(())
+    }
+
+    /// Stop signal, `grace`, SIGKILL; returns when the container has exited.
+    pub async fn stop_container(&self, id: &str, grace: Duration) -> Result<(), ClientError> {
+        let request = proto::StopContainerRequest { id: id.to_owned(), timeout_ms: millis(grace) };
+        self.rpc.clone().stop_container(request).await?;
+        Ok(())
+    }
+
+    /// Kills and forgets a container.
+    pub async fn remove_container(&self, id: &str) -> Result<(), ClientError> {
+        self.rpc.clone().remove_container(reference(id)).await?;
+        Ok(())
+    }
+
+    /// Closes the container's log file and opens the one that now has its name.
+    pub async fn reopen_log(&self, id: &str) -> Result<(), ClientError> {
+        self.rpc.clone().reopen_log(reference(id)).await?;
+        Ok(())
+    }
+
+    /// Runs a command in a container to its end. `timeout`: none means no limit.
+    pub async fn exec_sync(
+        &self,
+        id: &str,
+        args: Vec<String>,
+        timeout: Option<Duration>,
+    ) -> Result<proto::ExecSyncResponse, ClientError> {
+        let timeout_ms = timeout.map_or(0, |limit| millis(limit).max(1));
+        let request = proto::ExecSyncRequest { id: id.to_owned(), args, timeout_ms };
+        Ok(self.rpc.clone().exec_sync(request).await?.into_inner())
+    }
+
+    /// Stops the containers and the machine; returns when the machine is gone and all is recorded. The process
+    /// ends right afterwards; [`PodClient::ended`] waits for that.
+    pub async fn stop(&self, grace: Duration) -> Result<(), ClientError> {
+        self.rpc.clone().stop(proto::StopRequest { timeout_ms: millis(grace) }).await?;
+        Ok(())
+    }
+
+    /// Waits, up to a minute, until the process has ended.
+    pub async fn ended(&self) -> Result<(), ClientError> {
+        let Some(pidfd) = self.identity.open()? else { return Ok(()) };
+        let pid = self.identity.pid;
+        let failed = |source| IdentityError::Process { what: "wait for", pid, source };
+        Ok(ended(pidfd).await?.map_err(failed)?)
+    }
+}
+
+fn reference(id: &str) -> proto::ContainerRef {
+    proto::ContainerRef { id: id.to_owned() }
+}
+
+fn millis(duration: Duration) -> u32 {
+    u32::try_from(duration.as_millis()).unwrap_or(u32::MAX)
+}

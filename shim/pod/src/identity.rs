@@ -1,0 +1,166 @@
+//! Owns: `DIR/process.json`: which process serves this pod, so that nobody else is ever taken for it.
+//! A pid alone is reused; pid, start time and boot together are not.
+
+use crate::sys;
+use nacelle_base::files::{FileError, at, write_whole};
+use nacelle_base::{Classify, Kind};
+use serde::{Deserialize, Serialize};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+
+/// Name of the file in the pod's run directory.
+pub const FILE: &str = "process.json";
+
+/// One process, for good.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Identity {
+    /// Its process id.
+    pub pid: i32,
+    /// Its start in clock ticks since boot: field 22 of /proc/PID/stat.
+    pub start_time: u64,
+    /// The boot in which it ran: /proc/sys/kernel/random/boot_id.
+    pub boot_id: String,
+}
+
+/// Why it is not known which process serves a pod.
+#[derive(Debug, thiserror::Error)]
+pub enum IdentityError {
+    /// The file, or /proc, could not be read or written.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// Not the JSON of an identity.
+    #[error("{} does not say which process serves the pod", path.display())]
+    Format {
+        /// The file.
+        path: PathBuf,
+        /// Where and why.
+        source: serde_json::Error,
+    },
+    /// /proc/PID/stat has another shape than proc(5) says.
+    #[error("cannot find the start time in /proc/{pid}/stat")]
+    Stat {
+        /// The process.
+        pid: i32,
+    },
+    /// The process could not be opened or signalled.
+    #[error("cannot {what} process {pid}")]
+    Process {
+        /// "open", "kill", "wait for".
+        what: &'static str,
+        /// The process.
+        pid: i32,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+impl Classify for IdentityError {
+    fn kind(&self) -> Kind {
+        Kind::Internal
+    }
+}
+
+impl Identity {
+    /// The calling process.
+    pub fn own() -> Result<Self, IdentityError> {
+        let pid = nix::unistd::getpid().as_raw();
+        let start_time = start_time(pid)?.ok_or(IdentityError::Stat { pid })?;
+        Ok(Self { pid, start_time, boot_id: boot_id()? })
+    }
+
+    /// Reads `DIR/process.json`; none if no process came so far.
+    pub fn read(dir: &Path) -> Result<Option<Self>, IdentityError> {
+        let path = dir.join(FILE);
+        match std::fs::read(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(at("read", &path)(error).into()),
+            Ok(bytes) => {
+                Ok(Some(serde_json::from_slice(&bytes).map_err(|source| IdentityError::Format { path, source })?))
+            }
+        }
+    }
+
+    /// Writes `DIR/process.json`, whole.
+    pub fn write(&self, dir: &Path) -> Result<(), IdentityError> {
+        let path = dir.join(FILE);
+        let bytes = serde_json::to_vec(self).map_err(|source| IdentityError::Format { path: path.clone(), source })?;
+        Ok(write_whole(&path, &bytes)?)
+    }
+
+    /// A handle on exactly this process; none if it is gone (a zombie counts as gone).
+    pub(crate) fn open(&self) -> Result<Option<OwnedFd>, IdentityError> {
+        if self.boot_id != boot_id()? {
+            return Ok(None);
+        }
+        // The handle comes first: if the start time read after it is right, the handle is of that process.
+        let opened = sys::pidfd_open(self.pid);
+        let pidfd = opened.map_err(|source| IdentityError::Process { what: "open", pid: self.pid, source })?;
+        Ok(if start_time(self.pid)? == Some(self.start_time) { pidfd } else { None })
+    }
+
+    /// Whether exactly this process runs.
+    pub fn is_alive(&self) -> Result<bool, IdentityError> {
+        Ok(self.open()?.is_some())
+    }
+}
+
+fn boot_id() -> Result<String, IdentityError> {
+    let path = Path::new("/proc/sys/kernel/random/boot_id");
+    Ok(std::fs::read_to_string(path).map_err(at("read", path))?.trim().to_owned())
+}
+
+/// The start time of a process that runs; none for one that is gone or a zombie.
+fn start_time(pid: i32) -> Result<Option<u64>, IdentityError> {
+    let path = PathBuf::from(format!("/proc/{pid}/stat"));
+    match std::fs::read_to_string(&path) {
+        Ok(stat) => match parse_stat(&stat) {
+            Some(('Z' | 'X', _)) => Ok(None),
+            Some((_, start)) => Ok(Some(start)),
+            None => Err(IdentityError::Stat { pid }),
+        },
+        Err(error) if error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(libc::ESRCH) => Ok(None),
+        Err(error) => Err(at("read", &path)(error).into()),
+    }
+}
+
+/// State and start time. The command's name may hold spaces and brackets, so fields count from the last one.
+fn parse_stat(stat: &str) -> Option<(char, u64)> {
+    let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
+    let state = fields.next()?.chars().next()?;
+    Some((state, fields.nth(18)?.parse().ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_name_of_a_command_cannot_move_the_fields() {
+        let rest = "S 1 1 1 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 777 9";
+        assert_eq!(parse_stat(&format!("12 (a) b) {rest}")), Some(('S', 777)));
+        assert_eq!(parse_stat("12 (a) S 1"), None);
+        assert_eq!(parse_stat(""), None);
+    }
+
+    #[test]
+    fn only_the_very_process_is_alive() {
+        let own = Identity::own().unwrap();
+        assert!(own.is_alive().unwrap());
+        assert!(!Identity { start_time: own.start_time + 1, ..own.clone() }.is_alive().unwrap());
+        assert!(!Identity { boot_id: "another".into(), ..own.clone() }.is_alive().unwrap());
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let pid = i32::try_from(child.id()).unwrap();
+        child.wait().unwrap();
+        assert!(!Identity { pid, ..own }.is_alive().unwrap());
+    }
+
+    #[test]
+    fn comes_back_from_its_file() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(Identity::read(dir.path()).unwrap(), None);
+        let own = Identity::own().unwrap();
+        own.write(dir.path()).unwrap();
+        assert_eq!(Identity::read(dir.path()).unwrap(), Some(own));
+    }
+}

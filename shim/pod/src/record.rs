@@ -1,0 +1,266 @@
+//! Owns: `DIR/state.json`: the pod as it last was, written whole on each change, so that exit codes outlive the
+//! pod process. The daemon reads it when the process is gone.
+
+use nacelle_base::files::{FileError, at, write_whole};
+use nacelle_base::{Classify, Kind, PodId};
+use nacelle_proto::pod as proto;
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+
+/// Name of the file in the pod's run directory.
+pub const FILE: &str = "state.json";
+
+/// The exit code of a container whose end nobody saw.
+pub const LOST: u32 = 255;
+
+/// The pod as it last was.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PodRecord {
+    /// The PodSandbox.
+    pub id: PodId,
+    /// Its phase.
+    pub phase: Phase,
+    /// Why the machine is gone, if it ended by itself; empty otherwise.
+    #[serde(default)]
+    pub failure: String,
+    /// `uname -r` of the guest, once known.
+    #[serde(default)]
+    pub kernel_release: String,
+    /// Its containers, in the order of their creation.
+    #[serde(default)]
+    pub containers: Vec<ContainerRecord>,
+}
+
+/// The phase of a pod: see docs/state-machines.md.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Phase {
+    /// The machine boots or waits for its configuration.
+    Booting,
+    /// Containers can be made.
+    Ready,
+    /// On the way down.
+    Stopping,
+    /// The machine is gone.
+    Stopped,
+}
+
+/// The phase of a container.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ContainerPhase {
+    /// Made, not started.
+    Created,
+    /// Started.
+    Running,
+    /// Ended.
+    Exited,
+}
+
+/// One container as it last was. Times are nanoseconds since 1970; 0: not yet.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ContainerRecord {
+    /// The container.
+    pub id: String,
+    /// Its phase.
+    pub phase: ContainerPhase,
+    /// When it was made.
+    pub created_at: i64,
+    /// When it was started.
+    #[serde(default)]
+    pub started_at: i64,
+    /// When it ended.
+    #[serde(default)]
+    pub finished_at: i64,
+    /// With phase Exited.
+    #[serde(default)]
+    pub exit_code: u32,
+    /// The kernel's OOM killer ended it.
+    #[serde(default)]
+    pub oom_killed: bool,
+    /// Why it could not start or was lost; empty otherwise.
+    #[serde(default)]
+    pub message: String,
+    /// The user as found in the image.
+    #[serde(default)]
+    pub uid: u32,
+    /// The user's group.
+    #[serde(default)]
+    pub gid: u32,
+    /// Its further groups.
+    #[serde(default)]
+    pub supplemental_groups: Vec<u32>,
+}
+
+/// Why the record could not be read or written.
+#[derive(Debug, thiserror::Error)]
+pub enum RecordError {
+    /// The file could not be read or written.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// Not the JSON of a record, or of a version that this program does not know.
+    #[error("{} is no record of a pod that this version knows", path.display())]
+    Format {
+        /// The file.
+        path: PathBuf,
+        /// Where and why.
+        source: serde_json::Error,
+    },
+}
+
+impl Classify for RecordError {
+    fn kind(&self) -> Kind {
+        Kind::Internal
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(tag = "version")]
+enum Stored {
+    #[serde(rename = "1")]
+    V1(PodRecord),
+}
+
+/// Reads `DIR/state.json`; none if the process never came so far.
+pub fn read(dir: &Path) -> Result<Option<PodRecord>, RecordError> {
+    let path = dir.join(FILE);
+    let bytes = match std::fs::read(&path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        other => other.map_err(at("read", &path))?,
+    };
+    let Stored::V1(record) = serde_json::from_slice(&bytes).map_err(|source| RecordError::Format { path, source })?;
+    Ok(Some(record))
+}
+
+impl PodRecord {
+    /// A pod that has just begun.
+    pub fn new(id: PodId) -> Self {
+        Self {
+            id,
+            phase: Phase::Booting,
+            failure: String::new(),
+            kernel_release: String::new(),
+            containers: Vec::new(),
+        }
+    }
+
+    /// Writes `DIR/state.json`, whole.
+    pub fn write(&self, dir: &Path) -> Result<(), RecordError> {
+        let path = dir.join(FILE);
+        let bytes = serde_json::to_vec(&Stored::V1(self.clone()))
+            .map_err(|source| RecordError::Format { path: path.clone(), source })?;
+        Ok(write_whole(&path, &bytes)?)
+    }
+
+    /// The machine is gone, for this reason, at this time: what still lived has ended with [`LOST`].
+    pub fn lose(&mut self, why: &str, now: i64) {
+        if self.phase != Phase::Stopped {
+            self.phase = Phase::Stopped;
+            self.failure = why.to_owned();
+        }
+        for container in self.containers.iter_mut().filter(|c| c.phase != ContainerPhase::Exited) {
+            container.phase = ContainerPhase::Exited;
+            container.exit_code = LOST;
+            container.finished_at = now;
+            container.message = why.to_owned();
+        }
+    }
+}
+
+impl From<&PodRecord> for proto::PodState {
+    fn from(record: &PodRecord) -> Self {
+        let phase = match record.phase {
+            Phase::Booting => proto::Phase::Booting,
+            Phase::Ready => proto::Phase::Ready,
+            Phase::Stopping => proto::Phase::Stopping,
+            Phase::Stopped => proto::Phase::Stopped,
+        };
+        proto::PodState {
+            phase: phase.into(),
+            failure: record.failure.clone(),
+            containers: record.containers.iter().map(Into::into).collect(),
+            kernel_release: record.kernel_release.clone(),
+        }
+    }
+}
+
+impl From<&ContainerRecord> for proto::ContainerState {
+    fn from(record: &ContainerRecord) -> Self {
+        let phase = match record.phase {
+            ContainerPhase::Created => proto::ContainerPhase::Created,
+            ContainerPhase::Running => proto::ContainerPhase::Running,
+            ContainerPhase::Exited => proto::ContainerPhase::Exited,
+        };
+        proto::ContainerState {
+            id: record.id.clone(),
+            phase: phase.into(),
+            created_at: record.created_at,
+            started_at: record.started_at,
+            finished_at: record.finished_at,
+            exit_code: record.exit_code,
+            oom_killed: record.oom_killed,
+            message: record.message.clone(),
+            uid: record.uid,
+            gid: record.gid,
+            supplemental_groups: record.supplemental_groups.clone(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample() -> PodRecord {
+        let container = |id: &str, phase| ContainerRecord {
+            id: id.into(),
+            phase,
+            created_at: 1,
+            started_at: 2,
+            finished_at: 0,
+            exit_code: 0,
+            oom_killed: false,
+            message: String::new(),
+            uid: 0,
+            gid: 0,
+            supplemental_groups: vec![],
+        };
+        let mut record = PodRecord::new(PodId::from_bytes([3; 32]));
+        record.phase = Phase::Ready;
+        record.containers = vec![container("a", ContainerPhase::Exited), container("b", ContainerPhase::Running)];
+        record
+    }
+
+    #[test]
+    fn comes_back_from_its_file() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(read(dir.path()).unwrap(), None);
+        sample().write(dir.path()).unwrap();
+        assert_eq!(read(dir.path()).unwrap(), Some(sample()));
+    }
+
+    #[test]
+    fn version_1_stays_readable_and_others_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let golden = format!(
+            r#"{{"version":"1","id":"{}","phase":"ready","containers":[{{"id":"c","phase":"exited","created_at":5,"exit_code":3}}]}}"#,
+            "03".repeat(32)
+        );
+        std::fs::write(dir.path().join(FILE), &golden).unwrap();
+        assert_eq!(read(dir.path()).unwrap().unwrap().containers[0].exit_code, 3);
+        std::fs::write(dir.path().join(FILE), golden.replace(r#""1""#, r#""9""#)).unwrap();
+        assert!(matches!(read(dir.path()), Err(RecordError::Format { .. })));
+    }
+
+    #[test]
+    fn what_is_lost_keeps_the_exits_that_were_seen() {
+        let mut record = sample();
+        record.lose("gone", 9);
+        assert_eq!((record.phase, record.failure.as_str()), (Phase::Stopped, "gone"));
+        assert_eq!((record.containers[0].exit_code, record.containers[1].exit_code), (0, LOST));
+        assert_eq!(record.containers[1].finished_at, 9);
+        let before = record.clone();
+        record.lose("again", 10);
+        assert_eq!(record, before);
+    }
+}

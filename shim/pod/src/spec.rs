@@ -1,0 +1,319 @@
+//! Owns: what a pod process is told at its start: `DIR/spec.json`, written by the daemon, read once.
+//! May use: nouns of `base`. No effects but reading and writing that one file.
+
+use nacelle_base::files::{FileError, at, write_whole};
+use nacelle_base::machine::EngineKind;
+use nacelle_base::{Classify, Kind, PodId};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// The version of this file's format.
+pub const VERSION: u32 = 1;
+
+/// Name of the file in the pod's run directory.
+pub const FILE: &str = "spec.json";
+
+/// The smallest guest that this process starts, in MiB.
+pub const MIN_MEMORY_MIB: u32 = 64;
+
+/// One PodSandbox as its process must make it. Fields are public data; [`PodSpec::check`] is the door to use.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PodSpec {
+    /// [`VERSION`].
+    pub version: u32,
+    /// The PodSandbox.
+    pub id: PodId,
+    /// Who gives it its kernel.
+    pub engine: EngineSpec,
+    /// Number of virtual processors, 1 or more.
+    pub vcpus: u32,
+    /// Guest memory, [`MIN_MEMORY_MIB`] or more.
+    pub memory_mib: u32,
+    /// The guest's kernel, absolute.
+    pub kernel: PathBuf,
+    /// The guest's initramfs, absolute.
+    pub initrd: PathBuf,
+    /// Further words for the kernel's command line.
+    #[serde(default)]
+    pub kernel_args: Vec<String>,
+    /// The network namespace; none: a pod without network.
+    #[serde(default)]
+    pub network: Option<NetworkSpec>,
+    /// The guest's host name.
+    pub hostname: String,
+    /// Sysctls of the pod: "net.ipv4.ip_forward" -> "1".
+    #[serde(default)]
+    pub sysctls: BTreeMap<String, String>,
+    /// All containers share one PID namespace.
+    #[serde(default)]
+    pub shared_pid: bool,
+    /// Size of the pod's /dev/shm in bytes; 0: the agent's default.
+    #[serde(default)]
+    pub shm_bytes: u64,
+    /// The folder below which containers' log files lie (PodSandboxConfig.log_directory), absolute; none: no logs.
+    #[serde(default)]
+    pub log_directory: Option<PathBuf>,
+    /// The disk on which writable layers lie.
+    pub scratch: ScratchSpec,
+    /// How long to wait for what.
+    #[serde(default)]
+    pub timeouts: Timeouts,
+}
+
+/// The engine and its settings.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct EngineSpec {
+    /// Which engine.
+    pub kind: EngineKind,
+    /// Its program: QEMU's.
+    pub binary: PathBuf,
+    /// What the daemon's probe chose for this node.
+    pub accelerator: Accelerator,
+}
+
+/// What runs the guest's instructions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Accelerator {
+    /// The processor, through /dev/kvm.
+    Kvm,
+    /// QEMU's translator.
+    Tcg,
+}
+
+/// Where the pod's interfaces are.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NetworkSpec {
+    /// The network namespace's file, absolute.
+    pub netns: PathBuf,
+    /// The interfaces that CNI will make ("eth0"): one tap and one guest NIC each, in this order.
+    pub interfaces: Vec<String>,
+}
+
+/// The scratch disk: a sparse ext4 file, copied from a template that is made once per size.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ScratchSpec {
+    /// Its size; blocks are taken when they are written.
+    pub size_mib: u64,
+    /// The folder in which templates are kept, absolute; made if missing.
+    pub templates: PathBuf,
+}
+
+/// Limits on waiting, in milliseconds.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Timeouts {
+    /// From the start of the machine to the agent's hello.
+    pub boot_ms: u64,
+    /// From the configuration's sending to the agent's report.
+    pub configure_ms: u64,
+    /// For one request to the agent that has nothing to wait for.
+    pub call_ms: u64,
+    /// From the agent's Shutdown to the end of the machine.
+    pub shutdown_ms: u64,
+}
+
+impl Default for Timeouts {
+    /// Generous: software emulation on a busy node is slow.
+    fn default() -> Self {
+        Self { boot_ms: 120_000, configure_ms: 60_000, call_ms: 60_000, shutdown_ms: 10_000 }
+    }
+}
+
+impl Timeouts {
+    /// See the field.
+    pub fn boot(&self) -> Duration {
+        Duration::from_millis(self.boot_ms)
+    }
+
+    /// See the field.
+    pub fn configure(&self) -> Duration {
+        Duration::from_millis(self.configure_ms)
+    }
+
+    /// See the field.
+    pub fn call(&self) -> Duration {
+        Duration::from_millis(self.call_ms)
+    }
+
+    /// See the field.
+    pub fn shutdown(&self) -> Duration {
+        Duration::from_millis(self.shutdown_ms)
+    }
+}
+
+/// Why a specification is of no use.
+#[derive(Debug, thiserror::Error)]
+pub enum SpecError {
+    /// The file could not be read or written.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// Not the JSON of a specification.
+    #[error("{} is no pod specification", path.display())]
+    Format {
+        /// The file.
+        path: PathBuf,
+        /// Where and why.
+        source: serde_json::Error,
+    },
+    /// Of another version.
+    #[error("the pod specification has version {got}; this program knows {VERSION}")]
+    Version {
+        /// The file's.
+        got: u32,
+    },
+    /// No processor.
+    #[error("vcpus is 0; a machine needs at least one")]
+    NoVcpus,
+    /// Too small to boot.
+    #[error("memory_mib is {got}; a machine needs at least {MIN_MEMORY_MIB}")]
+    TooLittleMemory {
+        /// As asked.
+        got: u32,
+    },
+    /// No disk to write on.
+    #[error("scratch.size_mib is {got}; 16 is the least")]
+    TooLittleScratch {
+        /// As asked.
+        got: u64,
+    },
+    /// A path that depends on the working directory.
+    #[error("{field} is {path:?}; an absolute path is needed")]
+    Relative {
+        /// The field's name.
+        field: &'static str,
+        /// Its value.
+        path: PathBuf,
+    },
+}
+
+impl Classify for SpecError {
+    fn kind(&self) -> Kind {
+        match self {
+            SpecError::File(error) => error.kind(),
+            _ => Kind::Invalid,
+        }
+    }
+}
+
+impl PodSpec {
+    /// Reads `DIR/spec.json` and checks it.
+    pub fn read(dir: &Path) -> Result<PodSpec, SpecError> {
+        let path = dir.join(FILE);
+        let bytes = std::fs::read(&path).map_err(at("read", &path))?;
+        let spec: PodSpec = serde_json::from_slice(&bytes).map_err(|source| SpecError::Format { path, source })?;
+        spec.check()?;
+        Ok(spec)
+    }
+
+    /// Writes `DIR/spec.json`, whole, after a check.
+    pub fn write(&self, dir: &Path) -> Result<(), SpecError> {
+        self.check()?;
+        let path = dir.join(FILE);
+        let bytes =
+            serde_json::to_vec_pretty(self).map_err(|source| SpecError::Format { path: path.clone(), source })?;
+        Ok(write_whole(&path, &bytes)?)
+    }
+
+    /// Whether a machine can be made of it.
+    pub fn check(&self) -> Result<(), SpecError> {
+        if self.version != VERSION {
+            return Err(SpecError::Version { got: self.version });
+        }
+        if self.vcpus == 0 {
+            return Err(SpecError::NoVcpus);
+        }
+        if self.memory_mib < MIN_MEMORY_MIB {
+            return Err(SpecError::TooLittleMemory { got: self.memory_mib });
+        }
+        if self.scratch.size_mib < 16 {
+            return Err(SpecError::TooLittleScratch { got: self.scratch.size_mib });
+        }
+        let paths = [
+            ("kernel", Some(&self.kernel)),
+            ("initrd", Some(&self.initrd)),
+            ("network.netns", self.network.as_ref().map(|network| &network.netns)),
+            ("log_directory", self.log_directory.as_ref()),
+            ("scratch.templates", Some(&self.scratch.templates)),
+        ];
+        for (field, path) in paths {
+            if let Some(path) = path.filter(|path| !path.is_absolute()) {
+                return Err(SpecError::Relative { field, path: path.clone() });
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    pub(crate) fn sample() -> PodSpec {
+        PodSpec {
+            version: VERSION,
+            id: PodId::from_bytes([1; 32]),
+            engine: EngineSpec {
+                kind: EngineKind::Qemu,
+                binary: "/usr/bin/qemu-system-x86_64".into(),
+                accelerator: Accelerator::Tcg,
+            },
+            vcpus: 1,
+            memory_mib: 128,
+            kernel: "/k/vmlinux".into(),
+            initrd: "/k/initrd".into(),
+            kernel_args: vec![],
+            network: Some(NetworkSpec { netns: "/run/netns/a".into(), interfaces: vec!["eth0".into()] }),
+            hostname: "web".into(),
+            sysctls: BTreeMap::new(),
+            shared_pid: false,
+            shm_bytes: 0,
+            log_directory: Some("/var/log/pods/a".into()),
+            scratch: ScratchSpec { size_mib: 64, templates: "/var/lib/nacelle/scratch".into() },
+            timeouts: Timeouts::default(),
+        }
+    }
+
+    #[test]
+    fn comes_back_from_its_file() {
+        let dir = tempfile::tempdir().unwrap();
+        sample().write(dir.path()).unwrap();
+        assert_eq!(PodSpec::read(dir.path()).unwrap(), sample());
+    }
+
+    #[test]
+    fn unknown_fields_and_versions_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut value = serde_json::to_value(sample()).unwrap();
+        value["colour"] = "red".into();
+        std::fs::write(dir.path().join(FILE), value.to_string()).unwrap();
+        assert!(matches!(PodSpec::read(dir.path()), Err(SpecError::Format { .. })));
+        value.as_object_mut().unwrap().remove("colour");
+        value["version"] = 2.into();
+        std::fs::write(dir.path().join(FILE), value.to_string()).unwrap();
+        assert!(matches!(PodSpec::read(dir.path()), Err(SpecError::Version { got: 2 })));
+    }
+
+    #[test]
+    fn each_rule_is_checked() {
+        let broken: [fn(&mut PodSpec); 6] = [
+            |spec| spec.vcpus = 0,
+            |spec| spec.memory_mib = MIN_MEMORY_MIB - 1,
+            |spec| spec.scratch.size_mib = 1,
+            |spec| spec.kernel = "vmlinux".into(),
+            |spec| spec.log_directory = Some("logs".into()),
+            |spec| spec.network.as_mut().unwrap().netns = "ns".into(),
+        ];
+        for (row, change) in broken.into_iter().enumerate() {
+            let mut spec = sample();
+            change(&mut spec);
+            assert_eq!(spec.check().unwrap_err().kind(), Kind::Invalid, "row {row}");
+        }
+    }
+}

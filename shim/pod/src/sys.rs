@@ -1,0 +1,48 @@
+//! Owns: the system calls that have no safe wrapper: a child in a session of its own, and process handles.
+//! Threads: `detach` runs its closure between fork and exec, where only async-signal-safe calls are allowed.
+
+#![allow(unsafe_code, reason = "pre_exec, close_range and the pidfd calls have no safe wrapper in nix or std")]
+
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+
+/// The child becomes leader of a new session and inherits no descriptor but its standard streams.
+pub(crate) fn detach(command: &mut tokio::process::Command) {
+    let steps = || {
+        nix::unistd::setsid()?;
+        // SAFETY: close_range with CLOEXEC takes three integers, touches no memory and is async-signal-safe.
+        match unsafe { libc::syscall(libc::SYS_close_range, 3u32, u32::MAX, libc::CLOSE_RANGE_CLOEXEC) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    };
+    // SAFETY: `steps` only makes two system calls and builds an error from errno; it takes no lock and does not
+    // allocate.
+    unsafe { command.pre_exec(steps) };
+}
+
+/// A handle on the process that has this pid now; none if there is none.
+pub(crate) fn pidfd_open(pid: i32) -> io::Result<Option<OwnedFd>> {
+    // SAFETY: pidfd_open takes two integers and touches no memory.
+    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0u32) };
+    if fd < 0 {
+        let error = io::Error::last_os_error();
+        return if error.raw_os_error() == Some(libc::ESRCH) { Ok(None) } else { Err(error) };
+    }
+    let fd = i32::try_from(fd).map_err(io::Error::other)?;
+    // SAFETY: the kernel has just made this descriptor for us and nobody else knows it.
+    Ok(Some(unsafe { OwnedFd::from_raw_fd(fd) }))
+}
+
+/// Sends a signal to the process behind the handle; one that is gone is no failure.
+pub(crate) fn pidfd_send(pidfd: &OwnedFd, signal: i32) -> io::Result<()> {
+    // SAFETY: the descriptor is open; a null siginfo is allowed and means "as kill(2)".
+    let rc = unsafe {
+        libc::syscall(libc::SYS_pidfd_send_signal, pidfd.as_raw_fd(), signal, std::ptr::null::<libc::siginfo_t>(), 0u32)
+    };
+    if rc == 0 {
+        return Ok(());
+    }
+    let error = io::Error::last_os_error();
+    if error.raw_os_error() == Some(libc::ESRCH) { Ok(()) } else { Err(error) }
+}
