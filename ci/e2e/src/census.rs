@@ -1,0 +1,87 @@
+//! Owns: counting what a node holds: processes, mounts, links, namespaces, files.
+
+use crate::node::Netns;
+use crate::run::run;
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// What was there at one moment.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Census(BTreeSet<String>);
+
+impl Census {
+    /// Looks at the processes and mounts that name `folder`, at the links in the node's network namespace, at
+    /// the leases, and at the files in `run`, `netns`, and the state of pods in `root`.
+    pub fn take(folder: &Path, netns: &Netns) -> Self {
+        let mut all = BTreeSet::new();
+        for (pid, line) in processes(&folder.join("run")) {
+            all.insert(format!("process {pid}: {line}"));
+        }
+        all.extend(mounts(folder).into_iter().map(|mount| format!("mount {mount}")));
+        let links = run(netns.command("ip").args(["-o", "link"])).stdout;
+        for link in links.lines().filter_map(|line| line.split(": ").nth(1)) {
+            // The bridge stays: the plugin never removes it.
+            if link != "cni0" {
+                all.insert(format!("link {link}"));
+            }
+        }
+        let rules = run(netns.command("iptables-save").args(["-t", "nat"])).stdout;
+        all.extend(rules.lines().filter(|rule| rule.contains("-j DNAT")).map(|rule| format!("rule {rule}")));
+        for part in ["run", "netns", "leases", "root/scratch", "root/pods"] {
+            files(&folder.join(part), &mut all);
+        }
+        Self(all)
+    }
+
+    /// What is here and was not in `before`.
+    pub fn beyond(&self, before: &Self) -> Vec<String> {
+        self.0.difference(&before.0).cloned().collect()
+    }
+}
+
+/// The processes whose command line names `folder`: (pid, command line).
+pub fn processes(folder: &Path) -> Vec<(i32, String)> {
+    let wanted = folder.display().to_string();
+    let pids = fs::read_dir("/proc").expect("/proc is mounted").flatten();
+    pids.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok())
+        .filter(|pid| u32::try_from(*pid) != Ok(std::process::id()))
+        .filter_map(|pid| {
+            let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+            let line = String::from_utf8_lossy(&line).replace('\0', " ");
+            line.contains(&wanted).then_some((pid, line))
+        })
+        .collect()
+}
+
+/// The mount points below `folder`, in the order in which they were made.
+pub fn mounts(folder: &Path) -> Vec<String> {
+    let wanted = format!("{}/", folder.display());
+    let table = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+    let points = table.lines().filter_map(|line| line.split(' ').nth(1));
+    points.filter(|point| point.starts_with(&wanted)).map(str::to_owned).collect()
+}
+
+/// The log files of pod processes and machines below a node's run folder.
+pub fn pod_logs(folder: &Path) -> Vec<PathBuf> {
+    let mut all = BTreeSet::new();
+    files(&folder.join("run"), &mut all);
+    all.into_iter()
+        .filter_map(|line| line.strip_prefix("file ").map(PathBuf::from))
+        .filter(|path| path.extension().is_some_and(|extension| extension == "log"))
+        .collect()
+}
+
+/// Leases of addresses, and everything else that is a file: but not the lock and the "last reserved" marks that
+/// host-local keeps.
+fn files(folder: &Path, all: &mut BTreeSet<String>) {
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        let path = entry.path();
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if path.is_dir() {
+            files(&path, all);
+        } else if name != "lock" && !name.starts_with("last_reserved") {
+            all.insert(format!("file {}", path.display()));
+        }
+    }
+}

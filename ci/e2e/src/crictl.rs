@@ -1,0 +1,240 @@
+//! Owns: the real crictl as a test speaks it: pods and containers described by JSON, answers as JSON.
+
+use crate::node::Netns;
+use crate::run::{Output, eventually, run};
+use serde_json::{Value, json};
+use std::ffi::OsStr;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// crictl against one daemon.
+pub struct Crictl {
+    folder: PathBuf,
+    socket: PathBuf,
+    netns: Netns,
+}
+
+static NEXT: AtomicU32 = AtomicU32::new(0);
+
+fn next() -> u32 {
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
+impl Crictl {
+    pub(crate) fn new(folder: &Path, netns: &Netns) -> Self {
+        Self { folder: folder.to_owned(), socket: folder.join("nacelle.sock"), netns: netns.clone() }
+    }
+
+    fn command<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Command {
+        let endpoint = format!("unix://{}", self.socket.display());
+        let mut command = self.netns.command(crate::part("CRICTL"));
+        command.args(["--runtime-endpoint", &endpoint, "--image-endpoint", &endpoint, "--timeout", "180s"]);
+        command.args(arguments).env("HOME", &self.folder);
+        command
+    }
+
+    /// Runs crictl, however it ends.
+    pub fn try_call<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Output {
+        run(&mut self.command(arguments))
+    }
+
+    /// Runs crictl and returns what it printed.
+    ///
+    /// # Panics
+    /// When it fails.
+    #[track_caller]
+    pub fn call<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> String {
+        self.try_call(arguments).ok()
+    }
+
+    /// Runs crictl and reads what it printed as JSON.
+    ///
+    /// # Panics
+    /// When it fails or prints something else.
+    #[track_caller]
+    pub fn json<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Value {
+        let text = self.call(arguments);
+        serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"))
+    }
+
+    /// Starts crictl and does not wait for it.
+    pub fn spawn<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Child {
+        let mut command = self.command(arguments);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        command.spawn().expect("crictl can be started")
+    }
+
+    /// Writes a document for crictl to read; returns its path.
+    pub fn file(&self, what: &str, document: &Value) -> String {
+        let path = self.folder.join(format!("{what}-{}.json", next()));
+        fs::write(&path, document.to_string()).expect("the node's folder is writable");
+        path.display().to_string()
+    }
+
+    /// Runs a pod.
+    ///
+    /// # Panics
+    /// When it does not become ready.
+    #[track_caller]
+    pub fn run_pod(&self, pod: Pod) -> RunningPod<'_> {
+        let file = self.file("pod", &pod.0);
+        let id = self.call(["runp", &file]);
+        RunningPod { crictl: self, id, file, config: pod.0 }
+    }
+}
+
+/// A pod's configuration.
+pub struct Pod(pub Value);
+
+impl Pod {
+    /// A pod of this name; `logs` is the folder for its logs.
+    pub fn new(name: &str, logs: &Path) -> Self {
+        let folder = logs.join(format!("{name}-{}", next()));
+        fs::create_dir_all(&folder).expect("the node's folder is writable");
+        Self(json!({
+            "metadata": {"name": name, "namespace": "e2e", "uid": format!("uid-{name}-{}", next()), "attempt": 0},
+            "log_directory": folder.display().to_string(),
+            "labels": {"app": name},
+            "linux": {},
+        }))
+    }
+
+    /// Sets a top-level field.
+    pub fn set(mut self, key: &str, value: Value) -> Self {
+        self.0[key] = value;
+        self
+    }
+}
+
+/// A container's configuration.
+pub struct Container(pub Value);
+
+impl Container {
+    /// A container of this name from this image, running `sh -c script`.
+    pub fn sh(name: &str, image: &str, script: &str) -> Self {
+        Self::new(name, image, &["/bin/sh", "-c", script])
+    }
+
+    /// A container with this command; an empty one means the image's.
+    pub fn new(name: &str, image: &str, command: &[&str]) -> Self {
+        Self(json!({
+            "metadata": {"name": name, "attempt": 0}, "image": {"image": image}, "command": command,
+            "log_path": format!("{name}-0.log"), "labels": {"name": name}, "linux": {},
+        }))
+    }
+
+    /// Sets a top-level field.
+    pub fn set(mut self, key: &str, value: Value) -> Self {
+        self.0[key] = value;
+        self
+    }
+}
+
+/// A pod that runs.
+pub struct RunningPod<'a> {
+    crictl: &'a Crictl,
+    /// Its id.
+    pub id: String,
+    /// The file with its configuration.
+    pub file: String,
+    config: Value,
+}
+
+impl<'a> RunningPod<'a> {
+    /// What `crictl inspectp` says.
+    pub fn inspect(&self) -> Value {
+        self.crictl.json(["inspectp", "-o", "json", &self.id])
+    }
+
+    /// Its first address.
+    ///
+    /// # Panics
+    /// When it has none.
+    pub fn ip(&self) -> String {
+        self.inspect()["status"]["network"]["ip"].as_str().expect("the pod has an address").to_owned()
+    }
+
+    /// Creates a container and does not start it.
+    #[track_caller]
+    pub fn create(&self, container: Container) -> RunningContainer<'a> {
+        let file = self.crictl.file("container", &container.0);
+        let id = self.crictl.call(["create", &self.id, &file, &self.file]);
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        let log = Path::new(&text(&self.config["log_directory"])).join(text(&container.0["log_path"]));
+        RunningContainer { crictl: self.crictl, id, log }
+    }
+
+    /// Tries to create a container.
+    pub fn try_create(&self, container: Container) -> Output {
+        let file = self.crictl.file("container", &container.0);
+        self.crictl.try_call(["create", &self.id, &file, &self.file])
+    }
+
+    /// Creates a container and starts it.
+    #[track_caller]
+    pub fn start(&self, container: Container) -> RunningContainer<'a> {
+        let container = self.create(container);
+        self.crictl.call(["start", &container.id]);
+        container
+    }
+
+    /// Stops the pod and removes it.
+    #[track_caller]
+    pub fn remove(self) {
+        self.crictl.call(["stopp", &self.id]);
+        self.crictl.call(["rmp", &self.id]);
+    }
+}
+
+/// A container in a pod that runs.
+pub struct RunningContainer<'a> {
+    crictl: &'a Crictl,
+    /// Its id.
+    pub id: String,
+    /// Its log file.
+    pub log: PathBuf,
+}
+
+impl RunningContainer<'_> {
+    /// `status` of what `crictl inspect` says.
+    pub fn status(&self) -> Value {
+        self.crictl.json(["inspect", "-o", "json", &self.id])["status"].take()
+    }
+
+    /// Waits until it has exited; returns its status.
+    #[track_caller]
+    pub fn exited(&self) -> Value {
+        eventually("the container has exited", || {
+            let status = self.status();
+            (status["state"] == "CONTAINER_EXITED").then_some(status)
+        })
+    }
+
+    /// What it has written so far, without the log format's columns.
+    pub fn output(&self) -> String {
+        let text = fs::read_to_string(&self.log).unwrap_or_default();
+        let mut output = String::new();
+        for line in text.lines() {
+            let mut columns = line.splitn(4, ' ').skip(2);
+            let whole = columns.next() == Some("F");
+            output += columns.next().unwrap_or_default();
+            if whole {
+                output.push('\n');
+            }
+        }
+        output
+    }
+
+    /// Waits until its output contains `text`; returns the output.
+    #[track_caller]
+    pub fn says(&self, text: &str) -> String {
+        eventually(&format!("the container says {text:?}"), || Some(self.output()).filter(|all| all.contains(text)))
+    }
+
+    /// Runs `sh -c script` in it.
+    pub fn exec(&self, script: &str) -> Output {
+        self.crictl.try_call(["exec", "--sync", &self.id, "/bin/sh", "-c", script])
+    }
+}

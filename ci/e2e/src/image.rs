@@ -1,0 +1,149 @@
+//! Owns: making small images: OCI layouts of a static busybox with whatever files and configuration a test asks for.
+
+use flate2::{Compression, write::GzEncoder};
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// Debian's static busybox, from the package `busybox-static`.
+const BUSYBOX: &str = "/bin/busybox";
+
+/// An image to be made. It starts as busybox with root, nobody and `app` (uid 1000, gid 1000, also in group 2000).
+pub struct Image {
+    config: Value,
+    layers: Vec<Vec<u8>>,
+}
+
+impl Default for Image {
+    fn default() -> Self {
+        Self::busybox()
+    }
+}
+
+impl Image {
+    /// Busybox, with `/bin/sh` as its command.
+    pub fn busybox() -> Self {
+        let mut layer = Layer::new();
+        let busybox = fs::read(BUSYBOX).expect("busybox-static is installed");
+        for folder in ["bin", "dev", "etc", "proc", "sys", "tmp", "root", "var"] {
+            layer.folder(folder, if folder == "tmp" { 0o1777 } else { 0o755 });
+        }
+        layer.file("bin/busybox", &busybox, 0o755);
+        let applets = crate::run::call(BUSYBOX, ["--list"]).ok();
+        for applet in applets.lines().filter(|applet| *applet != "busybox") {
+            layer.symlink(&format!("bin/{applet}"), "busybox");
+        }
+        layer.file(
+            "etc/passwd",
+            b"root:x:0:0:root:/root:/bin/sh\napp:x:1000:1000::/:/bin/sh\nnobody:x:65534:65534::/:/bin/false\n",
+            0o644,
+        );
+        layer.file("etc/group", b"root:x:0:\napp:x:1000:\nextra:x:2000:app\nnobody:x:65534:\n", 0o644);
+        Self {
+            config: json!({"Cmd": ["/bin/sh"], "Env": ["PATH=/bin"], "Labels": {"maker": "nacelle-e2e"}}),
+            layers: vec![layer.done()],
+        }
+    }
+
+    /// Sets a key of the image's `config`: "User", "Cmd", "Entrypoint", "Env", "WorkingDir", ...
+    pub fn config(mut self, key: &str, value: Value) -> Self {
+        self.config[key] = value;
+        self
+    }
+
+    /// Adds a layer that the closure fills.
+    pub fn layer(mut self, fill: impl FnOnce(&mut Layer)) -> Self {
+        let mut layer = Layer::new();
+        fill(&mut layer);
+        self.layers.push(layer.done());
+        self
+    }
+
+    /// Writes the OCI layout into `folder`, with gzip layers and one manifest; returns the manifest's digest.
+    pub fn write(&self, folder: &Path) -> String {
+        let blobs = folder.join("blobs/sha256");
+        fs::create_dir_all(&blobs).expect("the test's folder is writable");
+        let put = |bytes: &[u8], media_type: &str| {
+            let digest = hex::encode(Sha256::digest(bytes));
+            fs::write(blobs.join(&digest), bytes).expect("the test's folder is writable");
+            json!({"mediaType": media_type, "digest": format!("sha256:{digest}"), "size": bytes.len()})
+        };
+        let mut layers = Vec::new();
+        let mut diff_ids = Vec::new();
+        for layer in &self.layers {
+            diff_ids.push(format!("sha256:{}", hex::encode(Sha256::digest(layer))));
+            let mut gzip = GzEncoder::new(Vec::new(), Compression::fast());
+            gzip.write_all(layer).expect("a Vec takes everything");
+            let packed = gzip.finish().expect("a Vec takes everything");
+            layers.push(put(&packed, "application/vnd.oci.image.layer.v1.tar+gzip"));
+        }
+        let config = json!({
+            "architecture": "amd64", "os": "linux", "config": self.config,
+            "rootfs": {"type": "layers", "diff_ids": diff_ids},
+        });
+        let config = put(config.to_string().as_bytes(), "application/vnd.oci.image.config.v1+json");
+        let manifest = json!({
+            "schemaVersion": 2, "mediaType": "application/vnd.oci.image.manifest.v1+json",
+            "config": config, "layers": layers,
+        });
+        let mut entry = put(manifest.to_string().as_bytes(), "application/vnd.oci.image.manifest.v1+json");
+        let digest = entry["digest"].as_str().unwrap_or_default().to_owned();
+        entry["annotations"] = json!({"org.opencontainers.image.ref.name": "latest"});
+        let index = json!({"schemaVersion": 2, "manifests": [entry]});
+        fs::write(folder.join("index.json"), index.to_string()).expect("the test's folder is writable");
+        fs::write(folder.join("oci-layout"), r#"{"imageLayoutVersion": "1.0.0"}"#).expect("the folder is writable");
+        digest
+    }
+
+    /// Like [`write`](Self::write), into a new folder below `parent`; returns the folder.
+    pub fn layout(&self, parent: &Path, name: &str) -> PathBuf {
+        let folder = parent.join(format!("layout-{}", name.replace(['/', ':'], "-")));
+        self.write(&folder);
+        folder
+    }
+}
+
+/// One layer that is being filled.
+pub struct Layer(tar::Builder<Vec<u8>>);
+
+impl Layer {
+    fn new() -> Self {
+        Self(tar::Builder::new(Vec::new()))
+    }
+
+    fn done(self) -> Vec<u8> {
+        self.0.into_inner().expect("a Vec takes everything")
+    }
+
+    fn append(&mut self, path: &str, kind: tar::EntryType, mode: u32, link: Option<&str>, bytes: &[u8]) {
+        let mut header = tar::Header::new_gnu();
+        header.set_entry_type(kind);
+        header.set_mode(mode);
+        header.set_uid(0);
+        header.set_gid(0);
+        header.set_mtime(1_600_000_000);
+        header.set_size(bytes.len() as u64);
+        match link {
+            Some(target) => self.0.append_link(&mut header, path, target),
+            None => self.0.append_data(&mut header, path, bytes),
+        }
+        .expect("a Vec takes everything");
+    }
+
+    /// A folder.
+    pub fn folder(&mut self, path: &str, mode: u32) {
+        self.append(&format!("{path}/"), tar::EntryType::Directory, mode, None, &[]);
+    }
+
+    /// A regular file.
+    pub fn file(&mut self, path: &str, bytes: &[u8], mode: u32) {
+        self.append(path, tar::EntryType::Regular, mode, None, bytes);
+    }
+
+    /// A symbolic link.
+    pub fn symlink(&mut self, path: &str, target: &str) {
+        self.append(path, tar::EntryType::Symlink, 0o777, Some(target), &[]);
+    }
+}

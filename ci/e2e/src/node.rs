@@ -1,0 +1,274 @@
+//! Owns: a node of a test's own: folders, a network namespace with a CNI configuration, a daemon that can be
+//! killed and started again. Dropping it takes everything down and, unless the test panics already, fails the
+//! test if something is left.
+
+use crate::census::Census;
+use crate::crictl::Crictl;
+use crate::registry::{Kind, Registry};
+use crate::run::{Output, call, eventually, run};
+use std::ffi::OsStr;
+use std::fmt::Write as _;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// A named network namespace; it goes with its last handle.
+#[derive(Clone)]
+pub struct Netns(Arc<Owned>);
+
+struct Owned(String);
+
+impl Drop for Owned {
+    fn drop(&mut self) {
+        call("ip", ["netns", "delete", &self.0]);
+    }
+}
+
+impl Netns {
+    fn new(name: &str) -> Self {
+        call("ip", ["netns", "add", name]).ok();
+        let netns = Self(Arc::new(Owned(name.to_owned())));
+        run(netns.command("ip").args(["link", "set", "lo", "up"])).ok();
+        netns
+    }
+
+    /// A command that will run in this namespace (and in the machine's mount namespace).
+    pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
+        let mut command = Command::new("nsenter");
+        command.arg(format!("--net=/run/netns/{}", self.0.0)).arg("--").arg(program);
+        command
+    }
+}
+
+/// What a test may want to have otherwise before the daemon starts.
+pub struct Options {
+    /// Lines at the end of the daemon's configuration file.
+    pub extra: String,
+    /// The registry beside the daemon, on port 5000.
+    pub registry: Kind,
+    /// The daemon's data lie on a file system of this many MiB of its own.
+    pub disk_mib: Option<u32>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { extra: String::new(), registry: Kind::Http, disk_mib: None }
+    }
+}
+
+/// A node with a daemon, a registry and crictl.
+pub struct Node {
+    /// Runs crictl against this node's daemon.
+    pub crictl: Crictl,
+    /// The registry.
+    pub registry: Registry,
+    /// The node's network namespace.
+    pub netns: Netns,
+    folder: PathBuf,
+    daemon: Option<Child>,
+    disk: bool,
+    before: Census,
+    // The last field: it is removed last.
+    _temporary: tempfile::TempDir,
+}
+
+impl Node {
+    /// A node as kubelet would find it.
+    pub fn new() -> Self {
+        Self::with(Options::default())
+    }
+
+    /// A node that differs as `options` say.
+    pub fn with(options: Options) -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let name = format!("e2e-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let temporary =
+            tempfile::Builder::new().prefix(&format!("nacelle-{name}-")).tempdir_in("/var/tmp").expect("/var/tmp");
+        let folder = temporary.path().to_owned();
+        for part in ["root", "run", "cni", "netns", "logs"] {
+            fs::create_dir(folder.join(part)).expect("the node's folder is writable");
+        }
+        let netns = Netns::new(&name);
+        if let Some(mib) = options.disk_mib {
+            let (image, root) = (folder.join("disk.ext4"), folder.join("root"));
+            call("truncate", [format!("--size={mib}M").as_ref(), image.as_os_str()]).ok();
+            call("mkfs.ext4", [OsStr::new("-q"), image.as_os_str()]).ok();
+            call("mount", [OsStr::new("-o"), "loop".as_ref(), image.as_os_str(), root.as_os_str()]).ok();
+        }
+        fs::write(folder.join("cni/10-e2e.conflist"), cni(&folder)).expect("the node's folder is writable");
+        let registry = Registry::start(&netns, &folder, options.registry, 5000);
+        fs::write(folder.join("config.toml"), config(&folder, &registry, &options)).expect("the folder is writable");
+        let crictl = Crictl::new(&folder, &netns);
+        let before = Census::take(&folder, &netns);
+        let mut node = Self {
+            crictl,
+            registry,
+            netns,
+            folder,
+            daemon: None,
+            disk: options.disk_mib.is_some(),
+            before,
+            _temporary: temporary,
+        };
+        node.start();
+        node
+    }
+
+    /// Starts the daemon and waits until it answers.
+    pub fn start(&mut self) {
+        let log = File::options().create(true).append(true).open(self.folder.join("daemon.log")).expect("writable");
+        let daemon = self
+            .netns
+            .command(crate::part("NACELLE_BIN"))
+            .args(["serve", "--config"])
+            .arg(self.folder.join("config.toml"))
+            .stdin(Stdio::null())
+            .stdout(log.try_clone().expect("a file can be duplicated"))
+            .stderr(log)
+            .spawn()
+            .expect("nsenter is installed");
+        self.daemon = Some(daemon);
+        eventually("the daemon answers", || {
+            let ended = self.daemon.as_mut().and_then(|daemon| daemon.try_wait().ok().flatten());
+            assert!(ended.is_none(), "the daemon ended: {}", self.log());
+            (self.crictl.try_call(["version"]).code == 0).then_some(())
+        });
+    }
+
+    /// Kills the daemon with SIGKILL and waits for its end.
+    pub fn kill(&mut self) {
+        if let Some(mut daemon) = self.daemon.take() {
+            daemon.kill().expect("the daemon is our child");
+            daemon.wait().expect("the daemon is our child");
+        }
+    }
+
+    /// The process id of the daemon. nsenter has become the daemon by exec.
+    pub fn daemon_pid(&self) -> u32 {
+        self.daemon.as_ref().map_or(0, Child::id)
+    }
+
+    /// What the daemon has logged.
+    pub fn log(&self) -> String {
+        fs::read_to_string(self.folder.join("daemon.log")).unwrap_or_default()
+    }
+
+    /// The node's folder: `root`, `run`, `cni`, `netns`, `logs`.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// What is on the node now that was not there before the daemon started.
+    pub fn left(&self) -> Vec<String> {
+        Census::take(&self.folder, &self.netns).beyond(&self.before)
+    }
+
+    /// The ids of the processes whose command line names this node's run folder and `word`.
+    pub fn processes(&self, word: &str) -> Vec<i32> {
+        crate::census::processes(&self.folder.join("run"))
+            .into_iter()
+            .filter(|(_, line)| line.contains(word))
+            .map(|(pid, _)| pid)
+            .collect()
+    }
+
+    /// Pushes an image and pulls it; returns its reference.
+    pub fn image(&self, image: &crate::Image, name: &str) -> String {
+        let reference = self.registry.push(image, name);
+        self.crictl.call(["pull", &reference]);
+        reference
+    }
+
+    /// Runs a command in the node's network namespace.
+    pub fn run(&self, program: &str, arguments: &[&str]) -> Output {
+        run(self.netns.command(program).args(arguments))
+    }
+}
+
+impl Default for Node {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        let failing = std::thread::panicking();
+        if failing {
+            let log = self.log();
+            let tail: Vec<_> = log.lines().rev().take(60).collect();
+            eprintln!("--- the end of the daemon's log");
+            tail.iter().rev().for_each(|line| eprintln!("{line}"));
+            for file in crate::census::pod_logs(&self.folder) {
+                eprintln!("--- {}", file.display());
+                eprintln!("{}", fs::read_to_string(&file).unwrap_or_default());
+            }
+        }
+        let mut left = Vec::new();
+        if self.daemon.is_some() {
+            self.crictl.try_call(["rmp", "--all", "--force"]);
+            let end = std::time::Instant::now() + crate::run::LIMIT;
+            loop {
+                left = self.left();
+                if left.is_empty() || failing || std::time::Instant::now() > end {
+                    break;
+                }
+                std::thread::sleep(std::time::Duration::from_millis(100));
+            }
+        }
+        self.kill();
+        for (pid, _) in crate::census::processes(&self.folder) {
+            call("kill", ["-9", &pid.to_string()]);
+        }
+        for mount in crate::census::mounts(&self.folder).iter().rev() {
+            call("umount", ["--lazy", mount]);
+        }
+        if self.disk {
+            call("umount", [self.folder.join("root")]);
+        }
+        assert!(failing || left.is_empty(), "left on the node when all pods were removed: {left:#?}");
+    }
+}
+
+/// Debian's plugins, IPv4 and IPv6, with hostPort.
+fn cni(folder: &Path) -> String {
+    let data = folder.join("leases");
+    format!(
+        r#"{{"cniVersion": "1.0.0", "name": "e2e", "plugins": [
+  {{"type": "bridge", "bridge": "cni0", "isGateway": true, "ipMasq": false, "hairpinMode": true,
+    "ipam": {{"type": "host-local", "dataDir": {data:?},
+      "ranges": [[{{"subnet": "10.88.0.0/24"}}], [{{"subnet": "fd00:88::/64"}}]],
+      "routes": [{{"dst": "0.0.0.0/0"}}, {{"dst": "::/0"}}]}}}},
+  {{"type": "portmap", "capabilities": {{"portMappings": true}}, "snat": true}}
+]}}"#
+    )
+}
+
+fn config(folder: &Path, registry: &Registry, options: &Options) -> String {
+    let path = |name: &str| folder.join(name).display().to_string();
+    let mut text = format!(
+        "[paths]\nroot = {:?}\nrun = {:?}\nsocket = {:?}\n\n[network]\ncni_conf_dir = {:?}\nnetns_dir = {:?}\n\n",
+        path("root"),
+        path("run"),
+        path("nacelle.sock"),
+        path("cni"),
+        path("netns"),
+    );
+    let handler = |name: &str| {
+        format!(
+            "[handlers.{name}]\nkernel = {:?}\ninitrd = {:?}\nmemory_mib = 128\nscratch_mib = 512\n\n",
+            crate::part("NACELLE_KERNEL"),
+            crate::part("NACELLE_INITRD"),
+        )
+    };
+    text += &handler("nacelle");
+    text += &handler("other");
+    let special = match options.registry {
+        Kind::Http => "http = true".to_owned(),
+        Kind::HttpsWithPassword => format!("ca_file = {:?}", registry.ca()),
+    };
+    writeln!(text, "[images.registries.{:?}]\n{special}\n\n{}", registry.host(), options.extra).expect("a String");
+    text
+}

@@ -1,0 +1,141 @@
+//! Owns: a real registry (Debian's `docker-registry`) in the node's network namespace.
+
+use crate::image::Image;
+use crate::node::Netns;
+use crate::run::{Output, call, eventually, run};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+
+/// The user and the password of a registry that asks for them.
+pub const LOGIN: (&str, &str) = ("pilot", "cloud-9");
+
+/// How a registry is reached.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Kind {
+    /// Plain http, open to all.
+    Http,
+    /// https with a certificate of a CA of our own, and a password ([`LOGIN`]).
+    HttpsWithPassword,
+}
+
+/// A running registry; it ends when this is dropped.
+pub struct Registry {
+    kind: Kind,
+    port: u16,
+    folder: PathBuf,
+    process: Child,
+    netns: Netns,
+}
+
+impl Registry {
+    /// Starts one on `127.0.0.1:port` of the node; its data lie below `folder`.
+    pub fn start(netns: &Netns, folder: &Path, kind: Kind, port: u16) -> Self {
+        let folder = folder.join(format!("registry-{port}"));
+        fs::create_dir_all(folder.join("data")).expect("the node's folder is writable");
+        let mut config = format!(
+            "version: 0.1\nlog: {{level: warn}}\nstorage: {{filesystem: {{rootdirectory: {}}}, delete: {{enabled: true}}}}\n\
+             http:\n  addr: 127.0.0.1:{port}\n",
+            folder.join("data").display()
+        );
+        if kind == Kind::HttpsWithPassword {
+            certificate(&folder);
+            let hash = call("htpasswd", ["-Bbn", LOGIN.0, LOGIN.1]).ok();
+            fs::write(folder.join("htpasswd"), hash).expect("the node's folder is writable");
+            config += &format!(
+                "  tls: {{certificate: {0}/server.crt, key: {0}/server.key}}\n\
+                 auth: {{htpasswd: {{realm: e2e, path: {0}/htpasswd}}}}\n",
+                folder.display()
+            );
+        }
+        fs::write(folder.join("config.yml"), config).expect("the node's folder is writable");
+        let log = fs::File::create(folder.join("log")).expect("the node's folder is writable");
+        let process = netns
+            .command("docker-registry")
+            .arg("serve")
+            .arg(folder.join("config.yml"))
+            .stdin(Stdio::null())
+            .stdout(log.try_clone().expect("a file can be duplicated"))
+            .stderr(log)
+            .spawn()
+            .expect("docker-registry is installed");
+        let registry = Self { kind, port, folder, process, netns: netns.clone() };
+        eventually("the registry answers", || {
+            let answer = run(registry.netns.command("curl").args(["-ks", "-o", "/dev/null"]).arg(registry.url("/v2/")));
+            (answer.code == 0).then_some(())
+        });
+        registry
+    }
+
+    fn url(&self, path: &str) -> String {
+        let scheme = if self.kind == Kind::Http { "http" } else { "https" };
+        format!("{scheme}://127.0.0.1:{}{path}", self.port)
+    }
+
+    /// "127.0.0.1:5000".
+    pub fn host(&self) -> String {
+        format!("127.0.0.1:{}", self.port)
+    }
+
+    /// The file with the certificate of the CA that signed for this registry.
+    pub fn ca(&self) -> PathBuf {
+        self.folder.join("ca.crt")
+    }
+
+    /// Where the registry keeps its blobs, for a test that spoils one.
+    pub fn data(&self) -> PathBuf {
+        self.folder.join("data")
+    }
+
+    /// Pushes an image as `name:tag`; returns its whole reference.
+    pub fn push(&self, image: &Image, name: &str) -> String {
+        let layout = image.layout(&self.folder, name);
+        let reference = format!("{}/{name}", self.host());
+        let mut copy = self.netns.command("skopeo");
+        copy.args(["copy", "--quiet", "--dest-tls-verify=false"]);
+        if self.kind == Kind::HttpsWithPassword {
+            copy.arg(format!("--dest-creds={}:{}", LOGIN.0, LOGIN.1));
+        }
+        let pushed: Output =
+            run(copy.arg(format!("oci:{}:latest", layout.display())).arg(format!("docker://{reference}")));
+        pushed.ok();
+        reference
+    }
+}
+
+impl Drop for Registry {
+    fn drop(&mut self) {
+        // A registry that has ended already is what we want.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// A CA and a certificate for 127.0.0.1, with openssl.
+fn certificate(folder: &Path) {
+    let openssl = |arguments: &[&str]| {
+        run(std::process::Command::new("openssl").current_dir(folder).args(arguments)).ok();
+    };
+    fs::write(folder.join("names"), "subjectAltName=IP:127.0.0.1,DNS:localhost\n").expect("the folder is writable");
+    let key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"];
+    let ca = [&["req", "-x509"][..], &key, &["-subj", "/CN=e2e CA", "-keyout", "ca.key", "-out", "ca.crt"]].concat();
+    openssl(&ca);
+    openssl(&[&["req"][..], &key[..5], &["-subj", "/CN=e2e", "-keyout", "server.key", "-out", "server.csr"]].concat());
+    openssl(&[
+        "x509",
+        "-req",
+        "-in",
+        "server.csr",
+        "-CA",
+        "ca.crt",
+        "-CAkey",
+        "ca.key",
+        "-CAcreateserial",
+        "-days",
+        "2",
+        "-extfile",
+        "names",
+        "-out",
+        "server.crt",
+    ]);
+}

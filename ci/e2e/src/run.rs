@@ -1,0 +1,75 @@
+//! Owns: running a command to its end, and waiting for a condition.
+
+use std::ffi::OsStr;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// How long the tests wait for anything: far more than it takes, because emulated machines on a busy node are slow.
+pub const LIMIT: Duration = Duration::from_secs(90);
+
+/// What a command printed, and how it ended.
+#[derive(Debug, Clone)]
+pub struct Output {
+    /// The exit code; -1 when a signal ended it.
+    pub code: i32,
+    /// Standard output, lossy, without the last line end.
+    pub stdout: String,
+    /// Standard error, lossy, without the last line end.
+    pub stderr: String,
+}
+
+impl Output {
+    /// The standard output of a command that succeeded.
+    ///
+    /// # Panics
+    /// When it failed, with all it printed.
+    #[track_caller]
+    pub fn ok(self) -> String {
+        assert!(self.code == 0, "exit code {}: {}{}", self.code, self.stdout, self.stderr);
+        self.stdout
+    }
+
+    /// The error text of a command that failed.
+    ///
+    /// # Panics
+    /// When it succeeded.
+    #[track_caller]
+    pub fn err(self) -> String {
+        assert!(self.code != 0, "it should have failed and printed: {}", self.stdout);
+        self.stderr
+    }
+}
+
+/// Runs a command with empty standard input.
+///
+/// # Panics
+/// When it cannot be started.
+pub fn run(command: &mut Command) -> Output {
+    let output = command
+        .stdin(Stdio::null())
+        .output()
+        .unwrap_or_else(|error| panic!("cannot start {:?}: {error}", command.get_program()));
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end().to_owned();
+    Output { code: output.status.code().unwrap_or(-1), stdout: text(&output.stdout), stderr: text(&output.stderr) }
+}
+
+/// Runs a program with arguments; see [`run`].
+pub fn call<S: AsRef<OsStr>>(program: impl AsRef<OsStr>, arguments: impl IntoIterator<Item = S>) -> Output {
+    run(Command::new(program).args(arguments))
+}
+
+/// Asks `question` until it has an answer.
+///
+/// # Panics
+/// After [`LIMIT`] without one, with what was waited for.
+#[track_caller]
+pub fn eventually<T>(what: &str, mut question: impl FnMut() -> Option<T>) -> T {
+    let end = Instant::now() + LIMIT;
+    loop {
+        if let Some(answer) = question() {
+            return answer;
+        }
+        assert!(Instant::now() < end, "waited {LIMIT:?} in vain for: {what}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}

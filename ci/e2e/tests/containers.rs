@@ -1,0 +1,149 @@
+//! Owns: what a container may ask for, and how it ends.
+
+use nacelle_e2e::{Container, Image, Node, Pod, eventually};
+use serde_json::json;
+use std::fs;
+
+#[test]
+fn ends_are_told_as_they_were() {
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(Pod::new("ends", node.folder()));
+    let good = pod.start(Container::sh("good", &image, "echo done"));
+    let bad = pod.start(Container::sh("bad", &image, "exit 42"));
+    let killed = pod.start(Container::sh("killed", &image, "kill -9 $$"));
+    let polite =
+        pod.start(Container::sh("polite", &image, "trap 'exit 7' TERM; echo ready; while :; do sleep 0.1; done"));
+    assert_eq!(good.exited()["exitCode"], 0);
+    assert_eq!(good.exited()["reason"], "Completed");
+    assert_eq!(bad.exited()["exitCode"], 42);
+    assert_eq!(bad.exited()["reason"], "Error");
+    // The first process of a PID namespace does not die of its own SIGKILL: the shell goes on and ends with 0.
+    let code = killed.exited()["exitCode"].as_i64();
+    assert!(code == Some(0) || code == Some(137), "{code:?}");
+    polite.says("ready");
+    node.crictl.call(["stop", "--timeout", "60", &polite.id]);
+    assert_eq!(polite.exited()["exitCode"], 7);
+
+    let missing = pod.create(Container::new("missing", &image, &["/no/such/program"]));
+    let refused = node.crictl.try_call(["start", &missing.id]).err();
+    assert!(refused.contains("/no/such/program"), "{refused}");
+    assert_eq!(missing.status()["state"], "CONTAINER_EXITED");
+    pod.remove();
+}
+
+#[test]
+fn a_container_out_of_memory_dies_alone() {
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(Pod::new("oom", node.folder()));
+    let neighbour = pod.start(Container::sh("neighbour", &image, "echo here; sleep 600"));
+    let limits = json!({"resources": {"memory_limit_in_bytes": 16 << 20, "memory_swap_limit_in_bytes": 16 << 20}});
+    let hungry = pod.start(Container::sh("hungry", &image, "tail /dev/zero").set("linux", limits));
+    let status = hungry.exited();
+    assert_eq!(status["reason"], "OOMKilled", "{status}");
+    assert_eq!(status["exitCode"], 137);
+    assert_eq!(neighbour.status()["state"], "CONTAINER_RUNNING");
+    assert_eq!(neighbour.exec("echo alive").ok(), "alive");
+    pod.remove();
+}
+
+#[test]
+fn users_limits_and_the_rest_of_the_specification_arrive() {
+    let node = Node::new();
+    let image =
+        node.image(&Image::busybox().config("User", json!("app")).config("WorkingDir", json!("/work")), "app:1");
+    let pod = node.crictl.run_pod(Pod::new("spec", node.folder()));
+    let own = pod.start(
+        Container::sh("own", &image, "id; pwd; echo $GREETING; echo $PATH; touch /x || echo refused")
+            .set("envs", json!([{"key": "GREETING", "value": "hello there"}])),
+    );
+    own.exited();
+    let said = own.output();
+    assert!(said.contains("uid=1000(app) gid=1000(app) groups=1000(app),2000(extra)"), "{said}");
+    assert!(said.contains("/work\nhello there\n/bin\n"), "{said}");
+    assert!(said.contains("refused"), "{said}");
+
+    let linux = json!({
+        "resources": {"memory_limit_in_bytes": 64 << 20, "cpu_period": 100_000, "cpu_quota": 50_000, "cpu_shares": 512},
+        "security_context": {
+            "run_as_user": {"value": 1234}, "run_as_group": {"value": 4321}, "supplemental_groups": [77],
+            "readonly_rootfs": true, "no_new_privs": true,
+            "capabilities": {"drop_capabilities": ["ALL"]}, "masked_paths": ["/proc/kcore"],
+        },
+    });
+    let script = "id; cat /sys/fs/cgroup/memory.max /sys/fs/cgroup/cpu.max; \
+                  grep -E 'CapEff|NoNewPrivs|Seccomp:' /proc/self/status; touch /tmp/x || echo read-only; sleep 600";
+    let strict = pod.start(Container::sh("strict", &image, script).set("linux", linux));
+    let said = strict.says("read-only");
+    assert!(said.contains("uid=1234 gid=4321 groups=77,4321") || said.contains("groups=4321,77"), "{said}");
+    assert!(said.contains("67108864\n50000 100000"), "{said}");
+    assert!(said.contains("CapEff:\t0000000000000000"), "{said}");
+    assert!(said.contains("NoNewPrivs:\t1"), "{said}");
+    assert_eq!(strict.exec("id -u; grep NoNewPrivs /proc/self/status").ok(), "1234\nNoNewPrivs:\t1");
+    pod.remove();
+}
+
+#[test]
+fn more_images_than_the_machine_has_disks() {
+    let node = Node::new();
+    let pod = node.crictl.run_pod(Pod::new("many", node.folder()));
+    let mut containers = Vec::new();
+    for number in 0..7 {
+        let image = Image::busybox().layer(|layer| layer.file("who", format!("image {number}").as_bytes(), 0o644));
+        let image = node.image(&image, &format!("many{number}:1"));
+        containers.push(
+            pod.start(
+                Container::sh("c", &image, "cat /who; sleep 600")
+                    .set("metadata", json!({"name": format!("c{number}"), "attempt": 0}))
+                    .set("log_path", json!(format!("{number}.log"))),
+            ),
+        );
+    }
+    for (number, container) in containers.iter().enumerate() {
+        container.says(&format!("image {number}"));
+    }
+    // One goes, and its place is used again.
+    node.crictl.call(["rm", "--force", &containers[2].id]);
+    let image = Image::busybox().layer(|layer| layer.file("who", b"the late one", 0o644));
+    let image = node.image(&image, "late:1");
+    pod.start(Container::sh("late", &image, "cat /who")).says("the late one");
+    assert_eq!(containers[3].exec("cat /who").ok(), "image 3");
+    pod.remove();
+}
+
+#[test]
+fn an_exec_that_takes_too_long_is_ended() {
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(Pod::new("exec", node.folder()));
+    let container = pod.start(Container::sh("one", &image, "sleep 600"));
+    let answer = node.crictl.try_call(["exec", "--sync", "--timeout", "2", &container.id, "/bin/sleep", "555"]).err();
+    assert!(answer.contains("DeadlineExceeded"), "{answer}");
+    eventually("the exec's process is gone", || (!container.exec("ps").ok().contains("sleep 555")).then_some(()));
+    let missing = node.crictl.try_call(["exec", "--sync", &container.id, "/no/such/program"]).err();
+    assert!(missing.contains("/no/such/program"), "{missing}");
+    let big = container.exec("dd if=/dev/zero bs=1024 count=1024 2>/dev/null | tr '\\0' x").ok();
+    assert_eq!(big.len(), 1 << 20);
+    pod.remove();
+}
+
+#[test]
+fn a_log_is_reopened_where_kubelet_moved_it() {
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(Pod::new("logs", node.folder()));
+    let container =
+        pod.start(Container::sh("one", &image, "i=0; while :; do echo line $i; i=$((i+1)); sleep 0.05; done"));
+    container.says("line 3");
+    let moved = container.log.with_extension("rotated");
+    fs::rename(&container.log, &moved).unwrap();
+    node.crictl.call(["logs", "--reopen", &container.id]);
+    container.says("line");
+    node.crictl.call(["stop", "--timeout", "0", &container.id]);
+    let all = fs::read_to_string(&moved).unwrap() + &fs::read_to_string(&container.log).unwrap();
+    let numbers: Vec<u32> = all.lines().filter_map(|line| line.rsplit(' ').next()?.parse().ok()).collect();
+    let expected: Vec<u32> = (0..u32::try_from(numbers.len()).unwrap()).collect();
+    assert_eq!(numbers, expected, "a line is lost or doubled");
+    pod.remove();
+}

@@ -1,0 +1,83 @@
+//! Owns: what the README promises: crictl runs a pod, and the pod is a machine.
+
+use nacelle_e2e::{Container, Image, Node, Pod, run};
+use serde_json::json;
+use std::fs;
+
+#[test]
+fn a_pod_with_two_containers_is_one_machine() {
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(Pod::new("pair", node.folder()).set("hostname", json!("nacelle-guest")));
+    let first =
+        pod.start(Container::sh("first", &image, "uname -r; hostname; cat /proc/sys/kernel/random/boot_id; sleep 600"));
+    let second = pod.start(Container::sh("second", &image, "cat /proc/sys/kernel/random/boot_id; echo no >&2; exit 3"));
+    assert_eq!(second.exited()["exitCode"], 3);
+
+    let said = first.says("-");
+    let lines: Vec<_> = said.lines().collect();
+    let host = run::call("uname", ["-r"]).ok();
+    assert_ne!(lines[0], host, "the container sees the node's kernel");
+    assert_eq!(lines[1], "nacelle-guest");
+    assert_eq!(second.output().lines().next(), lines.get(2).copied(), "both containers run on one kernel");
+    assert_ne!(lines[2], fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap().trim());
+
+    let log = fs::read_to_string(&second.log).unwrap();
+    let error = log.lines().find(|line| line.ends_with(" no")).expect("standard error is in the log");
+    assert_eq!(error.split(' ').nth(1), Some("stderr"), "{error}");
+    assert_eq!(node.crictl.call(["logs", &second.id]).lines().count(), 2);
+
+    assert_eq!(first.exec("echo $((6 * 7)); id -u").ok(), "42\n0");
+    let failed = first.exec("exit 5");
+    assert_ne!(failed.code, 0, "{failed:?}");
+    assert!(first.exec("ls /nowhere").err().contains("/nowhere"));
+    pod.remove();
+}
+
+#[test]
+fn lists_and_states_are_what_kubelet_expects() {
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(Pod::new("listed", node.folder()).set("annotations", json!({"a": "b"})));
+    let pods = node.crictl.json(["pods", "-o", "json"]);
+    assert_eq!(pods["items"][0]["id"], json!(pod.id));
+    assert_eq!(pods["items"][0]["state"], "SANDBOX_READY");
+    assert_eq!(pods["items"][0]["annotations"]["a"], "b");
+    assert_eq!(node.crictl.json(["pods", "--name", "other", "-o", "json"])["items"], json!([]));
+    assert_eq!(node.crictl.call(["pods", "-q", "--label", "app=listed"]), pod.id);
+
+    let container = pod.create(Container::sh("one", &image, "sleep 600"));
+    assert_eq!(container.status()["state"], "CONTAINER_CREATED");
+    assert_eq!(
+        container.status()["startedAt"].as_str().map(|time| time.starts_with("19") || time.starts_with("0")),
+        Some(true)
+    );
+    node.crictl.call(["start", &container.id]);
+    let status = container.status();
+    assert_eq!(status["state"], "CONTAINER_RUNNING");
+    assert_eq!(status["labels"]["name"], "one");
+    assert!(status["startedAt"].as_str() >= status["createdAt"].as_str(), "{status}");
+    assert_eq!(node.crictl.call(["ps", "-q", "--state", "Running"]), container.id);
+    assert_eq!(node.crictl.call(["ps", "-q", "--pod", &pod.id]), container.id);
+
+    node.crictl.call(["stop", "--timeout", "0", &container.id]);
+    node.crictl.call(["stop", &container.id]);
+    let status = container.status();
+    assert_eq!((status["state"].as_str(), status["exitCode"].as_i64()), (Some("CONTAINER_EXITED"), Some(137)));
+    node.crictl.call(["rm", &container.id]);
+    assert_eq!(node.crictl.call(["ps", "-aq"]), "");
+
+    node.crictl.call(["stopp", &pod.id]);
+    node.crictl.call(["stopp", &pod.id]);
+    assert_eq!(pod.inspect()["status"]["state"], "SANDBOX_NOTREADY");
+    node.crictl.call(["rmp", &pod.id]);
+    assert_eq!(node.crictl.call(["pods", "-q"]), "");
+
+    let info = node.crictl.json(["info"]);
+    let conditions = info["status"]["conditions"].as_array().expect("conditions").clone();
+    for wanted in ["RuntimeReady", "NetworkReady"] {
+        let found = conditions.iter().find(|condition| condition["type"] == wanted);
+        assert_eq!(found.map(|condition| &condition["status"]), Some(&json!(true)), "{wanted}: {info}");
+    }
+    assert!(node.crictl.call(["version"]).contains("nacelle"));
+}

@@ -1,0 +1,127 @@
+//! Owns: images from a real registry, through crictl.
+
+use nacelle_e2e::node::Options;
+use nacelle_e2e::registry::{Kind, LOGIN};
+use nacelle_e2e::{Container, Image, Node, Pod, run};
+use serde_json::json;
+use std::fs;
+use std::io::{Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+#[test]
+fn pulled_listed_and_removed_as_kubelet_does() {
+    let node = Node::new();
+    let image = Image::busybox();
+    let one = node.image(&image, "app:1");
+    let two = node.image(&image, "app:2");
+    let other = node.image(&Image::busybox().config("User", json!("1000")), "other:1");
+    let listed = node.crictl.json(["images", "-o", "json"])["images"].clone();
+    let listed = listed.as_array().expect("a list").clone();
+    assert_eq!(listed.len(), 2, "two tags of one image are one image: {listed:#?}");
+    let app = listed.iter().find(|image| image["repoTags"].to_string().contains("app:1")).expect("app is listed");
+    assert_eq!(app["repoTags"], json!([one, two]));
+    assert!(app["repoDigests"][0].as_str().is_some_and(|digest| digest.contains("/app@sha256:")), "{app}");
+    assert!(app["size"].as_str().is_some_and(|size| size.parse::<u64>().is_ok_and(|size| size > 500_000)), "{app}");
+    let status = node.crictl.json(["inspecti", "-o", "json", &other]);
+    assert_eq!(status["status"]["uid"]["value"], "1000", "{status}");
+    let id = app["id"].as_str().expect("an id").to_owned();
+    assert_eq!(node.crictl.json(["inspecti", "-o", "json", &id])["status"]["id"], json!(id));
+
+    let used = |node: &Node| {
+        let info = node.crictl.json(["imagefsinfo", "-o", "json"]);
+        info["status"]["imageFilesystems"][0]["usedBytes"]["value"].as_str().and_then(|text| text.parse::<u64>().ok())
+    };
+    let before = used(&node).expect("the use of the disk");
+    assert!(before > 500_000, "{before}");
+    node.crictl.call(["rmi", &id]);
+    node.crictl.call(["rmi", &other]);
+    assert_eq!(node.crictl.json(["images", "-o", "json"])["images"], json!([]));
+    let after = used(&node).expect("the use of the disk");
+    assert!(after < before / 2, "{before} before, {after} after all images went");
+}
+
+#[test]
+fn a_password_is_needed_and_used() {
+    let node = Node::with(Options { registry: Kind::HttpsWithPassword, ..Options::default() });
+    let image = node.registry.push(&Image::busybox(), "private:1");
+    let refused = node.crictl.try_call(["pull", &image]).err();
+    assert!(refused.contains("401") || refused.to_lowercase().contains("credentials"), "{refused}");
+    let wrong = node.crictl.try_call(["pull", "--creds", "pilot:wrong", &image]).err();
+    assert!(!wrong.contains("wrong\""), "the password must not be printed: {wrong}");
+    assert_eq!(node.crictl.json(["images", "-o", "json"])["images"], json!([]));
+    node.crictl.call(["pull", "--creds", &format!("{}:{}", LOGIN.0, LOGIN.1), &image]);
+    let pod = node.crictl.run_pod(Pod::new("private", node.folder()));
+    pod.start(Container::sh("one", &image, "echo from a private registry")).says("private registry");
+    pod.remove();
+    assert!(!node.log().contains(LOGIN.1), "the password is in the daemon's log");
+}
+
+#[test]
+fn a_corrupted_layer_is_refused_and_leaves_nothing() {
+    let node = Node::new();
+    let noise: Vec<u8> = (0..3_000_000_u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+    let image = node.registry.push(&Image::busybox().layer(|layer| layer.file("noise", &noise, 0o644)), "spoiled:1");
+    let blob = largest(&node.registry.data());
+    let length = fs::metadata(&blob).unwrap().len();
+    let mut file = fs::File::options().read(true).write(true).open(&blob).unwrap();
+    file.seek(SeekFrom::Start(length / 2)).unwrap();
+    file.write_all(b"spoiled").unwrap();
+    drop(file);
+    let refused = node.crictl.try_call(["pull", &image]).err();
+    assert!(refused.contains("sha256:"), "the message names the digest: {refused}");
+    assert_eq!(node.crictl.json(["images", "-o", "json"])["images"], json!([]));
+    assert!(node.crictl.try_call(["inspecti", &image]).code != 0);
+}
+
+#[test]
+fn a_full_disk_fails_the_pull_and_nothing_else() {
+    let node = Node::with(Options { disk_mib: Some(24), ..Options::default() });
+    let small = node.image(&Image::busybox(), "small:1");
+    let noise: Vec<u8> = (0..40_000_000_u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+    let large = node.registry.push(&Image::busybox().layer(|layer| layer.file("noise", &noise, 0o644)), "large:1");
+    let refused = node.crictl.try_call(["pull", &large]).err();
+    assert!(refused.contains("ResourceExhausted") && refused.contains("No space left"), "{refused}");
+    let listed = node.crictl.json(["images", "-o", "json"])["images"].clone();
+    assert_eq!(listed.as_array().map(Vec::len), Some(1), "{listed}");
+    // What the failed pull took is given back: there is room for another small one.
+    let again = node.image(&Image::busybox().layer(|layer| layer.file("more", &[7; 1 << 20], 0o644)), "more:1");
+    node.crictl.call(["inspecti", &again]);
+    node.crictl.call(["inspecti", &small]);
+}
+
+#[test]
+fn an_archive_is_loaded_without_a_registry() {
+    let node = Node::new();
+    let layout = Image::busybox().layout(node.folder(), "archive");
+    let archive = node.folder().join("archive.tar");
+    let copy = [
+        "copy".to_owned(),
+        "--quiet".to_owned(),
+        format!("oci:{}:latest", layout.display()),
+        format!("oci-archive:{}:example.org/loaded:1", archive.display()),
+    ];
+    run::call("skopeo", copy).ok();
+    let mut load = node.netns.command(nacelle_e2e::part("NACELLE_BIN"));
+    load.args(["image", "load", "--config"]).arg(node.folder().join("config.toml")).arg(&archive);
+    let said = run::run(&mut load).ok();
+    assert!(said.contains("example.org/loaded:1"), "{said}");
+    let pod = node.crictl.run_pod(Pod::new("loaded", node.folder()));
+    pod.start(Container::sh("one", "example.org/loaded:1", "echo loaded")).says("loaded");
+    pod.remove();
+}
+
+/// The largest file below a folder.
+fn largest(folder: &Path) -> PathBuf {
+    fn all(folder: &Path, files: &mut Vec<(u64, PathBuf)>) {
+        for entry in fs::read_dir(folder).expect("the folder is readable").flatten() {
+            if entry.path().is_dir() {
+                all(&entry.path(), files);
+            } else {
+                files.push((entry.metadata().expect("the file is there").len(), entry.path()));
+            }
+        }
+    }
+    let mut files = Vec::new();
+    all(folder, &mut files);
+    files.into_iter().max().expect("the registry has a blob").1
+}

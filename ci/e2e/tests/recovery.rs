@@ -1,0 +1,183 @@
+//! Owns: killing what can be killed, and finding everything again.
+
+use nacelle_e2e::crictl::{RunningContainer, RunningPod};
+use nacelle_e2e::{Container, Image, Node, Pod, eventually};
+use serde_json::json;
+use std::time::Duration;
+
+#[test]
+fn a_daemon_killed_at_rest_finds_everything_again() {
+    let mut node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let (pod_id, alive, ended) = {
+        let pod = node.crictl.run_pod(Pod::new("survivor", node.folder()));
+        let counter = "trap 'exit 9' USR1; i=0; while :; do i=$((i+1)); echo tick $i; sleep 0.2; done";
+        let alive = pod.start(Container::sh("alive", &image, counter));
+        let ended = pod.start(Container::sh("ended", &image, "exit 4"));
+        alive.says("tick 2");
+        ended.exited();
+        (pod.id.clone(), alive.id.clone(), ended.id.clone())
+    };
+    let machines = node.processes("qemu");
+    node.kill();
+    assert_eq!(node.processes("qemu"), machines, "the machine runs on without the daemon");
+    node.start();
+    let state = |id: &str| node.crictl.json(["inspect", "-o", "json", id])["status"].clone();
+    assert_eq!(state(&alive)["state"], "CONTAINER_RUNNING");
+    assert_eq!(state(&ended)["exitCode"], 4);
+    assert_eq!(node.crictl.call(["pods", "-q", "--state", "Ready"]), pod_id);
+    assert_eq!(node.crictl.call(["exec", "--sync", &alive, "echo", "still here"]), "still here");
+    assert_eq!(node.processes("qemu"), machines);
+
+    // What ends while no daemon runs is known to the next one.
+    node.crictl.call(["exec", "--sync", &alive, "sh", "-c", "(sleep 3; kill -USR1 1) >/dev/null 2>&1 &"]);
+    node.kill();
+    let log = node.folder().join("logs");
+    let _ = log;
+    eventually("the container has ended without a daemon", || {
+        let record = find(node.folder(), "state.json", &alive)?;
+        record.contains("exited").then_some(())
+    });
+    node.start();
+    eventually("its exit code is known", || (state(&alive)["exitCode"] == 9).then_some(()));
+    let all = node.crictl.json(["ps", "-a", "-o", "json"]);
+    assert_eq!(all["containers"].as_array().map(Vec::len), Some(2));
+}
+
+/// The text of the record of this container's pod.
+fn find(folder: &std::path::Path, name: &str, word: &str) -> Option<String> {
+    for entry in std::fs::read_dir(folder).ok()?.flatten() {
+        let path = entry.path();
+        if path.is_dir() && !path.is_symlink() {
+            if let Some(found) = find(&path, name, word) {
+                return Some(found);
+            }
+        } else if entry.file_name() == name {
+            let text = std::fs::read_to_string(&path).unwrap_or_default();
+            if text.contains(word) {
+                return Some(text.to_lowercase());
+            }
+        }
+    }
+    None
+}
+
+/// Kills the daemon some time after `arguments` were given to crictl, and starts it again.
+fn killed_during(node: &mut Node, arguments: &[&str], after: Duration) {
+    let mut call = node.crictl.spawn(arguments);
+    // The offset at which the daemon is killed is what this test varies; nothing is waited for.
+    std::thread::sleep(after);
+    node.kill();
+    call.wait().expect("crictl is our child");
+    node.start();
+}
+
+#[test]
+fn a_daemon_killed_in_the_middle_of_each_call_loses_and_leaks_nothing() {
+    let mut node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let offsets = [5, 60, 250, 900].map(Duration::from_millis);
+    for after in offsets {
+        let pod = Pod::new("cut", node.folder());
+        let file = node.crictl.file("pod", &pod.0);
+        killed_during(&mut node, &["runp", &file], after);
+        // kubelet asks again with the same name; the answer is a pod, or that the half-made one must go first.
+        let pods = node.crictl.call(["pods", "-q"]);
+        for id in pods.lines() {
+            node.crictl.call(["rmp", "--force", id]);
+        }
+        let id = node.crictl.call(["runp", &file]);
+        let container = Container::sh("cut", &image, "trap 'exit 3' TERM; while :; do sleep 0.1; done");
+        let config = node.crictl.file("container", &container.0);
+        killed_during(&mut node, &["create", &id, &config, &file], after);
+        let mut containers = node.crictl.call(["ps", "-aq"]);
+        if containers.is_empty() {
+            containers = node.crictl.call(["create", &id, &config, &file]);
+        }
+        assert_eq!(containers.lines().count(), 1, "{containers}");
+        killed_during(&mut node, &["start", &containers], after);
+        let state = state_of(&node, &containers);
+        assert!(state == "CONTAINER_CREATED" || state == "CONTAINER_RUNNING", "{state}");
+        if state == "CONTAINER_CREATED" {
+            node.crictl.call(["start", &containers]);
+        }
+        assert_eq!(node.crictl.call(["exec", "--sync", &containers, "echo", "alive"]), "alive");
+        killed_during(&mut node, &["exec", "--sync", &containers, "sleep", "1"], after);
+        killed_during(&mut node, &["logs", "--reopen", &containers], after);
+        assert_eq!(node.crictl.call(["exec", "--sync", &containers, "echo", "alive"]), "alive");
+        killed_during(&mut node, &["stop", "--timeout", "20", &containers], after);
+        node.crictl.call(["stop", "--timeout", "60", &containers]);
+        assert_eq!(state_of(&node, &containers), "CONTAINER_EXITED");
+        killed_during(&mut node, &["rm", &containers], after);
+        node.crictl.call(["rm", "--force", &containers]);
+        assert_eq!(node.crictl.call(["ps", "-aq"]), "");
+        killed_during(&mut node, &["stopp", &id], after);
+        node.crictl.call(["stopp", &id]);
+        killed_during(&mut node, &["rmp", &id], after);
+        node.crictl.try_call(["rmp", &id]);
+        assert_eq!(node.crictl.call(["pods", "-q"]), "");
+        eventually("nothing is left", || node.left().is_empty().then_some(()));
+        let other = Image::busybox().layer(|layer| layer.file("x", after.as_millis().to_string().as_bytes(), 0o644));
+        let other = node.registry.push(&other, "cut:1");
+        killed_during(&mut node, &["pull", &other], after);
+        node.crictl.call(["pull", &other]);
+        killed_during(&mut node, &["rmi", &other], after);
+        node.crictl.try_call(["rmi", &other]);
+        assert_ne!(node.crictl.try_call(["inspecti", &other]).code, 0);
+    }
+}
+
+fn state_of(node: &Node, id: &str) -> String {
+    let status = node.crictl.json(["inspect", "-o", "json", id]);
+    status["status"]["state"].as_str().unwrap_or_default().to_owned()
+}
+
+fn pod_with_sleeper<'a>(node: &'a Node, image: &str, name: &str) -> (RunningPod<'a>, RunningContainer<'a>) {
+    let pod = node.crictl.run_pod(Pod::new(name, node.folder()));
+    let container = pod.start(Container::sh("sleeper", image, "sleep 600"));
+    (pod, container)
+}
+
+#[test]
+fn a_dead_machine_is_told_and_its_pod_can_be_removed() {
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    for victim in ["qemu", " pod "] {
+        let (other, neighbour) = pod_with_sleeper(&node, &image, "other");
+        let spared = node.processes(victim);
+        let (pod, container) = pod_with_sleeper(&node, &image, "victim");
+        let victims: Vec<_> = node.processes(victim).into_iter().filter(|pid| !spared.contains(pid)).collect();
+        assert!(!victims.is_empty(), "no process {victim:?} of this pod");
+        for pid in victims {
+            nacelle_e2e::run::call("kill", ["-9", &pid.to_string()]);
+        }
+        let status = container.exited();
+        assert_ne!(status["exitCode"], 0, "{status}");
+        assert_ne!(status["reason"], "Completed", "{status}");
+        eventually("the pod is not ready", || (pod.inspect()["status"]["state"] == "SANDBOX_NOTREADY").then_some(()));
+        assert_eq!(neighbour.exec("echo alive").ok(), "alive");
+        let refused = pod.try_create(Container::sh("late", &image, "true")).err();
+        assert!(refused.contains("FailedPrecondition") || refused.contains("Unavailable"), "{refused}");
+        pod.remove();
+        other.remove();
+        eventually("nothing is left", || node.left().is_empty().then_some(()));
+    }
+}
+
+#[test]
+fn a_hundred_requests_at_once_are_answered() {
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let (pod, container) = pod_with_sleeper(&node, &image, "busy");
+    let calls: Vec<_> = (0..30)
+        .flat_map(|_| {
+            [vec!["exec", "--sync", &container.id, "true"], vec!["pods", "-o", "json"], vec!["inspect", &container.id]]
+        })
+        .map(|arguments| node.crictl.spawn(arguments))
+        .collect();
+    for mut call in calls {
+        assert!(call.wait().expect("crictl is our child").success());
+    }
+    assert_eq!(json!(pod.id), pod.inspect()["status"]["id"]);
+    pod.remove();
+}
