@@ -2,7 +2,7 @@
 
 use nacelle_e2e::crictl::{RunningContainer, RunningPod};
 use nacelle_e2e::{Container, Image, Node, Pod, eventually};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::time::Duration;
 
 #[test]
@@ -22,9 +22,8 @@ fn a_daemon_killed_at_rest_finds_everything_again() {
     node.kill();
     assert_eq!(node.processes("qemu"), machines, "the machine runs on without the daemon");
     node.start();
-    let state = |id: &str| node.crictl.json(["inspect", "-o", "json", id])["status"].clone();
-    assert_eq!(state(&alive)["state"], "CONTAINER_RUNNING");
-    assert_eq!(state(&ended)["exitCode"], 4);
+    assert_eq!(status_of(&node, &alive)["state"], "CONTAINER_RUNNING");
+    assert_eq!(status_of(&node, &ended)["exitCode"], 4);
     assert_eq!(node.crictl.call(["pods", "-q", "--state", "Ready"]), pod_id);
     assert_eq!(node.crictl.call(["exec", "--sync", &alive, "echo", "still here"]), "still here");
     assert_eq!(node.processes("qemu"), machines);
@@ -32,14 +31,12 @@ fn a_daemon_killed_at_rest_finds_everything_again() {
     // What ends while no daemon runs is known to the next one.
     node.crictl.call(["exec", "--sync", &alive, "sh", "-c", "(sleep 3; kill -USR1 1) >/dev/null 2>&1 &"]);
     node.kill();
-    let log = node.folder().join("logs");
-    let _ = log;
     eventually("the container has ended without a daemon", || {
         let record = find(node.folder(), "state.json", &alive)?;
         record.contains("exited").then_some(())
     });
     node.start();
-    eventually("its exit code is known", || (state(&alive)["exitCode"] == 9).then_some(()));
+    eventually("its exit code is known", || (status_of(&node, &alive)["exitCode"] == 9).then_some(()));
     let all = node.crictl.json(["ps", "-a", "-o", "json"]);
     assert_eq!(all["containers"].as_array().map(Vec::len), Some(2));
 }
@@ -127,9 +124,12 @@ fn a_daemon_killed_in_the_middle_of_each_call_loses_and_leaks_nothing() {
     }
 }
 
+fn status_of(node: &Node, id: &str) -> Value {
+    node.crictl.json(["inspect", "-o", "json", id])["status"].take()
+}
+
 fn state_of(node: &Node, id: &str) -> String {
-    let status = node.crictl.json(["inspect", "-o", "json", id]);
-    status["status"]["state"].as_str().unwrap_or_default().to_owned()
+    status_of(node, id)["state"].as_str().unwrap_or_default().to_owned()
 }
 
 fn pod_with_sleeper<'a>(node: &'a Node, image: &str, name: &str) -> (RunningPod<'a>, RunningContainer<'a>) {
