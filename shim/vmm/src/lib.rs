@@ -19,6 +19,10 @@
 
 pub mod transport;
 pub mod virtio;
+#[doc(hidden)]
+pub mod warn;
+
+mod sys;
 
 pub use transport::vhost_user;
 pub use virtio::{Device, DeviceKind, Interrupt, Memory, Ring, StartError, block, rng, vsock};

@@ -2,7 +2,9 @@
 //! May use: `vm-memory`, `virtio-queue`. Knows no transport.
 
 pub mod block;
-mod ring;
+pub(crate) mod pieces;
+pub(crate) mod queue_thread;
+pub(crate) mod ring;
 pub mod rng;
 pub mod vsock;
 
@@ -122,4 +124,11 @@ pub trait Device: Send {
 
     /// Stops all queues and forgets what the guest's driver did: connections, acknowledged state.
     fn reset(&mut self);
+}
+
+/// Copies the part of a configuration space that starts at `offset`; what lies beyond its end is 0.
+pub(crate) fn read_config(config: &[u8], offset: u32, data: &mut [u8]) {
+    data.fill(0);
+    let there = config.iter().skip(offset as usize);
+    data.iter_mut().zip(there).for_each(|(to, byte)| *to = *byte);
 }

@@ -2,9 +2,29 @@
 //! May use: the [`Device`] trait.
 //! Threads: one per server; it reads the front end's messages and starts and stops the device's queues.
 
-use crate::virtio::Device;
-use nacelle_base::{Classify, Kind};
-use std::os::unix::net::UnixListener;
+mod line;
+mod memory;
+mod session;
+mod wire;
+
+#[cfg(any(test, feature = "fuzz"))]
+pub(crate) use wire::parse;
+
+use crate::guest_warn;
+use crate::virtio::{Device, DeviceKind};
+use nacelle_base::{Chain, Classify, Kind};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use session::Session;
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// A front end that does not take an answer for so long is given up.
+const WRITE_LIMIT: Duration = Duration::from_secs(10);
 
 /// A vhost-user server could not be started.
 #[derive(Debug, thiserror::Error)]
@@ -13,9 +33,9 @@ pub enum ServeError {
     #[error("cannot start the vhost-user server of a {device} device")]
     Start {
         /// The device that was to be served.
-        device: crate::DeviceKind,
+        device: DeviceKind,
         /// Why not.
-        source: std::io::Error,
+        source: io::Error,
     },
 }
 
@@ -29,16 +49,99 @@ impl Classify for ServeError {
 
 /// A running vhost-user server. Dropping it stops it.
 #[derive(Debug)]
-pub struct Server {}
+pub struct Server {
+    stop: Arc<EventFd>,
+    thread: Option<JoinHandle<()>>,
+}
 
 impl Server {
     /// Ends the connection, stops the device's queues and joins the thread.
-    pub fn stop(self) {}
+    pub fn stop(self) {
+        drop(self);
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if let Err(error) = self.stop.write(1) {
+            tracing::error!("cannot wake a vhost-user server: {error}");
+        }
+        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
+            tracing::error!("a vhost-user server has panicked");
+        }
+    }
 }
 
 /// Serves `device` to one front end at a time on `listener`. After a front end has gone (or was sent away
 /// because of a message that makes no sense), the device is reset and the next one is accepted.
 pub fn serve(device: Box<dyn Device>, listener: UnixListener) -> Result<Server, ServeError> {
-    let _ = (device, listener);
-    Ok(Server {})
+    let kind = device.kind();
+    let start = |source| ServeError::Start { device: kind, source };
+    listener.set_nonblocking(true).map_err(start)?;
+    let stop = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK).map_err(|error| start(error.into()))?;
+    let stop = Arc::new(stop);
+    let seen = stop.clone();
+    let thread = std::thread::Builder::new()
+        .name(format!("vhost-{kind}"))
+        .spawn(move || accept_all(device, &listener, &seen))
+        .map_err(start)?;
+    Ok(Server { stop, thread: Some(thread) })
+}
+
+fn accept_all(mut device: Box<dyn Device>, listener: &UnixListener, stop: &EventFd) {
+    while wait(listener, stop, PollTimeout::NONE) {
+        match listener.accept() {
+            Ok((stream, _)) => {
+                if let Err(error) = converse(device.as_mut(), stream, stop) {
+                    guest_warn!(device = %device.kind(), "gave up a vhost-user front end: {}", Chain(&error));
+                }
+                device.reset();
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => {
+                guest_warn!(device = %device.kind(), "cannot accept a vhost-user front end: {error}");
+                // Out of descriptors, most likely: try again a little later, unless told to stop.
+                let later = PollTimeout::from(100u8);
+                let told = poll(&mut [PollFd::new(stop.as_fd(), PollFlags::POLLIN)], later);
+                if told.is_ok_and(|events| events > 0) {
+                    return;
+                }
+            }
+        }
+    }
+}
+
+fn converse(device: &mut dyn Device, stream: UnixStream, stop: &EventFd) -> Result<(), wire::WireError> {
+    stream.set_nonblocking(false)?;
+    stream.set_write_timeout(Some(WRITE_LIMIT))?;
+    let mut session = Session::new(device);
+    while let Some(message) = wire::receive(&stream, || wait(&stream, stop, PollTimeout::NONE))? {
+        let header = message.header;
+        let answer = session.handle(wire::parse(message)?)?;
+        wire::reply(&stream, header, answer, session.acknowledges())?;
+    }
+    Ok(())
+}
+
+/// Waits until `fd` is readable; `false`: it is time to stop.
+fn wait(fd: &impl AsFd, stop: &EventFd, limit: PollTimeout) -> bool {
+    loop {
+        let mut events =
+            [PollFd::new(stop.as_fd(), PollFlags::POLLIN), PollFd::new(fd.as_fd(), PollFlags::POLLIN)];
+        match poll(&mut events, limit) {
+            Err(nix::errno::Errno::EINTR) => continue,
+            Err(error) => {
+                tracing::error!("a vhost-user server cannot wait: {error}");
+                return false;
+            }
+            Ok(_) => {}
+        }
+        let [stopped, readable] = events.map(|event| event.any().unwrap_or(true));
+        if stopped {
+            return false;
+        }
+        if readable {
+            return true;
+        }
+    }
 }

@@ -1,8 +1,18 @@
 //! Owns: the virtio block device: a slot whose backing and size change while the guest runs.
-//! Threads: one per started queue; a [`Slot`] may be used from any thread.
+//! Threads: one while its queue runs; a [`Slot`] may be used from any thread.
 
+mod device;
 mod error;
+mod metrics;
 mod slot;
+mod table;
+mod worker;
 
 pub use error::BlockError;
+pub use metrics::Metrics;
 pub use slot::Slot;
+#[cfg(any(test, feature = "fuzz"))]
+pub(crate) use worker::serve;
+
+/// Bytes of a sector, the unit of the protocol.
+const SECTOR: u64 = 512;

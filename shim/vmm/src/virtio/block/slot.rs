@@ -1,58 +1,239 @@
 //! Owns: the host's handle to a block device: what it shows and how large it is.
+//! Threads: `changing` is held by one change at a time, over its file operations; `now` only for moments and
+//! never over I/O. Order: `changing`, then `now`.
 
-use super::BlockError;
-use crate::Device;
-use nacelle_base::machine::ImageDisk;
-use std::path::Path;
+use super::device::SlotDevice;
+use super::table::{MAX_CAPACITY, Source, Table};
+use super::{BlockError, Metrics, SECTOR};
+use crate::virtio::{Device, Interrupt};
+use nacelle_base::machine::{Extent, ImageDisk};
+use std::fs::{File, OpenOptions};
+use std::io::{Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// The longest serial number, in bytes.
+pub(super) const SERIAL: usize = 20;
 
 /// A block device that exists from boot and whose backing changes while the guest runs. Clones are handles to
 /// the same slot.
 #[derive(Clone, Debug)]
-pub struct Slot {}
+pub struct Slot(Arc<Shared>);
+
+/// What handle and device share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(super) serial: String,
+    pub(super) metrics: Metrics,
+    changing: Mutex<()>,
+    now: Mutex<Now>,
+}
+
+struct Now {
+    view: View,
+    interrupt: Option<Arc<dyn Interrupt>>,
+}
+
+/// What the slot shows at one moment. A request works on one view from its begin to its end.
+#[derive(Clone, Debug)]
+pub(super) enum View {
+    ReadOnly(Arc<Table>),
+    ReadWrite { file: Arc<File>, path: Arc<PathBuf>, size: u64 },
+}
+
+impl View {
+    /// Bytes.
+    pub(super) fn capacity(&self) -> u64 {
+        match self {
+            View::ReadOnly(table) => table.capacity(),
+            View::ReadWrite { size, .. } => *size,
+        }
+    }
+
+    pub(super) fn is_read_only(&self) -> bool {
+        matches!(self, View::ReadOnly(_))
+    }
+}
+
+impl Shared {
+    pub(super) fn view(&self) -> View {
+        self.now().view.clone()
+    }
+
+    pub(super) fn set_interrupt(&self, interrupt: Option<Arc<dyn Interrupt>>) {
+        self.now().interrupt = interrupt;
+    }
+
+    fn now(&self) -> MutexGuard<'_, Now> {
+        self.now.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    /// Shows something else from now on; tells the guest if the size is another.
+    fn show(&self, view: View) {
+        let mut now = self.now();
+        let resized = view.capacity() != now.view.capacity();
+        now.view = view;
+        let interrupt = now.interrupt.clone().filter(|_| resized);
+        drop(now);
+        if let Some(interrupt) = interrupt {
+            interrupt.config();
+        }
+    }
+}
 
 impl Slot {
     /// A read-only slot that shows nothing yet: its capacity is 0 and grows with [`place`](Slot::place).
     /// The guest finds it by `serial` (1 to 20 printable ASCII characters) in /sys/block/*/serial.
     pub fn read_only(serial: &str) -> Result<Slot, BlockError> {
-        let _ = serial;
-        unimplemented!()
+        Slot::new(serial, View::ReadOnly(Arc::default()))
     }
 
     /// A read-write slot over a raw file or block device that exists; a shorter file is made `size` bytes long
     /// (sparse). `size` is a multiple of 512.
     pub fn read_write(serial: &str, path: &Path, size: u64) -> Result<Slot, BlockError> {
-        let _ = (serial, path, size);
-        unimplemented!()
+        aligned("size", size)?;
+        let open = |source| BlockError::Open { path: path.to_owned(), source };
+        let file = OpenOptions::new().read(true).write(true).open(path).map_err(open)?;
+        make_long(&file, path, size)?;
+        Slot::new(serial, View::ReadWrite { file: Arc::new(file), path: Arc::new(path.to_owned()), size })
+    }
+
+    fn new(serial: &str, view: View) -> Result<Slot, BlockError> {
+        if serial.is_empty() || serial.len() > SERIAL || !serial.bytes().all(|byte| byte.is_ascii_graphic()) {
+            return Err(BlockError::Serial { serial: serial.to_owned() });
+        }
+        Ok(Slot(Arc::new(Shared {
+            serial: serial.to_owned(),
+            metrics: Metrics::default(),
+            changing: Mutex::new(()),
+            now: Mutex::new(Now { view, interrupt: None }),
+        })))
     }
 
     /// Shows the pieces of `disk`, one after the other, from byte `at` (a multiple of 512). The files are opened
     /// here and may be unlinked afterwards. The capacity becomes at least the end of the image, rounded up to
     /// 1 MiB, and the guest is told; it never shrinks. Placing on top of something else is an error.
     pub fn place(&self, at: u64, disk: &ImageDisk) -> Result<(), BlockError> {
-        let _ = (at, disk);
-        unimplemented!()
+        aligned("offset", at)?;
+        let mut end = at;
+        for extent in &disk.extents {
+            aligned("extent offset", extent.offset)?;
+            aligned("extent length", extent.length)?;
+            end = end.saturating_add(extent.length);
+            aligned("end of the image", end)?;
+        }
+        if end == at {
+            return Err(BlockError::Empty { at });
+        }
+        let _alone = self.alone();
+        let View::ReadOnly(table) = self.0.view() else { return Err(self.wrong_sort("place an image on")) };
+        let extents = disk.extents.iter().filter(|extent| extent.length > 0);
+        let sources = extents.map(open).collect::<Result<Vec<_>, _>>()?;
+        let table = table.with(at, sources).map_err(|other| BlockError::Overlap {
+            at,
+            length: end - at,
+            other: other.start,
+            other_length: other.end - other.start,
+        })?;
+        self.0.show(View::ReadOnly(Arc::new(table)));
+        Ok(())
     }
 
-    /// Takes away what was placed at byte `at`; the range reads as zeros from then on. `false`: nothing lay there.
+    /// Takes away what was placed at byte `at`; the range reads as zeros from then on (requests in flight may
+    /// still read the old bytes). `false`: nothing lay there.
     pub fn unplace(&self, at: u64) -> bool {
-        let _ = at;
-        unimplemented!()
+        let _alone = self.alone();
+        let View::ReadOnly(table) = self.0.view() else { return false };
+        let Some(table) = table.without(at) else { return false };
+        self.0.show(View::ReadOnly(Arc::new(table)));
+        true
     }
 
     /// Gives a read-write slot a new size in bytes (a multiple of 512) and tells the guest. A file grows with it
     /// (sparse); it is never cut.
     pub fn resize(&self, size: u64) -> Result<(), BlockError> {
-        let _ = size;
-        unimplemented!()
+        aligned("size", size)?;
+        let _alone = self.alone();
+        let View::ReadWrite { file, path, .. } = self.0.view() else { return Err(self.wrong_sort("resize")) };
+        make_long(&file, &path, size)?;
+        self.0.show(View::ReadWrite { file, path, size });
+        Ok(())
     }
 
     /// The size that the guest sees, in bytes.
     pub fn capacity(&self) -> u64 {
-        unimplemented!()
+        self.0.view().capacity()
+    }
+
+    /// The serial number by which the guest finds it.
+    pub fn serial(&self) -> &str {
+        &self.0.serial
+    }
+
+    /// What it has done.
+    pub fn metrics(&self) -> &Metrics {
+        &self.0.metrics
     }
 
     /// The device for a transport. Meant to be called once per slot.
     pub fn device(&self) -> Box<dyn Device> {
-        unimplemented!()
+        Box::new(SlotDevice::new(self.0.clone()))
+    }
+
+    #[cfg(any(test, feature = "fuzz"))]
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.0
+    }
+
+    fn alone(&self) -> MutexGuard<'_, ()> {
+        self.0.changing.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    fn wrong_sort(&self, operation: &'static str) -> BlockError {
+        let read_only = self.0.view().is_read_only();
+        BlockError::WrongSort { serial: self.0.serial.clone(), read_only, operation }
+    }
+}
+
+fn aligned(what: &'static str, value: u64) -> Result<(), BlockError> {
+    if value.is_multiple_of(SECTOR) && value <= MAX_CAPACITY {
+        Ok(())
+    } else {
+        Err(BlockError::Unaligned { what, value })
+    }
+}
+
+fn length(mut file: &File, path: &Path) -> Result<u64, BlockError> {
+    // The end is the length of block devices too, whose metadata has none.
+    file.seek(SeekFrom::End(0)).map_err(|source| BlockError::Open { path: path.to_owned(), source })
+}
+
+fn open(extent: &Extent) -> Result<Source, BlockError> {
+    let path = &extent.path;
+    let file = File::open(path).map_err(|source| BlockError::Open { path: path.clone(), source })?;
+    let length = length(&file, path)?;
+    // Both numbers are at most MAX_CAPACITY.
+    let needed = extent.offset + extent.length;
+    if length < needed {
+        return Err(BlockError::TooShort { path: path.clone(), length, needed });
+    }
+    Ok(Source { file: Arc::new(file), offset: extent.offset, length: extent.length })
+}
+
+fn make_long(file: &File, path: &Path, needed: u64) -> Result<(), BlockError> {
+    let error = |source| BlockError::Open { path: path.to_owned(), source };
+    let length = length(file, path)?;
+    if length >= needed {
+        return Ok(());
+    }
+    if !file.metadata().map_err(error)?.is_file() {
+        return Err(BlockError::TooShort { path: path.to_owned(), length, needed });
+    }
+    file.set_len(needed).map_err(error)
+}
+
+impl std::fmt::Debug for Now {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Now").field("view", &self.view).finish_non_exhaustive()
     }
 }

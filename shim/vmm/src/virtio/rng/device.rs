@@ -1,8 +1,18 @@
 //! Owns: the entropy device as a transport sees it.
 
-/// The entropy device. Box it and hand it to a transport.
+use super::metrics::Metrics;
+use super::worker;
+use crate::virtio::queue_thread::QueueThread;
+use crate::virtio::{COMMON_FEATURES, Device, DeviceKind, Ring, StartError};
+use std::sync::Arc;
+use virtio_queue::QueueState;
+
+/// The entropy device.
 #[derive(Debug, Default)]
-pub struct Rng {}
+pub struct Rng {
+    metrics: Arc<Metrics>,
+    thread: Option<QueueThread>,
+}
 
 impl Rng {
     /// A device whose queue does not run yet.
@@ -10,8 +20,60 @@ impl Rng {
         Rng::default()
     }
 
+    /// What it has done; stays readable after the device is given away.
+    pub fn metrics(&self) -> Arc<Metrics> {
+        self.metrics.clone()
+    }
+
     /// The device for a transport.
-    pub fn device(self) -> Box<dyn crate::Device> {
-        unimplemented!()
+    pub fn device(self) -> Box<dyn Device> {
+        Box::new(self)
+    }
+}
+
+impl Device for Rng {
+    fn kind(&self) -> DeviceKind {
+        DeviceKind::Rng
+    }
+
+    fn features(&self) -> u64 {
+        COMMON_FEATURES
+    }
+
+    fn queue_sizes(&self) -> &'static [u16] {
+        &[64]
+    }
+
+    fn read_config(&self, _offset: u32, data: &mut [u8]) {
+        data.fill(0);
+    }
+
+    fn start(&mut self, ring: Ring) -> Result<(), StartError> {
+        let (device, index) = (self.kind(), ring.index());
+        if index != 0 {
+            return Err(StartError::NoSuchQueue { device, index });
+        }
+        if self.thread.is_some() {
+            return Err(StartError::Running { device, index });
+        }
+        let metrics = self.metrics.clone();
+        let thread = QueueThread::start("rng", ring, move |memory, request| worker::fill(&metrics, memory, request))
+            .map_err(|source| StartError::Thread { device, index, source })?;
+        self.thread = Some(thread);
+        Ok(())
+    }
+
+    fn stop(&mut self, index: u16) -> Option<QueueState> {
+        if index == 0 { self.thread.take()?.stop() } else { None }
+    }
+
+    fn reset(&mut self) {
+        self.stop(0);
+    }
+}
+
+impl Drop for Rng {
+    fn drop(&mut self) {
+        self.reset();
     }
 }

@@ -1,0 +1,115 @@
+//! Owns: the system calls that take raw pointers or raw descriptors.
+#![allow(unsafe_code, reason = "guest memory is given to the kernel by address; received descriptors are raw numbers")]
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use vm_memory::VolatileSlice;
+
+/// The most pieces that one system call takes (IOV_MAX).
+const MAX_IOVECS: usize = 1024;
+
+/// Which way bytes go between a descriptor and guest memory.
+#[derive(Clone, Copy)]
+enum Way {
+    ReadAt(u64),
+    WriteAt(u64),
+    Read,
+    Send,
+}
+
+/// One transfer between `fd` and at most [`MAX_IOVECS`] of `slices`; the number of bytes moved.
+fn transfer(fd: RawFd, slices: &[VolatileSlice<'_>], way: Way) -> io::Result<usize> {
+    let slices = slices.get(..MAX_IOVECS).unwrap_or(slices);
+    let guards: Vec<_> = slices.iter().map(|slice| slice.ptr_guard_mut()).collect();
+    let mut iovecs: Vec<libc::iovec> = guards
+        .iter()
+        .map(|guard| libc::iovec { iov_base: guard.as_ptr().cast(), iov_len: guard.len() })
+        .collect();
+    let offset = |at: u64| libc::off64_t::try_from(at).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput));
+    let count = iovecs.len() as libc::c_int; // at most MAX_IOVECS
+    let moved = match way {
+        Way::ReadAt(at) => {
+            let at = offset(at)?;
+            // SAFETY: each iovec lies in a mapping that `guards` keep alive; the kernel writes only there.
+            unsafe { libc::preadv64(fd, iovecs.as_ptr(), count, at) }
+        }
+        Way::WriteAt(at) => {
+            let at = offset(at)?;
+            // SAFETY: each iovec lies in a mapping that `guards` keep alive; the kernel only reads it.
+            unsafe { libc::pwritev64(fd, iovecs.as_ptr(), count, at) }
+        }
+        // SAFETY: each iovec lies in a mapping that `guards` keep alive; the kernel writes only there.
+        Way::Read => unsafe { libc::readv(fd, iovecs.as_ptr(), count) },
+        Way::Send => {
+            // SAFETY: an all-zero msghdr is a valid empty one.
+            let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+            message.msg_iov = iovecs.as_mut_ptr();
+            message.msg_iovlen = iovecs.len();
+            // SAFETY: `message` points to iovecs in mappings that `guards` keep alive; the kernel only reads them.
+            unsafe { libc::sendmsg(fd, &message, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT) }
+        }
+    };
+    usize::try_from(moved).map_err(|_| io::Error::last_os_error())
+}
+
+/// Moves all bytes of `slices`, repeating after signals and short transfers.
+fn transfer_all(file: &File, mut slices: Vec<VolatileSlice<'_>>, mut at: u64, write: bool) -> io::Result<()> {
+    let mut rest = slices.as_mut_slice();
+    while let Some(first) = rest.first() {
+        if first.is_empty() {
+            rest = rest.get_mut(1..).unwrap_or_default();
+            continue;
+        }
+        let way = if write { Way::WriteAt(at) } else { Way::ReadAt(at) };
+        let moved = match transfer(file.as_raw_fd(), rest, way) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(moved) => moved,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) => return Err(error),
+        };
+        at = at.checked_add(moved as u64).ok_or(io::ErrorKind::InvalidInput)?;
+        let mut left = moved;
+        let mut done = 0;
+        for slice in rest.iter_mut() {
+            if left < slice.len() {
+                *slice = slice.offset(left).map_err(io::Error::other)?;
+                break;
+            }
+            left -= slice.len();
+            done += 1;
+        }
+        rest = rest.get_mut(done..).unwrap_or_default();
+    }
+    Ok(())
+}
+
+/// Fills guest memory from byte `at` of a file; the end of the file before that is an error.
+pub(crate) fn read_at(file: &File, slices: Vec<VolatileSlice<'_>>, at: u64) -> io::Result<()> {
+    transfer_all(file, slices, at, false)
+}
+
+/// Writes guest memory to byte `at` of a file.
+pub(crate) fn write_at(file: &File, slices: Vec<VolatileSlice<'_>>, at: u64) -> io::Result<()> {
+    transfer_all(file, slices, at, true)
+}
+
+/// Reads once from a stream into guest memory; 0 is its end.
+pub(crate) fn read_stream(fd: BorrowedFd<'_>, slices: &[VolatileSlice<'_>]) -> io::Result<usize> {
+    transfer(fd.as_raw_fd(), slices, Way::Read)
+}
+
+/// Sends guest memory once to a socket, without blocking and without SIGPIPE.
+pub(crate) fn send_stream(fd: BorrowedFd<'_>, slices: &[VolatileSlice<'_>]) -> io::Result<usize> {
+    transfer(fd.as_raw_fd(), slices, Way::Send)
+}
+
+/// Takes ownership of descriptors that recvmsg has just given to this process.
+pub(crate) fn own(received: Vec<RawFd>) -> Vec<OwnedFd> {
+    received
+        .into_iter()
+        // SAFETY: the kernel made these numbers for this process in the recvmsg call; nobody else has them.
+        .map(|fd| unsafe { OwnedFd::from_raw_fd(fd) })
+        .collect()
+}
+

@@ -1,0 +1,67 @@
+//! Owns: the way back to the front end: the call descriptors of the queues and the backend channel.
+//! Threads: used from the devices' threads and changed by the server's; each lock is held for one non-blocking
+//! write at most.
+
+use super::wire;
+use crate::guest_warn;
+use crate::virtio::Interrupt;
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::sys::socket::{MsgFlags, send};
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::{Mutex, MutexGuard};
+
+#[derive(Debug)]
+pub(super) struct Line {
+    calls: Vec<Mutex<Option<OwnedFd>>>,
+    channel: Mutex<Option<OwnedFd>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+impl Line {
+    pub(super) fn new(queues: usize) -> Line {
+        Line { calls: (0..queues).map(|_| Mutex::new(None)).collect(), channel: Mutex::new(None) }
+    }
+
+    /// Gives queue `index` another call descriptor. What happened meanwhile is not lost: it is called at once.
+    pub(super) fn set_call(&self, index: u16, call: Option<OwnedFd>) -> io::Result<()> {
+        if let Some(call) = &call {
+            let flags = OFlag::from_bits_retain(fcntl(call, FcntlArg::F_GETFL)?);
+            fcntl(call, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
+        }
+        if let Some(place) = self.calls.get(usize::from(index)) {
+            *lock(place) = call;
+        }
+        self.queue(index);
+        Ok(())
+    }
+
+    pub(super) fn set_channel(&self, channel: OwnedFd) {
+        *lock(&self.channel) = Some(channel);
+    }
+}
+
+impl Interrupt for Line {
+    fn queue(&self, index: u16) {
+        let Some(place) = self.calls.get(usize::from(index)) else { return };
+        if let Some(call) = lock(place).as_ref() {
+            match nix::unistd::write(call, &1u64.to_ne_bytes()) {
+                Ok(_) | Err(Errno::EAGAIN) => {} // EAGAIN: a call is pending already
+                Err(error) => guest_warn!(queue = index, "cannot call a vhost-user front end: {error}"),
+            }
+        }
+    }
+
+    fn config(&self) {
+        let channel = lock(&self.channel);
+        let Some(channel) = channel.as_ref() else { return };
+        let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
+        if let Err(error) = send(channel.as_raw_fd(), &wire::config_change(), flags) {
+            guest_warn!("cannot tell a vhost-user front end of a new configuration: {error}");
+        }
+    }
+}

@@ -1,0 +1,22 @@
+//! Owns: what a block device counts.
+
+use std::sync::atomic::AtomicU64;
+
+/// Counters of a slot, from its making on.
+#[derive(Debug, Default)]
+pub struct Metrics {
+    /// Read requests that succeeded.
+    pub reads: AtomicU64,
+    /// Bytes read by them.
+    pub read_bytes: AtomicU64,
+    /// Write requests that succeeded.
+    pub writes: AtomicU64,
+    /// Bytes written by them.
+    pub written_bytes: AtomicU64,
+    /// Flushes that succeeded.
+    pub flushes: AtomicU64,
+    /// Discards and write-zeroes that succeeded.
+    pub discards: AtomicU64,
+    /// Requests that failed, for whatever reason.
+    pub failures: AtomicU64,
+}

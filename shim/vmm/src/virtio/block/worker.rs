@@ -1,0 +1,293 @@
+//! Owns: one request to a block device: read it, check it, do it, answer.
+//! Threads: called from the queue's thread; works on one view of the slot.
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use super::device::{MAX_DISCARD_SECTORS, MAX_RANGES, MAX_ZEROES_SECTORS};
+use super::slot::{SERIAL, Shared, View};
+use super::table::{Here, Table};
+use super::SECTOR;
+use crate::virtio::Memory;
+use crate::virtio::pieces::{BadChain, Buffers, Pieces};
+use crate::virtio::ring::Request;
+use crate::{guest_warn, sys};
+use nix::errno::Errno;
+use nix::fcntl::{FallocateFlags, fallocate};
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use vm_memory::Permissions;
+
+const HEADER: usize = 16;
+const RANGE: usize = 16;
+
+/// The most data of a read or write. Linux sends at most 4 MiB.
+const MAX_DATA: usize = 64 << 20;
+
+const STATUS_OK: u8 = 0;
+const STATUS_FAILED: u8 = 1;
+const STATUS_UNSUPPORTED: u8 = 2;
+
+/// What a request asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Ask {
+    Read { sector: u64 },
+    Write { sector: u64 },
+    Flush,
+    Serial,
+    Discard,
+    WriteZeroes,
+    Unknown(u32),
+}
+
+/// One range of a discard or write-zeroes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Range {
+    sector: u64,
+    sectors: u32,
+    flags: u32,
+}
+
+/// Why a request failed.
+#[derive(Debug, thiserror::Error)]
+enum Failure {
+    #[error("a request without room for its status")]
+    NoStatus,
+    #[error("a request without a whole header")]
+    NoHeader,
+    #[error("a request of the unknown type {0}")]
+    Unknown(u32),
+    #[error("a request with the flags {0:#x}")]
+    Flags(u32),
+    #[error("a request of {0} bytes")]
+    Length(usize),
+    #[error("a request for {sectors} sectors from {sector}, beyond the end")]
+    Beyond { sector: u64, sectors: u64 },
+    #[error("a write to a read-only disk")]
+    ReadOnly,
+    #[error("a request with {0}")]
+    Chain(#[from] BadChain),
+    #[error("a request that the host cannot fulfil: {0}")]
+    Host(#[from] io::Error),
+}
+
+impl Ask {
+    fn parse(header: &[u8; HEADER]) -> Ask {
+        let [a, b, c, d, _, _, _, _, sector @ ..] = *header;
+        let sector = u64::from_le_bytes(sector);
+        match u32::from_le_bytes([a, b, c, d]) {
+            0 => Ask::Read { sector },
+            1 => Ask::Write { sector },
+            4 => Ask::Flush,
+            8 => Ask::Serial,
+            11 => Ask::Discard,
+            13 => Ask::WriteZeroes,
+            other => Ask::Unknown(other),
+        }
+    }
+}
+
+impl Range {
+    fn parse(bytes: &[u8; RANGE]) -> Range {
+        let [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p] = *bytes;
+        Range {
+            sector: u64::from_le_bytes([a, b, c, d, e, f, g, h]),
+            sectors: u32::from_le_bytes([i, j, k, l]),
+            flags: u32::from_le_bytes([m, n, o, p]),
+        }
+    }
+}
+
+/// Serves one request; returns the bytes written to the guest.
+pub(crate) fn serve(shared: &Shared, memory: &Memory, request: Request) -> u32 {
+    let Buffers { readable, mut writable } = request.buffers;
+    let Some(status) = writable.take_back(1) else {
+        return failed(shared, &Failure::NoStatus);
+    };
+    let room = writable.len();
+    let (code, data) = match execute(shared, memory, readable, writable) {
+        Ok(written) => (STATUS_OK, written.min(room)),
+        Err(failure) => {
+            failed(shared, &failure);
+            let unsupported = matches!(failure, Failure::Unknown(_) | Failure::Flags(_));
+            (if unsupported { STATUS_UNSUPPORTED } else { STATUS_FAILED }, 0)
+        }
+    };
+    match status.write(memory, &[code]) {
+        // A chain has at most 4 GiB - 1 bytes in all.
+        Ok(_) => u32::try_from(data).unwrap_or(u32::MAX - 1) + 1,
+        Err(error) => failed(shared, &error.into()),
+    }
+}
+
+fn failed(shared: &Shared, failure: &Failure) -> u32 {
+    count(&shared.metrics.failures, 1);
+    guest_warn!(disk = shared.serial, "the guest sent {failure}");
+    0
+}
+
+fn count(counter: &AtomicU64, by: usize) {
+    counter.fetch_add(by as u64, Ordering::Relaxed);
+}
+
+/// Does what is asked; returns the bytes written to `writable`.
+fn execute(shared: &Shared, memory: &Memory, mut readable: Pieces, writable: Pieces) -> Result<usize, Failure> {
+    let mut header = [0; HEADER];
+    readable.take_front(HEADER).ok_or(Failure::NoHeader)?.read(memory, &mut header)?;
+    let view = shared.view();
+    let metrics = &shared.metrics;
+    match Ask::parse(&header) {
+        Ask::Read { sector } => {
+            let length = writable.len();
+            read(&view, memory, check(&view, sector, length)?, writable)?;
+            count(&metrics.reads, 1);
+            count(&metrics.read_bytes, length);
+            Ok(length)
+        }
+        Ask::Write { sector } => {
+            let file = writable_file(&view)?;
+            let length = readable.len();
+            let at = check(&view, sector, length)?;
+            sys::write_at(file, readable.slices(memory, Permissions::Read)?, at)?;
+            count(&metrics.writes, 1);
+            count(&metrics.written_bytes, length);
+            Ok(0)
+        }
+        Ask::Flush => {
+            if let View::ReadWrite { file, .. } = &view {
+                file.sync_data()?;
+            }
+            count(&metrics.flushes, 1);
+            Ok(0)
+        }
+        Ask::Serial => {
+            let mut serial = [0; SERIAL];
+            serial.iter_mut().zip(shared.serial.bytes()).for_each(|(to, byte)| *to = byte);
+            Ok(writable.write(memory, &serial)?)
+        }
+        Ask::Discard => {
+            let file = writable_file(&view)?;
+            for (at, length, _) in ranges(&view, memory, readable, MAX_DISCARD_SECTORS, 0)? {
+                match punch(file, at, length) {
+                    Err(Errno::EOPNOTSUPP) => {} // a discard is a hint
+                    result => result.map_err(io::Error::from)?,
+                }
+            }
+            count(&metrics.discards, 1);
+            Ok(0)
+        }
+        Ask::WriteZeroes => {
+            let file = writable_file(&view)?;
+            for (at, length, flags) in ranges(&view, memory, readable, MAX_ZEROES_SECTORS, 1)? {
+                zero(file, at, length, flags & 1 != 0)?;
+            }
+            count(&metrics.discards, 1);
+            Ok(0)
+        }
+        Ask::Unknown(number) => Err(Failure::Unknown(number)),
+    }
+}
+
+fn writable_file(view: &View) -> Result<&File, Failure> {
+    match view {
+        View::ReadOnly(_) => Err(Failure::ReadOnly),
+        View::ReadWrite { file, .. } => Ok(file),
+    }
+}
+
+/// Checks that `length` bytes from `sector` lie on the disk; returns where they begin, in bytes.
+fn check(view: &View, sector: u64, length: usize) -> Result<u64, Failure> {
+    if length > MAX_DATA || !(length as u64).is_multiple_of(SECTOR) {
+        return Err(Failure::Length(length));
+    }
+    within(view, sector, length as u64 / SECTOR)
+}
+
+fn within(view: &View, sector: u64, sectors: u64) -> Result<u64, Failure> {
+    let end = sector.checked_add(sectors).filter(|end| *end <= view.capacity() / SECTOR);
+    // No disk is so large that a sector on it overflows in bytes.
+    end.map(|_| sector.saturating_mul(SECTOR)).ok_or(Failure::Beyond { sector, sectors })
+}
+
+fn read(view: &View, memory: &Memory, at: u64, pieces: Pieces) -> Result<(), Failure> {
+    match view {
+        View::ReadWrite { file, .. } => Ok(sys::read_at(file, pieces.slices(memory, Permissions::Write)?, at)?),
+        View::ReadOnly(table) => read_placed(table, memory, at, pieces),
+    }
+}
+
+fn read_placed(table: &Table, memory: &Memory, mut at: u64, mut pieces: Pieces) -> Result<(), Failure> {
+    while !pieces.is_empty() {
+        let here = table.at(at);
+        let (Here::File(.., length) | Here::Hole(length)) = here;
+        let count = pieces.len().min(usize::try_from(length).unwrap_or(usize::MAX));
+        let part = pieces.take_front(count).ok_or(Failure::Length(count))?;
+        match here {
+            Here::File(file, offset, _) => sys::read_at(file, part.slices(memory, Permissions::Write)?, offset)?,
+            Here::Hole(_) => part.zero(memory)?,
+        }
+        at = at.saturating_add(count as u64);
+    }
+    Ok(())
+}
+
+/// Reads and checks the ranges of a discard or write-zeroes: begin and length in bytes, and flags.
+fn ranges(
+    view: &View,
+    memory: &Memory,
+    mut readable: Pieces,
+    max_sectors: u32,
+    known_flags: u32,
+) -> Result<Vec<(u64, u64, u32)>, Failure> {
+    let length = readable.len();
+    if length == 0 || length % RANGE != 0 || length / RANGE > MAX_RANGES as usize {
+        return Err(Failure::Length(length));
+    }
+    let mut found = Vec::with_capacity(length / RANGE);
+    while let Some(next) = readable.take_front(RANGE) {
+        let mut bytes = [0; RANGE];
+        next.read(memory, &mut bytes)?;
+        let Range { sector, sectors, flags } = Range::parse(&bytes);
+        if flags & !known_flags != 0 {
+            return Err(Failure::Flags(flags));
+        }
+        let at = within(view, sector, sectors.into())?;
+        if sectors > max_sectors {
+            return Err(Failure::Beyond { sector, sectors: sectors.into() });
+        }
+        found.push((at, u64::from(sectors) * SECTOR, flags));
+    }
+    Ok(found)
+}
+
+fn punch(file: &File, at: u64, length: u64) -> Result<(), Errno> {
+    allocate(file, FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE, at, length)
+}
+
+fn allocate(file: &File, how: FallocateFlags, at: u64, length: u64) -> Result<(), Errno> {
+    if length == 0 {
+        return Ok(());
+    }
+    let number = |value: u64| i64::try_from(value).map_err(|_| Errno::EFBIG);
+    fallocate(file, how, number(at)?, number(length)?)
+}
+
+/// Makes a range zero: by a hole if allowed, else by allocated zeros; written out where neither is known.
+fn zero(file: &File, at: u64, length: u64, may_unmap: bool) -> io::Result<()> {
+    let keep = FallocateFlags::FALLOC_FL_ZERO_RANGE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+    let done = if may_unmap { punch(file, at, length) } else { allocate(file, keep, at, length) };
+    match done {
+        Ok(()) => return Ok(()),
+        Err(Errno::EOPNOTSUPP) => {}
+        Err(error) => return Err(error.into()),
+    }
+    static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+    let (mut at, mut left) = (at, length);
+    while left > 0 {
+        let count = left.min(ZEROS.len() as u64);
+        file.write_all_at(ZEROS.get(..count as usize).unwrap_or(&ZEROS), at)?; // at most 64 KiB
+        at = at.saturating_add(count);
+        left -= count;
+    }
+    Ok(())
+}

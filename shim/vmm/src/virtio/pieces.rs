@@ -1,0 +1,187 @@
+//! Owns: the buffers of one request: checked lists of pieces of guest memory.
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use super::Memory;
+use virtio_queue::DescriptorChain;
+use vm_memory::{Bytes, GuestAddress, GuestMemory, Permissions, VolatileSlice};
+
+/// The most pieces that a request may have. Linux sends at most 256 on our queues.
+pub(crate) const MAX_PIECES: usize = 1024;
+
+/// What is wrong with a chain of descriptors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BadChain {
+    /// No descriptor can be read at its head.
+    #[error("a chain without a descriptor")]
+    Empty,
+    /// More pieces than any driver sends.
+    #[error("a chain of more than {MAX_PIECES} descriptors")]
+    TooLong,
+    /// A loop, an index out of range, a bad indirect table or more than 4 GiB.
+    #[error("a chain that does not end")]
+    Endless,
+    /// A buffer for the device to read behind one for it to write.
+    #[error("a readable buffer behind a writable one")]
+    Order,
+    /// A buffer that is not guest memory.
+    #[error("a buffer of {length} bytes at {address:#x}, outside guest memory")]
+    Outside {
+        /// Where it begins.
+        address: u64,
+        /// Its bytes.
+        length: usize,
+    },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Piece {
+    address: GuestAddress,
+    length: usize,
+}
+
+/// Pieces of guest memory, one after the other, together at most 4 GiB.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Pieces {
+    list: Vec<Piece>,
+    length: usize,
+}
+
+/// The buffers of one request.
+#[derive(Clone, Debug, Default)]
+pub struct Buffers {
+    /// What the guest gives to the device.
+    pub readable: Pieces,
+    /// What the device may fill.
+    pub writable: Pieces,
+}
+
+impl Buffers {
+    /// Collects the buffers of a chain and checks that they end, are in order and lie in guest memory.
+    pub fn collect(memory: &Memory, chain: DescriptorChain<&Memory>) -> Result<Buffers, BadChain> {
+        let mut buffers = Buffers::default();
+        let mut more = None;
+        for descriptor in chain {
+            more = Some(descriptor.has_next());
+            let length = descriptor.len() as usize;
+            let access = if descriptor.is_write_only() { Permissions::Write } else { Permissions::Read };
+            if !memory.check_range(descriptor.addr(), length, access) {
+                return Err(BadChain::Outside { address: descriptor.addr().0, length });
+            }
+            if buffers.readable.list.len() + buffers.writable.list.len() >= MAX_PIECES {
+                return Err(BadChain::TooLong);
+            }
+            if descriptor.is_write_only() {
+                buffers.writable.push(descriptor.addr(), length);
+            } else if buffers.writable.list.is_empty() {
+                buffers.readable.push(descriptor.addr(), length);
+            } else {
+                return Err(BadChain::Order);
+            }
+        }
+        match more {
+            None => Err(BadChain::Empty),
+            Some(true) => Err(BadChain::Endless),
+            Some(false) => Ok(buffers),
+        }
+    }
+}
+
+impl Pieces {
+    fn push(&mut self, address: GuestAddress, length: usize) {
+        if length > 0 {
+            self.list.push(Piece { address, length });
+            self.length = self.length.saturating_add(length); // a chain has at most 4 GiB
+        }
+    }
+
+    /// Bytes of all pieces.
+    pub fn len(&self) -> usize {
+        self.length
+    }
+
+    /// Whether there is no byte.
+    pub fn is_empty(&self) -> bool {
+        self.length == 0
+    }
+
+    /// Cuts off the first `count` bytes; `None` (and nothing is cut) if there are fewer.
+    pub fn take_front(&mut self, count: usize) -> Option<Pieces> {
+        let rest = self.length.checked_sub(count)?;
+        let mut front = Pieces::default();
+        let mut back = Pieces::default();
+        for piece in &self.list {
+            let here = piece.length.min(count.saturating_sub(front.length));
+            front.push(piece.address, here);
+            // The piece lies in guest memory, so an address within it does not overflow.
+            back.push(GuestAddress(piece.address.0.saturating_add(here as u64)), piece.length.saturating_sub(here));
+        }
+        debug_assert_eq!(back.length, rest);
+        *self = back;
+        Some(front)
+    }
+
+    /// Cuts off the last `count` bytes; `None` (and nothing is cut) if there are fewer.
+    pub fn take_back(&mut self, count: usize) -> Option<Pieces> {
+        let front = self.take_front(self.length.checked_sub(count)?)?;
+        Some(std::mem::replace(self, front))
+    }
+
+    /// The pieces as memory; one piece may become several where regions meet.
+    pub fn slices<'m>(&self, memory: &'m Memory, access: Permissions) -> Result<Vec<VolatileSlice<'m>>, BadChain> {
+        let mut slices = Vec::with_capacity(self.list.len());
+        for piece in &self.list {
+            let outside = || BadChain::Outside { address: piece.address.0, length: piece.length };
+            // `GuestMemory` and not the backend's method of the same name: this one knows permissions.
+            let found = GuestMemory::get_slices(memory, piece.address, piece.length, access);
+            for slice in found.map_err(|_| outside())? {
+                slices.push(slice.map_err(|_| outside())?);
+            }
+        }
+        Ok(slices)
+    }
+
+    /// Copies the first bytes into `bytes`; returns how many there were.
+    pub fn read(&self, memory: &Memory, bytes: &mut [u8]) -> Result<usize, BadChain> {
+        let mut rest = bytes;
+        let mut done = 0;
+        for piece in &self.list {
+            let here = piece.length.min(rest.len());
+            let (now, later) = rest.split_at_mut(here);
+            memory
+                .read_slice(now, piece.address)
+                .map_err(|_| BadChain::Outside { address: piece.address.0, length: here })?;
+            done += here;
+            rest = later;
+        }
+        Ok(done)
+    }
+
+    /// Copies `bytes` to the first pieces; returns how many fitted.
+    pub fn write(&self, memory: &Memory, bytes: &[u8]) -> Result<usize, BadChain> {
+        let mut rest = bytes;
+        let mut done = 0;
+        for piece in &self.list {
+            let (now, later) = rest.split_at(piece.length.min(rest.len()));
+            memory
+                .write_slice(now, piece.address)
+                .map_err(|_| BadChain::Outside { address: piece.address.0, length: now.len() })?;
+            done += now.len();
+            rest = later;
+        }
+        Ok(done)
+    }
+
+    /// Fills all pieces with zeros.
+    pub fn zero(&self, memory: &Memory) -> Result<(), BadChain> {
+        static ZEROS: [u8; 4096] = [0; 4096];
+        for slice in self.slices(memory, Permissions::Write)? {
+            let mut rest = slice;
+            while !rest.is_empty() {
+                let here = rest.len().min(ZEROS.len());
+                rest.copy_from(ZEROS.get(..here).unwrap_or(&ZEROS));
+                rest = rest.offset(here).map_err(|_| BadChain::Outside { address: 0, length: here })?;
+            }
+        }
+        Ok(())
+    }
+}

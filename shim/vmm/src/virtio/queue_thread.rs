@@ -1,0 +1,91 @@
+//! Owns: a thread that serves one queue, one request after the other.
+//! Threads: itself; it waits for a kick or for [`QueueThread::stop`].
+
+use super::ring::{Request, Ring};
+use super::Memory;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use virtio_queue::QueueState;
+
+/// A running thread and the queue that it serves.
+#[derive(Debug)]
+pub(crate) struct QueueThread {
+    stop: Arc<Stop>,
+    thread: JoinHandle<Ring>,
+}
+
+#[derive(Debug)]
+struct Stop {
+    asked: AtomicBool,
+    wake: EventFd,
+}
+
+impl QueueThread {
+    /// Starts a thread that calls `handle` for each request; it returns the bytes it wrote to the guest.
+    pub(crate) fn start(
+        name: &str,
+        ring: Ring,
+        handle: impl FnMut(&Memory, Request) -> u32 + Send + 'static,
+    ) -> io::Result<QueueThread> {
+        let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        let stop = Arc::new(Stop { asked: AtomicBool::new(false), wake });
+        let seen = stop.clone();
+        let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || serve(ring, &seen, handle))?;
+        Ok(QueueThread { stop, thread })
+    }
+
+    /// Waits for the request in flight and takes the queue back.
+    pub(crate) fn stop(self) -> Option<QueueState> {
+        self.stop.asked.store(true, Ordering::Release);
+        if let Err(error) = self.stop.wake.write(1) {
+            tracing::error!("cannot wake a queue's thread: {error}");
+        }
+        match self.thread.join() {
+            Ok(ring) => Some(ring.into_state()),
+            Err(_) => {
+                tracing::error!("a queue's thread has panicked");
+                None
+            }
+        }
+    }
+}
+
+fn serve(mut ring: Ring, stop: &Stop, mut handle: impl FnMut(&Memory, Request) -> u32) -> Ring {
+    let memory = ring.memory().clone();
+    loop {
+        ring.quiet();
+        loop {
+            if stop.asked.load(Ordering::Acquire) {
+                ring.rearm();
+                return ring;
+            }
+            let Some(request) = ring.pop() else { break };
+            let head = request.head;
+            let written = handle(&memory, request);
+            ring.done(head, written);
+            ring.signal();
+        }
+        if ring.rearm() {
+            continue;
+        }
+        wait(&mut ring, stop);
+    }
+}
+
+/// Waits for a kick (unless the ring is broken) or the wish to stop.
+fn wait(ring: &mut Ring, stop: &Stop) {
+    let mut events = vec![PollFd::new(stop.wake.as_fd(), PollFlags::POLLIN)];
+    if !ring.is_broken() {
+        events.push(PollFd::new(ring.as_fd(), PollFlags::POLLIN));
+    }
+    let found = poll(&mut events, PollTimeout::NONE);
+    let kicked = found.is_ok() && events.get(1).is_some_and(|event| event.any().unwrap_or(true));
+    if kicked {
+        ring.kicked();
+    }
+}

@@ -1,0 +1,78 @@
+//! Owns: the log macro for everything that a guest or a front end can cause: it cannot flood the log.
+
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+const WINDOW: Duration = Duration::from_secs(60);
+const PER_WINDOW: u32 = 10;
+
+/// How often one place in the code has logged lately.
+#[derive(Debug)]
+pub struct Limit(Mutex<Option<Window>>);
+
+#[derive(Debug)]
+struct Window {
+    began: Instant,
+    logged: u32,
+    dropped: u64,
+}
+
+impl Limit {
+    /// A place that has not logged yet.
+    #[allow(clippy::new_without_default, reason = "made by the macro only, in a static")]
+    pub const fn new() -> Limit {
+        Limit(Mutex::new(None))
+    }
+
+    /// Whether this place may log now; if so, how many of its messages were dropped since the last one.
+    pub fn allow(&self) -> Option<u64> {
+        self.allow_at(Instant::now())
+    }
+
+    fn allow_at(&self, now: Instant) -> Option<u64> {
+        let mut window = self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        match window.as_mut() {
+            Some(window) if now.saturating_duration_since(window.began) < WINDOW => {
+                if window.logged < PER_WINDOW {
+                    window.logged += 1;
+                    Some(std::mem::take(&mut window.dropped))
+                } else {
+                    window.dropped = window.dropped.saturating_add(1);
+                    None
+                }
+            }
+            _ => {
+                let dropped = window.as_ref().map_or(0, |window| window.dropped);
+                *window = Some(Window { began: now, logged: 1, dropped: 0 });
+                Some(dropped)
+            }
+        }
+    }
+}
+
+/// `tracing::warn!` for what a guest can cause: at most 10 messages a minute from each place in the code; the
+/// field `dropped` says how many were left out before this one.
+#[macro_export]
+macro_rules! guest_warn {
+    ($($message:tt)+) => {{
+        static LIMIT: $crate::warn::Limit = $crate::warn::Limit::new();
+        if let Some(dropped) = LIMIT.allow() {
+            ::tracing::warn!(dropped, $($message)+);
+        }
+    }};
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_flood_is_cut_and_counted() {
+        let limit = Limit::new();
+        let start = Instant::now();
+        let logged = (0..1000).filter(|_| limit.allow_at(start).is_some()).count();
+        assert_eq!(logged, 10);
+        assert_eq!(limit.allow_at(start + WINDOW), Some(990));
+        assert_eq!(limit.allow_at(start + WINDOW), Some(0));
+    }
+}
