@@ -17,6 +17,7 @@ pub mod inspect;
 mod netlink;
 pub mod netns;
 mod network;
+mod sys;
 pub mod tap;
 
 pub use cni::{Bandwidth, CniError, Dns, PodRef, PortMapping, Protocol};

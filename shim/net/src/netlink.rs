@@ -1,12 +1,265 @@
-//! Owns: requests to the kernel's rtnetlink.
+//! Owns: requests to the kernel's rtnetlink, one at a time, and the few of its objects that we need.
+//! Threads: a socket belongs to the namespace of the thread that opened it and may then be used from any.
+
 use crate::NetError;
-/// A socket.
-pub struct Netlink;
+use ipnet::IpNet;
+use nacelle_base::net::Mac;
+use netlink_packet_core::{
+    NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_EXCL, NLM_F_REQUEST, NetlinkHeader, NetlinkMessage,
+    NetlinkPayload,
+};
+use netlink_packet_route::RouteNetlinkMessage as Message;
+use netlink_packet_route::address::{AddressAttribute, AddressFlags, AddressMessage, AddressScope};
+use netlink_packet_route::link::{LinkAttribute, LinkFlags, LinkMessage};
+use netlink_packet_route::route::RouteMessage;
+use netlink_packet_route::tc::{
+    TcAction, TcActionAttribute, TcActionMirror, TcActionMirrorOption, TcActionOption, TcActionType, TcAttribute,
+    TcFilterU32, TcFilterU32Option, TcHandle, TcMessage, TcMirror, TcMirrorActionType, TcOption, TcU32Key,
+    TcU32Selector, TcU32SelectorFlags,
+};
+use nix::errno::Errno;
+use nix::sys::socket::{
+    AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, recv, sendto, setsockopt, socket, sockopt,
+};
+use nix::sys::time::TimeVal;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+
+pub(crate) use netlink_packet_route::AddressFamily as Family;
+
+/// The kernel answers at once; a longer wait means that it lost the answer.
+const LIMIT_SECONDS: i64 = 30;
+/// Larger than what the kernel puts into one datagram of a dump (32 KiB).
+const BUFFER: usize = 64 * 1024;
+/// How often a dump that changed under our eyes is read again.
+const DUMP_ATTEMPTS: u32 = 16;
+/// Priority of our redirect: before any other filter.
+const REDIRECT_PRIORITY: u32 = 1;
+
+/// An rtnetlink socket.
+pub(crate) struct Netlink {
+    socket: OwnedFd,
+    sequence: u32,
+}
+
+/// An interface.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Link {
+    pub name: String,
+    pub index: u32,
+    pub mac: Option<Mac>,
+    pub mtu: u32,
+}
+
+/// An address that somebody set (not one that the kernel found by itself), of global scope.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Address {
+    pub index: u32,
+    pub net: IpNet,
+}
+
 impl Netlink {
-    pub fn open() -> Result<Self, NetError> {
-        Ok(Netlink)
+    /// A socket in the namespace of this thread.
+    pub fn open() -> Result<Netlink, NetError> {
+        let open = || {
+            let socket =
+                socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, SockProtocol::NetlinkRoute)?;
+            setsockopt(&socket, sockopt::ReceiveTimeout, &TimeVal::new(LIMIT_SECONDS, 0))?;
+            Ok(Netlink { socket, sequence: 0 })
+        };
+        open().map_err(|errno: Errno| failed("open", "a socket")(errno.into()))
     }
+
+    /// The interface of this name.
+    pub fn link(&mut self, name: &str) -> Result<Link, NetError> {
+        let mut ask = LinkMessage::default();
+        ask.attributes.push(LinkAttribute::IfName(name.to_owned()));
+        let answers = match self.request(Message::GetLink(ask), 0) {
+            Err(error) if error.raw_os_error() == Some(libc::ENODEV) => Vec::new(),
+            other => other.map_err(failed("find", name))?,
+        };
+        let found = answers.into_iter().find_map(|answer| match answer {
+            Message::NewLink(link) => Some(link),
+            _ => None,
+        });
+        let link = found.ok_or_else(|| NetError::NoInterface { name: name.to_owned() })?;
+        let mut result = Link { name: name.to_owned(), index: link.header.index, mac: None, mtu: 0 };
+        for attribute in link.attributes {
+            match attribute {
+                LinkAttribute::Address(bytes) => result.mac = Mac::try_from(bytes).ok(),
+                LinkAttribute::Mtu(mtu) => result.mtu = mtu,
+                _ => (),
+            }
+        }
+        Ok(result)
+    }
+
+    /// Sets an interface up.
     pub fn set_up(&mut self, name: &str) -> Result<(), NetError> {
-        Err(NetError::NoInterface { name: name.to_owned() })
+        let link = self.link(name)?;
+        let mut set = LinkMessage::default();
+        set.header.index = link.index;
+        set.header.flags = LinkFlags::Up;
+        set.header.change_mask = LinkFlags::Up;
+        self.request(Message::SetLink(set), 0).map(drop).map_err(failed("set up", name))
     }
+
+    /// Sets an interface's MTU.
+    pub fn set_mtu(&mut self, link: &Link, mtu: u32) -> Result<(), NetError> {
+        let mut set = LinkMessage::default();
+        set.header.index = link.index;
+        set.attributes.push(LinkAttribute::Mtu(mtu));
+        self.request(Message::SetLink(set), 0).map(drop).map_err(failed("set the MTU of", &link.name))
+    }
+
+    /// All permanent addresses of global scope.
+    pub fn addresses(&mut self) -> Result<Vec<Address>, NetError> {
+        let dump = self.dump(Message::GetAddress(AddressMessage::default()));
+        let messages = dump.map_err(failed("read the addresses of", "the namespace"))?;
+        Ok(messages.into_iter().filter_map(|message| address(message_address(message)?)).collect())
+    }
+
+    /// All routes of one address family, as the kernel tells them.
+    pub fn routes(&mut self, family: Family) -> Result<Vec<RouteMessage>, NetError> {
+        let mut ask = RouteMessage::default();
+        ask.header.address_family = family;
+        let messages = self.dump(Message::GetRoute(ask)).map_err(failed("read the routes of", "the namespace"))?;
+        let routes = messages.into_iter().filter_map(|message| match message {
+            Message::NewRoute(route) if route.header.address_family == family => Some(route),
+            _ => None,
+        });
+        Ok(routes.collect())
+    }
+
+    /// Sends every frame that arrives at `from` out of `to`, before the namespace's stack sees it. Replaces
+    /// what an earlier call said for `from`.
+    pub fn redirect(&mut self, from: &Link, to: &Link) -> Result<(), NetError> {
+        let failed = || failed("redirect", &from.name);
+        let index = i32::try_from(from.index).map_err(|_too_large| failed()(io::ErrorKind::InvalidData.into()))?;
+        let mut qdisc = TcMessage::with_index(index);
+        qdisc.header.parent = TcHandle::INGRESS;
+        qdisc.header.handle = TcHandle { major: u16::MAX, minor: 0 };
+        qdisc.attributes.push(TcAttribute::Kind("ingress".to_owned()));
+        match self.request(Message::NewQueueDiscipline(qdisc), NLM_F_CREATE | NLM_F_EXCL) {
+            Err(error) if error.raw_os_error() == Some(libc::EEXIST) => (),
+            other => drop(other.map_err(failed())?),
+        }
+        let mut filter = TcMessage::with_index(index);
+        // This parent serves both kinds of qdisc that have an ingress side: ingress and clsact.
+        filter.header.parent = TcHandle { major: u16::MAX, minor: TcHandle::MIN_INGRESS };
+        filter.header.info = REDIRECT_PRIORITY << 16 | u32::from((libc::ETH_P_ALL as u16).to_be());
+        match self.request(Message::DelTrafficFilter(filter.clone()), 0) {
+            // ENOENT: there is none; EINVAL: the kernel's answer for a block without any filter.
+            Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::EINVAL)) => (),
+            other => drop(other.map_err(failed())?),
+        }
+        filter.attributes.push(TcAttribute::Kind(TcFilterU32::KIND.to_owned()));
+        let options = [TcFilterU32Option::Selector(every_frame()), TcFilterU32Option::Action(vec![send_out_of(to)])];
+        filter.attributes.push(TcAttribute::Options(options.into_iter().map(TcOption::U32).collect()));
+        self.request(Message::NewTrafficFilter(filter), NLM_F_CREATE | NLM_F_EXCL).map(drop).map_err(failed())
+    }
+
+    fn dump(&mut self, ask: Message) -> io::Result<Vec<Message>> {
+        for _ in 0..DUMP_ATTEMPTS {
+            match self.request(ask.clone(), NLM_F_DUMP) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => (),
+                other => return other,
+            }
+        }
+        Err(io::ErrorKind::Interrupted.into())
+    }
+
+    /// Sends one request and returns what the kernel answers before its acknowledgement.
+    fn request(&mut self, ask: Message, flags: u16) -> io::Result<Vec<Message>> {
+        self.sequence = self.sequence.wrapping_add(1);
+        let mut header = NetlinkHeader::default();
+        header.flags = NLM_F_REQUEST | flags | if flags & NLM_F_DUMP == NLM_F_DUMP { 0 } else { NLM_F_ACK };
+        header.sequence_number = self.sequence;
+        let mut packet = NetlinkMessage::new(header, NetlinkPayload::from(ask));
+        packet.finalize();
+        let mut bytes = vec![0; packet.buffer_len()];
+        packet.serialize(&mut bytes);
+        sendto(self.socket.as_raw_fd(), &bytes, &NetlinkAddr::new(0, 0), MsgFlags::empty())?;
+        let mut answers = Vec::new();
+        let mut buffer = vec![0; BUFFER];
+        loop {
+            let length = match recv(self.socket.as_raw_fd(), &mut buffer, MsgFlags::empty()) {
+                Err(Errno::EINTR) => continue,
+                Err(Errno::EAGAIN) => return Err(io::ErrorKind::TimedOut.into()),
+                other => other?,
+            };
+            let mut rest = buffer.get(..length).unwrap_or_default();
+            while !rest.is_empty() {
+                let answer = NetlinkMessage::<Message>::deserialize(rest)
+                    .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+                // Messages are aligned to four bytes, the last one too or not.
+                let taken = (answer.header.length as usize).next_multiple_of(4).max(4).min(rest.len());
+                rest = rest.get(taken..).unwrap_or_default();
+                if answer.header.sequence_number != self.sequence {
+                    continue;
+                }
+                if answer.header.flags & NLM_F_DUMP_INTR != 0 {
+                    return Err(io::ErrorKind::Interrupted.into());
+                }
+                match answer.payload {
+                    NetlinkPayload::InnerMessage(message) => answers.push(message),
+                    NetlinkPayload::Error(error) if error.code.is_some() => return Err(error.to_io()),
+                    NetlinkPayload::Done(done) if done.code < 0 => {
+                        return Err(io::Error::from_raw_os_error(done.code.saturating_neg()));
+                    }
+                    NetlinkPayload::Error(_) | NetlinkPayload::Done(_) => return Ok(answers),
+                    _ => (),
+                }
+            }
+        }
+    }
+}
+
+fn message_address(message: Message) -> Option<AddressMessage> {
+    match message {
+        Message::NewAddress(address) => Some(address),
+        _ => None,
+    }
+}
+
+fn address(message: AddressMessage) -> Option<Address> {
+    let (mut own, mut peer, mut permanent) = (None, None, false);
+    for attribute in &message.attributes {
+        match attribute {
+            AddressAttribute::Local(ip) => own = Some(*ip),
+            AddressAttribute::Address(ip) => peer = Some(*ip),
+            AddressAttribute::Flags(flags) => permanent = flags.contains(AddressFlags::Permanent),
+            _ => (),
+        }
+    }
+    let global = message.header.scope == AddressScope::Universe;
+    let net = IpNet::new(own.or(peer)?, message.header.prefix_len).ok()?;
+    (permanent && global).then_some(Address { index: message.header.index, net })
+}
+
+/// The selector that any frame matches: nothing of its first word is compared.
+fn every_frame() -> TcU32Selector {
+    let mut selector = TcU32Selector::default();
+    selector.flags = TcU32SelectorFlags::Terminal;
+    selector.nkeys = 1;
+    selector.keys = vec![TcU32Key::default()];
+    selector
+}
+
+fn send_out_of(link: &Link) -> TcAction {
+    let mut mirror = TcMirror::default();
+    mirror.generic.action = TcActionType::Stolen;
+    mirror.eaction = TcMirrorActionType::EgressRedir;
+    mirror.ifindex = link.index;
+    let mut action = TcAction::default();
+    action.attributes = vec![
+        TcActionAttribute::Kind(TcActionMirror::KIND.to_owned()),
+        TcActionAttribute::Options(vec![TcActionOption::Mirror(TcActionMirrorOption::Parms(mirror))]),
+    ];
+    action
+}
+
+fn failed(what: &'static str, object: &str) -> impl FnOnce(io::Error) -> NetError + use<> {
+    let object = object.to_owned();
+    move |source| NetError::Netlink { what, object, source }
 }

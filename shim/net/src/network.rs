@@ -1,13 +1,17 @@
 //! Owns: the life of a pod's network: namespace, CNI chain, what the guest must have, and the way back.
 
-use crate::cni::{Dns, PodRef};
-use crate::{NetError, NetNs};
-use nacelle_base::PodId;
+use crate::cni::{Cni, CniResult, Dns, INTERFACE, PodRef};
+use crate::{NetError, NetNs, inspect, netns, tap};
 use nacelle_base::net::PodNetwork;
+use nacelle_base::{Chain, PodId};
 use std::collections::BTreeSet;
+use std::io;
 use std::net::IpAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
+
+/// Namespaces of ours are named this and the pod's id.
+const PREFIX: &str = "nacelle-";
 
 /// Where things are, and how long a plugin may take.
 #[derive(Clone, Debug)]
@@ -52,58 +56,120 @@ pub struct Attachment {
 /// Calls for different pods may run at the same time. Calls for one pod must come one after the other.
 #[derive(Debug)]
 pub struct Network {
-    config: NetConfig,
+    netns_dir: PathBuf,
+    cni: Cni,
 }
 
 impl Network {
     /// Touches nothing yet.
     pub fn new(config: NetConfig) -> Network {
-        Network { config }
+        Network { cni: Cni::new(&config), netns_dir: config.netns_dir }
     }
 
     /// The file that names the namespace of this pod, there or not.
     pub fn netns_path(&self, id: &PodId) -> PathBuf {
-        self.config.netns_dir.join(format!("nacelle-{id}"))
+        self.netns_dir.join(format!("{PREFIX}{id}"))
     }
 
     /// Makes the pod's namespace with loopback up. `AlreadyExists` if it is there.
     pub async fn create_netns(&self, id: &PodId) -> Result<NetNs, NetError> {
         let path = self.netns_path(id);
-        blocking(move || crate::netns::create(&path)).await
+        blocking(move || netns::create(&path)).await
     }
 
-    /// Runs CNI ADD in the pod's namespace and reads what the guest must have. On failure DEL was run; if
-    /// that failed too, `teardown` tries again. If the caller gives up waiting, `teardown` cleans up.
+    /// Runs CNI ADD in the pod's namespace and reads what the guest must have. What an earlier attempt left is
+    /// taken back first. On failure DEL was run; if that failed too, or the caller gave up waiting, `teardown`
+    /// cleans up. The namespace stays in any case.
     pub async fn setup(&self, pod: &PodRef) -> Result<Attachment, NetError> {
         let path = self.netns_path(&pod.id);
-        blocking(move || NetNs::open(&path)).await?;
-        Err(NetError::NoInterface { name: "eth0".into() })
+        let opened = path.clone();
+        let netns = blocking(move || NetNs::open(&opened)).await?;
+        let result = self.cni.add(pod, &path).await?;
+        let dns = result.dns.clone();
+        match blocking(move || attached(&netns, &result)).await {
+            Ok(network) => Ok(Attachment { ips: network.ips().collect(), network, dns }),
+            Err(error) => {
+                if let Err(left) = self.cni.del(&pod.id).await {
+                    tracing::warn!(pod = %pod.id, error = %Chain(&left), "a failed network could not be taken back");
+                }
+                Err(error)
+            }
+        }
     }
 
     /// Runs CNI DEL from what was remembered, and removes the namespace. A pod without either is no failure.
+    /// When DEL fails the namespace stays, and this may be called again.
     pub async fn teardown(&self, id: &PodId) -> Result<(), NetError> {
+        self.cni.del(id).await?;
         let path = self.netns_path(id);
-        blocking(move || crate::netns::remove(&path)).await
+        blocking(move || netns::remove(&path)).await
     }
 
     /// Asks the plugins whether the pod's network is still as they made it (CNI CHECK).
     pub async fn check(&self, id: &PodId) -> Result<(), NetError> {
-        let path = self.netns_path(id);
-        blocking(move || NetNs::open(&path)).await.map(drop)
+        Ok(self.cni.check(id).await?)
     }
 
     /// Whether pods can get a network now: a valid configuration, its plugins present and of its version,
     /// and STATUS (from 1.1.0) without complaint. An error is the reason for CRI's NetworkReady=false.
     pub async fn status(&self) -> Result<(), NetError> {
-        Ok(())
+        Ok(self.cni.status().await?)
     }
 
-    /// Tears down all that is remembered or named of pods not in `keep`, then tells the plugins which
-    /// attachments are valid (CNI GC, from 1.1.0). Goes on after failures and returns the first one.
-    pub async fn gc(&self, keep: &BTreeSet<PodId>) -> Result<(), NetError> {
-        let _ = keep;
-        Ok(())
+    /// The pods that have a namespace or a CNI attachment here, known to the caller or not.
+    pub async fn pods(&self) -> Result<BTreeSet<PodId>, NetError> {
+        let dir = self.netns_dir.clone();
+        let mut ids = blocking(move || named(&dir)).await?;
+        ids.extend(self.cni.ids().await?);
+        Ok(ids)
     }
+
+    /// Tears down all pods that are not in `keep`, then tells the plugins which attachments are valid (CNI GC,
+    /// from 1.1.0). Goes on after failures and returns the first one. A pod that is being made must be in
+    /// `keep`.
+    pub async fn gc(&self, keep: &BTreeSet<PodId>) -> Result<(), NetError> {
+        let mut first = Ok(());
+        for id in self.pods().await?.difference(keep) {
+            first = first.and(self.teardown(id).await);
+        }
+        first.and(self.cni.gc(keep).await.map_err(NetError::from))
+    }
+}
+
+/// What the guest must have after ADD: the default interface, then the others that the plugins made.
+fn attached(netns: &NetNs, result: &CniResult) -> Result<PodNetwork, NetError> {
+    let mut names = vec![INTERFACE.to_owned()];
+    for name in &result.interfaces {
+        if !names.contains(name) {
+            tap::check_name(name)?;
+            names.push(name.clone());
+        }
+    }
+    let mut network = inspect(netns, &names)?;
+    // The kernel's order is not the plugins': the first address in the result is the pod's first one.
+    let place = |ip| result.ips.iter().position(|other| *other == ip).unwrap_or(usize::MAX);
+    for interface in &mut network.interfaces {
+        interface.addresses.sort_by_key(|net| place(net.addr()));
+    }
+    match network.interfaces.first() {
+        Some(default) if !default.addresses.is_empty() => Ok(network),
+        _ => Err(NetError::NoAddress { name: INTERFACE.to_owned() }),
+    }
+}
+
+/// The pods that have a namespace in this folder.
+fn named(dir: &Path) -> Result<BTreeSet<PodId>, NetError> {
+    let failed = |source| NetError::Netns { what: "list", path: dir.to_owned(), source };
+    let entries = match std::fs::read_dir(dir) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(BTreeSet::new()),
+        other => other.map_err(failed)?,
+    };
+    let mut ids = BTreeSet::new();
+    for entry in entries {
+        let name = entry.map_err(failed)?.file_name();
+        ids.extend(name.to_str().and_then(|name| name.strip_prefix(PREFIX)?.parse::<PodId>().ok()));
+    }
+    Ok(ids)
 }
 
 async fn blocking<T: Send + 'static>(

@@ -1,6 +1,13 @@
 //! Owns: the tap of a machine in the pod's namespace, and its join to the interface that CNI made.
+//!
+//! The join is a redirect at the ingress of both interfaces, before the namespace's own stack. So the CNI
+//! interface keeps its addresses (plugins look for them at CHECK) and yet nothing in the namespace answers for
+//! them: only the guest does. The tap itself gets no address and no IPv6, or the stack would talk to the guest.
 
-use crate::{NetError, NetNs};
+use crate::netlink::Netlink;
+use crate::{NetError, NetNs, run_in, sys};
+use std::fs::{File, OpenOptions};
+use std::io;
 use std::os::fd::OwnedFd;
 
 /// A tap: the interface lives until the last copy of `fd` is closed.
@@ -15,13 +22,53 @@ pub struct Tap {
 
 /// Makes a tap `name` in the namespace, down, with one queue and virtio-net headers
 /// (`IFF_TAP | IFF_NO_PI | IFF_VNET_HDR`). A name in use is an error.
-pub fn create(_netns: &NetNs, name: &str) -> Result<Tap, NetError> {
-    Err(NetError::BadName { name: name.to_owned() })
+pub fn create(netns: &NetNs, name: &str) -> Result<Tap, NetError> {
+    check_name(name)?;
+    let fd = run_in(netns, || {
+        let tun = open_tun().map_err(failed("open", name))?;
+        let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR | libc::IFF_TUN_EXCL;
+        sys::make_tap(&tun, name, flags).map_err(failed("create", name))?;
+        without_ipv6(name).map_err(failed("silence", name))?;
+        Ok::<_, NetError>(tun)
+    })??;
+    Ok(Tap { fd: fd.into(), name: name.to_owned() })
 }
 
 /// Joins tap and CNI interface: what the guest sends leaves through `cni_interface`, what arrives there
 /// goes to the guest, and the namespace's own stack sees neither. Both are up afterwards, and the tap has
 /// the MTU of the CNI interface. May be repeated.
-pub fn join(_netns: &NetNs, tap: &str, _cni_interface: &str) -> Result<(), NetError> {
-    Err(NetError::NoInterface { name: tap.to_owned() })
+pub fn join(netns: &NetNs, tap: &str, cni_interface: &str) -> Result<(), NetError> {
+    let mut netlink = run_in(netns, Netlink::open)??;
+    let inside = netlink.link(tap)?;
+    let outside = netlink.link(cni_interface)?;
+    netlink.set_mtu(&inside, outside.mtu)?;
+    // The redirects first: at no moment does the stack see a frame of the guest.
+    netlink.redirect(&inside, &outside)?;
+    netlink.set_up(tap)?;
+    netlink.redirect(&outside, &inside)?;
+    netlink.set_up(cni_interface)
+}
+
+fn open_tun() -> io::Result<File> {
+    OpenOptions::new().read(true).write(true).open("/dev/net/tun")
+}
+
+/// Turns IPv6 off for an interface of this thread's namespace. A kernel without IPv6 has no such file.
+fn without_ipv6(name: &str) -> io::Result<()> {
+    match std::fs::write(format!("/proc/sys/net/ipv6/conf/{name}/disable_ipv6"), "1") {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}
+
+/// 1 to 15 letters, digits, '.', '_' or '-', and not "." or "..": also a safe name for a file under /proc.
+pub(crate) fn check_name(name: &str) -> Result<(), NetError> {
+    let allowed = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-');
+    let good = (1..=15).contains(&name.len()) && name.bytes().all(allowed) && !matches!(name, "." | "..");
+    if good { Ok(()) } else { Err(NetError::BadName { name: name.chars().take(80).collect() }) }
+}
+
+fn failed(what: &'static str, name: &str) -> impl FnOnce(io::Error) -> NetError + use<> {
+    let name = name.to_owned();
+    move |source| NetError::Tap { what, name, source }
 }

@@ -135,6 +135,12 @@ pub enum CniError {
         /// The pod.
         pod: String,
     },
+    /// A background task ended early: the runtime is shutting down, or a defect.
+    #[error("a CNI task was given up")]
+    GivenUp {
+        /// Why.
+        source: tokio::task::JoinError,
+    },
 }
 
 impl Classify for CniError {
@@ -154,6 +160,7 @@ impl Classify for CniError {
             CniError::Argument { .. } => Kind::Invalid,
             CniError::Timeout { .. } => Kind::Timeout,
             CniError::NotAttached { .. } => Kind::NotFound,
+            CniError::GivenUp { .. } => Kind::Internal,
         }
     }
 }

@@ -1,7 +1,301 @@
 //! Owns: the CNI runtime: which network, which plugins, in which order, and what they answered.
+//!
+//! ADD goes through the chain forwards, DEL backwards. What ADD was told is written down before it starts;
+//! DEL, CHECK and GC speak from that, never from today's configuration.
+//! Threads: async; GC waits until nothing else runs, and holds everything else off.
 
+mod cache;
+mod config;
 mod error;
+mod exec;
+mod result;
+#[cfg(test)]
+mod tests;
 mod types;
 
+use crate::network::NetConfig;
+use cache::{Cache, Record};
+use config::{NetworkList, Plugin, Version};
+use exec::{Command, Exec};
+use nacelle_base::{Chain, PodId};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+use std::collections::{BTreeSet, HashMap};
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::SystemTime;
+use tokio::sync::{Semaphore, SemaphorePermit};
+
 pub use error::CniError;
+pub(crate) use result::CniResult;
 pub use types::{Bandwidth, Dns, PodRef, PortMapping, Protocol};
+
+/// The name of the pod's default interface.
+pub(crate) const INTERFACE: &str = "eth0";
+/// How many pods are attached or detached at the same time.
+const MAX_PARALLEL: u32 = 64;
+
+/// The CNI runtime of this node.
+#[derive(Debug)]
+pub(crate) struct Cni {
+    conf_dir: PathBuf,
+    exec: Exec,
+    cache: Cache,
+    turns: Semaphore,
+    versions: Mutex<HashMap<PathBuf, Spoken>>,
+}
+
+/// What a plugin said of itself, and which state of its file said it.
+#[derive(Clone, Debug)]
+struct Spoken {
+    file: (Option<SystemTime>, u64),
+    versions: Vec<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct WireVersions {
+    supported_versions: Vec<String>,
+}
+
+impl Cni {
+    pub fn new(config: &NetConfig) -> Cni {
+        Cni {
+            conf_dir: config.conf_dir.clone(),
+            exec: Exec { bin_dirs: config.bin_dirs.clone(), deadline: config.plugin_deadline },
+            cache: Cache { dir: config.cache_dir.clone() },
+            turns: Semaphore::new(MAX_PARALLEL as usize),
+            versions: Mutex::default(),
+        }
+    }
+
+    /// Attaches the pod. What an earlier attempt left is detached first.
+    pub async fn add(&self, pod: &PodRef, netns: &Path) -> Result<CniResult, CniError> {
+        let _turn = self.turn(1).await;
+        let (args, capabilities) = (pod.args()?, pod.capabilities());
+        self.detach(&pod.id).await?;
+        let network = self.network().await?;
+        for capability in capabilities.keys().filter(|name| ["portMappings", "bandwidth"].contains(&name.as_str())) {
+            if !network.plugins.iter().any(|plugin| plugin.wants(capability)) {
+                tracing::warn!(pod = %pod.id, network = network.name, capability, "no CNI plugin does what the pod asks");
+            }
+        }
+        let mut record = Record {
+            id: pod.id.clone(),
+            netns: netns.to_owned(),
+            interface: INTERFACE.to_owned(),
+            args,
+            capabilities,
+            network: network.to_list(),
+            result: None,
+        };
+        self.write(&record).await?;
+        for (position, plugin) in network.plugins.iter().enumerate() {
+            match self.add_one(&record, &network, plugin).await {
+                Ok(result) => record.result = Some(result),
+                Err(error) => {
+                    let ran = network.plugins.get(..=position).unwrap_or_default();
+                    self.take_back(&record, &network, ran).await;
+                    return Err(error);
+                }
+            }
+        }
+        if let Err(error) = self.write(&record).await {
+            self.take_back(&record, &network, &network.plugins).await;
+            return Err(error);
+        }
+        CniResult::from_raw("the CNI result", record.result.unwrap_or_default(), network.version)
+    }
+
+    /// Detaches the pod; one that is not attached is no failure.
+    pub async fn del(&self, id: &PodId) -> Result<(), CniError> {
+        let _turn = self.turn(1).await;
+        self.detach(id).await
+    }
+
+    /// Asks all plugins whether the attachment is still as they made it.
+    pub async fn check(&self, id: &PodId) -> Result<(), CniError> {
+        let _turn = self.turn(1).await;
+        let none = || CniError::NotAttached { pod: id.to_string() };
+        let (record, network) = self.read(id).await?.ok_or_else(none)?;
+        let result = record.result.clone().ok_or_else(none)?;
+        if network.version < Version::V0_4_0 || network.disable_check {
+            return Ok(());
+        }
+        for plugin in &network.plugins {
+            let input = plugin.input(&network, &record.capabilities, prev_result(Some(&result)));
+            self.exec.run(&plugin.kind, Command::Check, &record.environment(&record.netns), &input).await?;
+        }
+        Ok(())
+    }
+
+    /// Whether ADD can be expected to work.
+    pub async fn status(&self) -> Result<(), CniError> {
+        let network = self.network().await?;
+        for plugin in &network.plugins {
+            let supported = self.versions(&plugin.kind).await?;
+            if !supported.iter().any(|version| version == network.version.as_str()) {
+                let version = network.version.as_str().to_owned();
+                return Err(CniError::Version { plugin: plugin.kind.clone(), version, supported });
+            }
+        }
+        if network.version >= Version::V1_1_0 {
+            for plugin in &network.plugins {
+                let input = plugin.input(&network, &Map::new(), Map::new());
+                self.exec.run(&plugin.kind, Command::Status, &[], &input).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells the plugins of today's network that only attachments of these pods are valid. Goes on after
+    /// failures; returns the first one.
+    pub async fn gc(&self, keep: &BTreeSet<PodId>) -> Result<(), CniError> {
+        let _turn = self.turn(MAX_PARALLEL).await;
+        let network = match self.network().await {
+            Err(CniError::NoConfig { .. }) => return Ok(()),
+            other => other?,
+        };
+        if network.version < Version::V1_1_0 || network.disable_gc {
+            return Ok(());
+        }
+        let mut valid = Vec::new();
+        for id in keep {
+            // A record that cannot be read is valid too: better kept than taken from a running pod.
+            let of_this = match self.read(id).await {
+                Ok(Some((_, other))) => other.name == network.name,
+                Ok(None) => false,
+                Err(_) => true,
+            };
+            if of_this {
+                valid.push(json!({ "containerID": id, "ifname": INTERFACE }));
+            }
+        }
+        let mut first = Ok(());
+        let valid = Map::from_iter([("cni.dev/valid-attachments".to_owned(), Value::Array(valid))]);
+        for plugin in &network.plugins {
+            let input = plugin.input(&network, &Map::new(), valid.clone());
+            first = first.and(self.exec.run(&plugin.kind, Command::Gc, &[], &input).await.map(drop));
+        }
+        first
+    }
+
+    async fn add_one(
+        &self,
+        record: &Record,
+        network: &NetworkList,
+        plugin: &Plugin,
+    ) -> Result<Map<String, Value>, CniError> {
+        let input = plugin.input(network, &record.capabilities, prev_result(record.result.as_ref()));
+        let output = self.exec.run(&plugin.kind, Command::Add, &record.environment(&record.netns), &input).await?;
+        let what = format!("the answer of CNI plugin {} to ADD", plugin.kind);
+        CniResult::parse(&what, &output, network.version).map(|result| result.raw)
+    }
+
+    /// After a failed ADD: what could not be taken back stays remembered, for the next DEL.
+    async fn take_back(&self, record: &Record, network: &NetworkList, ran: &[Plugin]) {
+        let mut undone = self.del_chain(record, network, ran).await;
+        if undone.is_ok() {
+            undone = self.forget(&record.id).await;
+        }
+        if let Err(error) = undone {
+            tracing::warn!(pod = %record.id, error = %Chain(&error), "a failed CNI ADD could not be taken back");
+        }
+    }
+
+    async fn detach(&self, id: &PodId) -> Result<(), CniError> {
+        let Some((record, network)) = self.read(id).await? else { return Ok(()) };
+        self.del_chain(&record, &network, &network.plugins).await?;
+        self.forget(id).await
+    }
+
+    /// DEL backwards. A plugin that fails does not keep the others from giving back what they hold.
+    async fn del_chain(&self, record: &Record, network: &NetworkList, plugins: &[Plugin]) -> Result<(), CniError> {
+        // After a reboot the namespace is gone; plugins know that by an empty path.
+        let there = tokio::fs::try_exists(&record.netns).await.unwrap_or(false);
+        let environment = record.environment(if there { &record.netns } else { Path::new("") });
+        let known = record.result.as_ref().filter(|_| network.version >= Version::V0_4_0);
+        let mut first = Ok(());
+        for plugin in plugins.iter().rev() {
+            let input = plugin.input(network, &record.capabilities, prev_result(known));
+            let ran = self.exec.run(&plugin.kind, Command::Del, &environment, &input).await;
+            first = first.and(ran.map(drop));
+        }
+        first
+    }
+
+    /// The versions that a plugin says it speaks; asked again when its file changes.
+    async fn versions(&self, plugin: &str) -> Result<Vec<String>, CniError> {
+        let path = self.exec.find(plugin).await?;
+        let file = match tokio::fs::metadata(&path).await {
+            Ok(found) => (found.modified().ok(), found.len()),
+            Err(source) => return Err(CniError::Exec { plugin: plugin.to_owned(), command: "VERSION", source }),
+        };
+        let known = self.versions.lock().unwrap_or_else(PoisonError::into_inner).get(&path).cloned();
+        if let Some(known) = known.filter(|known| known.file == file) {
+            return Ok(known.versions);
+        }
+        let input = json!({ "cniVersion": Version::V1_1_0.as_str() }).to_string();
+        let output = self.exec.run(plugin, Command::Version, &[], input.as_bytes()).await?;
+        let wire: WireVersions = serde_json::from_slice(&output).map_err(|source| {
+            let what = format!("the answer of CNI plugin {plugin} to VERSION");
+            CniError::Json { what, source }
+        })?;
+        let spoken = Spoken { file, versions: wire.supported_versions.clone() };
+        self.versions.lock().unwrap_or_else(PoisonError::into_inner).insert(path, spoken);
+        Ok(wire.supported_versions)
+    }
+
+    async fn turn(&self, weight: u32) -> Option<SemaphorePermit<'_>> {
+        // Never closed, so never an error.
+        self.turns.acquire_many(weight).await.ok()
+    }
+
+    async fn network(&self) -> Result<NetworkList, CniError> {
+        let dir = self.conf_dir.clone();
+        blocking(move || NetworkList::load(&dir)).await
+    }
+
+    async fn write(&self, record: &Record) -> Result<(), CniError> {
+        let (cache, record) = (self.cache.clone(), record.clone());
+        blocking(move || cache.write(&record)).await
+    }
+
+    async fn read(&self, id: &PodId) -> Result<Option<(Record, NetworkList)>, CniError> {
+        let (cache, id) = (self.cache.clone(), id.clone());
+        blocking(move || cache.read(&id)).await
+    }
+
+    async fn forget(&self, id: &PodId) -> Result<(), CniError> {
+        let (cache, id) = (self.cache.clone(), id.clone());
+        blocking(move || cache.remove(&id)).await
+    }
+
+    /// All pods that are attached, or were when something failed.
+    pub async fn ids(&self) -> Result<Vec<PodId>, CniError> {
+        let cache = self.cache.clone();
+        blocking(move || cache.ids()).await
+    }
+}
+
+impl Record {
+    fn environment(&self, netns: &Path) -> [(&'static str, OsString); 4] {
+        [
+            ("CNI_CONTAINERID", self.id.as_str().into()),
+            ("CNI_NETNS", netns.into()),
+            ("CNI_IFNAME", self.interface.clone().into()),
+            ("CNI_ARGS", self.args.clone().into()),
+        ]
+    }
+}
+
+fn prev_result(result: Option<&Map<String, Value>>) -> Map<String, Value> {
+    Map::from_iter(result.map(|result| ("prevResult".to_owned(), Value::Object(result.clone()))))
+}
+
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, CniError> + Send + 'static,
+) -> Result<T, CniError> {
+    tokio::task::spawn_blocking(work).await.map_err(|source| CniError::GivenUp { source })?
+}

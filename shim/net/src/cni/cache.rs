@@ -1,0 +1,97 @@
+//! Owns: what is remembered of each attachment, one file a pod, so that DEL and CHECK say the same as ADD did
+//! even after a restart and with another configuration.
+//! Threads: blocks.
+
+use super::CniError;
+use super::config::{NetworkList, parse_object, read_limited};
+use nacelle_base::PodId;
+use nacelle_base::files::{at, remove_if_there, write_whole};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use std::path::{Path, PathBuf};
+use std::{fs, io};
+
+/// More than the largest configuration and the largest result, each of 1 MiB.
+const MAX_RECORD: u64 = 8 << 20;
+
+#[derive(Clone, Debug)]
+pub(crate) struct Cache {
+    pub dir: PathBuf,
+}
+
+/// One attachment. Written before ADD without, and after it with its result.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Record {
+    pub id: PodId,
+    pub netns: PathBuf,
+    pub interface: String,
+    /// CNI_ARGS.
+    pub args: String,
+    /// Arguments by capability.
+    pub capabilities: Map<String, Value>,
+    /// The configuration list.
+    pub network: Map<String, Value>,
+    pub result: Option<Map<String, Value>>,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(tag = "version")]
+enum Stored {
+    #[serde(rename = "1")]
+    V1(Record),
+}
+
+impl Cache {
+    fn path(&self, id: &PodId) -> PathBuf {
+        self.dir.join(format!("{id}.json"))
+    }
+
+    /// Keeps the record durably, in the place of an earlier one of this pod.
+    pub fn write(&self, record: &Record) -> Result<(), CniError> {
+        let path = self.path(&record.id);
+        fs::create_dir_all(&self.dir).map_err(at("create", &self.dir))?;
+        let bytes = serde_json::to_vec(&Stored::V1(record.clone())).map_err(bad(&path))?;
+        Ok(write_whole(&path, &bytes)?)
+    }
+
+    /// The pod's record, if there is one, and its network.
+    pub fn read(&self, id: &PodId) -> Result<Option<(Record, NetworkList)>, CniError> {
+        let path = self.path(id);
+        let bytes = match read_limited(&path, MAX_RECORD) {
+            Err(CniError::File { source }) if source.source.kind() == io::ErrorKind::NotFound => return Ok(None),
+            other => other?,
+        };
+        Cache::parse(&path, &bytes).map(Some)
+    }
+
+    pub(super) fn parse(path: &Path, bytes: &[u8]) -> Result<(Record, NetworkList), CniError> {
+        let what = path.display().to_string();
+        let stored = Value::Object(parse_object(&what, bytes)?);
+        let Stored::V1(record) = serde_json::from_value(stored).map_err(bad(path))?;
+        let network = NetworkList::from_list(&what, record.network.clone())?;
+        Ok((record, network))
+    }
+
+    pub fn remove(&self, id: &PodId) -> Result<(), CniError> {
+        Ok(remove_if_there(&self.path(id))?)
+    }
+
+    /// All pods that have a record.
+    pub fn ids(&self) -> Result<Vec<PodId>, CniError> {
+        let entries = match fs::read_dir(&self.dir) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            other => other.map_err(at("read", &self.dir))?,
+        };
+        let mut ids = Vec::new();
+        for entry in entries {
+            let name = entry.map_err(at("read", &self.dir))?.file_name();
+            ids.extend(name.to_str().and_then(|name| name.strip_suffix(".json")?.parse::<PodId>().ok()));
+        }
+        Ok(ids)
+    }
+}
+
+fn bad(path: &Path) -> impl FnOnce(serde_json::Error) -> CniError {
+    let what = path.display().to_string();
+    move |source| CniError::Json { what, source }
+}

@@ -1,0 +1,228 @@
+//! Owns: network configurations: finding the one that counts, checking it, and what a plugin is fed from it.
+
+use super::CniError;
+use serde_json::{Map, Value, json};
+use std::fs::{self, File};
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+/// More than any configuration needs; a file of this size is a mistake.
+const MAX_FILE: u64 = 1 << 20;
+const MAX_PLUGINS: usize = 32;
+
+/// A version of the CNI specification that we speak.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Version {
+    V0_3_0,
+    V0_3_1,
+    /// CHECK, and the result at DEL.
+    V0_4_0,
+    /// Addresses in results say no IP version.
+    V1_0_0,
+    /// STATUS and GC.
+    V1_1_0,
+}
+
+impl Version {
+    const ALL: [Version; 5] = [Version::V0_3_0, Version::V0_3_1, Version::V0_4_0, Version::V1_0_0, Version::V1_1_0];
+
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Version::V0_3_0 => "0.3.0",
+            Version::V0_3_1 => "0.3.1",
+            Version::V0_4_0 => "0.4.0",
+            Version::V1_0_0 => "1.0.0",
+            Version::V1_1_0 => "1.1.0",
+        }
+    }
+
+    pub fn parse(text: &str) -> Option<Version> {
+        Version::ALL.into_iter().find(|version| version.as_str() == text)
+    }
+}
+
+/// A checked network: a chain of at least one plugin.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct NetworkList {
+    pub name: String,
+    pub version: Version,
+    pub disable_check: bool,
+    pub disable_gc: bool,
+    pub plugins: Vec<Plugin>,
+}
+
+/// One plugin of a chain and its configuration, as it was written.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Plugin {
+    /// The name of the binary; no path.
+    pub kind: String,
+    conf: Map<String, Value>,
+}
+
+impl NetworkList {
+    /// The network that counts in this folder: the first `*.conf`, `*.conflist` or `*.json` in lexical
+    /// order. Blocks; reads a few KB, which costs less than remembering it would be worth.
+    pub fn load(dir: &Path) -> Result<NetworkList, CniError> {
+        let path = first_file(dir)?;
+        let bytes = read_limited(&path, MAX_FILE)?;
+        let what = path.display().to_string();
+        let value = parse_object(&what, &bytes)?;
+        if path.extension().is_some_and(|extension| extension == "conflist") {
+            NetworkList::from_list(&what, value)
+        } else {
+            NetworkList::from_single(&what, value)
+        }
+    }
+
+    /// Checks a configuration list.
+    pub fn from_list(what: &str, mut list: Map<String, Value>) -> Result<NetworkList, CniError> {
+        let Some(Value::Array(plugins)) = list.remove("plugins") else {
+            return Err(field(what, "plugins", &Value::Null, "a list of plugins is expected"));
+        };
+        if !(1..=MAX_PLUGINS).contains(&plugins.len()) {
+            return Err(field(what, "plugins", &json!(plugins.len()), "1 to 32 plugins are expected"));
+        }
+        let plugins = plugins.into_iter().map(|plugin| match plugin {
+            Value::Object(conf) => Plugin::check(what, conf),
+            other => Err(field(what, "plugins", &other, "an object is expected for each plugin")),
+        });
+        Ok(NetworkList {
+            name: name(what, &list)?,
+            version: version(what, &list)?,
+            disable_check: flag(what, &list, "disableCheck")?,
+            disable_gc: flag(what, &list, "disableGC")?,
+            plugins: plugins.collect::<Result<_, _>>()?,
+        })
+    }
+
+    /// Checks the configuration of a single plugin: a list of one.
+    pub fn from_single(what: &str, conf: Map<String, Value>) -> Result<NetworkList, CniError> {
+        Ok(NetworkList {
+            name: name(what, &conf)?,
+            version: version(what, &conf)?,
+            disable_check: false,
+            disable_gc: false,
+            plugins: vec![Plugin::check(what, conf)?],
+        })
+    }
+
+    /// The list as `from_list` reads it: what the cache keeps.
+    pub fn to_list(&self) -> Map<String, Value> {
+        let plugins = self.plugins.iter().map(|plugin| Value::Object(plugin.conf.clone())).collect();
+        Map::from_iter([
+            ("cniVersion".to_owned(), self.version.as_str().into()),
+            ("name".to_owned(), self.name.clone().into()),
+            ("disableCheck".to_owned(), self.disable_check.into()),
+            ("disableGC".to_owned(), self.disable_gc.into()),
+            ("plugins".to_owned(), Value::Array(plugins)),
+        ])
+    }
+}
+
+impl Plugin {
+    fn check(what: &str, conf: Map<String, Value>) -> Result<Plugin, CniError> {
+        const RULE: &str = "the name of a plugin is expected, without a path";
+        let kind = conf.get("type").unwrap_or(&Value::Null);
+        let good = kind.as_str().filter(|kind| {
+            !kind.is_empty() && !kind.starts_with('.') && kind.len() <= 255 && !kind.contains(['/', '\0'])
+        });
+        let kind = good.ok_or_else(|| field(what, "type", kind, RULE))?.to_owned();
+        match conf.get("capabilities") {
+            None | Some(Value::Null) => (),
+            Some(Value::Object(all)) if all.values().all(Value::is_boolean) => (),
+            Some(other) => return Err(field(what, "capabilities", other, "an object of true and false is expected")),
+        }
+        Ok(Plugin { kind, conf })
+    }
+
+    /// Whether the plugin wants this argument of the runtime.
+    pub fn wants(&self, capability: &str) -> bool {
+        self.conf.get("capabilities").and_then(|all| all.get(capability)) == Some(&Value::Bool(true))
+    }
+
+    /// What the plugin reads on its standard input: its configuration, the arguments that it wants, and
+    /// `extra` (the previous result, say).
+    pub fn input(&self, network: &NetworkList, arguments: &Map<String, Value>, extra: Map<String, Value>) -> Vec<u8> {
+        let mut input = self.conf.clone();
+        input.insert("name".to_owned(), network.name.clone().into());
+        input.insert("cniVersion".to_owned(), network.version.as_str().into());
+        let wanted = arguments.iter().filter(|(capability, _)| self.wants(capability));
+        let wanted = Map::from_iter(wanted.map(|(capability, argument)| (capability.clone(), argument.clone())));
+        if !wanted.is_empty() {
+            input.insert("runtimeConfig".to_owned(), Value::Object(wanted));
+        }
+        input.extend(extra);
+        Value::Object(input).to_string().into_bytes()
+    }
+}
+
+fn first_file(dir: &Path) -> Result<PathBuf, CniError> {
+    let none = || CniError::NoConfig { dir: dir.to_owned() };
+    let unreadable = |source| nacelle_base::files::at("read", dir)(source);
+    let entries = match fs::read_dir(dir) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Err(none()),
+        other => other.map_err(unreadable)?,
+    };
+    let mut first: Option<PathBuf> = None;
+    for entry in entries {
+        let path = entry.map_err(unreadable)?.path();
+        let fits = path.extension().is_some_and(|end| end == "conf" || end == "conflist" || end == "json");
+        if fits && first.as_ref().is_none_or(|first| path < *first) && path.is_file() {
+            first = Some(path);
+        }
+    }
+    first.ok_or_else(none)
+}
+
+/// Reads a file that must not have more than `limit` bytes.
+pub(super) fn read_limited(path: &Path, limit: u64) -> Result<Vec<u8>, CniError> {
+    let mut bytes = Vec::new();
+    let read = File::open(path).and_then(|file| file.take(limit + 1).read_to_end(&mut bytes));
+    read.map_err(nacelle_base::files::at("read", path))?;
+    if bytes.len() as u64 > limit {
+        return Err(CniError::TooLarge { path: path.to_owned(), limit });
+    }
+    Ok(bytes)
+}
+
+pub(super) fn parse_object(what: &str, bytes: &[u8]) -> Result<Map<String, Value>, CniError> {
+    serde_json::from_slice(bytes).map_err(|source| CniError::Json { what: what.to_owned(), source })
+}
+
+fn name(what: &str, conf: &Map<String, Value>) -> Result<String, CniError> {
+    const RULE: &str = "letters and digits are expected, after the first one also '.', '_' and '-'";
+    let value = conf.get("name").unwrap_or(&Value::Null);
+    let text = value.as_str().filter(|text| {
+        text.len() <= 255
+            && text.starts_with(|first: char| first.is_ascii_alphanumeric())
+            && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-'))
+    });
+    text.map(str::to_owned).ok_or_else(|| field(what, "name", value, RULE))
+}
+
+/// `cniVersions` (1.1.0) lists versions of which the highest known one counts; else it is `cniVersion`.
+fn version(what: &str, conf: &Map<String, Value>) -> Result<Version, CniError> {
+    const RULE: &str = "0.3.0, 0.3.1, 0.4.0, 1.0.0 or 1.1.0 is expected";
+    let known = |value: &Value| value.as_str().and_then(Version::parse);
+    if let Some(several) = conf.get("cniVersions").filter(|value| !value.is_null()) {
+        let best = several.as_array().into_iter().flatten().chain(conf.get("cniVersion")).filter_map(known).max();
+        return best.ok_or_else(|| field(what, "cniVersions", several, RULE));
+    }
+    let value = conf.get("cniVersion").unwrap_or(&Value::Null);
+    known(value).ok_or_else(|| field(what, "cniVersion", value, RULE))
+}
+
+/// A flag may be written as a word, as older configurations do.
+fn flag(what: &str, conf: &Map<String, Value>, name: &'static str) -> Result<bool, CniError> {
+    match conf.get(name) {
+        None | Some(Value::Null) => Ok(false),
+        Some(Value::Bool(flag)) => Ok(*flag),
+        Some(Value::String(word)) if word.eq_ignore_ascii_case("true") => Ok(true),
+        Some(Value::String(word)) if word.eq_ignore_ascii_case("false") => Ok(false),
+        Some(other) => Err(field(what, name, other, "true or false is expected")),
+    }
+}
+
+pub(super) fn field(what: &str, field: &'static str, value: &Value, rule: &'static str) -> CniError {
+    CniError::Field { what: what.to_owned(), field, value: value.to_string().chars().take(80).collect(), rule }
+}

@@ -1,0 +1,214 @@
+//! Owns: running one plugin once: found, fed, read within limits, killed with all its children when it
+//! exceeds them, and its failure understood.
+//! Threads: async; a call that is given up kills its plugin.
+
+use super::CniError;
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::Pid;
+use serde::Deserialize;
+use std::ffi::OsString;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{ExitStatus, Stdio};
+use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
+use tokio::process::{Child, Command as Process};
+
+/// More than any result needs.
+const MAX_OUTPUT: u64 = 1 << 20;
+/// Of standard error so much is kept for the log; the rest is read and dropped.
+const MAX_LOG: u64 = 16 << 10;
+
+/// A command of the CNI protocol.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Command {
+    Add,
+    Del,
+    Check,
+    Status,
+    Gc,
+    Version,
+}
+
+impl Command {
+    fn as_str(self) -> &'static str {
+        match self {
+            Command::Add => "ADD",
+            Command::Del => "DEL",
+            Command::Check => "CHECK",
+            Command::Status => "STATUS",
+            Command::Gc => "GC",
+            Command::Version => "VERSION",
+        }
+    }
+}
+
+/// Where plugins are and how long one may take.
+#[derive(Clone, Debug)]
+pub(crate) struct Exec {
+    pub bin_dirs: Vec<PathBuf>,
+    pub deadline: Duration,
+}
+
+/// The error form of the CNI protocol.
+#[derive(Deserialize)]
+struct WireError {
+    code: u64,
+    msg: Option<String>,
+    details: Option<String>,
+}
+
+impl Exec {
+    /// The plugin's file: in the first folder that has one.
+    pub async fn find(&self, plugin: &str) -> Result<PathBuf, CniError> {
+        for dir in &self.bin_dirs {
+            let path = dir.join(plugin);
+            if tokio::fs::metadata(&path).await.is_ok_and(|found| found.is_file()) {
+                return Ok(path);
+            }
+        }
+        Err(CniError::NoPlugin { plugin: plugin.to_owned(), dirs: self.bin_dirs.clone() })
+    }
+
+    /// Runs the plugin and returns what it printed.
+    pub async fn run(
+        &self,
+        plugin: &str,
+        command: Command,
+        environment: &[(&'static str, OsString)],
+        input: &[u8],
+    ) -> Result<Vec<u8>, CniError> {
+        let path = self.find(plugin).await?;
+        let name = command.as_str();
+        let failed = |source| CniError::Exec { plugin: plugin.to_owned(), command: name, source };
+        let search = std::env::join_paths(&self.bin_dirs)
+            .map_err(|error| failed(io::Error::new(io::ErrorKind::InvalidInput, error)))?;
+        let mut child = Group::spawn(&path, name, &search, environment).map_err(failed)?;
+        let ran = tokio::time::timeout(self.deadline, child.feed_and_read(input)).await;
+        let Ok(ran) = ran else {
+            let seconds = self.deadline.as_secs();
+            return Err(CniError::Timeout { plugin: plugin.to_owned(), command: name, seconds });
+        };
+        let Some(Ran { output, log, status }) = ran.map_err(failed)? else {
+            return Err(CniError::TooMuchOutput { plugin: plugin.to_owned(), command: name, limit: MAX_OUTPUT });
+        };
+        let log = printable(&log);
+        if status.success() {
+            if !log.is_empty() {
+                tracing::debug!(plugin, command = name, log, "CNI plugin wrote to its standard error");
+            }
+            return Ok(output);
+        }
+        Err(match serde_json::from_slice::<WireError>(&output) {
+            Ok(WireError { code, msg, details }) => CniError::Plugin {
+                plugin: plugin.to_owned(),
+                command: name,
+                code,
+                message: [msg, details].into_iter().flatten().filter(|text| !text.is_empty()).fold(
+                    String::new(),
+                    |all, text| {
+                        let text = printable(text.as_bytes());
+                        if all.is_empty() { text } else { format!("{all}; {text}") }
+                    },
+                ),
+            },
+            Err(_not_of_that_form) => CniError::Failed {
+                plugin: plugin.to_owned(),
+                command: name,
+                status: status.to_string(),
+                output: if log.is_empty() { printable(&output) } else { log },
+            },
+        })
+    }
+}
+
+struct Ran {
+    output: Vec<u8>,
+    log: Vec<u8>,
+    status: ExitStatus,
+}
+
+/// A plugin and its children: one process group, killed when this is dropped before the plugin was waited for.
+struct Group {
+    child: Child,
+    /// Set until the plugin was waited for: its number is its own so long.
+    group: Option<Pid>,
+}
+
+impl Group {
+    fn spawn(path: &Path, command: &str, search: &OsString, more: &[(&'static str, OsString)]) -> io::Result<Group> {
+        let mut process = Process::new(path);
+        process.env("CNI_COMMAND", command).env("CNI_PATH", search);
+        for name in ["CNI_CONTAINERID", "CNI_NETNS", "CNI_IFNAME", "CNI_ARGS"] {
+            process.env_remove(name);
+        }
+        process.envs(more.iter().map(|(name, value)| (name, value)));
+        process.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        process.process_group(0).kill_on_drop(true).current_dir("/");
+        let child = process.spawn()?;
+        let group = child.id().and_then(|id| i32::try_from(id).ok()).map(Pid::from_raw);
+        Ok(Group { child, group })
+    }
+
+    /// Nothing if it printed too much. Waits for the end of both outputs before it waits for the plugin, so
+    /// that a child left behind that holds them is covered by the deadline.
+    async fn feed_and_read(&mut self, input: &[u8]) -> io::Result<Option<Ran>> {
+        let (stdin, stdout, stderr) = (self.child.stdin.take(), self.child.stdout.take(), self.child.stderr.take());
+        let feed = async {
+            if let Some(mut stdin) = stdin {
+                match stdin.write_all(input).await {
+                    // A plugin need not read.
+                    Err(error) if error.kind() == io::ErrorKind::BrokenPipe => (),
+                    other => other?,
+                }
+            }
+            io::Result::Ok(())
+        };
+        let read = async {
+            let output = read_up_to(stdout, MAX_OUTPUT + 1).await?;
+            // Too much ends it all: the pipe is closed, and the group is killed.
+            if output.len() as u64 > MAX_OUTPUT { Err(io::ErrorKind::FileTooLarge.into()) } else { Ok(output) }
+        };
+        let log = async {
+            let mut stderr = stderr;
+            let log = read_up_to(stderr.as_mut(), MAX_LOG).await?;
+            if let Some(mut rest) = stderr {
+                tokio::io::copy(&mut rest, &mut tokio::io::sink()).await?;
+            }
+            Ok(log)
+        };
+        let (output, log) = match tokio::try_join!(feed, read, log) {
+            Ok(((), output, log)) => (output, log),
+            Err(error) if error.kind() == io::ErrorKind::FileTooLarge => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        let status = self.child.wait().await?;
+        self.group = None;
+        Ok(Some(Ran { output, log, status }))
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        if let Some(group) = self.group
+            && let Err(error) = killpg(group, Signal::SIGKILL)
+        {
+            tracing::warn!(%group, %error, "a CNI plugin could not be killed");
+        }
+    }
+}
+
+async fn read_up_to(from: Option<impl AsyncRead + Unpin>, limit: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    if let Some(from) = from {
+        from.take(limit).read_to_end(&mut bytes).await?;
+    }
+    Ok(bytes)
+}
+
+/// The start of what a plugin said, on one line.
+fn printable(bytes: &[u8]) -> String {
+    const MAX: usize = 2000;
+    let text = String::from_utf8_lossy(bytes);
+    text.trim().chars().take(MAX).map(|c| if c.is_control() { ' ' } else { c }).collect()
+}
