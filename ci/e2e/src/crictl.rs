@@ -23,8 +23,9 @@ fn next() -> u32 {
 }
 
 impl Crictl {
-    pub(crate) fn new(folder: &Path, netns: &Netns) -> Self {
-        Self { folder: folder.to_owned(), socket: folder.join("nacelle.sock"), netns: netns.clone() }
+    /// crictl for the runtime behind `socket`; its files go to `folder`.
+    pub fn new(folder: &Path, netns: &Netns, socket: &Path) -> Self {
+        Self { folder: folder.to_owned(), socket: socket.to_owned(), netns: netns.clone() }
     }
 
     fn command<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Command {

@@ -100,7 +100,7 @@ impl Node {
         fs::write(folder.join("cni/10-e2e.conflist"), cni(&folder)).expect("the node's folder is writable");
         let registry = Registry::start(&netns, &folder, options.registry, 5000);
         fs::write(folder.join("config.toml"), config(&folder, &registry, &options)).expect("the folder is writable");
-        let crictl = Crictl::new(&folder, &netns);
+        let crictl = Crictl::new(&folder, &netns, &folder.join("nacelle.sock"));
         let before = Census::take(&folder, &netns);
         let mut node = Self {
             crictl,

@@ -1,0 +1,164 @@
+//! Owns: what is measured, and against whom.
+
+use crate::Measured;
+use crate::containerd::Containerd;
+use crate::cri::{Cri, Pod};
+use crate::microvm;
+use nacelle_e2e::{Image, Node};
+use std::fs;
+
+type Bench = fn(usize) -> Measured;
+
+/// Name, what it measures, how.
+pub const ALL: &[(&str, &str, Bench)] = &[
+    ("ready", "RunPodSandbox until the pod is ready, against plain QEMU microvm until init", ready),
+    ("first-byte", "CreateContainer until the first byte in the log, against containerd and runc", first_byte),
+    ("exec", "ExecSync of /bin/true, against containerd and runc", exec),
+    ("pull", "PullImage of 200 MB from a local registry, against containerd", pull),
+    ("pod-memory", "private memory of the pod process beside the guest's, against its budget", pod_memory),
+    ("daemon-memory", "resident memory of the daemon, against its budget", daemon_memory),
+];
+
+fn ours(node: &Node) -> Cri {
+    Cri::connect(&node.folder().join("nacelle.sock"), &node.folder().join("logs"))
+}
+
+fn ready(runs: usize) -> Measured {
+    let node = Node::new();
+    let mut cri = ours(&node);
+    let plain = microvm::initramfs(node.folder());
+    let mut measured = Measured { unit: "ms", peer: "qemu microvm", ours: Vec::new(), peers: Vec::new() };
+    // The first of each fills the page cache.
+    for run in 0..=runs {
+        let (pod, took) = cri.run_pod();
+        cri.remove_pod(&pod);
+        let floor = microvm::boot(&plain);
+        if run > 0 {
+            measured.ours.push(took);
+            measured.peers.push(floor);
+        }
+    }
+    measured
+}
+
+/// Ours and containerd on one node, each with the image and a pod.
+fn side_by_side(measure: impl Fn(&mut Cri, &Pod, &str) -> f64, runs: usize) -> Measured {
+    let node = Node::new();
+    let image = node.registry.push(&Image::busybox(), "busybox:1");
+    let (containerd, mut theirs) = Containerd::start(&node);
+    let mut ours = ours(&node);
+    let mut pods = Vec::new();
+    for cri in [&mut ours, &mut theirs] {
+        cri.pull(&image);
+        pods.push(cri.run_pod().0);
+    }
+    let mut measured = Measured { unit: "ms", peer: "containerd", ours: Vec::new(), peers: Vec::new() };
+    for run in 0..=runs {
+        let samples = (measure(&mut ours, &pods[0], &image), measure(&mut theirs, &pods[1], &image));
+        if run > 0 {
+            measured.ours.push(samples.0);
+            measured.peers.push(samples.1);
+        }
+    }
+    ours.remove_pod(&pods[0]);
+    theirs.remove_pod(&pods[1]);
+    drop(containerd);
+    measured
+}
+
+fn first_byte(runs: usize) -> Measured {
+    side_by_side(|cri, pod, image| cri.start(pod, image, &["/bin/echo", "first"]).1, runs)
+}
+
+fn exec(runs: usize) -> Measured {
+    let one = |cri: &mut Cri, pod: &Pod, image: &str| {
+        let (container, _) = cri.start(pod, image, &["/bin/sh", "-c", "echo here; sleep 1000"]);
+        cri.exec(&container, &["/bin/true"]);
+        let mut samples: Vec<f64> = (0..9).map(|_| cri.exec(&container, &["/bin/true"])).collect();
+        samples.sort_by(f64::total_cmp);
+        samples[4]
+    };
+    side_by_side(one, runs)
+}
+
+/// Layers that look like software: half of each page repeats, half is noise.
+fn large() -> Image {
+    (0..4_u64).fold(Image::busybox(), |image, layer| {
+        image.layer(|files| {
+            for file in 0..50_u64 {
+                let mut state = (layer << 32 | file).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+                let bytes: Vec<u8> = (0..1_000_000_u32)
+                    .map(|at| {
+                        if at % 4096 < 2048 {
+                            return b"the same words again "[at as usize % 21];
+                        }
+                        state ^= state << 13;
+                        state ^= state >> 7;
+                        state ^= state << 17;
+                        (state >> 32) as u8
+                    })
+                    .collect();
+                files.file(&format!("data/{layer}/{file}"), &bytes, 0o644);
+            }
+        })
+    })
+}
+
+fn pull(runs: usize) -> Measured {
+    let node = Node::new();
+    let image = node.registry.push(&large(), "large:1");
+    let (containerd, mut theirs) = Containerd::start(&node);
+    let mut ours = ours(&node);
+    let mut measured = Measured { unit: "ms", peer: "containerd", ours: Vec::new(), peers: Vec::new() };
+    for run in 0..=runs {
+        let samples = (ours.pull(&image), theirs.pull(&image));
+        ours.remove_image(&image);
+        theirs.remove_image(&image);
+        if run > 0 {
+            measured.ours.push(samples.0);
+            measured.peers.push(samples.1);
+        }
+    }
+    drop(containerd);
+    measured
+}
+
+/// Kilobytes of a line of /proc/PID/FILE.
+fn kilobytes(pid: i32, file: &str, line: &str) -> f64 {
+    let text = fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap_or_default();
+    let value = text.lines().find_map(|found| found.strip_prefix(line)?.split_whitespace().next()?.parse().ok());
+    value.unwrap_or(f64::NAN)
+}
+
+fn pod_memory(runs: usize) -> Measured {
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let mut cri = ours(&node);
+    let mut measured = Measured { unit: "MiB", peer: "budget", ours: Vec::new(), peers: vec![10.0] };
+    for _ in 0..runs {
+        let (pod, _) = cri.run_pod();
+        let (container, _) = cri.start(&pod, &image, &["/bin/sh", "-c", "echo here; sleep 1000"]);
+        cri.exec(&container, &["/bin/true"]);
+        // The guest's memory is shared with QEMU; what is private is the process's own.
+        let process = node.processes(" pod ")[0];
+        let own = ["Private_Clean:", "Private_Dirty:"].map(|line| kilobytes(process, "smaps_rollup", line));
+        measured.ours.push(own.iter().sum::<f64>() / 1024.0);
+        cri.remove_pod(&pod);
+    }
+    measured
+}
+
+fn daemon_memory(runs: usize) -> Measured {
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let mut cri = ours(&node);
+    let mut measured = Measured { unit: "MiB", peer: "budget", ours: Vec::new(), peers: vec![32.0] };
+    for _ in 0..runs {
+        let (pod, _) = cri.run_pod();
+        cri.start(&pod, &image, &["/bin/echo", "here"]);
+        let pid = i32::try_from(node.daemon_pid()).unwrap_or_default();
+        measured.ours.push(kilobytes(pid, "status", "VmRSS:") / 1024.0);
+        cri.remove_pod(&pod);
+    }
+    measured
+}

@@ -1,0 +1,69 @@
+//! Owns: the peer containerd (Debian's, with runc) on the same node: same registry, same CNI configuration.
+
+use crate::cri::Cri;
+use nacelle_e2e::{Image, Node, census, eventually};
+use std::fs;
+use std::path::PathBuf;
+use std::process::{Child, Stdio};
+
+/// A containerd of our own; it ends with this, and so does what it started.
+pub struct Containerd {
+    process: Child,
+    folder: PathBuf,
+}
+
+impl Containerd {
+    /// Starts it on the node and waits until it answers.
+    pub fn start(node: &Node) -> (Self, Cri) {
+        let folder = node.folder().join("containerd");
+        fs::create_dir_all(folder.join("logs")).expect("the node's folder is writable");
+        let pause = node
+            .registry
+            .push(&Image::busybox().config("Cmd", serde_json::json!(["/bin/sleep", "1000000"])), "pause:1");
+        let at = |name: &str| folder.join(name).display().to_string();
+        let host = node.registry.host();
+        let config = format!(
+            "version = 2\nroot = {:?}\nstate = {:?}\ndisabled_plugins = [\"io.containerd.snapshotter.v1.zfs\"]\n\
+             [grpc]\naddress = {:?}\n[ttrpc]\naddress = {:?}\n\
+             [plugins.\"io.containerd.grpc.v1.cri\"]\nsandbox_image = {pause:?}\nrestrict_oom_score_adj = true\n\
+             disable_apparmor = true\n\
+             [plugins.\"io.containerd.grpc.v1.cri\".cni]\nbin_dir = \"/usr/lib/cni\"\nconf_dir = {:?}\n\
+             [plugins.\"io.containerd.grpc.v1.cri\".registry.mirrors.{host:?}]\nendpoint = [\"http://{host}\"]\n",
+            at("root"),
+            at("state"),
+            at("sock"),
+            at("ttrpc"),
+            node.folder().join("cni"),
+        );
+        fs::write(folder.join("config.toml"), config).expect("the node's folder is writable");
+        let log = fs::File::create(folder.join("containerd.out")).expect("the node's folder is writable");
+        let process = node
+            .netns
+            .command("containerd")
+            .arg("--config")
+            .arg(folder.join("config.toml"))
+            .stdin(Stdio::null())
+            .stdout(log.try_clone().expect("a file can be duplicated"))
+            .stderr(log)
+            .spawn()
+            .expect("containerd is installed");
+        let socket = folder.join("sock");
+        eventually("containerd answers", || std::os::unix::net::UnixStream::connect(&socket).ok());
+        let cri = Cri::connect(&socket, &folder.join("logs"));
+        (Self { process, folder }, cri)
+    }
+}
+
+impl Drop for Containerd {
+    fn drop(&mut self) {
+        // What has ended already is what we want.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+        for (pid, _) in census::processes(&self.folder) {
+            nacelle_e2e::run::call("kill", ["-9", &pid.to_string()]);
+        }
+        for mount in census::mounts(&self.folder).iter().rev() {
+            nacelle_e2e::run::call("umount", ["--lazy", mount]);
+        }
+    }
+}

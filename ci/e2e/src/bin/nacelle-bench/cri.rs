@@ -1,0 +1,144 @@
+//! Owns: CRI spoken directly, so that no client program is measured along.
+
+use nacelle_proto::cri;
+use nacelle_proto::cri::image_service_client::ImageServiceClient;
+use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+use tonic::transport::Channel;
+
+/// A runtime behind a socket.
+pub struct Cri {
+    runtime: tokio::runtime::Runtime,
+    pods: RuntimeServiceClient<Channel>,
+    images: ImageServiceClient<Channel>,
+    logs: PathBuf,
+    next: u32,
+}
+
+/// A pod and its configuration.
+pub struct Pod {
+    pub id: String,
+    config: cri::PodSandboxConfig,
+}
+
+impl Cri {
+    /// Connects to `socket`; log files go below `logs`.
+    pub fn connect(socket: &Path, logs: &Path) -> Self {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+        let path = socket.to_owned();
+        let channel = runtime.block_on(async {
+            tonic::transport::Endpoint::from_static("http://cri").connect_with_connector_lazy(tower::service_fn(
+                move |_| {
+                    let path = path.clone();
+                    async move { tokio::net::UnixStream::connect(path).await.map(hyper_util::rt::TokioIo::new) }
+                },
+            ))
+        });
+        Self {
+            runtime,
+            pods: RuntimeServiceClient::new(channel.clone()).max_decoding_message_size(64 << 20),
+            images: ImageServiceClient::new(channel),
+            logs: logs.to_owned(),
+            next: 0,
+        }
+    }
+
+    fn name(&mut self, what: &str) -> String {
+        self.next += 1;
+        format!("{what}-{}", self.next)
+    }
+
+    /// RunPodSandbox; returns the pod and the milliseconds it took.
+    pub fn run_pod(&mut self) -> (Pod, f64) {
+        let name = self.name("pod");
+        let folder = self.logs.join(&name);
+        std::fs::create_dir_all(&folder).expect("the bench's folder is writable");
+        let config = cri::PodSandboxConfig {
+            metadata: Some(cri::PodSandboxMetadata {
+                name: name.clone(),
+                uid: name.clone(),
+                namespace: "bench".into(),
+                attempt: 0,
+            }),
+            log_directory: folder.display().to_string(),
+            linux: Some(cri::LinuxPodSandboxConfig::default()),
+            ..Default::default()
+        };
+        let request = cri::RunPodSandboxRequest { config: Some(config.clone()), ..Default::default() };
+        let start = Instant::now();
+        let answer = self.runtime.block_on(self.pods.run_pod_sandbox(request)).expect("RunPodSandbox");
+        (Pod { id: answer.into_inner().pod_sandbox_id, config }, milliseconds(start))
+    }
+
+    /// StopPodSandbox and RemovePodSandbox.
+    pub fn remove_pod(&mut self, pod: &Pod) {
+        let stop = cri::StopPodSandboxRequest { pod_sandbox_id: pod.id.clone() };
+        self.runtime.block_on(self.pods.stop_pod_sandbox(stop)).expect("StopPodSandbox");
+        let remove = cri::RemovePodSandboxRequest { pod_sandbox_id: pod.id.clone() };
+        self.runtime.block_on(self.pods.remove_pod_sandbox(remove)).expect("RemovePodSandbox");
+    }
+
+    /// CreateContainer and StartContainer; returns the id and the milliseconds until the log has a first byte.
+    pub fn start(&mut self, pod: &Pod, image: &str, command: &[&str]) -> (String, f64) {
+        let name = self.name("container");
+        let log = Path::new(&pod.config.log_directory).join(format!("{name}.log"));
+        let config = cri::ContainerConfig {
+            metadata: Some(cri::ContainerMetadata { name: name.clone(), attempt: 0 }),
+            image: Some(cri::ImageSpec { image: image.to_owned(), ..Default::default() }),
+            command: command.iter().map(|word| (*word).to_owned()).collect(),
+            log_path: format!("{name}.log"),
+            linux: Some(cri::LinuxContainerConfig::default()),
+            ..Default::default()
+        };
+        let request = cri::CreateContainerRequest {
+            pod_sandbox_id: pod.id.clone(),
+            config: Some(config),
+            sandbox_config: Some(pod.config.clone()),
+        };
+        let start = Instant::now();
+        let answer = self.runtime.block_on(self.pods.create_container(request)).expect("CreateContainer");
+        let id = answer.into_inner().container_id;
+        let request = cri::StartContainerRequest { container_id: id.clone() };
+        self.runtime.block_on(self.pods.start_container(request)).expect("StartContainer");
+        while std::fs::metadata(&log).map_or(0, |log| log.len()) == 0 {
+            std::thread::sleep(Duration::from_micros(200));
+            assert!(start.elapsed() < Duration::from_secs(120), "no output in {}", log.display());
+        }
+        (id, milliseconds(start))
+    }
+
+    /// ExecSync; returns the milliseconds.
+    pub fn exec(&mut self, container: &str, command: &[&str]) -> f64 {
+        let request = cri::ExecSyncRequest {
+            container_id: container.to_owned(),
+            cmd: command.iter().map(|word| (*word).to_owned()).collect(),
+            timeout: 60,
+        };
+        let start = Instant::now();
+        let answer = self.runtime.block_on(self.pods.exec_sync(request)).expect("ExecSync").into_inner();
+        assert_eq!(answer.exit_code, 0);
+        milliseconds(start)
+    }
+
+    /// PullImage; returns the milliseconds.
+    pub fn pull(&mut self, image: &str) -> f64 {
+        let spec = cri::ImageSpec { image: image.to_owned(), ..Default::default() };
+        let request = cri::PullImageRequest { image: Some(spec), ..Default::default() };
+        let start = Instant::now();
+        self.runtime.block_on(self.images.pull_image(request)).expect("PullImage");
+        milliseconds(start)
+    }
+
+    /// RemoveImage.
+    pub fn remove_image(&mut self, image: &str) {
+        let spec = cri::ImageSpec { image: image.to_owned(), ..Default::default() };
+        let request = cri::RemoveImageRequest { image: Some(spec) };
+        self.runtime.block_on(self.images.remove_image(request)).expect("RemoveImage");
+    }
+}
+
+/// Milliseconds since `start`.
+pub fn milliseconds(start: Instant) -> f64 {
+    start.elapsed().as_secs_f64() * 1000.0
+}

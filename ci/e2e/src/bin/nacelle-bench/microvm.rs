@@ -1,0 +1,66 @@
+//! Owns: the floor of a pod's start: plain QEMU microvm, the same kernel, an init that only says that it is there.
+
+use crate::cri::milliseconds;
+use nacelle_e2e::{eventually, part, run};
+use std::fs;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+/// A static init that writes one line to the console and waits.
+const INIT: &str = r#"
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
+#include <unistd.h>
+int main(void) {
+    mknod("/console", S_IFCHR | 0600, makedev(5, 1));
+    int console = open("/console", O_WRONLY);
+    if (write(console, "init is here\n", 13) != 13) return 1;
+    for (;;) pause();
+}
+"#;
+
+/// Builds that init into an initramfs below `folder`.
+pub fn initramfs(folder: &Path) -> PathBuf {
+    let root = folder.join("plain");
+    fs::create_dir_all(&root).expect("the bench's folder is writable");
+    fs::write(folder.join("init.c"), INIT).expect("the bench's folder is writable");
+    let compiled =
+        Command::new("gcc").args(["-static", "-O1", "-o"]).arg(root.join("init")).arg(folder.join("init.c")).status();
+    assert!(compiled.expect("gcc is installed").success());
+    let archive = folder.join("plain.cpio");
+    let pack = format!("cd {} && echo init | cpio --quiet -o -H newc > {}", root.display(), archive.display());
+    run::call("sh", ["-c", &pack]).ok();
+    archive
+}
+
+/// From the start of QEMU to the line of init, in milliseconds.
+pub fn boot(initramfs: &Path) -> f64 {
+    let start = Instant::now();
+    let mut machine = Command::new("qemu-system-x86_64")
+        .args(["-M", "microvm,acpi=off,pit=on,pic=on,isa-serial=on,accel=tcg", "-cpu", "max", "-m", "128", "-smp", "1"])
+        .args(["-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-serial", "stdio"])
+        .args(["-append", "console=ttyS0 quiet random.trust_cpu=on reboot=t panic=-1"])
+        .arg("-kernel")
+        .arg(part("NACELLE_KERNEL"))
+        .arg("-initrd")
+        .arg(initramfs)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("QEMU is installed");
+    let mut console = machine.stdout.take().expect("its console is ours");
+    let mut said = Vec::new();
+    let took = eventually("init speaks", || {
+        let mut some = [0; 256];
+        let length = console.read(&mut some).expect("the console is readable");
+        said.extend_from_slice(&some[..length]);
+        assert!(length > 0, "QEMU ended: {}", String::from_utf8_lossy(&said));
+        said.windows(12).any(|window| window == b"init is here").then(|| milliseconds(start))
+    });
+    machine.kill().expect("QEMU is our child");
+    machine.wait().expect("QEMU is our child");
+    took
+}
