@@ -24,8 +24,9 @@ pub(crate) fn make_tap(tun: &File, name: &str, flags: i32) -> io::Result<()> {
     for (to, from) in request.ifr_name.iter_mut().zip(name.bytes()) {
         *to = libc::c_char::from_ne_bytes([from]);
     }
-    request.ifr_ifru.ifru_flags =
-        libc::c_short::try_from(flags).map_err(|_too_large| io::Error::from(io::ErrorKind::InvalidInput))?;
+    // The kernel takes the field for an unsigned one: the highest flag has the bit of the sign.
+    let flags = u16::try_from(flags).map_err(|_too_large| io::Error::from(io::ErrorKind::InvalidInput))?;
+    request.ifr_ifru.ifru_flags = libc::c_short::from_ne_bytes(flags.to_ne_bytes());
     // SAFETY: the descriptor is open, and the kernel reads one ifreq, which lives until the call returns.
     unsafe { tunsetiff(tun.as_raw_fd(), &request) }?;
     Ok(())
