@@ -26,7 +26,7 @@ fn transfer(fd: RawFd, slices: &[VolatileSlice<'_>], way: Way) -> io::Result<usi
         .iter()
         .map(|guard| libc::iovec { iov_base: guard.as_ptr().cast(), iov_len: guard.len() })
         .collect();
-    let offset = |at: u64| libc::off64_t::try_from(at).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput));
+    let offset = |at: u64| libc::off64_t::try_from(at).map_err(|_why| io::Error::from(io::ErrorKind::InvalidInput));
     let count = iovecs.len() as libc::c_int; // at most MAX_IOVECS
     let moved = match way {
         Way::ReadAt(at) => {
@@ -50,7 +50,7 @@ fn transfer(fd: RawFd, slices: &[VolatileSlice<'_>], way: Way) -> io::Result<usi
             unsafe { libc::sendmsg(fd, &message, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT) }
         }
     };
-    usize::try_from(moved).map_err(|_| io::Error::last_os_error())
+    usize::try_from(moved).map_err(|_why| io::Error::last_os_error())
 }
 
 /// Moves all bytes of `slices`, repeating after signals and short transfers.

@@ -133,8 +133,8 @@ impl Pieces {
             let outside = || BadChain::Outside { address: piece.address.0, length: piece.length };
             // `GuestMemory` and not the backend's method of the same name: this one knows permissions.
             let found = GuestMemory::get_slices(memory, piece.address, piece.length, access);
-            for slice in found.map_err(|_| outside())? {
-                slices.push(slice.map_err(|_| outside())?);
+            for slice in found.map_err(|_why| outside())? {
+                slices.push(slice.map_err(|_why| outside())?);
             }
         }
         Ok(slices)
@@ -149,7 +149,7 @@ impl Pieces {
             let (now, later) = rest.split_at_mut(here);
             memory
                 .read_slice(now, piece.address)
-                .map_err(|_| BadChain::Outside { address: piece.address.0, length: here })?;
+                .map_err(|_why| BadChain::Outside { address: piece.address.0, length: here })?;
             done += here;
             rest = later;
         }
@@ -164,7 +164,7 @@ impl Pieces {
             let (now, later) = rest.split_at(piece.length.min(rest.len()));
             memory
                 .write_slice(now, piece.address)
-                .map_err(|_| BadChain::Outside { address: piece.address.0, length: now.len() })?;
+                .map_err(|_why| BadChain::Outside { address: piece.address.0, length: now.len() })?;
             done += now.len();
             rest = later;
         }
@@ -179,7 +179,7 @@ impl Pieces {
             while !rest.is_empty() {
                 let here = rest.len().min(ZEROS.len());
                 rest.copy_from(ZEROS.get(..here).unwrap_or(&ZEROS));
-                rest = rest.offset(here).map_err(|_| BadChain::Outside { address: 0, length: here })?;
+                rest = rest.offset(here).map_err(|_why| BadChain::Outside { address: 0, length: here })?;
             }
         }
         Ok(())

@@ -47,7 +47,7 @@ fn map(region: Region) -> Result<GuestRegionMmap, WireError> {
         return Err(bad("it is empty or wraps around"));
     }
     let file = File::from(fd);
-    let seals = fcntl(&file, FcntlArg::F_GET_SEALS).map_err(|_| bad("it is not a memfd"))?;
+    let seals = fcntl(&file, FcntlArg::F_GET_SEALS).map_err(|_unknown| bad("it is not a memfd"))?;
     if !SealFlag::from_bits_retain(seals).contains(SealFlag::F_SEAL_SHRINK) {
         return Err(bad("it is not sealed against shrinking"));
     }
@@ -55,7 +55,7 @@ fn map(region: Region) -> Result<GuestRegionMmap, WireError> {
     if file.metadata()?.len() < end {
         return Err(bad("its file is too short"));
     }
-    let size = usize::try_from(length).map_err(|_| bad("it is too large"))?;
+    let size = usize::try_from(length).map_err(|_wide| bad("it is too large"))?;
     let mapping = MmapRegion::from_file(FileOffset::new(file, offset), size)
         .map_err(|source| WireError::Map { address, length, source })?;
     GuestRegionMmap::new(mapping, GuestAddress(address)).ok_or_else(|| bad("it wraps around"))

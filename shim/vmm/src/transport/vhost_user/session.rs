@@ -232,5 +232,5 @@ impl Drop for Session<'_> {
 }
 
 fn narrow(what: &'static str, value: u32) -> Result<u16, WireError> {
-    u16::try_from(value).map_err(|_| WireError::BadValue { what, value: value.into() })
+    u16::try_from(value).map_err(|_wide| WireError::BadValue { what, value: value.into() })
 }

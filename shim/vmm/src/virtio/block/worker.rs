@@ -240,7 +240,7 @@ fn ranges(
     known_flags: u32,
 ) -> Result<Vec<(u64, u64, u32)>, Failure> {
     let length = readable.len();
-    if length == 0 || length % RANGE != 0 || length / RANGE > MAX_RANGES as usize {
+    if length == 0 || !length.is_multiple_of(RANGE) || length / RANGE > MAX_RANGES as usize {
         return Err(Failure::Length(length));
     }
     let mut found = Vec::with_capacity(length / RANGE);
@@ -268,7 +268,7 @@ fn allocate(file: &File, how: FallocateFlags, at: u64, length: u64) -> Result<()
     if length == 0 {
         return Ok(());
     }
-    let number = |value: u64| i64::try_from(value).map_err(|_| Errno::EFBIG);
+    let number = |value: u64| i64::try_from(value).map_err(|_wide| Errno::EFBIG);
     fallocate(file, how, number(at)?, number(length)?)
 }
 

@@ -1,11 +1,34 @@
 //! Owns: the virtio socket device in user space. A connection ends, on the host, in one end of a socket pair.
 //! Threads: one per device, which owns all connections; [`Vsock`] and [`Listener`] may be used from any thread.
 
+mod connection;
+mod device;
 mod error;
 mod host;
+mod metrics;
+mod muxer;
+mod packet;
+mod worker;
 
 pub use error::VsockError;
 pub use host::{Listener, Vsock};
+pub use metrics::Metrics;
+#[cfg(any(test, feature = "fuzz"))]
+pub(crate) use {muxer::Muxer, packet::Header};
 
 /// The context id of the host.
 pub const HOST_CID: u64 = 2;
+
+/// The most connections at a time, whoever made them.
+pub const MAX_CONNECTIONS: usize = 512;
+
+/// The most bytes of one connection that the guest may send before the host has taken them.
+pub const WINDOW: u32 = 128 << 10;
+
+/// The most connections of one listener that nobody has accepted yet.
+pub const BACKLOG: usize = 64;
+
+/// The numbers of the queues.
+const RX: u16 = 0;
+const TX: u16 = 1;
+const EVENT: u16 = 2;

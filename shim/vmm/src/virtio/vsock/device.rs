@@ -1,0 +1,69 @@
+//! Owns: the vsock device as a transport sees it.
+
+use super::worker::{Command, Control};
+use crate::virtio::{COMMON_FEATURES, Device, DeviceKind, Ring, StartError, read_config};
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::sync_channel;
+use virtio_queue::QueueState;
+
+/// The device of a [`Vsock`](super::Vsock).
+#[derive(Debug)]
+pub(super) struct VsockDevice {
+    guest_cid: u32,
+    control: Arc<Control>,
+}
+
+impl VsockDevice {
+    pub(super) fn new(guest_cid: u32, control: Arc<Control>) -> VsockDevice {
+        VsockDevice { guest_cid, control }
+    }
+}
+
+impl Device for VsockDevice {
+    fn kind(&self) -> DeviceKind {
+        DeviceKind::Vsock
+    }
+
+    fn features(&self) -> u64 {
+        COMMON_FEATURES
+    }
+
+    fn queue_sizes(&self) -> &'static [u16] {
+        &[256, 256, 64]
+    }
+
+    fn read_config(&self, offset: u32, data: &mut [u8]) {
+        read_config(&u64::from(self.guest_cid).to_le_bytes(), offset, data);
+    }
+
+    fn start(&mut self, ring: Ring) -> Result<(), StartError> {
+        let (device, index) = (self.kind(), ring.index());
+        let gone = || StartError::Thread { device, index, source: io::ErrorKind::BrokenPipe.into() };
+        let (answer, result) = sync_channel(1);
+        self.control.send(Command::Start(ring, answer)).map_err(|_stopped| gone())?;
+        result.recv().unwrap_or_else(|_gone| Err(gone()))
+    }
+
+    fn stop(&mut self, index: u16) -> Option<QueueState> {
+        let (answer, result) = sync_channel(1);
+        self.control.send(Command::Stop(index, answer)).ok()?;
+        result.recv().ok()?
+    }
+
+    fn reset(&mut self) {
+        for index in 0..=super::EVENT {
+            self.stop(index);
+        }
+        let (answer, done) = sync_channel(1);
+        if self.control.send(Command::Forget(answer)).is_ok() {
+            let _ = done.recv(); // an error: the thread is gone, and everything with it
+        }
+    }
+}
+
+impl Drop for VsockDevice {
+    fn drop(&mut self) {
+        self.reset();
+    }
+}

@@ -1,0 +1,470 @@
+//! Owns: all connections of a device and the work on its three queues.
+//! Threads: the device's own; whoever holds it calls [`Muxer::run`] after every event.
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use super::connection::{Connection, Key, Next, Taken, Wanted};
+use super::packet::{HEADER, Header, MAX_PAYLOAD, Op, SHUT_RECEIVE, SHUT_SEND, STREAM};
+use super::{EVENT, HOST_CID, MAX_CONNECTIONS, Metrics, RX, TX, VsockError};
+use crate::guest_warn;
+use crate::virtio::Ring;
+use crate::virtio::pieces::{BadChain, Pieces};
+use crate::virtio::ring::Request;
+use nix::sys::epoll::{Epoll, EpollEvent, EpollFlags};
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, VecDeque};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{SyncSender, TrySendError};
+
+/// Refusals that wait for a buffer of the guest; with so many, nothing more is taken from it.
+const MAX_REPLIES: usize = 256;
+
+/// Packets each way before other events get their turn.
+const BUDGET: usize = 256;
+
+/// The first port that the host connects from; below are those it listens on.
+const FIRST_PORT: u32 = 1 << 30;
+
+/// The event that tells the guest that all its connections are gone.
+const TRANSPORT_RESET: u32 = 0;
+
+/// The connections and queues of a device.
+#[derive(Debug)]
+pub(crate) struct Muxer {
+    guest_cid: u64,
+    metrics: Arc<Metrics>,
+    epoll: Arc<Epoll>,
+    rings: [Option<Ring>; 3],
+    connections: HashMap<Key, Connection>,
+    listeners: HashMap<u32, SyncSender<UnixStream>>,
+    replies: VecDeque<Header>,
+    ready: VecDeque<Key>,
+    next_port: u32,
+}
+
+impl Key {
+    /// The number by which epoll names it.
+    fn token(self) -> u64 {
+        u64::from(self.host) << 32 | u64::from(self.guest)
+    }
+
+    fn from_token(token: u64) -> Key {
+        Key { host: (token >> 32) as u32, guest: token as u32 } // its two halves
+    }
+}
+
+impl Muxer {
+    pub(crate) fn new(guest_cid: u32, epoll: Arc<Epoll>, metrics: Arc<Metrics>) -> Muxer {
+        Muxer {
+            guest_cid: guest_cid.into(),
+            metrics,
+            epoll,
+            rings: [None, None, None],
+            connections: HashMap::new(),
+            listeners: HashMap::new(),
+            replies: VecDeque::new(),
+            ready: VecDeque::new(),
+            next_port: FIRST_PORT,
+        }
+    }
+
+    /// The place of a queue; `None`: there is no such queue.
+    pub(crate) fn ring(&mut self, index: u16) -> Option<&mut Option<Ring>> {
+        self.rings.get_mut(usize::from(index))
+    }
+
+    /// Takes connections to `port`; `false`: somebody does already.
+    pub(crate) fn listen(&mut self, port: u32, incoming: SyncSender<UnixStream>) -> bool {
+        match self.listeners.entry(port) {
+            Entry::Occupied(_) => false,
+            Entry::Vacant(place) => {
+                place.insert(incoming);
+                true
+            }
+        }
+    }
+
+    /// Takes no more connections to `port`.
+    pub(super) fn unlisten(&mut self, port: u32) {
+        self.listeners.remove(&port);
+    }
+
+    /// Asks the guest for a connection; the answer goes to `answer`.
+    pub(crate) fn connect(&mut self, port: u32, id: u64, answer: SyncSender<Result<UnixStream, VsockError>>) {
+        match self.ask(port) {
+            Ok((key, ours, end)) => {
+                self.connections.insert(key, Connection::asked(key, ours, Wanted { id, end, answer }));
+                self.enqueue(key);
+            }
+            // Whoever asked may have gone meanwhile.
+            Err(error) => drop(answer.try_send(Err(error))),
+        }
+    }
+
+    fn ask(&mut self, guest: u32) -> Result<(Key, UnixStream, UnixStream), VsockError> {
+        if self.connections.len() >= MAX_CONNECTIONS {
+            return Err(VsockError::TooMany { limit: MAX_CONNECTIONS });
+        }
+        let key = loop {
+            let key = Key { host: self.next_port, guest };
+            self.next_port = self.next_port.checked_add(1).filter(|port| *port < u32::MAX).unwrap_or(FIRST_PORT);
+            if !self.connections.contains_key(&key) {
+                break key;
+            }
+        };
+        let (ours, end) = pair()?;
+        Ok((key, ours, end))
+    }
+
+    /// The caller does not wait for this connection any more.
+    pub(super) fn give_up(&mut self, id: u64) {
+        let is_it = |connection: &Connection| connection.wanted.as_ref().is_some_and(|wanted| wanted.id == id);
+        if let Some(key) = self.connections.values().find(|one| is_it(one)).map(|one| one.key) {
+            self.remove(key, true);
+        }
+    }
+
+    /// The guest's driver has begun anew: its connections are gone, those it has not answered are asked for again.
+    pub(crate) fn forget(&mut self) {
+        self.connections.retain(|_, connection| connection.wanted.is_some());
+        self.connections.values_mut().for_each(Connection::ask_again);
+        self.replies.clear();
+        let keys: Vec<Key> = self.connections.keys().copied().collect();
+        keys.into_iter().for_each(|key| self.enqueue(key));
+    }
+
+    /// Drops all connections and tells the guest so.
+    pub(crate) fn reset_transport(&mut self) {
+        self.forget();
+        let Some(Some(ring)) = self.ring(EVENT) else { return };
+        let Some(request) = ring.pop() else { return };
+        let written = request.buffers.writable.write(ring.memory(), &TRANSPORT_RESET.to_le_bytes());
+        ring.done(request.head, written.map_or(0, |_| 4));
+        ring.signal();
+    }
+
+    /// Takes note of a kick.
+    pub(super) fn kicked(&mut self, index: u16) {
+        if let Some(Some(ring)) = self.rings.get_mut(usize::from(index)) {
+            ring.kicked();
+            if ring.is_broken() {
+                let _ = self.epoll.delete(&*ring); // it may be gone already
+            }
+        }
+    }
+
+    /// Takes note of what epoll says about a connection's host end.
+    pub(super) fn stirred(&mut self, token: u64, flags: EpollFlags) {
+        let key = Key::from_token(token);
+        let Some(connection) = self.connections.get_mut(&key) else { return };
+        let gone = flags.intersects(EpollFlags::EPOLLHUP | EpollFlags::EPOLLERR);
+        connection.hung_up |= gone;
+        connection.readable |= gone || flags.intersects(EpollFlags::EPOLLIN | EpollFlags::EPOLLRDHUP);
+        connection.writable |= gone || flags.contains(EpollFlags::EPOLLOUT);
+        connection.flush();
+        self.after(key);
+    }
+
+    /// Works on the queues until nothing is left to do; `true`: there is more, but others come first.
+    pub(crate) fn run(&mut self) -> bool {
+        let mut budget = BUDGET;
+        loop {
+            let more = self.receive(&mut budget);
+            self.send(&mut budget);
+            if budget == 0 {
+                return true;
+            }
+            // With the replies still full, the guest gives a buffer for them (and a kick) before anything goes on.
+            if !more || self.replies.len() >= MAX_REPLIES {
+                return false;
+            }
+        }
+    }
+
+    /// Takes packets from the guest; `true`: look again, after sending.
+    fn receive(&mut self, budget: &mut usize) -> bool {
+        let Some(mut ring) = self.take_ring(TX) else { return false };
+        ring.quiet();
+        let mut some = false;
+        let mut full = false;
+        while *budget > 0 {
+            full = self.replies.len() >= MAX_REPLIES;
+            if full {
+                break;
+            }
+            let Some(request) = ring.pop() else { break };
+            *budget -= 1;
+            some = true;
+            let head = request.head;
+            self.packet(&ring, request);
+            ring.done(head, 0);
+        }
+        if some {
+            ring.signal();
+        }
+        let more = full || (*budget > 0 && ring.rearm());
+        self.put_ring(ring);
+        more
+    }
+
+    fn packet(&mut self, ring: &Ring, request: Request) {
+        match self.parse(ring, request) {
+            Ok(Some((header, payload))) => {
+                if let Err(error) = self.handle(ring, header, payload) {
+                    self.bad(format_args!("{error}"));
+                }
+            }
+            Ok(None) => {}
+            Err(error) => self.bad(format_args!("{error}")),
+        }
+    }
+
+    fn bad(&self, what: std::fmt::Arguments<'_>) {
+        self.metrics.bad_packets.fetch_add(1, Ordering::Relaxed);
+        guest_warn!(cid = self.guest_cid, "the guest sent a vsock packet with {what}");
+    }
+
+    /// Reads a packet; those that are not for us are answered or dropped here.
+    fn parse(&mut self, ring: &Ring, request: Request) -> Result<Option<(Header, Pieces)>, BadChain> {
+        let mut payload = request.buffers.readable;
+        let Some(head) = payload.take_front(HEADER) else {
+            self.bad(format_args!("no whole header"));
+            return Ok(None);
+        };
+        let mut bytes = [0; HEADER];
+        head.read(ring.memory(), &mut bytes)?;
+        let header = Header::parse(&bytes);
+        if header.src_cid != self.guest_cid || header.dst_cid != HOST_CID {
+            self.bad(format_args!("the context ids {} to {}", header.src_cid, header.dst_cid));
+            return Ok(None);
+        }
+        let whole = usize::try_from(header.length).ok().filter(|_| header.length <= MAX_PAYLOAD);
+        let Some(payload) = whole.and_then(|length| payload.take_front(length)) else {
+            self.bad(format_args!("{} bytes of payload, {} of them there", header.length, payload.len()));
+            self.refuse(&header);
+            return Ok(None);
+        };
+        if header.kind != STREAM {
+            if header.op != Op::RST {
+                self.replies.push_back(header.reset());
+            }
+            return Ok(None);
+        }
+        Ok(Some((header, payload)))
+    }
+
+    /// Answers a packet that belongs to nothing, and ends the connection if it belongs to one.
+    fn refuse(&mut self, header: &Header) {
+        self.remove(Key { host: header.dst_port, guest: header.src_port }, false);
+        if header.op != Op::RST {
+            self.replies.push_back(header.reset());
+        }
+    }
+
+    fn handle(&mut self, ring: &Ring, header: Header, payload: Pieces) -> Result<(), BadChain> {
+        let key = Key { host: header.dst_port, guest: header.src_port };
+        let Some(connection) = self.connections.get_mut(&key) else {
+            match header.op {
+                Op::REQUEST => self.accept(key, &header),
+                _ => self.refuse(&header),
+            }
+            return Ok(());
+        };
+        connection.credit(&header);
+        let asked = connection.wanted.is_some();
+        match header.op {
+            Op::RESPONSE if asked => return Ok(self.established(key, &header)),
+            Op::RST => {
+                connection.reset = true;
+                connection.shut_by_guest(SHUT_SEND | SHUT_RECEIVE);
+                if asked {
+                    self.remove(key, false);
+                    return Ok(());
+                }
+            }
+            _ if asked => return Ok(self.refuse(&header)),
+            Op::RW => {
+                let count = payload.len();
+                if connection.take(ring.memory(), payload)? == Taken::TooMuch {
+                    self.bad(format_args!("more data than it may send"));
+                    self.refuse(&header);
+                    return Ok(());
+                }
+                self.metrics.from_guest_bytes.fetch_add(count as u64, Ordering::Relaxed);
+            }
+            Op::SHUTDOWN => connection.shut_by_guest(header.flags),
+            Op::CREDIT_UPDATE => {}
+            Op::CREDIT_REQUEST => connection.tell_credit(),
+            op => {
+                self.bad(format_args!("operation {op} on a connection"));
+                self.refuse(&header);
+                return Ok(());
+            }
+        }
+        self.after(key);
+        Ok(())
+    }
+
+    fn accept(&mut self, key: Key, header: &Header) {
+        let full = self.connections.len() >= MAX_CONNECTIONS;
+        let Some(listener) = self.listeners.get(&key.host).filter(|_| !full && key.host != u32::MAX) else {
+            return self.refuse(header);
+        };
+        let Ok((ours, end)) = pair() else { return self.refuse(header) };
+        match listener.try_send(end) {
+            Ok(()) => {}
+            Err(TrySendError::Full(_)) => return self.refuse(header),
+            Err(TrySendError::Disconnected(_)) => {
+                self.listeners.remove(&key.host);
+                return self.refuse(header);
+            }
+        }
+        let mut connection = Connection::accepted(key, ours);
+        connection.credit(header);
+        self.connections.insert(key, connection);
+        self.opened(key);
+    }
+
+    fn established(&mut self, key: Key, header: &Header) {
+        let Some(wanted) = self.connections.get_mut(&key).and_then(|connection| connection.wanted.take()) else { return };
+        if wanted.answer.try_send(Ok(wanted.end)).is_err() {
+            return self.refuse(header);
+        }
+        self.opened(key);
+    }
+
+    fn opened(&mut self, key: Key) {
+        self.metrics.connections.fetch_add(1, Ordering::Relaxed);
+        let Some(connection) = self.connections.get(&key) else { return };
+        let flags = EpollFlags::EPOLLIN | EpollFlags::EPOLLOUT | EpollFlags::EPOLLRDHUP | EpollFlags::EPOLLET;
+        if let Err(error) = self.epoll.add(&connection.stream, EpollEvent::new(flags, key.token())) {
+            guest_warn!("cannot watch a vsock connection: {error}");
+            return self.remove(key, true);
+        }
+        self.enqueue(key);
+    }
+
+    /// After something happened to a connection: is it over, has it something for the guest?
+    fn after(&mut self, key: Key) {
+        let Some(connection) = self.connections.get_mut(&key) else { return };
+        if connection.settle() {
+            let owes = connection.owes_reset();
+            self.remove(key, owes);
+        } else if connection.next() != Next::Nothing {
+            self.enqueue(key);
+        }
+    }
+
+    fn enqueue(&mut self, key: Key) {
+        if let Some(connection) = self.connections.get_mut(&key)
+            && !std::mem::replace(&mut connection.queued, true)
+        {
+            self.ready.push_back(key);
+        }
+    }
+
+    /// Ends a connection; the host's end sees its end, a caller who waits for it learns that it is refused.
+    fn remove(&mut self, key: Key, tell_guest: bool) {
+        let Some(mut connection) = self.connections.remove(&key) else { return };
+        if let Some(wanted) = connection.wanted.take() {
+            drop(wanted.answer.try_send(Err(VsockError::Refused { port: key.guest })));
+        }
+        if tell_guest {
+            self.replies.push_back(connection.header(self.guest_cid, Op::RST, 0, 0));
+        }
+    }
+
+    /// Fills the guest's buffers with what is for it.
+    fn send(&mut self, budget: &mut usize) {
+        let Some(mut ring) = self.take_ring(RX) else { return };
+        let mut some = false;
+        while *budget > 0 && (!self.replies.is_empty() || !self.ready.is_empty()) {
+            let Some(mut request) = ring.pop() else {
+                if ring.rearm() {
+                    continue;
+                }
+                break;
+            };
+            let head = request.head;
+            *budget -= 1;
+            let Some(room) = request.buffers.writable.take_front(HEADER) else {
+                self.bad(format_args!("a buffer too small for a header"));
+                ring.done(head, 0);
+                some = true;
+                continue;
+            };
+            match self.next_packet(&ring, request.buffers.writable) {
+                Some(header) => {
+                    let written = room.write(ring.memory(), &header.encode());
+                    let length = u32::try_from(HEADER).unwrap_or(0).saturating_add(header.length);
+                    ring.done(head, written.map_or(0, |_| length));
+                    some = true;
+                }
+                None => ring.unpop(),
+            }
+        }
+        if some {
+            ring.signal();
+        }
+        self.put_ring(ring);
+    }
+
+    /// The header of the next packet for the guest; its payload is in `room` already. `None`: nothing to send
+    /// after all.
+    fn next_packet(&mut self, ring: &Ring, mut room: Pieces) -> Option<Header> {
+        if let Some(reply) = self.replies.pop_front() {
+            return Some(reply);
+        }
+        let key = self.ready.pop_front()?;
+        let connection = self.connections.get_mut(&key)?;
+        connection.queued = false;
+        let header = match connection.next() {
+            Next::Nothing => None,
+            Next::Control { op, flags } => Some(connection.header(self.guest_cid, op, flags, 0)),
+            Next::Data { most } => {
+                let count = room.len().min(most.min(MAX_PAYLOAD) as usize);
+                let room = room.take_front(count).unwrap_or_default();
+                match connection.read(ring.memory(), &room) {
+                    Ok(0) => None,
+                    Ok(count) => {
+                        self.metrics.to_guest_bytes.fetch_add(count.into(), Ordering::Relaxed);
+                        Some(connection.header(self.guest_cid, Op::RW, 0, count))
+                    }
+                    Err(error) => {
+                        self.bad(format_args!("{error}"));
+                        self.remove(key, true);
+                        None
+                    }
+                }
+            }
+        };
+        self.after(key);
+        header
+    }
+
+    /// Takes a ring out, so that it and the connections can be worked on together.
+    fn take_ring(&mut self, index: u16) -> Option<Ring> {
+        self.ring(index)?.take()
+    }
+
+    fn put_ring(&mut self, ring: Ring) {
+        if let Some(place) = self.ring(ring.index()) {
+            *place = Some(ring);
+        }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn connection_count(&self) -> usize {
+        self.connections.len()
+    }
+}
+
+fn pair() -> Result<(UnixStream, UnixStream), VsockError> {
+    let make = || {
+        let (ours, end) = UnixStream::pair()?;
+        ours.set_nonblocking(true)?;
+        Ok((ours, end))
+    };
+    make().map_err(|source| VsockError::Resources { source })
+}

@@ -1,0 +1,115 @@
+//! Owns: the header of a vsock packet: its bytes and its fields. Pure.
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+/// Bytes of a header.
+pub(crate) const HEADER: usize = 44;
+
+/// The most payload of one packet, in bytes; Linux sends no more.
+pub(crate) const MAX_PAYLOAD: u32 = 64 << 10;
+
+/// The type of a stream connection's packets.
+pub(crate) const STREAM: u16 = 1;
+
+/// In the flags of [`Op::SHUTDOWN`]: the sender receives no more.
+pub(crate) const SHUT_RECEIVE: u32 = 1;
+/// In the flags of [`Op::SHUTDOWN`]: the sender sends no more.
+pub(crate) const SHUT_SEND: u32 = 2;
+
+/// What a packet is for.
+#[allow(non_snake_case, reason = "a namespace of constants")]
+pub(crate) mod Op {
+    pub(crate) const REQUEST: u16 = 1;
+    pub(crate) const RESPONSE: u16 = 2;
+    pub(crate) const RST: u16 = 3;
+    pub(crate) const SHUTDOWN: u16 = 4;
+    pub(crate) const RW: u16 = 5;
+    pub(crate) const CREDIT_UPDATE: u16 = 6;
+    pub(crate) const CREDIT_REQUEST: u16 = 7;
+}
+
+/// `struct virtio_vsock_hdr`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Header {
+    pub src_cid: u64,
+    pub dst_cid: u64,
+    pub src_port: u32,
+    pub dst_port: u32,
+    /// Bytes of payload.
+    pub length: u32,
+    /// Stream or something else.
+    pub kind: u16,
+    /// One of [`Op`], or anything from a guest.
+    pub op: u16,
+    pub flags: u32,
+    /// The sender's buffer for this connection, in bytes.
+    pub buf_alloc: u32,
+    /// How many bytes the sender has taken out of that buffer since the begin, modulo 2^32.
+    pub fwd_cnt: u32,
+}
+
+impl Header {
+    pub(crate) fn parse(bytes: &[u8; HEADER]) -> Header {
+        let mut rest: &[u8] = bytes;
+        let mut take = |count: usize| {
+            let (front, back) = rest.split_at_checked(count).unwrap_or_default();
+            rest = back;
+            front.iter().rev().fold(0u64, |number, byte| number << 8 | u64::from(*byte))
+        };
+        // Each number is at most as wide as the bytes it was made of.
+        Header {
+            src_cid: take(8),
+            dst_cid: take(8),
+            src_port: take(4) as u32,
+            dst_port: take(4) as u32,
+            length: take(4) as u32,
+            kind: take(2) as u16,
+            op: take(2) as u16,
+            flags: take(4) as u32,
+            buf_alloc: take(4) as u32,
+            fwd_cnt: take(4) as u32,
+        }
+    }
+
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(HEADER);
+        bytes.extend(self.src_cid.to_le_bytes());
+        bytes.extend(self.dst_cid.to_le_bytes());
+        bytes.extend(self.src_port.to_le_bytes());
+        bytes.extend(self.dst_port.to_le_bytes());
+        bytes.extend(self.length.to_le_bytes());
+        bytes.extend(self.kind.to_le_bytes());
+        bytes.extend(self.op.to_le_bytes());
+        bytes.extend(self.flags.to_le_bytes());
+        bytes.extend(self.buf_alloc.to_le_bytes());
+        bytes.extend(self.fwd_cnt.to_le_bytes());
+        bytes
+    }
+
+    /// The refusal of this packet.
+    pub(crate) fn reset(&self) -> Header {
+        Header {
+            src_cid: self.dst_cid,
+            dst_cid: self.src_cid,
+            src_port: self.dst_port,
+            dst_port: self.src_port,
+            kind: self.kind,
+            op: Op::RST,
+            ..Header::default()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_header_survives_the_wire(bytes in prop::collection::vec(any::<u8>(), HEADER)) {
+            let array: [u8; HEADER] = bytes.clone().try_into().unwrap();
+            prop_assert_eq!(Header::parse(&array).encode(), bytes);
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! Owns: the thread of a vsock device: it waits for kicks, for the host's ends and for commands.
+
+use super::muxer::Muxer;
+use super::{Metrics, VsockError};
+use crate::virtio::{DeviceKind, Ring, StartError};
+use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, SyncSender, channel};
+use virtio_queue::QueueState;
+
+/// The upper half of the numbers by which epoll names what is not a connection: no port of the host.
+const OURS: u64 = (u32::MAX as u64) << 32;
+const WAKE: u64 = OURS | u32::MAX as u64;
+
+/// What the thread is asked to do.
+pub(super) enum Command {
+    Start(Ring, SyncSender<Result<(), StartError>>),
+    Stop(u16, SyncSender<Option<QueueState>>),
+    Forget(SyncSender<()>),
+    ResetTransport,
+    Connect { port: u32, id: u64, answer: SyncSender<Result<UnixStream, VsockError>> },
+    GiveUp(u64),
+    Listen { port: u32, incoming: SyncSender<UnixStream>, answer: SyncSender<bool> },
+    Unlisten(u32),
+    Quit,
+}
+
+/// The way to the thread. The last one to go ends it.
+#[derive(Debug)]
+pub(super) struct Control {
+    commands: Sender<Command>,
+    wake: Arc<EventFd>,
+}
+
+impl Control {
+    /// Starts the thread.
+    pub(super) fn start(guest_cid: u32, metrics: Arc<Metrics>) -> io::Result<Control> {
+        let epoll = Arc::new(Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?);
+        let wake = Arc::new(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?);
+        epoll.add(&*wake, EpollEvent::new(EpollFlags::EPOLLIN, WAKE))?;
+        let (commands, inbox) = channel();
+        let muxer = Muxer::new(guest_cid, epoll.clone(), metrics);
+        let worker = Worker { muxer, epoll, wake: wake.clone(), inbox };
+        std::thread::Builder::new().name("vsock".to_owned()).spawn(move || worker.run())?;
+        Ok(Control { commands, wake })
+    }
+
+    /// Hands a command to the thread; an error means that the thread is gone.
+    pub(super) fn send(&self, command: Command) -> Result<(), VsockError> {
+        self.commands.send(command).map_err(|_| VsockError::Stopped)?;
+        self.wake.write(1).map(drop).map_err(|error| VsockError::Resources { source: error.into() })
+    }
+}
+
+impl Drop for Control {
+    fn drop(&mut self) {
+        // An error means that the thread has gone before.
+        let _ = self.send(Command::Quit);
+    }
+}
+
+struct Worker {
+    muxer: Muxer,
+    epoll: Arc<Epoll>,
+    wake: Arc<EventFd>,
+    inbox: Receiver<Command>,
+}
+
+impl Worker {
+    fn run(mut self) {
+        let mut events = [EpollEvent::empty(); 64];
+        let mut more = false;
+        loop {
+            let limit = if more { EpollTimeout::ZERO } else { EpollTimeout::NONE };
+            let count = match self.epoll.wait(&mut events, limit) {
+                Ok(count) => count,
+                Err(nix::errno::Errno::EINTR) => 0,
+                Err(error) => {
+                    tracing::error!("a vsock device cannot wait: {error}");
+                    return;
+                }
+            };
+            for event in events.iter().take(count) {
+                match event.data() {
+                    WAKE => {
+                        let _ = self.wake.read(); // it may have been read already
+                    }
+                    token if token & OURS == OURS => self.muxer.kicked(token as u16), // the number of a queue
+                    token => self.muxer.stirred(token, event.events()),
+                }
+            }
+            while let Ok(command) = self.inbox.try_recv() {
+                if matches!(command, Command::Quit) {
+                    return;
+                }
+                self.obey(command);
+            }
+            more = self.muxer.run();
+        }
+    }
+
+    fn obey(&mut self, command: Command) {
+        // Whoever asked may have gone meanwhile: answers that nobody takes are dropped.
+        match command {
+            Command::Start(ring, answer) => drop(answer.send(self.start(ring))),
+            Command::Stop(index, answer) => drop(answer.send(self.stop(index))),
+            Command::Forget(answer) => {
+                self.muxer.forget();
+                let _ = answer.send(());
+            }
+            Command::ResetTransport => self.muxer.reset_transport(),
+            Command::Connect { port, id, answer } => self.muxer.connect(port, id, answer),
+            Command::GiveUp(id) => self.muxer.give_up(id),
+            Command::Listen { port, incoming, answer } => drop(answer.send(self.muxer.listen(port, incoming))),
+            Command::Unlisten(port) => self.muxer.unlisten(port),
+            Command::Quit => {}
+        }
+    }
+
+    fn start(&mut self, ring: Ring) -> Result<(), StartError> {
+        let (device, index) = (DeviceKind::Vsock, ring.index());
+        let place = self.muxer.ring(index).ok_or(StartError::NoSuchQueue { device, index })?;
+        if place.is_some() {
+            return Err(StartError::Running { device, index });
+        }
+        self.epoll
+            .add(&ring, EpollEvent::new(EpollFlags::EPOLLIN, OURS | u64::from(index)))
+            .map_err(|error| StartError::Thread { device, index, source: error.into() })?;
+        *place = Some(ring);
+        Ok(())
+    }
+
+    fn stop(&mut self, index: u16) -> Option<QueueState> {
+        let ring = self.muxer.ring(index)?.take()?;
+        let _ = self.epoll.delete(&ring); // a broken one is not watched any more
+        Some(ring.into_state())
+    }
+}
