@@ -96,7 +96,7 @@ mod tests {
     #[test]
     fn the_tail_has_whole_printable_lines() {
         assert_eq!(printable_tail(b"one\ntwo\r\nth\x1b[mree\xff\n", 100), "one\ntwo\nth[mree\u{fffd}");
-        assert_eq!(printable_tail(b"one\ntwo\nthree", 10), "three");
+        assert_eq!(printable_tail(b"one\ntwo\nthree", 9), "three");
         assert_eq!(printable_tail(b"one long line", 4), "line");
         assert_eq!(printable_tail(b"", 4), "");
     }

@@ -9,9 +9,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::console::Console;
+use crate::disk::make_slot;
 use crate::ended::Ended;
 use crate::machine::{Engine, ExitKind, GuestLink, Incoming, Machine, MachineExit, MachineStatus, Pausable, Stop};
-use crate::qemu::make_slot;
 use crate::{CheckedSpec, EngineError, EngineKind, Limits, LinkError, Slot};
 
 /// What a fake engine does other than work.

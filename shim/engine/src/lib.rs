@@ -10,6 +10,7 @@
 
 mod console;
 pub mod contract;
+mod disk;
 mod ended;
 mod error;
 pub mod fake;
@@ -21,6 +22,6 @@ mod spec;
 pub use error::{EngineError, LinkError};
 pub use machine::{Engine, ExitKind, GuestLink, Incoming, Machine, MachineExit, MachineStatus, Pausable, Stop};
 pub use nacelle_base::machine::EngineKind;
-pub use nacelle_vmm::block::Slot;
-pub use probe::{Accelerator, KvmVerdict, choose};
+pub use nacelle_vmm::block::{BlockError, Slot};
+pub use probe::{Accelerator, KvmVerdict, choose, probe};
 pub use spec::{CheckedSpec, DiskSpec, Limits, MachineSpec, NicSpec, SpecError};

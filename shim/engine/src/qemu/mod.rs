@@ -1,18 +1,45 @@
 //! Owns: the engine that runs machines in QEMU's microvm.
 //! May use: `vmm` (its devices reach QEMU over vhost-user), `console`, `ended`. Knows no pod.
+//! Threads: per machine the warden (`process`) and those of the devices.
 
+mod args;
+mod link;
+mod process;
 mod qmp;
 
 pub use qmp::QmpError;
 
-use std::path::PathBuf;
+use std::fs;
+use std::os::fd::AsRawFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
-use nacelle_base::machine::{Extent, ImageDisk};
+use nacelle_base::{Chain, files};
+use nacelle_vmm::rng::Rng;
+use nacelle_vmm::vhost_user::{self, Server};
+use nacelle_vmm::vsock::Vsock;
 
-use crate::{Accelerator, DiskSpec, EngineError, Slot};
+use self::args::{Device, MicroVm, PLACES, VhostKind};
+use self::link::Link;
+use self::process::{Process, Warden};
+use self::qmp::Qmp;
+use crate::console::Console;
+use crate::disk::make_slot;
+use crate::machine::{Engine, GuestLink, Machine, MachineExit, MachineStatus, Pausable, Stop};
+use crate::{Accelerator, CheckedSpec, EngineError, EngineKind, Limits, Slot};
 
 /// Where Debian has QEMU.
 pub const PROGRAM: &str = "/usr/bin/qemu-system-x86_64";
+
+/// How long a killed QEMU may take to go. It may sit in an uninterruptible write to a slow disk.
+const KILL_LIMIT: Duration = Duration::from_secs(60);
+/// How long QEMU may take to stop or start its processors.
+const CONTROL_LIMIT: Duration = Duration::from_secs(30);
+/// The devices that every machine has: vsock and rng.
+const OWN_DEVICES: usize = 2;
 
 /// The engine. Cheap to make; holds nothing.
 #[derive(Clone, Debug)]
@@ -28,28 +55,194 @@ impl Qemu {
     }
 }
 
-pub(crate) fn make_slot(disk: &DiskSpec) -> Result<Slot, EngineError> {
-    let failed = |source| EngineError::Disk { serial: disk.serial().to_owned(), source };
-    match disk {
-        DiskSpec::Growing { serial } => Slot::read_only(serial).map_err(failed),
-        DiskSpec::File { path, read_only, serial } => {
-            let length =
-                file_length(path).map_err(|source| EngineError::File { what: "open", path: path.clone(), source })?;
-            if !read_only {
-                return Slot::read_write(serial, path, length).map_err(failed);
-            }
-            let slot = Slot::read_only(serial).map_err(failed)?;
-            if length > 0 {
-                let extents = vec![Extent { path: path.clone(), offset: 0, length }];
-                slot.place(0, &ImageDisk { extents }).map_err(failed)?;
-            }
-            Ok(slot)
+impl Engine for Qemu {
+    fn kind(&self) -> EngineKind {
+        EngineKind::Qemu
+    }
+
+    fn limits(&self) -> Limits {
+        Limits { vcpus: crate::spec::MAX_VCPUS, devices: PLACES - OWN_DEVICES }
+    }
+
+    fn start(&self, spec: CheckedSpec) -> Result<Box<dyn Machine>, EngineError> {
+        let spec = spec.into_inner();
+        let file = |what, path: &Path| {
+            let path = path.to_owned();
+            move |source| EngineError::File { what, path, source }
+        };
+        // QEMU would say it too, but only in its last words, after it has started.
+        for path in [&spec.kernel, &spec.initrd] {
+            fs::File::open(path).map_err(file("open", path))?;
+        }
+        let console = Console::open(&spec.console_log).map_err(file("open", &spec.console_log))?;
+        let slots = spec.disks.iter().map(make_slot).collect::<Result<Vec<_>, _>>()?;
+        let vsock = Vsock::new(spec.guest_cid).map_err(|source| EngineError::Vsock { cid: spec.guest_cid, source })?;
+
+        let (mut backends, mut devices) = (Vec::new(), Vec::with_capacity(PLACES));
+        let mut serve = |kind, name, device| {
+            let backend = Backend::serve(&spec.run_dir, name, device)?;
+            let (name, socket) = (backend.name.clone(), backend.socket.clone());
+            backends.push(backend);
+            Ok(Device::VhostUser { kind, name, socket })
+        };
+        for (index, slot) in slots.iter().enumerate() {
+            devices.push(serve(VhostKind::Block, format!("disk{index}"), slot.device())?);
+        }
+        for nic in &spec.nics {
+            devices.push(Device::Net { tap: nic.tap.as_raw_fd(), mac: nic.mac, mtu: nic.mtu });
+        }
+        devices.push(serve(VhostKind::Vsock, "vsock".into(), vsock.device())?);
+        devices.push(serve(VhostKind::Rng, "rng".into(), Rng::new().device())?);
+
+        let (qmp, qemus_end) =
+            UnixStream::pair().map_err(|source| EngineError::Resources { what: "the monitor's socket", source })?;
+        let machine = MicroVm {
+            accelerator: self.accelerator,
+            vcpus: spec.vcpus,
+            memory_mib: spec.memory_mib,
+            kernel: &spec.kernel,
+            initrd: &spec.initrd,
+            cmdline: &spec.cmdline,
+            devices,
+            qmp: qemus_end.as_raw_fd(),
+        };
+        let link = Arc::new(Link::new(vsock));
+        let at_end = {
+            let link = Arc::clone(&link);
+            move || link.end()
+        };
+        let (process, warden) = Process::start(&self.program, machine.args(), machine.inherited(), console, at_end)?;
+        Ok(Box::new(QemuMachine {
+            process,
+            warden: Some(warden),
+            link,
+            slots,
+            qmp: Mutex::new(Qmp::new(qmp)),
+            paused: AtomicBool::new(false),
+            _backends: backends,
+        }))
+    }
+}
+
+/// One of our devices behind a socket in the machine's folder. Dropping it ends the device and removes the socket.
+struct Backend {
+    name: String,
+    socket: PathBuf,
+    server: Option<Server>,
+}
+
+impl Backend {
+    /// The socket listens when this returns: QEMU finds it.
+    fn serve(run_dir: &Path, name: String, device: Box<dyn nacelle_vmm::Device>) -> Result<Backend, EngineError> {
+        let socket = run_dir.join(format!("{name}.sock"));
+        let listener = UnixListener::bind(&socket).map_err(|source| EngineError::File {
+            what: "listen on",
+            path: socket.clone(),
+            source,
+        })?;
+        let mut backend = Backend { name, socket, server: None };
+        let device_name = &backend.name;
+        let server = vhost_user::serve(device, listener)
+            .map_err(|source| EngineError::Serve { device: device_name.clone(), source })?;
+        backend.server = Some(server);
+        Ok(backend)
+    }
+}
+
+impl Drop for Backend {
+    fn drop(&mut self) {
+        if let Some(server) = self.server.take() {
+            server.stop();
+        }
+        if let Err(error) = files::remove_if_there(&self.socket) {
+            tracing::warn!(error = %Chain(&error), "a socket is left behind");
         }
     }
 }
 
-/// The length of a file or block device.
-fn file_length(path: &std::path::Path) -> std::io::Result<u64> {
-    use std::io::Seek;
-    std::fs::File::open(path)?.seek(std::io::SeekFrom::End(0))
+struct QemuMachine {
+    process: Arc<Process>,
+    warden: Option<Warden>,
+    link: Arc<Link>,
+    slots: Vec<Slot>,
+    qmp: Mutex<Qmp>,
+    paused: AtomicBool,
+    // Dropped last: QEMU has gone by then.
+    _backends: Vec<Backend>,
+}
+
+impl Machine for QemuMachine {
+    fn status(&self) -> MachineStatus {
+        match self.process.ended.get() {
+            Some(exit) => MachineStatus::Exited(exit),
+            None if self.paused.load(Ordering::SeqCst) => MachineStatus::Paused,
+            None => MachineStatus::Running,
+        }
+    }
+
+    fn wait(&self, timeout: Duration) -> Option<MachineExit> {
+        self.process.ended.wait(timeout)
+    }
+
+    fn stop(&self, how: Stop) -> Result<MachineExit, EngineError> {
+        if let Stop::Shutdown { grace } = how
+            && let Some(exit) = self.wait(grace)
+        {
+            return Ok(exit);
+        }
+        self.process.kill();
+        self.wait(KILL_LIMIT).ok_or(EngineError::NotEnding { pid: self.process.pid(), limit: KILL_LIMIT })
+    }
+
+    fn link(&self) -> Arc<dyn GuestLink> {
+        Arc::<Link>::clone(&self.link)
+    }
+
+    fn disks(&self) -> &[Slot] {
+        &self.slots
+    }
+
+    fn as_pausable(&self) -> Option<&dyn Pausable> {
+        Some(self)
+    }
+}
+
+impl QemuMachine {
+    fn control(&self, what: &'static str, command: &'static str, paused: bool) -> Result<(), EngineError> {
+        let mut qmp = self.qmp.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.process.ended.get().is_some() {
+            return Err(EngineError::Ended { what });
+        }
+        qmp.execute(command, CONTROL_LIMIT).map_err(|source| match self.wait(Duration::ZERO) {
+            Some(_) => EngineError::Ended { what },
+            None => EngineError::Control { what, source },
+        })?;
+        self.paused.store(paused, Ordering::SeqCst);
+        Ok(())
+    }
+}
+
+impl Pausable for QemuMachine {
+    fn pause(&self) -> Result<(), EngineError> {
+        self.control("pause", "stop", true)
+    }
+
+    fn resume(&self) -> Result<(), EngineError> {
+        self.control("resume", "cont", false)
+    }
+}
+
+impl Drop for QemuMachine {
+    fn drop(&mut self) {
+        match self.stop(Stop::Kill) {
+            Ok(_) => {
+                if let Some(warden) = self.warden.take()
+                    && warden.join().is_err()
+                {
+                    tracing::error!("the thread that watches QEMU panicked");
+                }
+            }
+            Err(error) => tracing::error!(%error, "a machine is left behind"),
+        }
+    }
 }

@@ -1,0 +1,32 @@
+//! Owns: a slot for each disk of a spec.
+
+use std::fs::File;
+use std::io::{self, Seek, SeekFrom};
+use std::path::Path;
+
+use nacelle_base::machine::{Extent, ImageDisk};
+
+use crate::{DiskSpec, EngineError, Slot};
+
+/// The slot of a disk as it is when the machine starts.
+pub(crate) fn make_slot(disk: &DiskSpec) -> Result<Slot, EngineError> {
+    let failed = |source| EngineError::Disk { serial: disk.serial().to_owned(), source };
+    let DiskSpec::File { path, read_only, serial } = disk else {
+        return Slot::read_only(disk.serial()).map_err(failed);
+    };
+    let length = length(path).map_err(|source| EngineError::File { what: "open", path: path.clone(), source })?;
+    if !read_only {
+        return Slot::read_write(serial, path, length).map_err(failed);
+    }
+    let slot = Slot::read_only(serial).map_err(failed)?;
+    if length > 0 {
+        let extents = vec![Extent { path: path.clone(), offset: 0, length }];
+        slot.place(0, &ImageDisk { extents }).map_err(failed)?;
+    }
+    Ok(slot)
+}
+
+/// The length of a file or block device.
+fn length(path: &Path) -> io::Result<u64> {
+    File::open(path)?.seek(SeekFrom::End(0))
+}

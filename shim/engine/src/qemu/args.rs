@@ -1,0 +1,211 @@
+//! Owns: QEMU's command line: a typed machine on one side, words on the other.
+//! Pure.
+
+use std::os::fd::RawFd;
+use std::path::{Path, PathBuf};
+
+use nacelle_base::net::Mac;
+
+use crate::Accelerator;
+use crate::spec::hex;
+
+/// The places for virtio devices on a microvm without ACPI.
+pub(super) const PLACES: usize = 8;
+
+/// The kernel parameters of every machine: where the console is, silence on it, and a reset for each end, which QEMU
+/// turns into its own end (`-no-reboot`).
+const CMDLINE: [&str; 4] = ["console=ttyS0", "quiet", "reboot=t", "panic=-1"];
+
+/// All that QEMU is told.
+#[derive(Debug)]
+pub(super) struct MicroVm<'a> {
+    pub accelerator: Accelerator,
+    pub vcpus: u8,
+    pub memory_mib: u32,
+    pub kernel: &'a Path,
+    pub initrd: &'a Path,
+    pub cmdline: &'a [String],
+    /// At most `PLACES`, in the order in which the guest finds them.
+    pub devices: Vec<Device>,
+    /// The monitor: one end of a socket pair.
+    pub qmp: RawFd,
+}
+
+/// One virtio device.
+#[derive(Debug)]
+pub(super) enum Device {
+    /// Ours, over vhost-user.
+    VhostUser { kind: VhostKind, name: String, socket: PathBuf },
+    /// QEMU's network device over an open tap.
+    Net { tap: RawFd, mac: Mac, mtu: u32 },
+}
+
+/// Which of our devices.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum VhostKind {
+    Block,
+    Vsock,
+    Rng,
+}
+
+impl VhostKind {
+    /// QEMU's name for the front end.
+    fn driver(self) -> &'static str {
+        match self {
+            VhostKind::Block => "vhost-user-blk",
+            VhostKind::Vsock => "vhost-user-vsock-device",
+            VhostKind::Rng => "vhost-user-rng",
+        }
+    }
+}
+
+/// An option's value: `driver,key=value,key=value`, with the commas of values doubled as QEMU wants it.
+struct Opt(String);
+
+impl Opt {
+    fn new(head: &str) -> Opt {
+        Opt(head.to_owned())
+    }
+
+    fn set(mut self, key: &str, value: impl std::fmt::Display) -> Opt {
+        let value = value.to_string().replace(',', ",,");
+        self.0.push_str(&format!(",{key}={value}"));
+        self
+    }
+}
+
+impl MicroVm<'_> {
+    /// The file descriptors that QEMU must inherit.
+    pub fn inherited(&self) -> Vec<RawFd> {
+        let taps = self.devices.iter().filter_map(|device| match device {
+            Device::Net { tap, .. } => Some(*tap),
+            Device::VhostUser { .. } => None,
+        });
+        taps.chain([self.qmp]).collect()
+    }
+
+    /// The words after the program's name.
+    pub fn args(&self) -> Vec<String> {
+        let mut args = Vec::with_capacity(48);
+        let mut add = |name: &str, value: Option<String>| {
+            args.push(format!("-{name}"));
+            args.extend(value);
+        };
+        for flag in ["nodefaults", "no-user-config", "no-reboot"] {
+            add(flag, None);
+        }
+        let on = |option: Opt, keys: &[&str]| keys.iter().fold(option, |option, key| option.set(key, "on"));
+        let off = |option: Opt, keys: &[&str]| keys.iter().fold(option, |option, key| option.set(key, "off"));
+        let machine = on(Opt::new("microvm"), &["pit", "pic", "rtc", "isa-serial", "auto-kernel-cmdline"]);
+        let machine = off(machine, &["acpi", "graphics", "usb", "mem-merge", "dump-guest-core", "x-option-roms"]);
+        add("machine", Some(machine.set("memory-backend", "ram").0));
+        add("accel", Some(self.accelerator.to_string()));
+        let cpu = match self.accelerator {
+            Accelerator::Kvm => "host",
+            Accelerator::Tcg => "max",
+        };
+        add("cpu", Some(cpu.to_owned()));
+        add("smp", Some(self.vcpus.to_string()));
+        let memory = format!("{}M", self.memory_mib);
+        add("m", Some(memory.clone()));
+        let backend = Opt::new("memory-backend-memfd").set("id", "ram").set("size", memory).set("share", "on");
+        add("object", Some(backend.0));
+        let denied = ["elevateprivileges", "spawn", "resourcecontrol", "obsolete"];
+        add("sandbox", Some(denied.iter().fold(Opt::new("on"), |option, key| option.set(key, "deny")).0));
+        add("display", Some("none".to_owned()));
+        add("chardev", Some(Opt::new("stdio").set("id", "console").set("signal", "off").0));
+        add("serial", Some("chardev:console".to_owned()));
+        add("chardev", Some(Opt::new("socket").set("id", "qmp").set("fd", self.qmp).0));
+        add("mon", Some("qmp,mode=control".to_owned()));
+        add("global", Some("virtio-mmio.force-legacy=off".to_owned()));
+        add("kernel", Some(self.kernel.display().to_string()));
+        add("initrd", Some(self.initrd.display().to_string()));
+        let words = CMDLINE.into_iter().chain(self.cmdline.iter().map(String::as_str));
+        add("append", Some(words.collect::<Vec<_>>().join(" ")));
+        // The guest finds the last place first.
+        for (device, place) in self.devices.iter().zip((0..PLACES).rev()) {
+            let [(host_name, host), (guest_name, guest)] = device.options(place);
+            add(host_name, Some(host.0));
+            add(guest_name, Some(guest.0));
+        }
+        args
+    }
+}
+
+impl Device {
+    /// The host's half and the guest's half.
+    fn options(&self, place: usize) -> [(&'static str, Opt); 2] {
+        let bus = format!("virtio-mmio-bus.{place}");
+        match self {
+            Device::VhostUser { kind, name, socket } => [
+                ("chardev", Opt::new("socket").set("id", name).set("path", socket.display())),
+                ("device", Opt::new(kind.driver()).set("chardev", name).set("bus", bus)),
+            ],
+            Device::Net { tap, mac, mtu } => {
+                let name = format!("net{place}");
+                let device = Opt::new("virtio-net-device").set("netdev", &name).set("mac", hex(mac));
+                [
+                    ("netdev", Opt::new("tap").set("id", &name).set("fd", tap).set("vhost", "off")),
+                    ("device", device.set("host_mtu", mtu).set("bus", bus)),
+                ]
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn machine() -> MicroVm<'static> {
+        MicroVm {
+            accelerator: Accelerator::Tcg,
+            vcpus: 2,
+            memory_mib: 128,
+            kernel: Path::new("/k"),
+            initrd: Path::new("/i"),
+            cmdline: &[],
+            devices: vec![
+                Device::VhostUser {
+                    kind: VhostKind::Block,
+                    name: "disk0".into(),
+                    socket: "/run/a,b/disk0.sock".into(),
+                },
+                Device::Net { tap: 11, mac: [2, 0, 0, 0, 0, 0xab], mtu: 1450 },
+            ],
+            qmp: 12,
+        }
+    }
+
+    fn value<'a>(args: &'a [String], name: &str) -> Vec<&'a str> {
+        args.windows(2).filter(|pair| pair[0] == name).map(|pair| pair[1].as_str()).collect()
+    }
+
+    #[test]
+    fn each_option_is_one_word() {
+        let args = machine().args();
+        assert_eq!(value(&args, "-smp"), ["2"]);
+        assert_eq!(value(&args, "-m"), ["128M"]);
+        assert_eq!(value(&args, "-object"), ["memory-backend-memfd,id=ram,size=128M,share=on"]);
+        assert_eq!(value(&args, "-append"), ["console=ttyS0 quiet reboot=t panic=-1"]);
+        assert_eq!(
+            value(&args, "-device"),
+            [
+                "vhost-user-blk,chardev=disk0,bus=virtio-mmio-bus.7",
+                "virtio-net-device,netdev=net6,mac=02:00:00:00:00:ab,host_mtu=1450,bus=virtio-mmio-bus.6",
+            ]
+        );
+        assert_eq!(value(&args, "-netdev"), ["tap,id=net6,fd=11,vhost=off"]);
+    }
+
+    #[test]
+    fn a_comma_in_a_path_stays_in_the_path() {
+        let args = machine().args();
+        assert!(value(&args, "-chardev").contains(&"socket,id=disk0,path=/run/a,,b/disk0.sock"), "{args:?}");
+    }
+
+    #[test]
+    fn only_taps_and_the_monitor_are_inherited() {
+        assert_eq!(machine().inherited(), [11, 12]);
+    }
+}

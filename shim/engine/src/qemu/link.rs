@@ -1,0 +1,81 @@
+//! Owns: the guest link over our vsock device, and its end with the machine.
+//! Threads: any; the device has its own.
+
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use nacelle_vmm::vsock::{Listener, Vsock};
+
+use crate::LinkError;
+use crate::machine::{GuestLink, Incoming};
+
+/// How often somebody who waits for the guest looks whether the machine is still there. The device itself does not
+/// know: to it, a front end has gone and another one may come.
+const LOOK: Duration = Duration::from_millis(250);
+
+/// The link of one machine.
+pub(super) struct Link {
+    vsock: Vsock,
+    ended: Arc<AtomicBool>,
+}
+
+impl Link {
+    pub fn new(vsock: Vsock) -> Link {
+        Link { vsock, ended: Arc::default() }
+    }
+
+    /// The machine has ended: whoever waits is told so.
+    pub fn end(&self) {
+        self.ended.store(true, Ordering::SeqCst);
+        // Requests that came between the front end's end and this line would wait for a guest that never comes. An
+        // error means that the device has gone, and they with it.
+        let _ = self.vsock.reset_transport();
+    }
+
+    fn living(&self) -> Result<(), LinkError> {
+        if self.ended.load(Ordering::SeqCst) { Err(LinkError::Stopped) } else { Ok(()) }
+    }
+}
+
+impl GuestLink for Link {
+    fn connect(&self, port: u32, timeout: Duration) -> Result<UnixStream, LinkError> {
+        self.living()?;
+        let result = self.vsock.connect(port, timeout);
+        if result.is_err() {
+            self.living()?;
+        }
+        result
+    }
+
+    fn listen(&self, port: u32) -> Result<Box<dyn Incoming>, LinkError> {
+        self.living()?;
+        Ok(Box::new(Port { listener: self.vsock.listen(port)?, ended: Arc::clone(&self.ended), port }))
+    }
+}
+
+struct Port {
+    listener: Listener,
+    ended: Arc<AtomicBool>,
+    port: u32,
+}
+
+impl Incoming for Port {
+    fn accept(&self, timeout: Duration) -> Result<UnixStream, LinkError> {
+        let until = Instant::now() + timeout.min(Duration::from_secs(86_400));
+        loop {
+            // In this order: what the guest sent before its end is still handed out.
+            let ended = self.ended.load(Ordering::SeqCst);
+            let left = until.saturating_duration_since(Instant::now());
+            match self.listener.accept(if ended { Duration::ZERO } else { left.min(LOOK) }) {
+                Err(LinkError::Timeout { .. }) if ended => return Err(LinkError::Stopped),
+                Err(LinkError::Timeout { .. }) if left.is_zero() => {
+                    return Err(LinkError::Timeout { port: self.port, limit: timeout });
+                }
+                Err(LinkError::Timeout { .. }) => {}
+                other => return other,
+            }
+        }
+    }
+}

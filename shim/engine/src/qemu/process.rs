@@ -1,0 +1,202 @@
+//! Owns: the QEMU process: what it inherits, what it prints, its end.
+//! Threads: one per process, the warden. It starts QEMU, and QEMU is killed when that thread dies
+//! (`PR_SET_PDEATHSIG` goes by thread), so it lives exactly as long as QEMU.
+#![allow(unsafe_code)] // reason: `pre_exec` and three system calls in it that no safe wrapper offers.
+
+use std::io::{self, Read};
+use std::os::fd::{AsFd, RawFd};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::Path;
+use std::process::{Child, ChildStderr, ChildStdout, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::thread::{self, JoinHandle};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::{Id, WaitPidFlag, waitid};
+use nix::unistd::Pid;
+
+use crate::console::{Console, printable_tail};
+use crate::ended::Ended;
+use crate::{EngineError, ExitKind, MachineExit};
+
+/// The kernel's own words for its end.
+const PANIC: &str = "Kernel panic - not syncing";
+/// What is kept of QEMU's messages, in bytes.
+const MESSAGES: usize = 4 << 10;
+
+/// A running or ended QEMU.
+pub(super) struct Process {
+    pid: Pid,
+    /// Not yet reaped: while this lock is held and true, the pid is QEMU's.
+    alive: Mutex<bool>,
+    killed: AtomicBool,
+    pub ended: Ended,
+}
+
+/// The warden's thread.
+pub(super) type Warden = JoinHandle<()>;
+
+impl Process {
+    /// Starts QEMU. Returns when it runs (it has not looked at its arguments then). `at_end` is called on the
+    /// warden's thread before the end is known to others.
+    pub fn start(
+        program: &Path,
+        args: Vec<String>,
+        inherited: Vec<RawFd>,
+        console: Console,
+        at_end: impl FnOnce() + Send + 'static,
+    ) -> Result<(Arc<Process>, Warden), EngineError> {
+        let mut command = Command::new(program);
+        command.args(args).env_clear().current_dir("/").process_group(0);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let parent = std::process::id();
+        // SAFETY: between fork and exec only async-signal-safe calls are made: prctl, getppid, close_range, fcntl.
+        // The closure allocates nothing and owns its list of descriptors.
+        unsafe { command.pre_exec(move || in_child(parent, &inherited)) };
+        let (tell, told) = mpsc::sync_channel(1);
+        let warden = thread::Builder::new()
+            .name("qemu-warden".into())
+            .spawn(move || {
+                let mut child = match command.spawn() {
+                    Ok(child) => child,
+                    Err(error) => {
+                        // Nobody hears it if the caller has gone: it has not.
+                        let _ = tell.send(Err(error));
+                        return;
+                    }
+                };
+                let process = Arc::new(Process {
+                    pid: Pid::from_raw(child.id().cast_signed()),
+                    alive: Mutex::new(true),
+                    killed: AtomicBool::new(false),
+                    ended: Ended::default(),
+                });
+                let _ = tell.send(Ok(Arc::clone(&process)));
+                let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
+                let (console, messages) = listen(console, stdout, stderr);
+                let status = process.reap(&mut child);
+                at_end();
+                process.ended.set(process.exit(status, &console, &messages));
+            })
+            .map_err(|source| EngineError::Resources { what: "a thread for QEMU", source })?;
+        let spawn = |source| EngineError::Spawn { program: program.to_owned(), source };
+        match told.recv() {
+            Ok(Ok(process)) => Ok((process, warden)),
+            Ok(Err(source)) => Err(spawn(source)),
+            Err(mpsc::RecvError) => Err(spawn(io::ErrorKind::BrokenPipe.into())),
+        }
+    }
+
+    /// The process id; it may have been given to another process once this one has ended.
+    pub fn pid(&self) -> u32 {
+        self.pid.as_raw().cast_unsigned()
+    }
+
+    /// Sends SIGKILL, unless it has ended.
+    pub fn kill(&self) {
+        let alive = self.alive.lock().unwrap_or_else(PoisonError::into_inner);
+        if *alive {
+            self.killed.store(true, Ordering::SeqCst);
+            if let Err(error) = kill(self.pid, Signal::SIGKILL) {
+                tracing::error!(pid = self.pid(), %error, "cannot kill QEMU");
+            }
+        }
+    }
+
+    fn reap(&self, child: &mut Child) -> io::Result<ExitStatus> {
+        // Waits without reaping, so that `kill` cannot hit a stranger with the same pid.
+        while let Err(nix::errno::Errno::EINTR) = waitid(Id::Pid(self.pid), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT)
+        {
+        }
+        let mut alive = self.alive.lock().unwrap_or_else(PoisonError::into_inner);
+        let status = child.wait();
+        *alive = false;
+        status
+    }
+
+    fn exit(&self, status: io::Result<ExitStatus>, console: &Console, messages: &[u8]) -> MachineExit {
+        let (code, signal) = match &status {
+            Ok(status) => (status.code(), status.signal()),
+            Err(_) => (None, None),
+        };
+        let how = match (code, signal) {
+            (_, Some(libc::SIGKILL)) if self.killed.load(Ordering::SeqCst) => ExitKind::Killed,
+            (Some(0), _) if console.says(PANIC) => ExitKind::Panicked,
+            (Some(0), _) => ExitKind::Shutdown,
+            _ => ExitKind::Died { code, signal, message: printable_tail(messages, MESSAGES) },
+        };
+        MachineExit { how, console_tail: console.tail() }
+    }
+}
+
+/// What the child does between fork and exec.
+fn in_child(parent: u32, inherited: &[RawFd]) -> io::Result<()> {
+    // SAFETY: prctl with these arguments touches no memory of ours.
+    if unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) } == -1 {
+        return Err(io::Error::last_os_error());
+    }
+    // The parent may have died before that.
+    if std::os::unix::process::parent_id() != parent {
+        return Err(io::ErrorKind::BrokenPipe.into());
+    }
+    // SAFETY: marks descriptors as close-on-exec and touches no memory. On a kernel without it (before 5.11) the
+    // descriptors that we opened are so marked all the same.
+    unsafe { libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC) };
+    for fd in inherited {
+        // SAFETY: F_SETFD on a descriptor that the parent holds open for us; touches no memory.
+        if unsafe { libc::fcntl(*fd, libc::F_SETFD, 0) } == -1 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    Ok(())
+}
+
+/// Reads what QEMU and its guest print until both pipes end, that is until QEMU does.
+fn listen(mut console: Console, out: Option<ChildStdout>, err: Option<ChildStderr>) -> (Console, Vec<u8>) {
+    let (mut out, mut err, mut messages) = (out, err, Vec::new());
+    let mut buffer = [0; 4096];
+    while out.is_some() || err.is_some() {
+        let [out_ready, err_ready] = match ready(out.as_ref(), err.as_ref()) {
+            Ok(ready) => ready,
+            Err(nix::errno::Errno::EINTR) => continue,
+            Err(error) => {
+                tracing::error!(%error, "cannot listen to QEMU any more");
+                break;
+            }
+        };
+        if out_ready && !read_some(&mut out, &mut buffer, |bytes| console.push(bytes)) {
+            out = None;
+        }
+        let keep = |bytes: &[u8]| {
+            messages.extend_from_slice(bytes);
+            let surplus = messages.len().saturating_sub(2 * MESSAGES);
+            messages.drain(..surplus);
+        };
+        if err_ready && !read_some(&mut err, &mut buffer, keep) {
+            err = None;
+        }
+    }
+    (console, messages)
+}
+
+fn ready(out: Option<&ChildStdout>, err: Option<&ChildStderr>) -> nix::Result<[bool; 2]> {
+    let fds = [out.map(AsFd::as_fd), err.map(AsFd::as_fd)];
+    let mut polled: Vec<PollFd<'_>> = fds.iter().flatten().map(|fd| PollFd::new(*fd, PollFlags::POLLIN)).collect();
+    poll(&mut polled, PollTimeout::NONE)?;
+    let mut answers = polled.iter().map(|fd| fd.any().unwrap_or(true));
+    Ok(fds.map(|fd| fd.is_some() && answers.next().unwrap_or(false)))
+}
+
+/// Reads once; `false` at the end.
+fn read_some(from: &mut Option<impl Read>, buffer: &mut [u8], take: impl FnOnce(&[u8])) -> bool {
+    match from.as_mut().map(|from| from.read(buffer)) {
+        Some(Ok(count)) if count > 0 => {
+            take(&buffer[..count]);
+            true
+        }
+        Some(Err(error)) if error.kind() == io::ErrorKind::Interrupted => true,
+        _ => false,
+    }
+}
