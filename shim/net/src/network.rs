@@ -4,6 +4,7 @@ use crate::cni::{Cni, CniResult, Dns, INTERFACE, PodRef};
 use crate::{NetError, NetNs, inspect, netns, tap};
 use nacelle_base::net::PodNetwork;
 use nacelle_base::{Chain, PodId};
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::io;
 use std::net::IpAddr;
@@ -41,7 +42,7 @@ impl Default for NetConfig {
 }
 
 /// The network that a pod got.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Attachment {
     /// What the guest must have. The first interface is the pod's default one, always named "eth0".
     pub network: PodNetwork,

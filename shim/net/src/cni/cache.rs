@@ -1,5 +1,7 @@
 //! Owns: what is remembered of each attachment, one file a pod, so that DEL and CHECK say the same as ADD did
-//! even after a restart and with another configuration.
+//! even after a restart and with another configuration. And who may run plugins for a pod: whoever holds the
+//! lock of its input file. A plugin has that file as its standard input and so holds the lock too: what a
+//! daemon started that was killed since is waited for by the next one.
 //! Threads: blocks.
 
 use super::CniError;
@@ -8,8 +10,10 @@ use nacelle_base::PodId;
 use nacelle_base::files::{at, remove_if_there, write_whole};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::{fs, io};
 
 /// More than the largest configuration and the largest result, each of 1 MiB.
 const MAX_RECORD: u64 = 8 << 20;
@@ -72,8 +76,28 @@ impl Cache {
         Ok((record, network))
     }
 
+    /// The pod's input file, locked; nothing while a plugin or somebody else holds it.
+    pub fn claim(&self, id: &PodId) -> Result<Option<File>, CniError> {
+        let path = self.input_path(id);
+        fs::create_dir_all(&self.dir).map_err(at("create", &self.dir))?;
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(true).truncate(false).mode(0o600);
+        let file = options.open(&path).map_err(at("create", &path))?;
+        match file.try_lock() {
+            Ok(()) => Ok(Some(file)),
+            Err(TryLockError::WouldBlock) => Ok(None),
+            Err(TryLockError::Error(source)) => Err(at("lock", &path)(source).into()),
+        }
+    }
+
+    /// Forgets the pod.
     pub fn remove(&self, id: &PodId) -> Result<(), CniError> {
-        Ok(remove_if_there(&self.path(id))?)
+        remove_if_there(&self.path(id))?;
+        Ok(remove_if_there(&self.input_path(id))?)
+    }
+
+    fn input_path(&self, id: &PodId) -> PathBuf {
+        self.dir.join(format!("{id}.input"))
     }
 
     /// All pods that have a record.

@@ -135,6 +135,20 @@ pub enum CniError {
         /// The pod.
         pod: String,
     },
+    /// A plugin that was started for the pod before, perhaps by a daemon that was killed since, still runs.
+    #[error("a CNI plugin still runs for pod {pod}")]
+    Busy {
+        /// The pod.
+        pod: String,
+    },
+    /// The input of a plugin could not be prepared.
+    #[error("cannot prepare the input of CNI plugin {plugin}")]
+    Input {
+        /// Its name.
+        plugin: String,
+        /// Why.
+        source: io::Error,
+    },
     /// A background task ended early: the runtime is shutting down, or a defect.
     #[error("a CNI task was given up")]
     GivenUp {
@@ -160,6 +174,8 @@ impl Classify for CniError {
             CniError::Argument { .. } => Kind::Invalid,
             CniError::Timeout { .. } => Kind::Timeout,
             CniError::NotAttached { .. } => Kind::NotFound,
+            CniError::Busy { .. } => Kind::Unavailable,
+            CniError::Input { source, .. } => source.kind().into(),
             CniError::GivenUp { .. } => Kind::Internal,
         }
     }

@@ -7,11 +7,12 @@ use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 use serde::Deserialize;
 use std::ffi::OsString;
+use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::process::{Child, Command as Process};
 
 /// More than any result needs.
@@ -70,21 +71,22 @@ impl Exec {
         Err(CniError::NoPlugin { plugin: plugin.to_owned(), dirs: self.bin_dirs.clone() })
     }
 
-    /// Runs the plugin and returns what it printed.
+    /// Runs the plugin with `input` as its standard input, and returns what it printed. The plugin and what it
+    /// starts hold `input` open as long as they live.
     pub async fn run(
         &self,
         plugin: &str,
         command: Command,
         environment: &[(&'static str, OsString)],
-        input: &[u8],
+        input: File,
     ) -> Result<Vec<u8>, CniError> {
         let path = self.find(plugin).await?;
         let name = command.as_str();
         let failed = |source| CniError::Exec { plugin: plugin.to_owned(), command: name, source };
         let search = std::env::join_paths(&self.bin_dirs)
             .map_err(|error| failed(io::Error::new(io::ErrorKind::InvalidInput, error)))?;
-        let mut child = Group::spawn(&path, name, &search, environment).map_err(failed)?;
-        let ran = tokio::time::timeout(self.deadline, child.feed_and_read(input)).await;
+        let mut child = Group::spawn(&path, name, &search, environment, input).map_err(failed)?;
+        let ran = tokio::time::timeout(self.deadline, child.read()).await;
         let Ok(ran) = ran else {
             let seconds = self.deadline.as_secs();
             return Err(CniError::Timeout { plugin: plugin.to_owned(), command: name, seconds });
@@ -136,14 +138,20 @@ struct Group {
 }
 
 impl Group {
-    fn spawn(path: &Path, command: &str, search: &OsString, more: &[(&'static str, OsString)]) -> io::Result<Group> {
+    fn spawn(
+        path: &Path,
+        command: &str,
+        search: &OsString,
+        more: &[(&'static str, OsString)],
+        input: File,
+    ) -> io::Result<Group> {
         let mut process = Process::new(path);
         process.env("CNI_COMMAND", command).env("CNI_PATH", search);
         for name in ["CNI_CONTAINERID", "CNI_NETNS", "CNI_IFNAME", "CNI_ARGS"] {
             process.env_remove(name);
         }
         process.envs(more.iter().map(|(name, value)| (name, value)));
-        process.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        process.stdin(input).stdout(Stdio::piped()).stderr(Stdio::piped());
         process.process_group(0).kill_on_drop(true).current_dir("/");
         let child = process.spawn()?;
         let group = child.id().and_then(|id| i32::try_from(id).ok()).map(Pid::from_raw);
@@ -152,22 +160,16 @@ impl Group {
 
     /// Nothing if it printed too much. Waits for the end of both outputs before it waits for the plugin, so
     /// that a child left behind that holds them is covered by the deadline.
-    async fn feed_and_read(&mut self, input: &[u8]) -> io::Result<Option<Ran>> {
-        let (stdin, stdout, stderr) = (self.child.stdin.take(), self.child.stdout.take(), self.child.stderr.take());
-        let feed = async {
-            if let Some(mut stdin) = stdin {
-                match stdin.write_all(input).await {
-                    // A plugin need not read.
-                    Err(error) if error.kind() == io::ErrorKind::BrokenPipe => (),
-                    other => other?,
-                }
-            }
-            io::Result::Ok(())
-        };
+    async fn read(&mut self) -> io::Result<Option<Ran>> {
+        let (stdout, stderr) = (self.child.stdout.take(), self.child.stderr.take());
         let read = async {
             let output = read_up_to(stdout, MAX_OUTPUT + 1).await?;
             // Too much ends it all: the pipe is closed, and the group is killed.
-            if output.len() as u64 > MAX_OUTPUT { Err(io::ErrorKind::FileTooLarge.into()) } else { Ok(output) }
+            if output.len() as u64 > MAX_OUTPUT {
+                Err(io::Error::from(io::ErrorKind::FileTooLarge))
+            } else {
+                Ok(output)
+            }
         };
         let log = async {
             let mut stderr = stderr;
@@ -177,8 +179,8 @@ impl Group {
             }
             Ok(log)
         };
-        let (output, log) = match tokio::try_join!(feed, read, log) {
-            Ok(((), output, log)) => (output, log),
+        let (output, log) = match tokio::try_join!(read, log) {
+            Ok((output, log)) => (output, log),
             Err(error) if error.kind() == io::ErrorKind::FileTooLarge => return Ok(None),
             Err(error) => return Err(error),
         };

@@ -18,13 +18,16 @@ use cache::{Cache, Record};
 use config::{NetworkList, Plugin, Version};
 use exec::{Command, Exec};
 use nacelle_base::{Chain, PodId};
+use nix::sys::memfd::{MFdFlags, memfd_create};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeSet, HashMap};
 use std::ffi::OsString;
+use std::fs::File;
+use std::io::{self, Seek, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
-use std::time::SystemTime;
+use std::time::{Duration, Instant, SystemTime};
 use tokio::sync::{Semaphore, SemaphorePermit};
 
 pub use error::CniError;
@@ -35,6 +38,8 @@ pub use types::{Bandwidth, Dns, PodRef, PortMapping, Protocol};
 pub(crate) const INTERFACE: &str = "eth0";
 /// How many pods are attached or detached at the same time.
 const MAX_PARALLEL: u32 = 64;
+/// How often it is looked whether a plugin of a former daemon has ended.
+const CLAIM_POLL: Duration = Duration::from_millis(10);
 
 /// The CNI runtime of this node.
 #[derive(Debug)]
@@ -74,8 +79,9 @@ impl Cni {
     pub async fn add(&self, pod: &PodRef, netns: &Path) -> Result<CniResult, CniError> {
         let _turn = self.turn(1).await;
         let (args, capabilities) = (pod.args()?, pod.capabilities());
-        self.detach(&pod.id).await?;
         let network = self.network().await?;
+        self.detach(&pod.id).await?;
+        let claim = self.claim(&pod.id).await?;
         for capability in capabilities.keys().filter(|name| ["portMappings", "bandwidth"].contains(&name.as_str())) {
             if !network.plugins.iter().any(|plugin| plugin.wants(capability)) {
                 tracing::warn!(pod = %pod.id, network = network.name, capability, "no CNI plugin does what the pod asks");
@@ -92,17 +98,17 @@ impl Cni {
         };
         self.write(&record).await?;
         for (position, plugin) in network.plugins.iter().enumerate() {
-            match self.add_one(&record, &network, plugin).await {
+            match self.add_one(&claim, &record, &network, plugin).await {
                 Ok(result) => record.result = Some(result),
                 Err(error) => {
                     let ran = network.plugins.get(..=position).unwrap_or_default();
-                    self.take_back(&record, &network, ran).await;
+                    self.take_back(&claim, &record, &network, ran).await;
                     return Err(error);
                 }
             }
         }
         if let Err(error) = self.write(&record).await {
-            self.take_back(&record, &network, &network.plugins).await;
+            self.take_back(&claim, &record, &network, &network.plugins).await;
             return Err(error);
         }
         CniResult::from_raw("the CNI result", record.result.unwrap_or_default(), network.version)
@@ -118,6 +124,8 @@ impl Cni {
     pub async fn check(&self, id: &PodId) -> Result<(), CniError> {
         let _turn = self.turn(1).await;
         let none = || CniError::NotAttached { pod: id.to_string() };
+        self.read(id).await?.ok_or_else(none)?;
+        let claim = self.claim(id).await?;
         let (record, network) = self.read(id).await?.ok_or_else(none)?;
         let result = record.result.clone().ok_or_else(none)?;
         if network.version < Version::V0_4_0 || network.disable_check {
@@ -125,7 +133,8 @@ impl Cni {
         }
         for plugin in &network.plugins {
             let input = plugin.input(&network, &record.capabilities, prev_result(Some(&result)));
-            self.exec.run(&plugin.kind, Command::Check, &record.environment(&record.netns), &input).await?;
+            let environment = record.environment(&record.netns);
+            self.run(&claim, plugin, Command::Check, &environment, input).await?;
         }
         Ok(())
     }
@@ -143,7 +152,7 @@ impl Cni {
         if network.version >= Version::V1_1_0 {
             for plugin in &network.plugins {
                 let input = plugin.input(&network, &Map::new(), Map::new());
-                self.exec.run(&plugin.kind, Command::Status, &[], &input).await?;
+                self.ask(&plugin.kind, Command::Status, &input).await?;
             }
         }
         Ok(())
@@ -176,26 +185,27 @@ impl Cni {
         let valid = Map::from_iter([("cni.dev/valid-attachments".to_owned(), Value::Array(valid))]);
         for plugin in &network.plugins {
             let input = plugin.input(&network, &Map::new(), valid.clone());
-            first = first.and(self.exec.run(&plugin.kind, Command::Gc, &[], &input).await.map(drop));
+            first = first.and(self.ask(&plugin.kind, Command::Gc, &input).await.map(drop));
         }
         first
     }
 
     async fn add_one(
         &self,
+        claim: &File,
         record: &Record,
         network: &NetworkList,
         plugin: &Plugin,
     ) -> Result<Map<String, Value>, CniError> {
         let input = plugin.input(network, &record.capabilities, prev_result(record.result.as_ref()));
-        let output = self.exec.run(&plugin.kind, Command::Add, &record.environment(&record.netns), &input).await?;
+        let output = self.run(claim, plugin, Command::Add, &record.environment(&record.netns), input).await?;
         let what = format!("the answer of CNI plugin {} to ADD", plugin.kind);
         CniResult::parse(&what, &output, network.version).map(|result| result.raw)
     }
 
     /// After a failed ADD: what could not be taken back stays remembered, for the next DEL.
-    async fn take_back(&self, record: &Record, network: &NetworkList, ran: &[Plugin]) {
-        let mut undone = self.del_chain(record, network, ran).await;
+    async fn take_back(&self, claim: &File, record: &Record, network: &NetworkList, ran: &[Plugin]) {
+        let mut undone = self.del_chain(claim, record, network, ran).await;
         if undone.is_ok() {
             undone = self.forget(&record.id).await;
         }
@@ -205,13 +215,24 @@ impl Cni {
     }
 
     async fn detach(&self, id: &PodId) -> Result<(), CniError> {
-        let Some((record, network)) = self.read(id).await? else { return Ok(()) };
-        self.del_chain(&record, &network, &network.plugins).await?;
+        if self.read(id).await?.is_some() {
+            let claim = self.claim(id).await?;
+            // Again: whoever held the file may have changed it.
+            if let Some((record, network)) = self.read(id).await? {
+                self.del_chain(&claim, &record, &network, &network.plugins).await?;
+            }
+        }
         self.forget(id).await
     }
 
     /// DEL backwards. A plugin that fails does not keep the others from giving back what they hold.
-    async fn del_chain(&self, record: &Record, network: &NetworkList, plugins: &[Plugin]) -> Result<(), CniError> {
+    async fn del_chain(
+        &self,
+        claim: &File,
+        record: &Record,
+        network: &NetworkList,
+        plugins: &[Plugin],
+    ) -> Result<(), CniError> {
         // After a reboot the namespace is gone; plugins know that by an empty path.
         let there = tokio::fs::try_exists(&record.netns).await.unwrap_or(false);
         let environment = record.environment(if there { &record.netns } else { Path::new("") });
@@ -219,7 +240,7 @@ impl Cni {
         let mut first = Ok(());
         for plugin in plugins.iter().rev() {
             let input = plugin.input(network, &record.capabilities, prev_result(known));
-            let ran = self.exec.run(&plugin.kind, Command::Del, &environment, &input).await;
+            let ran = self.run(claim, plugin, Command::Del, &environment, input).await;
             first = first.and(ran.map(drop));
         }
         first
@@ -237,7 +258,7 @@ impl Cni {
             return Ok(known.versions);
         }
         let input = json!({ "cniVersion": Version::V1_1_0.as_str() }).to_string();
-        let output = self.exec.run(plugin, Command::Version, &[], input.as_bytes()).await?;
+        let output = self.ask(plugin, Command::Version, input.as_bytes()).await?;
         let wire: WireVersions = serde_json::from_slice(&output).map_err(|source| {
             let what = format!("the answer of CNI plugin {plugin} to VERSION");
             CniError::Json { what, source }
@@ -245,6 +266,47 @@ impl Cni {
         let spoken = Spoken { file, versions: wire.supported_versions.clone() };
         self.versions.lock().unwrap_or_else(PoisonError::into_inner).insert(path, spoken);
         Ok(wire.supported_versions)
+    }
+
+    /// Runs a plugin for the pod whose input file is `claim`.
+    async fn run(
+        &self,
+        claim: &File,
+        plugin: &Plugin,
+        command: Command,
+        environment: &[(&'static str, OsString)],
+        input: Vec<u8>,
+    ) -> Result<Vec<u8>, CniError> {
+        let failed = |source| CniError::Input { plugin: plugin.kind.clone(), source };
+        // The same open file, and so the same lock.
+        let mut file = claim.try_clone().map_err(failed)?;
+        let filled = tokio::task::spawn_blocking(move || fill(&mut file, &input).map(|()| file)).await;
+        let file = filled.map_err(|source| CniError::GivenUp { source })?.map_err(failed)?;
+        self.exec.run(&plugin.kind, command, environment, file).await
+    }
+
+    /// Runs a plugin for no pod.
+    async fn ask(&self, plugin: &str, command: Command, input: &[u8]) -> Result<Vec<u8>, CniError> {
+        let failed = |source| CniError::Input { plugin: plugin.to_owned(), source };
+        let memory = memfd_create(c"cni", MFdFlags::MFD_CLOEXEC).map_err(|errno| failed(errno.into()))?;
+        let mut file = File::from(memory);
+        fill(&mut file, input).map_err(failed)?;
+        self.exec.run(plugin, command, &[], file).await
+    }
+
+    /// The pod's input file, once no plugin runs for the pod.
+    async fn claim(&self, id: &PodId) -> Result<File, CniError> {
+        let end = Instant::now() + self.exec.deadline;
+        loop {
+            let (cache, of) = (self.cache.clone(), id.clone());
+            if let Some(claim) = blocking(move || cache.claim(&of)).await? {
+                return Ok(claim);
+            }
+            if Instant::now() >= end {
+                return Err(CniError::Busy { pod: id.to_string() });
+            }
+            tokio::time::sleep(CLAIM_POLL).await;
+        }
     }
 
     async fn turn(&self, weight: u32) -> Option<SemaphorePermit<'_>> {
@@ -288,6 +350,13 @@ impl Record {
             ("CNI_ARGS", self.args.clone().into()),
         ]
     }
+}
+
+fn fill(file: &mut File, input: &[u8]) -> io::Result<()> {
+    file.set_len(0)?;
+    file.rewind()?;
+    file.write_all(input)?;
+    file.rewind()
 }
 
 fn prev_result(result: Option<&Map<String, Value>>) -> Map<String, Value> {

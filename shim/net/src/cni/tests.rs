@@ -1,1 +1,216 @@
-//! Owns: nothing yet
+//! Owns: what the parsers of configurations, results and records accept and refuse.
+
+use super::cache::Cache;
+use super::config::{NetworkList, Version, parse_object};
+use super::result::CniResult;
+use super::*;
+use nacelle_base::{Classify, Kind};
+use proptest::prelude::*;
+use std::fs;
+
+fn list(text: &str) -> Result<NetworkList, CniError> {
+    NetworkList::from_list("test", parse_object("test", text.as_bytes())?)
+}
+
+fn single(text: &str) -> Result<NetworkList, CniError> {
+    NetworkList::from_single("test", parse_object("test", text.as_bytes())?)
+}
+
+fn result(text: &str, version: Version) -> Result<CniResult, CniError> {
+    CniResult::parse("test", text.as_bytes(), version)
+}
+
+#[test]
+fn the_first_file_in_lexical_order_counts() {
+    let dir = tempfile::tempdir().unwrap();
+    let load = || NetworkList::load(dir.path());
+    assert!(matches!(load(), Err(CniError::NoConfig { .. })));
+    assert!(matches!(NetworkList::load(&dir.path().join("none")), Err(CniError::NoConfig { .. })));
+    let write = |name: &str, text: &str| fs::write(dir.path().join(name), text).unwrap();
+    write("00-notes.txt", "no configuration");
+    fs::create_dir(dir.path().join("01-folder.conf")).unwrap();
+    write("30.conflist", r#"{"cniVersion":"1.1.0","name":"c","disableGC":true,"plugins":[{"type":"x"},{"type":"y"}]}"#);
+    let found = load().unwrap();
+    assert_eq!((found.name.as_str(), found.plugins.len(), found.disable_gc), ("c", 2, true));
+    write("20.json", r#"{"cniVersion":"0.4.0","name":"b","type":"x"}"#);
+    assert_eq!((load().unwrap().name.as_str(), load().unwrap().version), ("b", Version::V0_4_0));
+    // A broken first file is told, not passed over: the pods would silently get another network.
+    write("10.conf", r#"{"cniVersion":"0.4.0","name":"a"}"#);
+    let error = load().unwrap_err();
+    assert!(error.to_string().contains("10.conf: field type"), "{error}");
+    assert_eq!(error.kind(), Kind::Unavailable);
+    write("05.conf", &" ".repeat((1 << 20) + 1));
+    assert!(matches!(load(), Err(CniError::TooLarge { .. })));
+}
+
+#[test]
+fn configurations_are_checked() {
+    for (field, text) in [
+        ("name", r#"{"cniVersion":"1.0.0","type":"x"}"#),
+        ("name", r#"{"cniVersion":"1.0.0","name":"","type":"x"}"#),
+        ("name", r#"{"cniVersion":"1.0.0","name":"../a","type":"x"}"#),
+        ("name", r#"{"cniVersion":"1.0.0","name":7,"type":"x"}"#),
+        ("cniVersion", r#"{"name":"a","type":"x"}"#),
+        ("cniVersion", r#"{"cniVersion":"0.2.0","name":"a","type":"x"}"#),
+        ("cniVersion", r#"{"cniVersion":"2.0.0","name":"a","type":"x"}"#),
+        ("cniVersions", r#"{"cniVersions":["2.0.0"],"name":"a","type":"x"}"#),
+        ("type", r#"{"cniVersion":"1.0.0","name":"a","type":"../x"}"#),
+        ("type", r#"{"cniVersion":"1.0.0","name":"a","type":".."}"#),
+        ("type", r#"{"cniVersion":"1.0.0","name":"a","type":"a\u0000b"}"#),
+        ("capabilities", r#"{"cniVersion":"1.0.0","name":"a","type":"x","capabilities":{"dns":"yes"}}"#),
+    ] {
+        match single(text) {
+            Err(CniError::Field { field: found, .. }) => assert_eq!(found, field, "{text}"),
+            other => panic!("{text}: {other:?}"),
+        }
+    }
+    for text in [
+        r#"{"cniVersion":"1.0.0","name":"a"}"#,
+        r#"{"cniVersion":"1.0.0","name":"a","plugins":[]}"#,
+        r#"{"cniVersion":"1.0.0","name":"a","plugins":[7]}"#,
+    ] {
+        assert!(matches!(list(text), Err(CniError::Field { field: "plugins", .. })), "{text}");
+    }
+    let text = r#"{"cniVersion":"0.4.0","cniVersions":["1.0.0","9.0.0","0.4.0"],"name":"a","disableCheck":"true",
+                   "plugins":[{"type":"x"}]}"#;
+    let found = list(text).unwrap();
+    assert_eq!((found.version, found.disable_check, found.disable_gc), (Version::V1_0_0, true, false));
+}
+
+#[test]
+fn results_of_every_version_are_read() {
+    let old = r#"{"cniVersion":"0.4.0","interfaces":[{"name":"br"},{"name":"eth0","mac":"02:00:00:00:00:01",
+        "sandbox":"/run/netns/x"}],"ips":[{"version":"4","address":"10.1.0.5/16","gateway":"10.1.0.1","interface":1}],
+        "routes":[{"dst":"0.0.0.0/0"}],"dns":{}}"#;
+    let read = result(old, Version::V0_4_0).unwrap();
+    assert_eq!(read.interfaces, ["eth0"]);
+    assert_eq!(read.ips, ["10.1.0.5".parse::<std::net::IpAddr>().unwrap()]);
+    assert_eq!(read.raw["ips"][0]["version"], "4");
+    // For a plugin of a newer version it is rewritten, and the other way round.
+    let new = result(old, Version::V1_0_0).unwrap();
+    assert_eq!((&new.raw["cniVersion"], new.raw["ips"][0].get("version")), (&json!("1.0.0"), None));
+    let text = r#"{"cniVersion":"1.1.0","ips":[{"address":"fd00::5/64"}],"dns":null,"interfaces":null}"#;
+    let back = result(text, Version::V0_3_1).unwrap();
+    assert_eq!((&back.raw["cniVersion"], &back.raw["ips"][0]["version"]), (&json!("0.3.1"), &json!("6")));
+    // As tolerant as others: nothing but an object is needed.
+    assert_eq!(result("{}", Version::V1_1_0).unwrap().raw["cniVersion"], "1.1.0");
+    for bad in ["", "7", "[]", r#"{"ips":[{}]}"#, r#"{"ips":[{"address":"10.0.0.1"}]}"#, r#"{"ips":{}}"#] {
+        assert!(matches!(result(bad, Version::V1_0_0), Err(CniError::Json { .. })), "{bad}");
+    }
+    for bad in [r#"{"cniVersion":"0.2.0"}"#, r#"{"cniVersion":1}"#, r#"{"dns":{"nameservers":["1.1.1.1\nsearch x"]}}"#]
+    {
+        assert!(matches!(result(bad, Version::V1_0_0), Err(CniError::Field { .. })), "{bad}");
+    }
+}
+
+#[test]
+fn a_record_comes_back_and_an_unknown_version_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let cache = Cache { dir: dir.path().join("cache") };
+    let id = PodId::from_bytes([9; 32]);
+    assert_eq!(cache.ids().unwrap(), []);
+    assert_eq!(cache.read(&id).unwrap(), None);
+    let network = single(r#"{"cniVersion":"1.0.0","name":"a","type":"x","capabilities":{"dns":true}}"#).unwrap();
+    let record = Record {
+        id: id.clone(),
+        netns: "/run/netns/x".into(),
+        interface: INTERFACE.to_owned(),
+        args: "IgnoreUnknown=1".to_owned(),
+        capabilities: Map::new(),
+        network: network.to_list(),
+        result: None,
+    };
+    cache.write(&record).unwrap();
+    assert_eq!(cache.read(&id).unwrap(), Some((record.clone(), network)));
+    assert_eq!(cache.ids().unwrap(), std::slice::from_ref(&id));
+    let path = cache.dir.join(format!("{id}.json"));
+    let text = fs::read_to_string(&path).unwrap();
+    fs::write(&path, text.replace(r#""version":"1""#, r#""version":"2""#)).unwrap();
+    assert!(matches!(cache.read(&id), Err(CniError::Json { .. })));
+    cache.remove(&id).unwrap();
+    cache.remove(&id).unwrap();
+    assert_eq!(cache.read(&id).unwrap(), None);
+}
+
+/// JSON in which the words of CNI are frequent.
+fn cni_json() -> impl Strategy<Value = Value> {
+    let word = prop_oneof![
+        Just("1.0.0"),
+        Just("1.1.0"),
+        Just("0.4.0"),
+        Just("eth0"),
+        Just("10.0.0.1/8"),
+        Just("fd00::1/64"),
+        Just("x"),
+    ]
+    .prop_map(str::to_owned);
+    let leaf = prop_oneof![
+        4 => word.prop_map(Value::from),
+        1 => any::<String>().prop_map(Value::from),
+        1 => any::<i64>().prop_map(Value::from),
+        1 => any::<bool>().prop_map(Value::from),
+        1 => Just(Value::Null),
+    ];
+    let key = prop::sample::select(vec![
+        "cniVersion",
+        "cniVersions",
+        "name",
+        "type",
+        "plugins",
+        "capabilities",
+        "disableCheck",
+        "interfaces",
+        "ips",
+        "address",
+        "dns",
+        "nameservers",
+        "domain",
+        "search",
+        "sandbox",
+        "version",
+        "network",
+        "result",
+    ]);
+    leaf.prop_recursive(4, 48, 6, move |inner| {
+        prop_oneof![
+            1 => prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
+            3 => prop::collection::btree_map(key.clone().prop_map(str::to_owned), inner, 0..8)
+                .prop_map(|map| Value::Object(map.into_iter().collect())),
+        ]
+    })
+}
+
+fn parse_everything(bytes: &[u8]) {
+    let Ok(object) = parse_object("test", bytes) else {
+        assert!(CniResult::parse("test", bytes, Version::V1_0_0).is_err());
+        return;
+    };
+    let networks = [NetworkList::from_list("test", object.clone()), NetworkList::from_single("test", object.clone())];
+    for network in networks.into_iter().flatten() {
+        assert_eq!(NetworkList::from_list("test", network.to_list()).unwrap(), network);
+        for plugin in &network.plugins {
+            let input = plugin.input(&network, &Map::new(), Map::new());
+            assert_eq!(parse_object("test", &input).unwrap()["name"], network.name);
+        }
+    }
+    for version in [Version::V0_3_1, Version::V1_0_0] {
+        if let Ok(read) = CniResult::from_raw("test", object.clone(), version) {
+            assert_eq!(CniResult::from_raw("test", read.raw.clone(), version).unwrap(), read);
+        }
+    }
+    let _ = Cache::parse(Path::new("test"), bytes);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn no_bytes_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        parse_everything(&bytes);
+    }
+
+    #[test]
+    fn no_json_panics_and_what_is_accepted_comes_back(value in cni_json()) {
+        parse_everything(value.to_string().as_bytes());
+    }
+}

@@ -48,6 +48,12 @@ fn missing(needs: &[&str]) -> Option<String> {
     if !Path::new("/dev/net/tun").exists() {
         return Some("no /dev/net/tun".to_owned());
     }
+    // The bridge and portmap plugins run iptables, the tests ip.
+    for program in ["ip", "iptables"] {
+        if std::process::Command::new(program).arg("-V").output().is_err() {
+            return Some(format!("no program {program}"));
+        }
+    }
     if let Some(plugin) = needs.iter().find(|plugin| !Path::new(PLUGINS).join(plugin).exists()) {
         return Some(format!("no CNI plugin {PLUGINS}/{plugin}"));
     }

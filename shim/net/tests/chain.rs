@@ -1,0 +1,211 @@
+//! Owns: the whole life of pod networks with Debian's plugins: what the guest gets, and that nothing is left.
+
+mod common;
+
+use common::{LIMIT, in_a_world, ip_in, links, pod};
+use nacelle_base::net::{Interface, Route};
+use nacelle_base::{Classify, Kind};
+use nacelle_net::{NetError, NetNs, inspect, netns, run_in, tap};
+use std::net::IpAddr;
+
+const BRIDGE: &str = r#"{ "cniVersion": "1.0.0", "name": "bridged", "plugins": [
+    { "type": "bridge", "bridge": "nb0", "isGateway": true, "ipMasq": true,
+      "dns": { "nameservers": ["10.77.0.1"], "domain": "node.test", "search": ["pods.test"], "options": ["ndots:2"] },
+      "ipam": { "type": "host-local", "dataDir": "DIR/leases",
+                "ranges": [[{ "subnet": "fd77::/64" }], [{ "subnet": "10.77.0.0/24" }]],
+                "routes": [{ "dst": "::/0" }, { "dst": "0.0.0.0/0" }, { "dst": "192.168.9.0/24", "gw": "10.77.0.9" }] } },
+    { "type": "loopback" },
+    { "type": "portmap", "capabilities": { "portMappings": true } } ] }"#;
+
+fn route(destination: &str, gateway: Option<&str>, metric: Option<u32>) -> Route {
+    Route {
+        destination: destination.parse().unwrap(),
+        gateway: gateway.map(|gateway| gateway.parse().unwrap()),
+        interface: "eth0".to_owned(),
+        metric,
+    }
+}
+
+fn addresses(interface: &Interface) -> Vec<String> {
+    interface.addresses.iter().map(ToString::to_string).collect()
+}
+
+/// Leases of host-local: files named like addresses.
+fn leases(files: Vec<String>) -> Vec<String> {
+    files.into_iter().filter(|name| name.parse::<IpAddr>().is_ok()).collect()
+}
+
+#[test]
+fn a_bridged_pod_gets_everything_and_leaves_nothing() {
+    in_a_world(&["bridge", "host-local", "portmap", "loopback"], |world| async move {
+        world.conf("20-ignored.conf", "{");
+        world.conf("10-bridged.conflist", BRIDGE);
+        world.network.status().await.unwrap();
+        let (pod, attachment) = world.pod(1).await;
+        let eth0 = &attachment.network.interfaces[0];
+        assert_eq!((eth0.name.as_str(), eth0.mtu), ("eth0", 1500));
+        // The order is that of the plugins, not of the kernel.
+        assert_eq!(addresses(eth0), ["fd77::2/64", "10.77.0.2/24"]);
+        assert_eq!(attachment.ips, ["fd77::2".parse::<IpAddr>().unwrap(), "10.77.0.2".parse().unwrap()]);
+        let mac = ip_in(&world.network.netns_path(&pod.id), &["-o", "link", "show", "eth0"]);
+        let text = eth0.mac.map(|byte| format!("{byte:02x}")).join(":");
+        assert!(mac.contains(&text), "{mac} {text}");
+        let mut routes = attachment.network.routes.clone();
+        routes.sort_by_key(|route| route.destination);
+        let expected = [
+            route("0.0.0.0/0", Some("10.77.0.1"), None),
+            route("192.168.9.0/24", Some("10.77.0.9"), None),
+            route("::/0", Some("fd77::1"), Some(1024)),
+        ];
+        assert_eq!(routes, expected);
+        assert_eq!(attachment.dns.servers, ["10.77.0.1"]);
+        assert_eq!(attachment.dns.searches, ["node.test", "pods.test"]);
+        assert_eq!(attachment.dns.options, ["ndots:2"]);
+
+        world.network.check(&pod.id).await.unwrap();
+        let (second, _) = world.pod(2).await;
+        assert_eq!(world.network.pods().await.unwrap(), [pod.id.clone(), second.id.clone()].into());
+        assert_eq!(leases(world.files("leases")), ["10.77.0.2", "10.77.0.3", "fd77::2", "fd77::3"]);
+
+        // A new daemon under another configuration: CHECK and DEL still say what ADD did.
+        world.conf("10-bridged.conflist", &BRIDGE.replace("10.77", "10.79").replace("bridged", "renamed"));
+        let network = world.again(LIMIT);
+        network.check(&pod.id).await.unwrap();
+        network.teardown(&pod.id).await.unwrap();
+        assert_eq!(leases(world.files("leases")), ["10.77.0.3", "fd77::3"]);
+        network.gc(&[second.id.clone()].into()).await.unwrap();
+        network.check(&second.id).await.unwrap();
+
+        // Something was changed behind our back.
+        ip_in(&network.netns_path(&second.id), &["addr", "del", "10.77.0.3/24", "dev", "eth0"]);
+        let error = network.check(&second.id).await.unwrap_err();
+        assert!(matches!(error, NetError::Cni(_)), "{error}");
+        // The plugin looks there for what it must take back.
+        ip_in(&network.netns_path(&second.id), &["addr", "add", "10.77.0.3/24", "dev", "eth0"]);
+
+        network.gc(&[].into()).await.unwrap();
+        network.teardown(&second.id).await.unwrap();
+        assert_eq!(network.check(&second.id).await.unwrap_err().kind(), Kind::NotFound);
+        assert!(leases(world.files("leases")).is_empty());
+        assert!(world.files("netns").is_empty() && world.files("cache").is_empty());
+        assert_eq!(links(), ["lo", "nb0"]);
+        let rules = common::run("iptables", &["-t", "nat", "-S"]);
+        assert!(!rules.contains("10.77.0."), "{rules}");
+    });
+}
+
+#[test]
+fn a_point_to_point_pod_has_no_neighbours_on_the_link() {
+    in_a_world(&["ptp", "host-local"], |world| async move {
+        world.conf(
+            "10-ptp.json",
+            r#"{ "cniVersion": "0.4.0", "name": "ptp", "type": "ptp",
+                 "ipam": { "type": "host-local", "dataDir": "DIR/leases",
+                           "ranges": [[{ "subnet": "10.78.0.0/24" }], [{ "subnet": "fd78::/64" }]],
+                           "routes": [{ "dst": "0.0.0.0/0" }, { "dst": "::/0" }] } }"#,
+        );
+        let (pod, attachment) = world.pod(1).await;
+        assert_eq!(addresses(&attachment.network.interfaces[0]), ["10.78.0.2/32", "fd78::2/128"]);
+        let routes = &attachment.network.routes;
+        let gateways: Vec<bool> = routes.iter().map(|route| route.gateway.is_some()).collect();
+        assert!(gateways.is_sorted(), "on the link first: {routes:?}");
+        for expected in [
+            route("10.78.0.1/32", None, None),
+            route("10.78.0.0/24", Some("10.78.0.1"), None),
+            route("0.0.0.0/0", Some("10.78.0.1"), None),
+        ] {
+            assert!(routes.contains(&expected), "{expected:?} in {routes:?}");
+        }
+        for (destination, gateway) in [("fd78::1/128", None), ("fd78::/64", Some("fd78::1")), ("::/0", Some("fd78::1"))]
+        {
+            let same = |other: &&Route| Route { metric: None, ..(*other).clone() } == route(destination, gateway, None);
+            assert!(routes.iter().any(|other| same(&other)), "{destination} in {routes:?}");
+        }
+        world.network.check(&pod.id).await.unwrap();
+        world.network.teardown(&pod.id).await.unwrap();
+        assert!(leases(world.files("leases")).is_empty());
+        assert_eq!(links(), ["lo"]);
+    });
+}
+
+#[test]
+fn a_node_that_lost_the_namespace_still_gives_the_lease_back() {
+    in_a_world(&["bridge", "host-local", "portmap", "loopback"], |world| async move {
+        world.conf("10-bridged.conflist", BRIDGE);
+        let (pod, _) = world.pod(1).await;
+        netns::remove(&world.network.netns_path(&pod.id)).unwrap();
+        world.network.teardown(&pod.id).await.unwrap();
+        assert!(leases(world.files("leases")).is_empty());
+        assert!(world.files("cache").is_empty());
+    });
+}
+
+#[test]
+fn when_a_real_plugin_refuses_the_others_are_taken_back() {
+    in_a_world(&["bridge", "host-local"], |world| async move {
+        let refusing = r#"{ "type": "nacelle-fake", "dir": "DIR", "tag": "last", "mode": "json" }"#;
+        world.conf("10-bridged.conflist", &BRIDGE.replace(r#"{ "type": "loopback" }"#, refusing));
+        world.network.create_netns(&pod(1).id).await.unwrap();
+        world.network.setup(&pod(1)).await.unwrap_err();
+        assert!(leases(world.files("leases")).is_empty());
+        assert_eq!(links(), ["lo", "nb0"]);
+        assert!(world.files("cache").is_empty());
+    });
+}
+
+#[test]
+fn a_route_over_several_gateways_is_refused_and_others_are_read() {
+    in_a_world(&[], |world| async move {
+        let path = world.dir("netns").join("plain");
+        let netns = netns::create(&path).unwrap();
+        for args in [
+            "link add eth0 type veth peer name peer0",
+            "addr add 10.9.0.2/24 dev eth0",
+            "link set eth0 up mtu 1280",
+            "route add 10.10.0.0/16 via 192.0.2.1 dev eth0 onlink metric 7",
+            "route add 10.11.0.0/16 via 10.9.0.1 table 77",
+            "route add blackhole 10.12.0.0/16",
+        ] {
+            ip_in(&path, &args.split(' ').collect::<Vec<_>>());
+        }
+        let found = inspect(&netns, &["eth0".to_owned()]).unwrap();
+        assert_eq!(found.interfaces[0].mtu, 1280);
+        let expected = [route("192.0.2.1/32", None, Some(7)), route("10.10.0.0/16", Some("192.0.2.1"), Some(7))];
+        assert_eq!(found.routes, expected);
+        ip_in(
+            &path,
+            &"route add 10.13.0.0/16 nexthop via 10.9.0.3 nexthop via 10.9.0.4".split(' ').collect::<Vec<_>>(),
+        );
+        let error = inspect(&netns, &["eth0".to_owned()]).unwrap_err();
+        assert!(matches!(error, NetError::Route { .. }), "{error}");
+        assert!(matches!(inspect(&netns, &["eth7".to_owned()]), Err(NetError::NoInterface { .. })));
+        let error = inspect(&netns, &["lo".to_owned()]).map(|network| network.interfaces[0].addresses.clone());
+        assert!(error.is_ok(), "loopback has an Ethernet address of zeros: {error:?}");
+    });
+}
+
+#[test]
+fn namespaces_and_taps_come_and_go() {
+    in_a_world(&[], |world| async move {
+        let path = world.dir("netns").join("one");
+        let one = netns::create(&path).unwrap();
+        assert_eq!(netns::create(&path).unwrap_err().kind(), Kind::AlreadyExists);
+        assert!(ip_in(&path, &["-o", "link", "show", "lo"]).contains("UP"));
+        assert_eq!(links(), ["lo"]);
+        let tap = tap::create(&one, "tap0").unwrap();
+        assert!(matches!(tap::create(&one, "tap0"), Err(NetError::Tap { .. })));
+        assert!(matches!(tap::create(&one, "../../x"), Err(NetError::BadName { .. })));
+        assert!(matches!(tap::join(&one, "tap0", "eth0"), Err(NetError::NoInterface { .. })));
+        assert_eq!(run_in(&one, links).unwrap(), ["lo", "tap0"]);
+        drop(tap);
+        assert_eq!(run_in(&one, links).unwrap(), ["lo"]);
+        netns::remove(&path).unwrap();
+        netns::remove(&path).unwrap();
+        assert!(!path.exists());
+        assert_eq!(NetNs::open(&path).unwrap_err().kind(), Kind::NotFound);
+        std::fs::write(&path, "").unwrap();
+        assert!(matches!(NetNs::open(&path), Err(NetError::NotNetns { .. })));
+        netns::remove(&path).unwrap();
+        assert!(!path.exists());
+    });
+}

@@ -1,0 +1,307 @@
+//! Owns: plugins that misbehave in every way, and what the chain does about it.
+
+mod common;
+
+use cni_plugin::config::NetworkConfig;
+use common::{LIMIT, World, eventually, in_a_world, pod};
+use nacelle_base::{Classify, Kind};
+use nacelle_net::{Bandwidth, CniError, Dns, NetError, PodRef, PortMapping, Protocol};
+use std::path::Path;
+use std::time::Duration;
+
+/// A chain of fakes: for each its tag and more of its configuration.
+fn chain(world: &World, version: &str, fakes: &[(&str, &str)]) {
+    let plugin = |(tag, more): &(&str, &str)| {
+        format!(
+            r#"{{ "type": "nacelle-fake", "dir": "DIR", "tag": "{tag}",
+                 "capabilities": {{ "portMappings": true, "bandwidth": true, "dns": true, "ipRanges": true }} {more} }}"#
+        )
+    };
+    let plugins = fakes.iter().map(plugin).collect::<Vec<_>>().join(",");
+    world.conf(
+        "10-fake.conflist",
+        &format!(r#"{{ "cniVersion": "{version}", "name": "fakes", "plugins": [{plugins}] }}"#),
+    );
+}
+
+fn calls(world: &World) -> Vec<String> {
+    let text = std::fs::read_to_string(world.dir("calls")).unwrap_or_default();
+    text.lines().map(str::to_owned).collect()
+}
+
+fn fed(world: &World, call: &str) -> serde_json::Value {
+    serde_json::from_slice(&std::fs::read(world.dir(&format!("{call}.json"))).unwrap()).unwrap()
+}
+
+/// What setup fails with when the second of two plugins does this at ADD.
+async fn second_does(world: &World, mode: &str) -> CniError {
+    let _ = std::fs::remove_file(world.dir("calls"));
+    chain(world, "1.0.0", &[("one", ""), ("two", &format!(r#", "mode": "{mode}""#))]);
+    let pod = pod(1);
+    let error = world.network.setup(&pod).await.unwrap_err();
+    assert_eq!(calls(world), ["ADD one", "ADD two", "DEL two", "DEL one"], "{mode}");
+    assert!(world.files("cache").is_empty(), "{mode}");
+    match error {
+        NetError::Cni(error) => error,
+        other => panic!("{mode}: {other}"),
+    }
+}
+
+#[test]
+fn whatever_the_second_plugin_does_the_first_is_taken_back() {
+    in_a_world(&[], |world| async move {
+        world.network.create_netns(&pod(1).id).await.unwrap();
+        let error = second_does(&world, "endless").await;
+        assert!(matches!(error, CniError::TooMuchOutput { .. }), "{error}");
+        for mode in ["garbage", "array"] {
+            let error = second_does(&world, mode).await;
+            assert!(matches!(error, CniError::Json { .. }), "{mode}: {error}");
+        }
+        for mode in ["version", "dns"] {
+            let error = second_does(&world, mode).await;
+            assert!(matches!(error, CniError::Field { .. }), "{mode}: {error}");
+        }
+        match second_does(&world, "json").await {
+            CniError::Plugin { code: 11, message, .. } => assert_eq!(message, "refused; line one"),
+            other => panic!("{other}"),
+        }
+        for (mode, status, said) in [
+            ("plain", "exit status: 3", "no such luck"),
+            ("silent", "exit status: 4", ""),
+            ("suicide", "signal: 9", ""),
+        ] {
+            match second_does(&world, mode).await {
+                CniError::Failed { status: how, output, .. } => {
+                    assert!(how.starts_with(status), "{mode}: {how}");
+                    assert_eq!(output, said, "{mode}");
+                }
+                other => panic!("{mode}: {other}"),
+            }
+        }
+    });
+}
+
+#[test]
+fn a_plugin_that_takes_too_long_is_killed_with_its_children() {
+    in_a_world(&[], |world| async move {
+        // "orphan" ends at once, but leaves a child that holds its output.
+        for mode in ["hang", "orphan"] {
+            let pod = pod(1);
+            chain(&world, "1.0.0", &[("one", &format!(r#", "mode": "{mode}""#))]);
+            world.network.create_netns(&pod.id).await.unwrap();
+            let error = world.again(Duration::from_secs(3)).setup(&pod).await.unwrap_err();
+            assert_eq!(error.kind(), Kind::Timeout, "{mode}: {error}");
+            // On a very slow machine it did not come so far as to have children.
+            if let Ok(pids) = std::fs::read_to_string(world.dir("pids")) {
+                all_gone(&pids).await;
+                std::fs::remove_file(world.dir("pids")).unwrap();
+            }
+            world.network.teardown(&pod.id).await.unwrap();
+            assert!(world.files("cache").is_empty());
+        }
+    });
+}
+
+async fn all_gone(pids: &str) {
+    for pid in pids.split_whitespace() {
+        // A zombie is gone as far as the plugin is concerned: whoever inherited it has yet to look.
+        let state = || std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        let gone = || state().rsplit(')').next().is_none_or(|rest| rest.trim().is_empty() || rest.starts_with(" Z"));
+        eventually("the plugin and its child are gone", gone).await;
+    }
+}
+
+#[test]
+fn a_setup_that_is_given_up_kills_the_plugin_and_teardown_cleans_up() {
+    in_a_world(&[], |world| async move {
+        let pod = pod(1);
+        chain(&world, "1.0.0", &[("one", ""), ("two", r#", "mode": "hang""#)]);
+        world.network.create_netns(&pod.id).await.unwrap();
+        let there = || world.dir("pids").exists();
+        tokio::select! {
+            _ = world.network.setup(&pod) => panic!("it hangs"),
+            () = eventually("the plugin runs", there) => (),
+        }
+        all_gone(&std::fs::read_to_string(world.dir("pids")).unwrap()).await;
+        // A new daemon finds the pod and knows what to take back, whatever the configuration is now.
+        std::fs::remove_file(world.dir("conf").join("10-fake.conflist")).unwrap();
+        let network = world.again(LIMIT);
+        assert!(network.pods().await.unwrap().contains(&pod.id));
+        network.teardown(&pod.id).await.unwrap();
+        assert_eq!(calls(&world), ["ADD one", "ADD two", "DEL two", "DEL one"]);
+        assert!(network.pods().await.unwrap().is_empty());
+        network.teardown(&pod.id).await.unwrap();
+        assert_eq!(calls(&world).len(), 4);
+    });
+}
+
+#[test]
+fn a_plugin_of_a_daemon_that_was_killed_is_waited_for() {
+    in_a_world(&[], |world| async move {
+        let pod = pod(1);
+        chain(&world, "1.0.0", &[("one", r#", "mode": "plain", "del": "json""#)]);
+        world.network.create_netns(&pod.id).await.unwrap();
+        world.network.setup(&pod).await.unwrap_err();
+        std::fs::remove_file(world.dir("calls")).unwrap();
+        // What a plugin of the former daemon is: a process that has the pod's locked file as its input.
+        let input = std::fs::File::open(world.dir("cache").join(format!("{}.input", pod.id))).unwrap();
+        input.lock().unwrap();
+        let script = "echo >started; while [ ! -e go ]; do sleep 0.01; done; echo late >>calls";
+        let mut plugin = {
+            let mut command = std::process::Command::new("sh");
+            command.args(["-c", script]).current_dir(world.dir("")).stdin(input).spawn().unwrap()
+        };
+        let started = world.dir("started");
+        eventually("the plugin runs", || started.exists()).await;
+        let error = world.again(Duration::ZERO).teardown(&pod.id).await.unwrap_err();
+        assert!(matches!(error, NetError::Cni(CniError::Busy { .. })), "{error}");
+        std::fs::write(world.dir("go"), "").unwrap();
+        // Its DEL fails as it was told to, but it was called.
+        world.again(LIMIT).teardown(&pod.id).await.unwrap_err();
+        assert_eq!(calls(&world), ["late", "DEL one"]);
+        plugin.wait().unwrap();
+    });
+}
+
+#[test]
+fn a_pod_without_an_address_is_taken_back() {
+    in_a_world(&[], |world| async move {
+        let pod = pod(1);
+        chain(&world, "1.0.0", &[("one", "")]);
+        world.network.create_netns(&pod.id).await.unwrap();
+        let error = world.network.setup(&pod).await.unwrap_err();
+        assert!(matches!(error, NetError::NoInterface { .. }), "{error}");
+        assert_eq!(calls(&world), ["ADD one", "DEL one"]);
+    });
+}
+
+#[test]
+fn a_failed_del_is_remembered_and_the_others_are_done() {
+    in_a_world(&[], |world| async move {
+        let pod = pod(1);
+        chain(&world, "1.0.0", &[("one", ""), ("two", r#", "mode": "plain", "del": "json""#)]);
+        world.network.create_netns(&pod.id).await.unwrap();
+        world.network.setup(&pod).await.unwrap_err();
+        assert!(world.network.pods().await.unwrap().contains(&pod.id));
+        world.network.teardown(&pod.id).await.unwrap_err();
+        assert!(world.network.netns_path(&pod.id).exists());
+        assert_eq!(calls(&world)[2..], ["DEL two", "DEL one", "DEL two", "DEL one"]);
+        // What the plugin is told at DEL is what it was told at ADD: it fails again, until its file is gone.
+        let text = std::fs::read_to_string(world.dir("cache").join(format!("{}.json", pod.id))).unwrap();
+        std::fs::write(world.dir("cache").join(format!("{}.json", pod.id)), text.replace("\"json\"", "\"\"")).unwrap();
+        world.network.teardown(&pod.id).await.unwrap();
+        assert!(world.network.pods().await.unwrap().is_empty());
+    });
+}
+
+#[test]
+fn plugins_are_fed_what_the_conventions_say() {
+    in_a_world(&[], |world| async move {
+        let port = |host_port| PortMapping { host_port, container_port: 80, protocol: Protocol::Tcp, host_ip: None };
+        let pod = PodRef {
+            port_mappings: vec![port(8080), port(0)],
+            bandwidth: Some(Bandwidth { ingress_bps: Some(1_000_000), egress_bps: None }),
+            dns: Some(Dns { servers: vec!["10.0.0.10".into()], ..Dns::default() }),
+            pod_cidrs: vec!["10.1.0.0/16".parse().unwrap()],
+            ..pod(1)
+        };
+        chain(&world, "1.0.0", &[("one", ""), ("two", "")]);
+        world.network.create_netns(&pod.id).await.unwrap();
+        world.network.setup(&pod).await.unwrap_err();
+
+        // What a plugin written with the cni-plugin crate reads.
+        let two: NetworkConfig = serde_json::from_value(fed(&world, "two.ADD")).unwrap();
+        assert_eq!((two.name.as_str(), two.plugin.as_str()), ("fakes", "nacelle-fake"));
+        assert_eq!(two.cni_version.to_string(), "1.0.0");
+        assert_eq!(two.prev_result.as_ref().unwrap()["own"], "one");
+        let runtime = two.runtime.unwrap();
+        assert_eq!(runtime.port_mappings.len(), 1);
+        assert_eq!((runtime.port_mappings[0].host_port, runtime.port_mappings[0].container_port), (8080, 80));
+        let bandwidth = runtime.bandwidth.unwrap();
+        assert_eq!((bandwidth.ingress_rate, bandwidth.egress_rate), (Some(1_000_000), None));
+        let runtime = &fed(&world, "one.ADD")["runtimeConfig"];
+        assert_eq!(runtime["portMappings"][0]["protocol"], "tcp");
+        assert_eq!(runtime["dns"]["servers"][0], "10.0.0.10");
+        assert_eq!(runtime["ipRanges"][0][0]["subnet"], "10.1.0.0/16");
+        assert!(fed(&world, "one.ADD").get("prevResult").is_none());
+        // DEL is told the last result, by the first plugin too.
+        assert_eq!(fed(&world, "one.DEL")["prevResult"]["own"], "two");
+
+        let environment = std::fs::read_to_string(world.dir("one.ADD.env")).unwrap();
+        let netns = world.network.netns_path(&pod.id);
+        let expected = [
+            pod.id.to_string(),
+            netns.display().to_string(),
+            "eth0".to_owned(),
+            format!(
+                "IgnoreUnknown=1;K8S_POD_NAMESPACE=tests;K8S_POD_NAME=pod-1;K8S_POD_INFRA_CONTAINER_ID={};K8S_POD_UID=uid-1",
+                pod.id
+            ),
+        ];
+        assert_eq!(environment.lines().collect::<Vec<_>>(), expected);
+    });
+}
+
+#[test]
+fn a_plugin_that_reads_nothing_is_no_failure() {
+    in_a_world(&[], |world| async move {
+        // More than a pipe holds.
+        let long = "x".repeat(300_000);
+        let conf = format!(r#"{{ "cniVersion": "1.0.0", "name": "deaf", "type": "nacelle-deaf", "long": "{long}" }}"#);
+        world.conf("10-deaf.conf", &conf);
+        world.network.create_netns(&pod(1).id).await.unwrap();
+        let error = world.network.setup(&pod(1)).await.unwrap_err();
+        assert!(matches!(error, NetError::NoInterface { .. }), "{error}");
+    });
+}
+
+#[test]
+fn status_and_gc_speak_to_plugins_from_1_1_0_on() {
+    in_a_world(&[], |world| async move {
+        let status = async || {
+            world.network.status().await.map_err(|error| match error {
+                NetError::Cni(error) => error,
+                other => panic!("{other}"),
+            })
+        };
+        assert!(matches!(status().await, Err(CniError::NoConfig { .. })));
+        world.network.gc(&[].into()).await.unwrap();
+        chain(&world, "1.0.0", &[("one", "")]);
+        status().await.unwrap();
+        world.network.gc(&[].into()).await.unwrap();
+        assert_eq!(calls(&world), [""; 0]);
+        chain(&world, "1.1.0", &[("one", ""), ("two", r#", "status": "missing""#)]);
+        assert!(matches!(status().await, Err(CniError::Plugin { code: 50, .. })));
+        assert_eq!(calls(&world), ["STATUS one", "STATUS two"]);
+        chain(&world, "0.3.1", &[("one", "")]);
+        assert!(matches!(status().await, Err(CniError::Version { .. })));
+        world.conf("05-none.conf", r#"{ "cniVersion": "1.0.0", "name": "n", "type": "nacelle-nowhere" }"#);
+        assert!(matches!(status().await, Err(CniError::NoPlugin { .. })));
+        world.conf("05-none.conf", "{");
+        assert!(matches!(status().await, Err(CniError::Json { .. })));
+        std::fs::remove_file(world.dir("conf").join("05-none.conf")).unwrap();
+
+        // Two pods whose DEL failed; one of them is to be kept.
+        chain(&world, "1.1.0", &[("one", r#", "mode": "json", "del": "json""#)]);
+        for number in [1, 2] {
+            world.network.create_netns(&pod(number).id).await.unwrap();
+            world.network.setup(&pod(number)).await.unwrap_err();
+        }
+        world.network.gc(&[pod(1).id].into()).await.unwrap_err();
+        let valid = serde_json::json!([{ "containerID": pod(1).id, "ifname": "eth0" }]);
+        assert_eq!(fed(&world, "one.GC")["cni.dev/valid-attachments"], valid);
+        assert_eq!(calls(&world).last().unwrap(), "GC one");
+    });
+}
+
+#[test]
+fn what_cannot_be_said_in_cni_args_is_refused_and_changes_nothing() {
+    in_a_world(&[], |world| async move {
+        chain(&world, "1.0.0", &[("one", "")]);
+        world.network.create_netns(&pod(1).id).await.unwrap();
+        let error = world.network.setup(&PodRef { name: "a;K8S_POD_UID=x".to_owned(), ..pod(1) }).await.unwrap_err();
+        assert_eq!(error.kind(), Kind::Invalid, "{error}");
+        assert_eq!(calls(&world), [""; 0]);
+        assert!(!Path::new(&world.dir("cache")).exists());
+    });
+}
