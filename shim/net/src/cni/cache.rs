@@ -11,9 +11,10 @@ use nacelle_base::files::{at, remove_if_there, write_whole};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::fs::{self, File, OpenOptions, TryLockError};
-use std::io;
+use std::io::{self, Seek, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// More than the largest configuration and the largest result, each of 1 MiB.
 const MAX_RECORD: u64 = 8 << 20;
@@ -77,14 +78,14 @@ impl Cache {
     }
 
     /// The pod's input file, locked; nothing while a plugin or somebody else holds it.
-    pub fn claim(&self, id: &PodId) -> Result<Option<File>, CniError> {
+    pub fn claim(&self, id: &PodId) -> Result<Option<Claim>, CniError> {
         let path = self.input_path(id);
         fs::create_dir_all(&self.dir).map_err(at("create", &self.dir))?;
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(false).mode(0o600);
         let file = options.open(&path).map_err(at("create", &path))?;
         match file.try_lock() {
-            Ok(()) => Ok(Some(file)),
+            Ok(()) => Ok(Some(Claim { file, running: AtomicBool::new(false) })),
             Err(TryLockError::WouldBlock) => Ok(None),
             Err(TryLockError::Error(source)) => Err(at("lock", &path)(source).into()),
         }
@@ -113,6 +114,47 @@ impl Cache {
         }
         Ok(ids)
     }
+}
+
+/// The right to run plugins for a pod, one after the other.
+#[derive(Debug)]
+pub(crate) struct Claim {
+    file: File,
+    /// Whether a plugin that was started may still run: then it has the lock, and keeps it when this goes.
+    running: AtomicBool,
+}
+
+impl Claim {
+    /// Runs one plugin: `run` is given its standard input. If the caller gives up meanwhile, the right is
+    /// not given back before the plugin and what it started have ended.
+    pub async fn run<T, R: Future<Output = T>>(&self, input: Vec<u8>, run: impl FnOnce(File) -> R) -> io::Result<T> {
+        // The same open file, and so the same lock.
+        let mut file = self.file.try_clone()?;
+        let filled = tokio::task::spawn_blocking(move || fill(&mut file, &input).map(|()| file)).await;
+        let file = filled.map_err(io::Error::other)??;
+        self.running.store(true, Ordering::Relaxed);
+        let ran = run(file).await;
+        self.running.store(false, Ordering::Relaxed);
+        Ok(ran)
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        if !self.running.load(Ordering::Relaxed)
+            && let Err(error) = self.file.unlock()
+        {
+            tracing::warn!(%error, "the lock of a CNI input file could not be given back");
+        }
+    }
+}
+
+/// Makes `input` what is read from the file.
+pub(super) fn fill(file: &mut File, input: &[u8]) -> io::Result<()> {
+    file.set_len(0)?;
+    file.rewind()?;
+    file.write_all(input)?;
+    file.rewind()
 }
 
 fn bad(path: &Path) -> impl FnOnce(serde_json::Error) -> CniError {

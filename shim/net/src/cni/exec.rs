@@ -20,6 +20,9 @@ const MAX_OUTPUT: u64 = 1 << 20;
 /// Of standard error so much is kept for the log; the rest is read and dropped.
 const MAX_LOG: u64 = 16 << 10;
 
+/// What is killed ends at once, unless the kernel holds it.
+const KILL_WAIT: Duration = Duration::from_secs(5);
+
 /// A command of the CNI protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Command {
@@ -88,10 +91,12 @@ impl Exec {
         let mut child = Group::spawn(&path, name, &search, environment, input).map_err(failed)?;
         let ran = tokio::time::timeout(self.deadline, child.read()).await;
         let Ok(ran) = ran else {
+            child.kill().await;
             let seconds = self.deadline.as_secs();
             return Err(CniError::Timeout { plugin: plugin.to_owned(), command: name, seconds });
         };
         let Some(Ran { output, log, status }) = ran.map_err(failed)? else {
+            child.kill().await;
             return Err(CniError::TooMuchOutput { plugin: plugin.to_owned(), command: name, limit: MAX_OUTPUT });
         };
         let log = printable(&log);
@@ -190,13 +195,28 @@ impl Group {
     }
 }
 
-impl Drop for Group {
-    fn drop(&mut self) {
-        if let Some(group) = self.group
+impl Group {
+    /// Kills all of it and waits for the plugin, so that what is run next finds it gone.
+    async fn kill(mut self) {
+        self.signal();
+        let ended = tokio::time::timeout(KILL_WAIT, self.child.wait()).await;
+        if !matches!(ended, Ok(Ok(_))) {
+            tracing::warn!(child = self.child.id(), "a killed CNI plugin did not end");
+        }
+    }
+
+    fn signal(&mut self) {
+        if let Some(group) = self.group.take()
             && let Err(error) = killpg(group, Signal::SIGKILL)
         {
             tracing::warn!(%group, %error, "a CNI plugin could not be killed");
         }
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        self.signal();
     }
 }
 

@@ -14,7 +14,7 @@ mod tests;
 mod types;
 
 use crate::network::NetConfig;
-use cache::{Cache, Record};
+use cache::{Cache, Claim, Record, fill};
 use config::{NetworkList, Plugin, Version};
 use exec::{Command, Exec};
 use nacelle_base::{Chain, PodId};
@@ -24,7 +24,6 @@ use serde_json::{Map, Value, json};
 use std::collections::{BTreeSet, HashMap};
 use std::ffi::OsString;
 use std::fs::File;
-use std::io::{self, Seek, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
@@ -192,7 +191,7 @@ impl Cni {
 
     async fn add_one(
         &self,
-        claim: &File,
+        claim: &Claim,
         record: &Record,
         network: &NetworkList,
         plugin: &Plugin,
@@ -204,7 +203,7 @@ impl Cni {
     }
 
     /// After a failed ADD: what could not be taken back stays remembered, for the next DEL.
-    async fn take_back(&self, claim: &File, record: &Record, network: &NetworkList, ran: &[Plugin]) {
+    async fn take_back(&self, claim: &Claim, record: &Record, network: &NetworkList, ran: &[Plugin]) {
         let mut undone = self.del_chain(claim, record, network, ran).await;
         if undone.is_ok() {
             undone = self.forget(&record.id).await;
@@ -228,7 +227,7 @@ impl Cni {
     /// DEL backwards. A plugin that fails does not keep the others from giving back what they hold.
     async fn del_chain(
         &self,
-        claim: &File,
+        claim: &Claim,
         record: &Record,
         network: &NetworkList,
         plugins: &[Plugin],
@@ -268,21 +267,17 @@ impl Cni {
         Ok(wire.supported_versions)
     }
 
-    /// Runs a plugin for the pod whose input file is `claim`.
+    /// Runs a plugin for the pod of this claim.
     async fn run(
         &self,
-        claim: &File,
+        claim: &Claim,
         plugin: &Plugin,
         command: Command,
         environment: &[(&'static str, OsString)],
         input: Vec<u8>,
     ) -> Result<Vec<u8>, CniError> {
-        let failed = |source| CniError::Input { plugin: plugin.kind.clone(), source };
-        // The same open file, and so the same lock.
-        let mut file = claim.try_clone().map_err(failed)?;
-        let filled = tokio::task::spawn_blocking(move || fill(&mut file, &input).map(|()| file)).await;
-        let file = filled.map_err(|source| CniError::GivenUp { source })?.map_err(failed)?;
-        self.exec.run(&plugin.kind, command, environment, file).await
+        let ran = claim.run(input, |file| self.exec.run(&plugin.kind, command, environment, file)).await;
+        ran.map_err(|source| CniError::Input { plugin: plugin.kind.clone(), source })?
     }
 
     /// Runs a plugin for no pod.
@@ -294,8 +289,8 @@ impl Cni {
         self.exec.run(plugin, command, &[], file).await
     }
 
-    /// The pod's input file, once no plugin runs for the pod.
-    async fn claim(&self, id: &PodId) -> Result<File, CniError> {
+    /// The right to run plugins for the pod, once no plugin runs for it.
+    async fn claim(&self, id: &PodId) -> Result<Claim, CniError> {
         let end = Instant::now() + self.exec.deadline;
         loop {
             let (cache, of) = (self.cache.clone(), id.clone());
@@ -350,13 +345,6 @@ impl Record {
             ("CNI_ARGS", self.args.clone().into()),
         ]
     }
-}
-
-fn fill(file: &mut File, input: &[u8]) -> io::Result<()> {
-    file.set_len(0)?;
-    file.rewind()?;
-    file.write_all(input)?;
-    file.rewind()
 }
 
 fn prev_result(result: Option<&Map<String, Value>>) -> Map<String, Value> {
