@@ -1,0 +1,190 @@
+//! Owns: making a `BootConfig` true: clock, random pool, host name, network, sysctls, the pod's files in /etc.
+
+use ipnet::IpNet;
+use nacelle_proto::agent::{BootConfig, Dns, Interface, Route};
+use std::fs;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+
+use super::BootError;
+use super::netlink::{Link, LinkChange, Netlink, add_address, add_route, get_links, set_link};
+
+/// Applies all of it that readiness needs; in the order in which later steps depend on earlier ones.
+pub fn apply(config: &BootConfig) -> Result<(), BootError> {
+    clock(config.time_unix_nanos)?;
+    entropy(&config.entropy)?;
+    nix::unistd::sethostname(&config.hostname)
+        .map_err(|source| BootError::Hostname { name: config.hostname.clone(), source })?;
+    network(&config.interfaces, &config.routes)?;
+    for (name, value) in &config.sysctls {
+        let path = sysctl_path(name).ok_or_else(|| BootError::SysctlName { name: name.clone() })?;
+        fs::write(&path, value).map_err(|source| BootError::Sysctl { name: name.clone(), value: value.clone(), source })?;
+    }
+    Ok(())
+}
+
+fn clock(nanos: i64) -> Result<(), BootError> {
+    if nanos <= 0 {
+        return Ok(());
+    }
+    let time = nix::sys::time::TimeSpec::new(nanos / 1_000_000_000, nanos % 1_000_000_000);
+    nix::time::clock_settime(nix::time::ClockId::CLOCK_REALTIME, time).map_err(|source| BootError::Clock { source })
+}
+
+fn entropy(bytes: &[u8]) -> Result<(), BootError> {
+    if bytes.is_empty() {
+        return Ok(());
+    }
+    fs::OpenOptions::new()
+        .write(true)
+        .open("/dev/random")
+        .and_then(|random| crate::sys::add_entropy(random, bytes))
+        .map_err(|source| BootError::Entropy { source })
+}
+
+/// The file of a sysctl that belongs to the pod and not to the machine: the namespaced ones. `net.ipv4.conf.eth0/1`
+/// means `net/ipv4/conf/eth0.1`, as sysctl(8) has it.
+fn sysctl_path(name: &str) -> Option<PathBuf> {
+    let relative: String = name
+        .chars()
+        .map(|c| match c {
+            '.' => '/',
+            '/' => '.',
+            other => other,
+        })
+        .collect();
+    let allowed = ["net/", "fs/mqueue/", "kernel/shm", "kernel/msg"].iter().any(|start| relative.starts_with(start))
+        || relative == "kernel/sem";
+    let clean = relative.split('/').all(|part| !part.is_empty() && part != "." && part != "..");
+    (allowed && clean).then(|| Path::new("/proc/sys").join(relative))
+}
+
+fn parse<T: std::str::FromStr>(what: &'static str, text: &str) -> Result<T, BootError> {
+    text.parse().ok().ok_or_else(|| BootError::Address { what, text: text.to_owned() })
+}
+
+fn network(interfaces: &[Interface], routes: &[Route]) -> Result<(), BootError> {
+    let failed = |what: String| move |source| BootError::Network { what, source };
+    let netlink = Netlink::open().map_err(failed("open rtnetlink".to_owned()))?;
+    let mut links = netlink.ask(&get_links()).map_err(failed("list the links".to_owned()))?;
+    links.sort_by_key(|link| link.index);
+    if let Some(lo) = links.iter().find(|link| link.name == "lo") {
+        let up = LinkChange { up: true, ..LinkChange::default() };
+        netlink.ask(&set_link(lo.index, &up)).map_err(failed("set lo up".to_owned()))?;
+    }
+    let nics: Vec<Link> = links.into_iter().filter(|link| link.ethernet).collect();
+    // Names may be permuted, so all that change go to a name that nobody has first.
+    for (at, (nic, interface)) in nics.iter().zip(interfaces).enumerate() {
+        if nic.name != interface.name && nics.iter().any(|other| other.name == interface.name) {
+            let change = LinkChange { name: Some(&format!("nacelle{at}")), ..LinkChange::default() };
+            netlink.ask(&set_link(nic.index, &change)).map_err(failed(format!("rename {}", nic.name)))?;
+        }
+    }
+    for (at, interface) in interfaces.iter().enumerate() {
+        let nic = nics.get(at).ok_or_else(|| BootError::NoNic { name: interface.name.clone(), have: nics.len() })?;
+        set_up(&netlink, nic, interface)?;
+    }
+    for route in routes {
+        let position = interfaces.iter().position(|interface| interface.name == route.interface);
+        let nic = position.and_then(|at| nics.get(at));
+        let nic = nic.ok_or_else(|| BootError::NoNic { name: route.interface.clone(), have: nics.len() })?;
+        let destination = parse("route", &route.destination)?;
+        let gateway: Option<IpAddr> =
+            if route.gateway.is_empty() { None } else { Some(parse("gateway", &route.gateway)?) };
+        netlink
+            .ask(&add_route(nic.index, destination, gateway, route.metric))
+            .map_err(failed(format!("add the route to {} by {}", route.destination, route.gateway)))?;
+    }
+    Ok(())
+}
+
+fn set_up(netlink: &Netlink, nic: &Link, interface: &Interface) -> Result<(), BootError> {
+    let failed = |what: String| move |source| BootError::Network { what, source };
+    let change = LinkChange {
+        name: Some(interface.name.as_str()).filter(|name| *name != nic.name),
+        mac: Some(interface.mac.as_slice()).filter(|mac| mac.len() == 6 && *mac != nic.mac),
+        mtu: Some(interface.mtu).filter(|mtu| *mtu != 0),
+        up: false,
+    };
+    netlink.ask(&set_link(nic.index, &change)).map_err(failed(format!("set up {}", interface.name)))?;
+    let up = LinkChange { up: true, ..LinkChange::default() };
+    netlink.ask(&set_link(nic.index, &up)).map_err(failed(format!("set {} up", interface.name)))?;
+    for address in &interface.addresses {
+        let net: IpNet = parse("address", address)?;
+        let request = add_address(nic.index, net);
+        netlink.ask(&request).map_err(failed(format!("add {address} to {}", interface.name)))?;
+    }
+    Ok(())
+}
+
+/// Writes the pod's hosts, hostname and resolv.conf, which containers see in /etc unless their spec has others.
+pub fn write_files(config: &BootConfig) -> Result<(), BootError> {
+    let write = |name: &str, text: String| {
+        let path = Path::new(crate::paths::FILES).join(name);
+        fs::write(&path, text).map_err(|source| BootError::File { path, source })
+    };
+    write("hostname", format!("{}\n", config.hostname))?;
+    write("hosts", hosts(config))?;
+    write("resolv.conf", resolv_conf(config.dns.as_ref().unwrap_or(&Dns::default())))
+}
+
+fn hosts(config: &BootConfig) -> String {
+    let mut text = "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n".to_owned();
+    let addresses = config.interfaces.iter().flat_map(|interface| &interface.addresses);
+    for address in addresses {
+        let address = address.split('/').next().unwrap_or(address);
+        text.push_str(&format!("{address}\t{}\n", config.hostname));
+    }
+    text
+}
+
+fn resolv_conf(dns: &Dns) -> String {
+    let mut text = String::new();
+    for server in &dns.servers {
+        text.push_str(&format!("nameserver {server}\n"));
+    }
+    if !dns.searches.is_empty() {
+        text.push_str(&format!("search {}\n", dns.searches.join(" ")));
+    }
+    if !dns.options.is_empty() {
+        text.push_str(&format!("options {}\n", dns.options.join(" ")));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn only_the_pods_own_sysctls_have_a_path() {
+        assert_eq!(sysctl_path("net.ipv4.ip_forward"), Some("/proc/sys/net/ipv4/ip_forward".into()));
+        assert_eq!(sysctl_path("net.ipv4.conf.eth0/1.rp_filter"), Some("/proc/sys/net/ipv4/conf/eth0.1/rp_filter".into()));
+        assert!(sysctl_path("kernel.shm_rmid_forced").is_some());
+        assert!(sysctl_path("kernel.sem").is_some());
+        for name in ["kernel.panic", "vm.overcommit_memory", "net.//.x", "net", "", "net..x", "kernel.semx"] {
+            assert_eq!(sysctl_path(name), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn files_say_what_the_pod_was_told() {
+        let dns = Dns { servers: vec!["10.96.0.10".into()], searches: vec!["a".into(), "b".into()], options: vec![] };
+        assert_eq!(resolv_conf(&dns), "nameserver 10.96.0.10\nsearch a b\n");
+        let interface = Interface { addresses: vec!["10.0.0.2/24".into()], ..Interface::default() };
+        let config = BootConfig { hostname: "web".into(), interfaces: vec![interface], ..BootConfig::default() };
+        assert!(hosts(&config).ends_with("10.0.0.2\tweb\n"));
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(256))]
+        #[test]
+        fn a_sysctl_never_leaves_its_folder(name in "[a-z./]{0,20}") {
+            if let Some(path) = sysctl_path(&format!("net.{name}")) {
+                prop_assert!(path.starts_with("/proc/sys/net"));
+                prop_assert!(path.components().all(|part| !matches!(part, std::path::Component::ParentDir)));
+            }
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! Owns: the way from the kernel's first instruction in user space to a configured guest: mounts, the handshake with
+//! the host, the listening sockets, the zygote. Synchronous, one thread, and as little as possible before the report.
+//! May use: `frame`, `sys`, `zygote`.
+
+pub mod apply;
+pub mod mounts;
+pub mod netlink;
+
+use nacelle_base::Chain;
+use nacelle_proto::agent::{AgentHello, BootConfig, BootReport};
+use nix::sys::socket::{
+    AddressFamily, Backlog, SockFlag, SockType, VsockAddr, bind, connect, listen, setsockopt, socket, sockopt,
+};
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use crate::frame::{self, FrameError};
+use crate::zygote::Zygote;
+
+/// The host's port for the handshake.
+pub const HANDSHAKE_PORT: u32 = 1024;
+/// The guest's port of the gRPC service.
+pub const RPC_PORT: u32 = 1025;
+/// The guest's port of the streams.
+pub const STREAM_PORT: u32 = 1026;
+/// How long the host may take to answer, CNI included.
+const PATIENCE: Duration = Duration::from_secs(600);
+
+/// Why the guest did not become ready.
+#[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the fields are what the message prints")]
+pub enum BootError {
+    #[error("cannot make the folder {path}")]
+    Directory { path: String, source: nix::Error },
+    #[error("cannot mount {kind} at {path}")]
+    Mount { kind: &'static str, path: String, source: nix::Error },
+    #[error("cannot leave the initramfs")]
+    SwitchRoot { source: nix::Error },
+    #[error("cannot reach the host on vsock port {HANDSHAKE_PORT}")]
+    Connect { source: nix::Error },
+    #[error("cannot listen on vsock port {port}")]
+    Listen { port: u32, source: nix::Error },
+    #[error("the handshake with the host broke off")]
+    Handshake { source: FrameError },
+    #[error("cannot set the clock")]
+    Clock { source: nix::Error },
+    #[error("cannot seed the random pool")]
+    Entropy { source: io::Error },
+    #[error("cannot set the host name {name:?}")]
+    Hostname { name: String, source: nix::Error },
+    #[error("{name:?} is no sysctl that a pod may set: net.*, kernel.shm*, kernel.msg*, kernel.sem and fs.mqueue.* are")]
+    SysctlName { name: String },
+    #[error("cannot set the sysctl {name} to {value:?}")]
+    Sysctl { name: String, value: String, source: io::Error },
+    #[error("{text:?} is no {what}")]
+    Address { what: &'static str, text: String },
+    #[error("there is no network device for {name}: the machine has {have}")]
+    NoNic { name: String, have: usize },
+    #[error("cannot {what}")]
+    Network { what: String, source: io::Error },
+    #[error("cannot write {}", path.display())]
+    File { path: PathBuf, source: io::Error },
+    #[error("cannot start the zygote")]
+    Zygote { source: io::Error },
+    #[error("cannot set a resource limit")]
+    Limit { source: io::Error },
+}
+
+/// A guest that has reported itself ready.
+pub struct Ready {
+    /// What the host asked for.
+    pub config: BootConfig,
+    /// Listens on the port of the service.
+    pub rpc: OwnedFd,
+    /// Listens on the port of the streams.
+    pub streams: OwnedFd,
+    /// Makes processes.
+    pub zygote: Zygote,
+}
+
+/// Boots. The hello goes out first, so that the host's answer and the guest's own work overlap.
+pub fn boot() -> Result<Ready, BootError> {
+    let mut host = File::from(connect_to_host()?);
+    let handshake = |source| BootError::Handshake { source };
+    let kernel_release = nix::sys::utsname::uname()
+        .map(|name| name.release().to_string_lossy().into_owned())
+        .unwrap_or_default();
+    let hello = AgentHello { protocol: 1, agent_version: env!("CARGO_PKG_VERSION").to_owned(), kernel_release };
+    frame::write(&mut host, &hello).map_err(handshake)?;
+    mounts::first()?;
+    crate::log::start();
+    let config: BootConfig = frame::read(&mut host).map_err(handshake)?;
+    let configured = apply::apply(&config).and_then(|()| Ok((listening(RPC_PORT)?, listening(STREAM_PORT)?)));
+    let error = configured.as_ref().err().map(|error| Chain(error).to_string()).unwrap_or_default();
+    frame::write(&mut host, &BootReport { error }).map_err(handshake)?;
+    let (rpc, streams) = configured?;
+
+    mounts::rest(config.shm_bytes)?;
+    apply::write_files(&config)?;
+    own_cgroup()?;
+    let zygote = Zygote::fork().map_err(|source| BootError::Zygote { source })?;
+    crate::sys::set_rlimit(libc::RLIMIT_NOFILE, 65_536, 1 << 19).map_err(|source| BootError::Limit { source })?;
+    Ok(Ready { config, rpc, streams, zygote })
+}
+
+fn vsock() -> nix::Result<OwnedFd> {
+    socket(AddressFamily::Vsock, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)
+}
+
+fn connect_to_host() -> Result<OwnedFd, BootError> {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    loop {
+        let connected = vsock().and_then(|fd| {
+            setsockopt(&fd, sockopt::ReceiveTimeout, &nix::sys::time::TimeVal::new(PATIENCE.as_secs().cast_signed(), 0))?;
+            connect(fd.as_raw_fd(), &VsockAddr::new(libc::VMADDR_CID_HOST, HANDSHAKE_PORT))?;
+            Ok(fd)
+        });
+        match connected {
+            Ok(fd) => return Ok(fd),
+            Err(source) if Instant::now() >= deadline => return Err(BootError::Connect { source }),
+            Err(_) => std::thread::sleep(Duration::from_millis(5)),
+        }
+    }
+}
+
+fn listening(port: u32) -> Result<OwnedFd, BootError> {
+    let listening = || {
+        let fd = vsock()?;
+        bind(fd.as_raw_fd(), &VsockAddr::new(libc::VMADDR_CID_ANY, port))?;
+        listen(&fd, Backlog::new(128)?)?;
+        Ok(fd)
+    };
+    listening().map_err(|source| BootError::Listen { port, source })
+}
+
+/// Moves the agent to a cgroup of its own, with memory that containers cannot take, and hands all controllers on to
+/// the cgroup of the containers.
+fn own_cgroup() -> Result<(), BootError> {
+    let write = |name: &str, value: &str| {
+        let path = PathBuf::from(format!("{}/{name}", crate::paths::CGROUP));
+        fs::write(&path, value).map_err(|source| BootError::File { path, source })
+    };
+    let path = PathBuf::from(format!("{}/cgroup.controllers", crate::paths::CGROUP));
+    let controllers = fs::read_to_string(&path).map_err(|source| BootError::File { path, source })?;
+    let all: Vec<String> = controllers.split_whitespace().map(|name| format!("+{name}")).collect();
+    write("cgroup.subtree_control", &all.join(" "))?;
+    for folder in ["agent", crate::paths::POD_CGROUP.trim_start_matches('/')] {
+        let path = PathBuf::from(format!("{}/{folder}", crate::paths::CGROUP));
+        fs::create_dir(&path).map_err(|source| BootError::File { path, source })?;
+    }
+    write("pod/cgroup.subtree_control", &all.join(" "))?;
+    write("agent/memory.min", "33554432")?;
+    write("agent/cgroup.procs", "1")?;
+    let path = PathBuf::from("/proc/self/oom_score_adj");
+    fs::write(&path, "-1000").map_err(|source| BootError::File { path, source })
+}

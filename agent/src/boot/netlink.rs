@@ -1,0 +1,307 @@
+//! Owns: the few rtnetlink messages that configure a guest: building them, reading answers, one synchronous socket.
+//! May use: nothing of ours; it does not know what a pod is.
+
+use ipnet::IpNet;
+use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, recv, send, socket};
+use std::io;
+use std::net::IpAddr;
+use std::os::fd::{AsRawFd, OwnedFd};
+
+const NLMSG_ERROR: u16 = 2;
+const NLMSG_DONE: u16 = 3;
+const RTM_NEWLINK: u16 = 16;
+const RTM_GETLINK: u16 = 18;
+const RTM_NEWADDR: u16 = 20;
+const RTM_NEWROUTE: u16 = 24;
+const REQUEST_ACK: u16 = 1 | 4;
+const CREATE_REPLACE: u16 = 0x400 | 0x100;
+const DUMP: u16 = 0x300;
+const IFLA_ADDRESS: u16 = 1;
+const IFLA_IFNAME: u16 = 3;
+const IFLA_MTU: u16 = 4;
+const ARPHRD_ETHER: u16 = 1;
+
+/// A link of the guest.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Link {
+    /// Its number.
+    pub index: u32,
+    /// Its name.
+    pub name: String,
+    /// Its hardware address.
+    pub mac: Vec<u8>,
+    /// It is an Ethernet device (not the loopback).
+    pub ethernet: bool,
+}
+
+/// What to change on a link.
+#[derive(Debug, Default)]
+pub struct LinkChange<'a> {
+    /// A new name; the link must be down.
+    pub name: Option<&'a str>,
+    /// A new hardware address.
+    pub mac: Option<&'a [u8]>,
+    /// A new MTU.
+    pub mtu: Option<u32>,
+    /// Set it up.
+    pub up: bool,
+}
+
+struct Message(Vec<u8>);
+
+impl Message {
+    fn new(kind: u16, flags: u16, header: &[u8]) -> Message {
+        let mut bytes = vec![0; 4];
+        bytes.extend_from_slice(&kind.to_ne_bytes());
+        bytes.extend_from_slice(&flags.to_ne_bytes());
+        bytes.extend_from_slice(&[0; 8]);
+        bytes.extend_from_slice(header);
+        Message(bytes)
+    }
+
+    fn attribute(mut self, kind: u16, value: &[u8]) -> Message {
+        let length = u16::try_from(value.len() + 4).unwrap_or(u16::MAX);
+        self.0.extend_from_slice(&length.to_ne_bytes());
+        self.0.extend_from_slice(&kind.to_ne_bytes());
+        self.0.extend_from_slice(value);
+        self.0.resize(self.0.len().next_multiple_of(4), 0);
+        self
+    }
+
+    fn finish(mut self) -> Vec<u8> {
+        let length = u32::try_from(self.0.len()).unwrap_or(u32::MAX).to_ne_bytes();
+        for (to, from) in self.0.iter_mut().zip(length) {
+            *to = from;
+        }
+        self.0
+    }
+}
+
+fn link_header(index: u32, up: bool) -> Vec<u8> {
+    let flags = u32::from(up).to_ne_bytes();
+    [&[0; 4], &index.to_ne_bytes()[..], &flags, &flags].concat()
+}
+
+fn octets(address: IpAddr) -> Vec<u8> {
+    match address {
+        IpAddr::V4(address) => address.octets().to_vec(),
+        IpAddr::V6(address) => address.octets().to_vec(),
+    }
+}
+
+fn family(net: &IpNet) -> u8 {
+    if net.addr().is_ipv4() { 2 } else { 10 }
+}
+
+/// Asks for all links.
+pub fn get_links() -> Vec<u8> {
+    Message::new(RTM_GETLINK, 1 | DUMP, &link_header(0, false)).finish()
+}
+
+/// Changes a link.
+pub fn set_link(index: u32, change: &LinkChange) -> Vec<u8> {
+    let mut message = Message::new(RTM_NEWLINK, REQUEST_ACK, &link_header(index, change.up));
+    if let Some(name) = change.name {
+        message = message.attribute(IFLA_IFNAME, &[name.as_bytes(), b"\0"].concat());
+    }
+    if let Some(mac) = change.mac {
+        message = message.attribute(IFLA_ADDRESS, mac);
+    }
+    if let Some(mtu) = change.mtu {
+        message = message.attribute(IFLA_MTU, &mtu.to_ne_bytes());
+    }
+    message.finish()
+}
+
+/// Adds an address; one of IPv6 without duplicate address detection, so that it works at once.
+pub fn add_address(index: u32, net: IpNet) -> Vec<u8> {
+    const NODAD: u8 = 2;
+    let flags = if net.addr().is_ipv6() { NODAD } else { 0 };
+    let header = [&[family(&net), net.prefix_len(), flags, 0][..], &index.to_ne_bytes()].concat();
+    let address = octets(net.addr());
+    let mut message = Message::new(RTM_NEWADDR, REQUEST_ACK | CREATE_REPLACE, &header);
+    message = message.attribute(2, &address).attribute(1, &address);
+    if let IpNet::V4(net) = net
+        && net.prefix_len() < 31
+    {
+        message = message.attribute(4, &net.broadcast().octets());
+    }
+    message.finish()
+}
+
+/// Adds a route; its gateway counts as reachable on the link even if no address covers it.
+pub fn add_route(index: u32, destination: IpNet, gateway: Option<IpAddr>, metric: Option<u32>) -> Vec<u8> {
+    const TABLE_MAIN: u8 = 254;
+    const PROTOCOL_STATIC: u8 = 4;
+    const SCOPE_LINK: u8 = 253;
+    const UNICAST: u8 = 1;
+    const ONLINK: u32 = 4;
+    let (scope, flags) = match gateway {
+        None if destination.addr().is_ipv4() => (SCOPE_LINK, 0),
+        None => (0, 0),
+        Some(_) => (0, ONLINK),
+    };
+    let prefix = destination.prefix_len();
+    let head = [family(&destination), prefix, 0, 0, TABLE_MAIN, PROTOCOL_STATIC, scope, UNICAST];
+    let header = [&head[..], &flags.to_ne_bytes()].concat();
+    let mut message = Message::new(RTM_NEWROUTE, REQUEST_ACK | CREATE_REPLACE, &header);
+    if prefix > 0 {
+        message = message.attribute(1, &octets(destination.network()));
+    }
+    if let Some(gateway) = gateway {
+        message = message.attribute(5, &octets(gateway));
+    }
+    if let Some(metric) = metric {
+        message = message.attribute(6, &metric.to_ne_bytes());
+    }
+    message.attribute(4, &index.to_ne_bytes()).finish()
+}
+
+fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
+    Some(u16::from_ne_bytes(bytes.get(at..at.checked_add(2)?)?.try_into().ok()?))
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
+    Some(u32::from_ne_bytes(bytes.get(at..at.checked_add(4)?)?.try_into().ok()?))
+}
+
+/// The pieces of a buffer whose length (of `width` bytes) stands at the start of each; stops at nonsense.
+fn pieces(mut bytes: &[u8], width: usize, least: usize) -> impl Iterator<Item = &[u8]> {
+    std::iter::from_fn(move || {
+        let length = if width == 4 { u32_at(bytes, 0)?.try_into().ok()? } else { usize::from(u16_at(bytes, 0)?) };
+        let piece = bytes.get(..length).filter(|piece| piece.len() >= least)?;
+        bytes = bytes.get(length.next_multiple_of(4)..).unwrap_or_default();
+        Some(piece)
+    })
+}
+
+/// What one datagram of answers says.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Answers {
+    /// The links in it.
+    pub links: Vec<Link>,
+    /// The request is over: with success (0) or an error number.
+    pub end: Option<i32>,
+}
+
+/// Reads one datagram.
+pub fn read_answers(datagram: &[u8]) -> Answers {
+    let mut answers = Answers::default();
+    for message in pieces(datagram, 4, 16) {
+        match u16_at(message, 4) {
+            Some(NLMSG_ERROR) => {
+                let code = u32_at(message, 16).unwrap_or_default().cast_signed();
+                answers.end = Some(code.checked_neg().unwrap_or(libc::EPROTO));
+            }
+            Some(NLMSG_DONE) => answers.end = Some(0),
+            Some(RTM_NEWLINK) => answers.links.extend(read_link(message)),
+            _ => {}
+        }
+    }
+    answers
+}
+
+fn read_link(message: &[u8]) -> Option<Link> {
+    let mut link = Link {
+        index: u32_at(message, 20)?,
+        name: String::new(),
+        mac: Vec::new(),
+        ethernet: u16_at(message, 18)? == ARPHRD_ETHER,
+    };
+    for attribute in pieces(message.get(32..)?, 2, 4) {
+        let value = attribute.get(4..)?;
+        match u16_at(attribute, 2)? {
+            IFLA_IFNAME => link.name = String::from_utf8_lossy(value).trim_end_matches('\0').to_owned(),
+            IFLA_ADDRESS => link.mac = value.to_vec(),
+            _ => {}
+        }
+    }
+    Some(link)
+}
+
+/// A socket of rtnetlink; each call waits for the kernel's answer.
+pub struct Netlink(OwnedFd);
+
+impl Netlink {
+    /// Opens it.
+    pub fn open() -> io::Result<Netlink> {
+        let fd =
+            socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, SockProtocol::NetlinkRoute)?;
+        Ok(Netlink(fd))
+    }
+
+    /// Sends a request and returns the links in the answer.
+    pub fn ask(&self, request: &[u8]) -> io::Result<Vec<Link>> {
+        send(self.0.as_raw_fd(), request, MsgFlags::empty())?;
+        let mut links = Vec::new();
+        let mut datagram = vec![0; 32 << 10];
+        loop {
+            let length = recv(self.0.as_raw_fd(), &mut datagram, MsgFlags::empty())?;
+            let answers = read_answers(datagram.get(..length).unwrap_or_default());
+            links.extend(answers.links);
+            match answers.end {
+                None => {}
+                Some(0) => return Ok(links),
+                Some(code) => return Err(io::Error::from_raw_os_error(code)),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn an_address_is_laid_out_as_the_kernel_wants() {
+        let bytes = add_address(7, "10.0.0.2/24".parse().unwrap());
+        assert_eq!(u32_at(&bytes, 0), Some(u32::try_from(bytes.len()).unwrap()));
+        assert_eq!(u16_at(&bytes, 4), Some(RTM_NEWADDR));
+        assert_eq!(bytes[16..24], [2, 24, 0, 0, 7, 0, 0, 0]);
+        assert_eq!(bytes[24..32], [8, 0, 2, 0, 10, 0, 0, 2]);
+        assert_eq!(bytes[40..48], [8, 0, 4, 0, 10, 0, 0, 255]);
+        assert_eq!(add_address(7, "fd00::2/64".parse().unwrap())[16..20], [10, 64, 2, 0]);
+    }
+
+    #[test]
+    fn a_default_route_has_no_destination() {
+        let bytes = add_route(3, "0.0.0.0/0".parse().unwrap(), Some("10.0.0.1".parse().unwrap()), Some(5));
+        assert_eq!(bytes[16..28], [2, 0, 0, 0, 254, 4, 0, 1, 4, 0, 0, 0]);
+        let kinds: Vec<u16> = pieces(&bytes[28..], 2, 4).filter_map(|piece| u16_at(piece, 2)).collect();
+        assert_eq!(kinds, [5, 6, 4]);
+    }
+
+    #[test]
+    fn names_are_padded() {
+        let bytes = set_link(1, &LinkChange { name: Some("eth0"), up: true, ..LinkChange::default() });
+        assert_eq!(bytes.len() % 4, 0);
+        assert_eq!(bytes[32..44], [9, 0, 3, 0, b'e', b't', b'h', b'0', 0, 0, 0, 0]);
+    }
+
+    #[test]
+    fn the_kernel_lists_the_loopback() {
+        let links = match Netlink::open().and_then(|netlink| netlink.ask(&get_links())) {
+            Ok(links) => links,
+            Err(error) => return println!("skipped: no rtnetlink here: {error}"),
+        };
+        assert!(links.iter().any(|link| link.name == "lo" && !link.ethernet), "{links:?}");
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(128))]
+        #[test]
+        fn any_answer_is_read_without_panic(bytes in proptest::collection::vec(any::<u8>(), 0..256)) {
+            let _ = read_answers(&bytes);
+        }
+
+        #[test]
+        fn what_set_link_writes_is_read_back(index in 1u32.., name in "[a-z]{1,15}") {
+            let bytes = set_link(index, &LinkChange { name: Some(&name), ..LinkChange::default() });
+            let answers = read_answers(&bytes);
+            prop_assert_eq!(answers.links.len(), 1);
+            prop_assert_eq!(&answers.links[0].name, &name);
+            prop_assert_eq!(answers.links[0].index, index);
+        }
+    }
+}

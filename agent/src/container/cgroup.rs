@@ -1,0 +1,118 @@
+//! Owns: what the agent itself does with a container's cgroup: killing, counting OOM kills, removing. Limits are
+//! libcontainer's.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use crate::paths;
+
+/// The cgroup of a container.
+pub fn path(id: &str) -> PathBuf {
+    Path::new(paths::CGROUP).join(paths::POD_CGROUP.trim_start_matches('/')).join(id)
+}
+
+/// The number after a word in a file of lines "word number"; 0 if it is not there.
+fn figure(text: &str, word: &str) -> u64 {
+    let line = text.lines().find_map(|line| line.strip_prefix(word)?.strip_prefix(' '));
+    line.and_then(|number| number.trim().parse().ok()).unwrap_or(0)
+}
+
+/// How many processes of it the kernel's OOM killer took.
+pub fn oom_kills(cgroup: &Path) -> u64 {
+    fs::read_to_string(cgroup.join("memory.events")).map(|text| figure(&text, "oom_kill")).unwrap_or(0)
+}
+
+/// Are there processes in it or below it?
+pub fn populated(cgroup: &Path) -> bool {
+    fs::read_to_string(cgroup.join("cgroup.events")).is_ok_and(|text| figure(&text, "populated") != 0)
+}
+
+/// Kills every process in it and below it.
+pub fn kill(cgroup: &Path) -> io::Result<()> {
+    match fs::write(cgroup.join("cgroup.kill"), "1") {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}
+
+/// The processes in it and below it.
+pub fn processes(cgroup: &Path) -> io::Result<Vec<i32>> {
+    let mut all = Vec::new();
+    let mut folders = vec![cgroup.to_owned()];
+    while let Some(folder) = folders.pop() {
+        let text = match fs::read_to_string(folder.join("cgroup.procs")) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            other => other?,
+        };
+        all.extend(text.lines().filter_map(|line| line.parse::<i32>().ok()).filter(|pid| *pid > 0));
+        folders.extend(children(&folder)?);
+    }
+    Ok(all)
+}
+
+fn children(cgroup: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut folders = Vec::new();
+    for entry in fs::read_dir(cgroup)? {
+        let entry = entry?;
+        if entry.file_type()?.is_dir() {
+            folders.push(entry.path());
+        }
+    }
+    Ok(folders)
+}
+
+/// Removes it and what a container made below it; it must have no processes. One that is not there is no failure.
+pub fn remove(cgroup: &Path) -> io::Result<()> {
+    let mut order = vec![cgroup.to_owned()];
+    let mut at = 0;
+    while let Some(folder) = order.get(at).cloned() {
+        match children(&folder) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            other => order.extend(other?),
+        }
+        at += 1;
+    }
+    for folder in order.iter().rev() {
+        match fs::remove_dir(folder) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            other => other?,
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_are_found_by_their_whole_word() {
+        let text = "oom 5\noom_kill 3\noom_kill_other 9\npopulated 1\n";
+        assert_eq!((figure(text, "oom_kill"), figure(text, "oom"), figure(text, "none")), (3, 5, 0));
+    }
+
+    #[test]
+    fn folders_go_from_the_deepest() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path().join("c");
+        fs::create_dir_all(root.join("a/b")).unwrap();
+        fs::create_dir_all(root.join("d")).unwrap();
+        fs::write(folder.path().join("keep"), "").unwrap();
+        remove(&root).unwrap();
+        remove(&root).unwrap();
+        assert!(!root.exists());
+        assert!(folder.path().join("keep").exists());
+    }
+
+    #[test]
+    fn processes_of_all_levels_are_listed() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::create_dir(folder.path().join("below")).unwrap();
+        fs::write(folder.path().join("cgroup.procs"), "3\n4\n").unwrap();
+        fs::write(folder.path().join("below/cgroup.procs"), "5\n0\nx\n").unwrap();
+        assert_eq!(processes(folder.path()).unwrap(), [3, 4, 5]);
+        assert!(!populated(folder.path()));
+        kill(&folder.path().join("none")).unwrap();
+    }
+}

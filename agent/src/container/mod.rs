@@ -1,0 +1,291 @@
+//! Owns: the containers of the pod: who they are, which processes they have, and the rule that what is said twice is
+//! done once. The verbs are in `verbs`; this file is the table and its processes.
+//! May use: `zygote`, `image`, `stdio`, `sys`. Knows no gRPC.
+//! Threads: `Pod` is shared; its state is behind one lock that is never held while waiting.
+
+pub mod cgroup;
+pub mod devices;
+pub mod root;
+pub mod spec;
+pub mod user;
+mod verbs;
+
+pub use verbs::{CreateOptions, ExecOptions};
+
+use libcontainer::oci_spec::runtime::{LinuxSeccomp, Process as SpecProcess};
+use nacelle_base::{Classify, Kind};
+use nacelle_proto::agent::{ContainerState, CreateContainerResponse, Exit};
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use tokio::sync::{OnceCell, watch};
+
+use crate::image::{DiskError, Disks};
+use crate::stdio::Stdio;
+use crate::sys;
+use crate::zygote::{Zygote, ZygoteError};
+
+/// Why a verb failed.
+#[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the fields are what the message prints")]
+pub enum PodError {
+    #[error("{id:?} is no id: 1 to 128 characters from letters, digits, '_', '-' and '.' are, not starting with '.'")]
+    Id { id: String },
+    #[error("there is no container {id}")]
+    NoContainer { id: String },
+    #[error("container {id} has no process {exec_id}")]
+    NoExec { id: String, exec_id: String },
+    #[error("container {id} is not running")]
+    NotRunning { id: String },
+    #[error("{signal} is no signal")]
+    Signal { signal: u32 },
+    #[error("an exec needs a program")]
+    NoProgram,
+    #[error("container {id} has no terminal to resize")]
+    NoTerminal { id: String },
+    #[error("container {id} did not end within {seconds} s of being killed")]
+    StillAlive { id: String, seconds: u64 },
+    #[error("cannot find the user of container {id}")]
+    User { id: String, source: user::UserError },
+    #[error("cannot use the specification of container {id}")]
+    Spec { id: String, source: spec::SpecError },
+    #[error("cannot prepare the root of container {id}")]
+    Root { id: String, source: root::RootError },
+    #[error("cannot start a process of container {id}")]
+    Zygote { id: String, source: ZygoteError },
+    #[error("cannot {what} of container {id}")]
+    Io { what: &'static str, id: String, source: io::Error },
+    #[error("cannot use the disk")]
+    Disk {
+        #[from]
+        source: DiskError,
+    },
+    #[error("a task of the agent was cut off")]
+    Task {
+        #[from]
+        source: tokio::task::JoinError,
+    },
+}
+
+impl Classify for PodError {
+    fn kind(&self) -> Kind {
+        match self {
+            PodError::Id { .. } | PodError::Signal { .. } | PodError::NoProgram | PodError::User { .. } => Kind::Invalid,
+            PodError::NoContainer { .. } | PodError::NoExec { .. } => Kind::NotFound,
+            PodError::NotRunning { .. } | PodError::NoTerminal { .. } => Kind::Conflict,
+            PodError::Spec { source: spec::SpecError::Unsupported { .. }, .. } => Kind::Unsupported,
+            PodError::Spec { .. } => Kind::Invalid,
+            PodError::StillAlive { .. } => Kind::Timeout,
+            PodError::Root { source, .. } => match Kind::from(source.source.kind()) {
+                Kind::Exhausted => Kind::Exhausted,
+                _ => Kind::Internal,
+            },
+            PodError::Zygote { source, .. } => source.kind(),
+            PodError::Io { .. } | PodError::Task { .. } => Kind::Internal,
+            PodError::Disk { source } => source.kind(),
+        }
+    }
+}
+
+/// One process that a host asked for: a container's first, or an exec.
+#[derive(Debug)]
+pub struct Process {
+    /// Its number in the agent's PID namespace.
+    pub pid: i32,
+    /// Refers to it even when the number is used again; none if it was over before it could be opened.
+    pidfd: Option<OwnedFd>,
+    /// How it ended, once it has.
+    exit: watch::Sender<Option<Exit>>,
+    /// Its streams.
+    pub stdio: Stdio,
+    /// Its container's cgroup.
+    cgroup: PathBuf,
+    /// When it ends, the rest of the cgroup is killed: no PID namespace does it.
+    last: bool,
+}
+
+impl Process {
+    /// How it ended, if it has.
+    pub fn exit(&self) -> Option<Exit> {
+        *self.exit.borrow()
+    }
+
+    /// Waits for its end, at most so long.
+    pub async fn wait(&self, limit: Duration) -> Option<Exit> {
+        let mut receiver = self.exit.subscribe();
+        match tokio::time::timeout(limit, receiver.wait_for(Option::is_some)).await {
+            Ok(Ok(exit)) => *exit,
+            _ => None,
+        }
+    }
+
+    fn signal(&self, signal: i32) -> io::Result<()> {
+        match self.pidfd.as_ref().filter(|_| self.exit().is_none()).map(|pidfd| sys::pidfd_signal(pidfd, signal)) {
+            None => Ok(()),
+            Some(Err(error)) if error.raw_os_error() == Some(libc::ESRCH) => Ok(()),
+            Some(result) => result,
+        }
+    }
+
+    /// Records its end. `status` is the kernel's wait status.
+    fn ended(&self, status: i32) {
+        let signaled = libc::WIFSIGNALED(status);
+        let code = if signaled { 128 + libc::WTERMSIG(status) } else { libc::WEXITSTATUS(status) };
+        // Killed itself, or a shell that reports that its child was.
+        let killed = code == 128 + libc::SIGKILL;
+        let exit = Exit {
+            code: code.unsigned_abs(),
+            oom_killed: killed && cgroup::oom_kills(&self.cgroup) > 0,
+            finished_at_unix_nanos: now(),
+        };
+        if self.last
+            && let Err(error) = cgroup::kill(&self.cgroup)
+        {
+            tracing::warn!(%error, "cannot kill what a container left");
+        }
+        self.exit.send_replace(Some(exit));
+    }
+}
+
+fn now() -> i64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(since.as_nanos()).unwrap_or(i64::MAX)
+}
+
+type Execs = HashMap<String, (u64, Arc<OnceCell<Arc<Process>>>)>;
+
+/// A container that was created.
+#[derive(Debug)]
+pub struct Container {
+    id: String,
+    process: SpecProcess,
+    seccomp: Option<LinuxSeccomp>,
+    cgroup_namespace: bool,
+    cgroup: PathBuf,
+    created: CreateContainerResponse,
+    init: Arc<Process>,
+    started: AtomicBool,
+    execs: Mutex<Execs>,
+}
+
+#[derive(Default)]
+struct State {
+    containers: HashMap<String, Arc<Container>>,
+    turns: HashMap<String, Arc<tokio::sync::Mutex<()>>>,
+    /// Running processes that a host knows.
+    processes: HashMap<i32, Arc<Process>>,
+    /// Ends of processes that nobody knows yet, while some are being made.
+    strays: HashMap<i32, i32>,
+    making: usize,
+    exec_count: u64,
+}
+
+/// The pod.
+pub struct Pod {
+    zygote: Zygote,
+    /// Its disks.
+    pub disks: Disks,
+    shared_pid: bool,
+    pause: OnceCell<i32>,
+    state: Mutex<State>,
+}
+
+/// While one is held, ends of unknown processes are remembered.
+struct Making(Arc<Pod>);
+
+impl Drop for Making {
+    fn drop(&mut self) {
+        let mut state = self.0.lock();
+        state.making = state.making.saturating_sub(1);
+        if state.making == 0 {
+            state.strays.clear();
+        }
+    }
+}
+
+impl Pod {
+    /// A pod without containers.
+    pub fn new(zygote: Zygote, disks: Disks, shared_pid: bool) -> Arc<Pod> {
+        Arc::new(Pod { zygote, disks, shared_pid, pause: OnceCell::new(), state: Mutex::default() })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Reaps every process that has ended.
+    pub fn reap(&self) {
+        let mut state = self.lock();
+        loop {
+            // Under the lock, so that a process is never reaped between being made and being known.
+            let (pid, status) = match sys::reap_one() {
+                Some(ended) => ended,
+                None => return,
+            };
+            match state.processes.remove(&pid) {
+                Some(process) => process.ended(status),
+                None if state.making > 0 => drop(state.strays.insert(pid, status)),
+                None => {}
+            }
+        }
+    }
+
+    fn making(self: &Arc<Self>) -> Making {
+        self.lock().making += 1;
+        Making(Arc::clone(self))
+    }
+
+    /// Makes a process known. The caller holds a `Making` since before it was made.
+    fn know(&self, pid: i32, stdio: Stdio, cgroup: PathBuf, last: bool) -> Arc<Process> {
+        let mut state = self.lock();
+        let stray = state.strays.remove(&pid);
+        let pidfd = if stray.is_none() { sys::pidfd_open(pid).ok() } else { None };
+        let process = Arc::new(Process { pid, pidfd, exit: watch::Sender::new(None), stdio, cgroup, last });
+        match stray {
+            Some(status) => process.ended(status),
+            None => drop(state.processes.insert(pid, Arc::clone(&process))),
+        }
+        process
+    }
+
+    fn container(&self, id: &str) -> Result<Arc<Container>, PodError> {
+        let container = self.lock().containers.get(id).cloned();
+        container.ok_or_else(|| PodError::NoContainer { id: id.to_owned() })
+    }
+
+    /// A container's first process, or the exec of that id.
+    pub fn process(&self, id: &str, exec_id: &str) -> Result<Arc<Process>, PodError> {
+        let container = self.container(id)?;
+        if exec_id.is_empty() {
+            return Ok(Arc::clone(&container.init));
+        }
+        let execs = container.execs.lock().unwrap_or_else(PoisonError::into_inner);
+        let found = execs.get(exec_id).and_then(|(_, cell)| cell.get()).cloned();
+        found.ok_or_else(|| PodError::NoExec { id: id.to_owned(), exec_id: exec_id.to_owned() })
+    }
+
+    /// Every container.
+    pub fn list(&self) -> Vec<ContainerState> {
+        let state = self.lock();
+        let describe = |container: &Arc<Container>| ContainerState {
+            id: container.id.clone(),
+            started: container.started.load(Ordering::Acquire),
+            exit: container.init.exit(),
+        };
+        state.containers.values().map(describe).collect()
+    }
+}
+
+/// May this be an id of a container or an exec? It becomes the name of folders and of a cgroup.
+fn check_id(id: &str) -> Result<(), PodError> {
+    let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
+    if (1..=128).contains(&id.len()) && !id.starts_with('.') && id.chars().all(plain) {
+        Ok(())
+    } else {
+        Err(PodError::Id { id: id.chars().take(140).collect() })
+    }
+}

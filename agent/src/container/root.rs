@@ -1,0 +1,173 @@
+//! Owns: a container's root file system: the overlay of image and scratch, and the few files that the agent reads or
+//! makes inside, always resolved within the root.
+
+use nix::errno::Errno;
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sys::stat::{Mode, mkdirat};
+use nix::unistd::{Gid, Uid};
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::fd::OwnedFd;
+use std::path::{Component, Path, PathBuf};
+
+use crate::paths;
+
+/// No file that the agent reads in an image is longer.
+const MAX_FILE: u64 = 1 << 20;
+
+/// A container's root could not be made, used or removed.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot {what} {}", path.display())]
+pub struct RootError {
+    /// What was attempted.
+    pub what: &'static str,
+    /// With what.
+    pub path: PathBuf,
+    /// Why.
+    pub source: io::Error,
+}
+
+fn at<E: Into<io::Error>>(what: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(E) -> RootError {
+    let path = path.into();
+    move |source| RootError { what, path, source: source.into() }
+}
+
+/// Where a container's root is mounted.
+pub fn mount_point(id: &str) -> PathBuf {
+    Path::new(paths::BUNDLES).join(id).join("rootfs")
+}
+
+fn scratch(id: &str) -> PathBuf {
+    Path::new(paths::SCRATCH).join(id)
+}
+
+/// Mounts the root of a container: what it writes goes to its own folder on the scratch disk.
+pub fn make(id: &str, image: &Path) -> Result<PathBuf, RootError> {
+    let folder = scratch(id);
+    let (upper, work) = (folder.join("upper"), folder.join("work"));
+    let root = mount_point(id);
+    for path in [&upper, &work, &root] {
+        fs::create_dir_all(path).map_err(at("make", path))?;
+    }
+    // The root's own mode and owner are the image's.
+    let original = fs::metadata(image).map_err(at("look at", image))?;
+    fs::set_permissions(&upper, original.permissions()).map_err(at("set the mode of", &upper))?;
+    let (uid, gid) = (std::os::unix::fs::MetadataExt::uid(&original), std::os::unix::fs::MetadataExt::gid(&original));
+    nix::unistd::chown(&upper, Some(Uid::from_raw(uid)), Some(Gid::from_raw(gid))).map_err(at("chown", &upper))?;
+    // Volatile: the disk does not outlive the machine, so nothing on it must be synced.
+    let options =
+        format!("lowerdir={},upperdir={},workdir={},volatile", image.display(), upper.display(), work.display());
+    mount(Some("overlay"), &root, Some("overlay"), MsFlags::empty(), Some(options.as_str()))
+        .map_err(at("mount the overlay at", &root))?;
+    Ok(root)
+}
+
+/// Unmounts a container's root and removes what it wrote; what is not there is no failure.
+pub fn remove(id: &str) -> Result<(), RootError> {
+    let root = mount_point(id);
+    loop {
+        match umount2(&root, MntFlags::MNT_DETACH) {
+            Ok(()) => {}
+            Err(Errno::EINVAL | Errno::ENOENT) => break,
+            Err(error) => return Err(at("unmount", &root)(error)),
+        }
+    }
+    for path in [scratch(id), Path::new(paths::BUNDLES).join(id), Path::new(paths::CONTAINERS).join(id)] {
+        match fs::remove_dir_all(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            other => other.map_err(at("remove", &path))?,
+        }
+    }
+    Ok(())
+}
+
+fn open_in(root: &OwnedFd, path: &Path, flags: OFlag) -> nix::Result<OwnedFd> {
+    let how = OpenHow::new()
+        .flags(flags | OFlag::O_CLOEXEC)
+        .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
+    openat2(root, path, how)
+}
+
+fn open_root(root: &Path) -> Result<OwnedFd, RootError> {
+    open(root, OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty()).map_err(at("open", root))
+}
+
+/// The text of a file inside the root; empty if there is none or it is no plain file. At most 1 MiB of it.
+pub fn read_file(root: &Path, path: &str) -> Result<String, RootError> {
+    let directory = open_root(root)?;
+    let flags = OFlag::O_RDONLY | OFlag::O_NONBLOCK | OFlag::O_NOCTTY;
+    let file = match open_in(&directory, Path::new(path), flags) {
+        Ok(fd) => File::from(fd),
+        Err(Errno::ENOENT | Errno::ENOTDIR | Errno::ELOOP | Errno::ENXIO) => return Ok(String::new()),
+        Err(error) => return Err(at("open", root.join(path))(error)),
+    };
+    if !file.metadata().map_err(at("look at", path))?.is_file() {
+        return Ok(String::new());
+    }
+    let mut bytes = Vec::new();
+    file.take(MAX_FILE).read_to_end(&mut bytes).map_err(at("read", path))?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+/// Makes a folder and its parents inside the root, where missing.
+pub fn make_folder(root: &Path, path: &Path) -> Result<(), RootError> {
+    let directory = open_root(root)?;
+    let mut done = PathBuf::from("/");
+    for part in path.components() {
+        let Component::Normal(name) = part else { continue };
+        let next = done.join(name);
+        match open_in(&directory, &next, OFlag::O_PATH | OFlag::O_DIRECTORY) {
+            Ok(_) => {}
+            Err(Errno::ENOENT) => {
+                let parent = open_in(&directory, &done, OFlag::O_PATH | OFlag::O_DIRECTORY).map_err(at("open", &done))?;
+                mkdirat(&parent, name, Mode::from_bits_truncate(0o755)).map_err(at("make", &next))?;
+            }
+            Err(error) => return Err(at("open", &next)(error)),
+        }
+        done = next;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::symlink;
+
+    #[test]
+    fn files_are_found_inside_the_root_only() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path().join("root");
+        fs::create_dir_all(root.join("etc")).unwrap();
+        fs::write(folder.path().join("secret"), "outside").unwrap();
+        fs::write(root.join("etc/real"), "inside").unwrap();
+        symlink("/etc/real", root.join("etc/passwd")).unwrap();
+        symlink("../../secret", root.join("etc/group")).unwrap();
+        symlink("loop", root.join("etc/loop")).unwrap();
+        nix::unistd::mkfifo(&root.join("etc/fifo"), Mode::S_IRWXU).unwrap();
+        assert_eq!(read_file(&root, "/etc/passwd").unwrap(), "inside");
+        for missing in ["/etc/group", "/etc/loop", "/etc/none", "/etc", "/etc/fifo", "/etc/real/x"] {
+            assert_eq!(read_file(&root, missing).unwrap(), "", "{missing}");
+        }
+    }
+
+    #[test]
+    fn folders_are_made_inside_the_root_only() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path().join("root");
+        fs::create_dir_all(&root).unwrap();
+        symlink("/data", root.join("link")).unwrap();
+        make_folder(&root, Path::new("/a/b/c")).unwrap();
+        assert!(root.join("a/b/c").is_dir());
+        make_folder(&root, Path::new("/a/b/c")).unwrap();
+        make_folder(&root, Path::new("/../../x")).unwrap();
+        assert!(root.join("x").is_dir());
+        assert!(!folder.path().join("x").exists());
+        fs::write(root.join("file"), "").unwrap();
+        assert!(make_folder(&root, Path::new("/file/y")).is_err());
+        fs::create_dir(root.join("data")).unwrap();
+        make_folder(&root, Path::new("/link/z")).unwrap();
+        assert!(root.join("data/z").is_dir());
+    }
+}

@@ -1,0 +1,254 @@
+//! Owns: what the agent changes in an OCI specification so that it fits this guest: root, cgroup, namespaces, the
+//! pod's files, user, environment. Pure.
+
+use libcontainer::oci_spec::runtime::{
+    LinuxNamespace, LinuxNamespaceBuilder, LinuxNamespaceType, Mount, MountBuilder, Process, RootBuilder, Spec, User,
+};
+use std::path::{Path, PathBuf};
+
+use super::user::Found;
+use crate::paths;
+
+/// The search path of a container whose image sets none.
+pub const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+
+/// Why a specification cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum SpecError {
+    /// It is no specification.
+    #[error("the OCI specification cannot be read")]
+    Json {
+        /// Why.
+        #[from]
+        source: serde_json::Error,
+    },
+    /// A part is missing.
+    #[error("the OCI specification has no {part}")]
+    Missing {
+        /// The part: "process".
+        part: &'static str,
+    },
+    /// Something that this guest cannot do.
+    #[error("the OCI specification asks for {what}, which a pod's machine does not have")]
+    Unsupported {
+        /// What it asks for.
+        what: &'static str,
+    },
+    /// libcontainer's types refuse a part that was built.
+    #[error("the OCI specification cannot be adjusted")]
+    Build {
+        /// Why.
+        #[from]
+        source: libcontainer::oci_spec::OciSpecError,
+    },
+}
+
+/// Where the PID namespace of a container comes from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PidNamespace {
+    /// Its own.
+    Own,
+    /// The one of this process.
+    Of(i32),
+}
+
+/// What the specification is adjusted to.
+pub struct Place<'a> {
+    /// The container.
+    pub id: &'a str,
+    /// Where its root is mounted.
+    pub root: &'a Path,
+    /// Its PID namespace.
+    pub pid: PidNamespace,
+    /// Its user, as found.
+    pub user: &'a Found,
+    /// All its supplemental groups.
+    pub groups: &'a [u32],
+}
+
+/// Reads a specification.
+pub fn parse(json: &[u8]) -> Result<Spec, SpecError> {
+    let spec: Spec = serde_json::from_slice(json)?;
+    if spec.process().as_ref().and_then(|process| process.args().as_ref()).is_none_or(Vec::is_empty) {
+        return Err(SpecError::Missing { part: "process.args" });
+    }
+    let linux = spec.linux().as_ref().ok_or(SpecError::Missing { part: "linux" })?;
+    let user_namespace = |namespace: &LinuxNamespace| namespace.typ() == LinuxNamespaceType::User;
+    if linux.namespaces().iter().flatten().any(user_namespace) {
+        return Err(SpecError::Unsupported { what: "a user namespace" });
+    }
+    if spec.hooks().is_some() {
+        return Err(SpecError::Unsupported { what: "hooks" });
+    }
+    Ok(spec)
+}
+
+/// Adjusts a specification to its place in the guest.
+pub fn adjust(mut spec: Spec, place: &Place) -> Result<Spec, SpecError> {
+    let read_only = spec.root().as_ref().and_then(|root| root.readonly()).unwrap_or(false);
+    spec.set_root(Some(RootBuilder::default().path(place.root).readonly(read_only).build()?));
+    spec.set_hostname(None).set_domainname(None);
+    let mounts = mounts(spec.mounts().clone().unwrap_or_default())?;
+    spec.set_mounts(Some(mounts));
+    let mut linux = spec.linux().clone().ok_or(SpecError::Missing { part: "linux" })?;
+    linux.set_cgroups_path(Some(PathBuf::from(paths::POD_CGROUP).join(place.id)));
+    linux.set_namespaces(Some(namespaces(linux.namespaces().as_deref().unwrap_or_default(), &place.pid)?));
+    spec.set_linux(Some(linux));
+    let process = spec.process().clone().ok_or(SpecError::Missing { part: "process" })?;
+    spec.set_process(Some(adjust_process(process, place)?));
+    Ok(spec)
+}
+
+/// Network, IPC and host name are the machine's, which is the pod's: a container enters none of its own.
+fn namespaces(asked: &[LinuxNamespace], pid: &PidNamespace) -> Result<Vec<LinuxNamespace>, SpecError> {
+    let new = |kind| LinuxNamespaceBuilder::default().typ(kind).build();
+    let mut namespaces = vec![new(LinuxNamespaceType::Mount)?];
+    if asked.iter().any(|namespace| namespace.typ() == LinuxNamespaceType::Cgroup) {
+        namespaces.push(new(LinuxNamespaceType::Cgroup)?);
+    }
+    namespaces.push(match pid {
+        PidNamespace::Own => new(LinuxNamespaceType::Pid)?,
+        PidNamespace::Of(pid) => LinuxNamespaceBuilder::default()
+            .typ(LinuxNamespaceType::Pid)
+            .path(format!("/proc/{pid}/ns/pid"))
+            .build()?,
+    });
+    Ok(namespaces)
+}
+
+fn bind(source: impl AsRef<Path>, destination: &str, options: &[&str]) -> Result<Mount, SpecError> {
+    let options: Vec<String> = options.iter().map(|option| (*option).to_owned()).collect();
+    let mount = MountBuilder::default().source(source.as_ref()).destination(destination).typ("bind").options(options);
+    Ok(mount.build()?)
+}
+
+/// The pod's shared memory instead of one of the container's own; the pod's files in /etc where nobody else mounts.
+fn mounts(asked: Vec<Mount>) -> Result<Vec<Mount>, SpecError> {
+    let mut mounts = Vec::with_capacity(asked.len() + 4);
+    for mount in asked {
+        if mount.destination() == Path::new("/dev/shm") && mount.typ().as_deref() == Some("tmpfs") {
+            mounts.push(bind(paths::SHM, "/dev/shm", &["rbind", "rw", "nosuid", "nodev", "noexec"])?);
+        } else {
+            mounts.push(mount);
+        }
+    }
+    for name in ["hosts", "hostname", "resolv.conf"] {
+        let destination = format!("/etc/{name}");
+        if !mounts.iter().any(|mount| mount.destination() == Path::new(&destination)) {
+            mounts.push(bind(Path::new(paths::FILES).join(name), &destination, &["rbind", "rw", "nosuid", "nodev"])?);
+        }
+    }
+    Ok(mounts)
+}
+
+fn adjust_process(mut process: Process, place: &Place) -> Result<Process, SpecError> {
+    let mut user: User = process.user().clone();
+    user.set_uid(place.user.uid).set_gid(place.user.gid).set_additional_gids(Some(place.groups.to_vec()));
+    process.set_user(user);
+    let mut env = process.env().clone().unwrap_or_default();
+    if !env.iter().any(|entry| entry.starts_with("PATH=")) {
+        env.push(format!("PATH={PATH}"));
+    }
+    // libcontainer would ask the C library, which would run code of the image.
+    if !env.iter().any(|entry| entry.strip_prefix("HOME=").is_some_and(|home| !home.is_empty())) {
+        env.retain(|entry| !entry.starts_with("HOME="));
+        let default = if place.user.uid == 0 { "/root" } else { "/" };
+        env.push(format!("HOME={}", place.user.home.as_deref().unwrap_or(default)));
+    }
+    if process.terminal().unwrap_or(false) && !env.iter().any(|entry| entry.starts_with("TERM=")) {
+        env.push("TERM=xterm".to_owned());
+    }
+    process.set_env(Some(env));
+    if process.cwd().as_os_str().is_empty() {
+        process.set_cwd(PathBuf::from("/"));
+    }
+    // libcontainer takes "false" for "true" when it chooses when to load the filter.
+    process.set_no_new_privileges(process.no_new_privileges().filter(|set| *set));
+    // The agent's own value must not be inherited.
+    process.set_oom_score_adj(Some(process.oom_score_adj().unwrap_or(0)));
+    // The guest's kernel has neither.
+    process.set_apparmor_profile(None).set_selinux_label(None);
+    Ok(process)
+}
+
+/// The process of an exec: the container's, with other arguments and another terminal setting.
+pub fn exec_process(container: &Process, args: Vec<String>, tty: bool) -> Process {
+    let mut process = container.clone();
+    process.set_args(Some(args)).set_terminal(Some(tty));
+    if tty && let Some(env) = process.env_mut().as_mut().filter(|env| !env.iter().any(|entry| entry.starts_with("TERM="))) {
+        env.push("TERM=xterm".to_owned());
+    }
+    process
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn minimal() -> serde_json::Value {
+        serde_json::json!({
+            "ociVersion": "1.2.0",
+            "process": { "args": ["sh"], "cwd": "/", "user": { "uid": 0, "gid": 0 }, "noNewPrivileges": false },
+            "root": { "path": "x", "readonly": true },
+            "mounts": [{ "destination": "/dev/shm", "type": "tmpfs", "source": "shm" },
+                       { "destination": "/etc/hosts", "type": "bind", "source": "/h", "options": ["bind"] }],
+            "linux": { "namespaces": [{ "type": "network" }, { "type": "ipc" }, { "type": "cgroup" }, { "type": "pid" }] }
+        })
+    }
+
+    fn adjusted(json: &serde_json::Value, pid: PidNamespace) -> Spec {
+        let user = Found { uid: 5, gid: 6, name: None, home: Some("/home/u".into()) };
+        let place = Place { id: "c1", root: Path::new("/r"), pid, user: &user, groups: &[6, 7] };
+        adjust(parse(json.to_string().as_bytes()).unwrap(), &place).unwrap()
+    }
+
+    #[test]
+    fn the_guest_decides_root_cgroup_namespaces_and_user() {
+        let spec = adjusted(&minimal(), PidNamespace::Of(42));
+        assert_eq!(spec.root().as_ref().unwrap().path(), Path::new("/r"));
+        assert_eq!(spec.root().as_ref().unwrap().readonly(), Some(true));
+        let linux = spec.linux().as_ref().unwrap();
+        assert_eq!(linux.cgroups_path().as_deref(), Some(Path::new("/pod/c1")));
+        let kinds: Vec<_> = linux.namespaces().iter().flatten().map(|namespace| namespace.typ()).collect();
+        assert_eq!(kinds, [LinuxNamespaceType::Mount, LinuxNamespaceType::Cgroup, LinuxNamespaceType::Pid]);
+        let pid = linux.namespaces().iter().flatten().last().unwrap();
+        assert_eq!(pid.path().as_deref(), Some(Path::new("/proc/42/ns/pid")));
+        let process = spec.process().as_ref().unwrap();
+        assert_eq!((process.user().uid(), process.user().gid()), (5, 6));
+        assert_eq!(process.user().additional_gids().as_deref(), Some(&[6, 7][..]));
+        assert_eq!(process.no_new_privileges(), None);
+        assert_eq!(process.oom_score_adj(), Some(0));
+        assert_eq!(process.env().as_deref(), Some(&[format!("PATH={PATH}"), "HOME=/home/u".to_owned()][..]));
+    }
+
+    #[test]
+    fn the_pods_files_are_there_unless_the_spec_mounts_its_own() {
+        let spec = adjusted(&minimal(), PidNamespace::Own);
+        let of = |destination: &str| {
+            let mount = spec.mounts().iter().flatten().find(|mount| mount.destination() == Path::new(destination));
+            mount.and_then(|mount| mount.source().clone())
+        };
+        assert_eq!(of("/etc/hosts"), Some("/h".into()));
+        assert_eq!(of("/etc/resolv.conf"), Some(Path::new(paths::FILES).join("resolv.conf")));
+        assert_eq!(of("/dev/shm"), Some(paths::SHM.into()));
+    }
+
+    #[test]
+    fn what_the_image_sets_stays() {
+        let mut json = minimal();
+        json["process"]["env"] = serde_json::json!(["PATH=/x", "HOME=/y"]);
+        let spec = adjusted(&json, PidNamespace::Own);
+        assert_eq!(spec.process().as_ref().unwrap().env().as_deref().unwrap(), ["PATH=/x", "HOME=/y"]);
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused() {
+        assert!(matches!(parse(b"{"), Err(SpecError::Json { .. })));
+        let mut json = minimal();
+        json["process"]["args"] = serde_json::json!([]);
+        assert!(matches!(parse(json.to_string().as_bytes()), Err(SpecError::Missing { part: "process.args" })));
+        let mut json = minimal();
+        json["linux"]["namespaces"] = serde_json::json!([{ "type": "user" }]);
+        assert!(matches!(parse(json.to_string().as_bytes()), Err(SpecError::Unsupported { .. })));
+    }
+}

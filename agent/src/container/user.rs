@@ -1,0 +1,175 @@
+//! Owns: finding a container's user in its own /etc/passwd and /etc/group: bytes that the image wrote.
+//! May use: nothing of ours; it gets the files' text.
+
+/// Why a user cannot be found.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum UserError {
+    /// No such name, and no number either.
+    #[error("the image has no user {name:?}")]
+    NoUser {
+        /// What was asked for.
+        name: String,
+    },
+    /// No such name, and no number either.
+    #[error("the image has no group {name:?}")]
+    NoGroup {
+        /// What was asked for.
+        name: String,
+    },
+}
+
+/// A user as a process gets it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Found {
+    /// User number.
+    pub uid: u32,
+    /// Group number.
+    pub gid: u32,
+    /// The name, if the image knows one.
+    pub name: Option<String>,
+    /// The home folder, if the image knows one.
+    pub home: Option<String>,
+}
+
+/// Lines that are longer say nothing that we need.
+const MAX_LINE: usize = 64 << 10;
+
+struct Account<'a> {
+    name: &'a str,
+    uid: u32,
+    gid: u32,
+    home: &'a str,
+}
+
+fn lines(text: &str) -> impl Iterator<Item = &str> {
+    text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#') && line.len() <= MAX_LINE)
+}
+
+fn accounts(passwd: &str) -> impl Iterator<Item = Account<'_>> {
+    lines(passwd).filter_map(|line| {
+        let mut fields = line.split(':');
+        let name = fields.next()?;
+        let uid = fields.nth(1)?.parse().ok()?;
+        let gid = fields.next()?.parse().ok()?;
+        Some(Account { name, uid, gid, home: fields.nth(1).unwrap_or_default() })
+    })
+}
+
+fn groups(group: &str) -> impl Iterator<Item = (&str, u32, &str)> {
+    lines(group).filter_map(|line| {
+        let mut fields = line.split(':');
+        let name = fields.next()?;
+        let gid = fields.nth(1)?.parse().ok()?;
+        Some((name, gid, fields.next().unwrap_or_default()))
+    })
+}
+
+/// Finds `name`, `uid`, `name:group`, `uid:gid` and the mixed forms. A name goes before a number. A number that the
+/// image does not know is taken as it is, with group 0.
+pub fn find(asked: &str, passwd: &str, group: &str) -> Result<Found, UserError> {
+    let (user, asked_group) = match asked.split_once(':') {
+        Some((user, group)) => (user, Some(group).filter(|group| !group.is_empty())),
+        None => (asked, None),
+    };
+    let user = if user.is_empty() { "0" } else { user };
+    let number: Option<u32> = user.parse().ok();
+    let account = accounts(passwd)
+        .find(|account| account.name == user)
+        .or_else(|| accounts(passwd).find(|account| Some(account.uid) == number));
+    let mut found = match (account, number) {
+        (Some(account), _) => known(&account),
+        (None, Some(uid)) => Found { uid, gid: 0, name: None, home: None },
+        (None, None) => return Err(UserError::NoUser { name: user.to_owned() }),
+    };
+    if let Some(asked) = asked_group {
+        let named = groups(group).find(|(name, ..)| *name == asked).map(|(_, gid, _)| gid);
+        let gid = named.or_else(|| asked.parse().ok());
+        found.gid = gid.ok_or_else(|| UserError::NoGroup { name: asked.to_owned() })?;
+    }
+    Ok(found)
+}
+
+fn known(account: &Account) -> Found {
+    Found {
+        uid: account.uid,
+        gid: account.gid,
+        name: Some(account.name.to_owned()),
+        home: Some(account.home.to_owned()).filter(|home| home.starts_with('/')),
+    }
+}
+
+/// The user of these numbers, with what the image knows of the first.
+pub fn of_numbers(uid: u32, gid: u32, passwd: &str) -> Found {
+    let account = accounts(passwd).find(|account| account.uid == uid);
+    match account {
+        Some(account) => Found { uid, gid, ..known(&account) },
+        None => Found { uid, gid, name: None, home: None },
+    }
+}
+
+/// The groups of which the image makes this user a member, besides its own.
+pub fn memberships(name: &str, group: &str) -> Vec<u32> {
+    let member = |members: &str| members.split(',').any(|member| member.trim() == name);
+    groups(group).filter(|(_, _, members)| member(members)).map(|(_, gid, _)| gid).take(65_536).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const PASSWD: &str = "# comment\nroot:x:0:0:root:/root:/bin/sh\nweb:x:101:102:Web,,:/srv/web:/bin/false\n1000:x:7:8::/odd:\nbad:x:z:1::/:\nshort:x:5\n";
+    const GROUP: &str = "root:x:0:\nweb:x:102:\nlog:x:4:web,root\n44:x:9:\nvideo:x:45:web";
+
+    fn numbers(asked: &str) -> Result<(u32, u32), UserError> {
+        find(asked, PASSWD, GROUP).map(|found| (found.uid, found.gid))
+    }
+
+    #[test]
+    fn every_form_is_found() {
+        for (asked, expected) in [
+            ("", (0, 0)),
+            ("root", (0, 0)),
+            ("web", (101, 102)),
+            ("101", (101, 102)),
+            ("1000", (7, 8)),
+            ("4711", (4711, 0)),
+            ("web:log", (101, 4)),
+            ("web:44", (101, 9)),
+            ("web:50", (101, 50)),
+            ("4711:4712", (4711, 4712)),
+            ("4711:video", (4711, 45)),
+            ("web:", (101, 102)),
+        ] {
+            assert_eq!(numbers(asked), Ok(expected), "{asked:?}");
+        }
+        assert_eq!(numbers("nobody"), Err(UserError::NoUser { name: "nobody".into() }));
+        assert_eq!(numbers("bad"), Err(UserError::NoUser { name: "bad".into() }));
+        assert_eq!(numbers("web:none"), Err(UserError::NoGroup { name: "none".into() }));
+        assert_eq!(numbers("-1"), Err(UserError::NoUser { name: "-1".into() }));
+    }
+
+    #[test]
+    fn home_and_groups_come_from_the_image() {
+        let web = find("101", PASSWD, GROUP).unwrap();
+        assert_eq!((web.name.as_deref(), web.home.as_deref()), (Some("web"), Some("/srv/web")));
+        assert_eq!(memberships("web", GROUP), [4, 45]);
+        assert_eq!(of_numbers(101, 5, PASSWD), Found { gid: 5, ..web });
+        assert_eq!(of_numbers(9, 9, PASSWD).home, None);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(256))]
+        #[test]
+        fn any_files_are_read_without_panic(asked in "[a-z0-9:]{0,8}", passwd in "[a-z0-9:,#\n ]{0,80}", group in "\\PC{0,80}") {
+            let _ = find(&asked, &passwd, &group);
+            let _ = memberships(&asked, &group);
+        }
+
+        #[test]
+        fn a_number_is_always_a_user(uid: u32, gid: u32) {
+            let found = find(&format!("{uid}:{gid}"), "", "").unwrap();
+            prop_assert_eq!((found.uid, found.gid), (uid, gid));
+        }
+    }
+}

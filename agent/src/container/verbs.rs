@@ -1,0 +1,402 @@
+//! Owns: the verbs on containers, each of which may be said twice: create, start, signal, exec, resize, remove.
+
+use libcontainer::oci_spec::runtime::{LinuxNamespaceType, Spec};
+use nacelle_base::undo::UndoStack;
+use nacelle_proto::agent::{CreateContainerResponse, PidMode};
+use std::collections::HashMap;
+use std::io::Write;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+use tokio::sync::OnceCell;
+
+use super::spec::{PidNamespace, Place, adjust, exec_process, parse};
+use super::{Container, Pod, PodError, Process, cgroup, check_id, devices, root, user};
+use crate::stdio::Stdio;
+use crate::zygote::{Create, Exec, Made, Request, ZygoteError};
+use crate::{paths, sys};
+
+/// How long killed processes may take to be gone.
+const DEATH: Duration = Duration::from_secs(30);
+/// How many execs of a container that have ended are remembered.
+const REMEMBERED: usize = 256;
+
+/// What a container is made of.
+#[derive(Debug)]
+pub struct CreateOptions {
+    /// Its id.
+    pub id: String,
+    /// The OCI specification, JSON.
+    pub spec: Vec<u8>,
+    /// Its image.
+    pub partition: u32,
+    /// The user to look up; empty: the specification's.
+    pub user: String,
+    /// Add the groups that the image gives the user.
+    pub merge_groups: bool,
+    /// Keep its stdin open.
+    pub stdin: bool,
+    /// The container whose PID namespace it enters; empty: none.
+    pub pid_of: String,
+    /// Otherwise: the pod's way, or its own.
+    pub pid_mode: PidMode,
+}
+
+/// What an exec is made of.
+#[derive(Debug)]
+pub struct ExecOptions {
+    /// The container.
+    pub id: String,
+    /// Its own id.
+    pub exec_id: String,
+    /// The program and its arguments.
+    pub args: Vec<String>,
+    /// It gets a terminal.
+    pub tty: bool,
+    /// Keep its stdin open.
+    pub stdin: bool,
+    /// The terminal's columns and rows; 0: unknown.
+    pub size: (u16, u16),
+}
+
+/// What was prepared for a container before libcontainer sees it.
+struct Prepared {
+    spec: Spec,
+    response: CreateContainerResponse,
+}
+
+impl Pod {
+    /// Runs `work` with the container's turn: creation, start and removal of one container never overlap.
+    async fn in_turn<T>(&self, id: &str, work: impl Future<Output = Result<T, PodError>>) -> Result<T, PodError> {
+        let turn = Arc::clone(self.lock().turns.entry(id.to_owned()).or_default());
+        let result = {
+            let _held = turn.lock().await;
+            work.await
+        };
+        let mut state = self.lock();
+        // The table's and ours: nobody waits for it.
+        if Arc::strong_count(&turn) == 2 && !state.containers.contains_key(id) {
+            state.turns.remove(id);
+        }
+        result
+    }
+
+    /// Makes a container up to, and without, its first instruction.
+    pub async fn create(self: Arc<Self>, options: CreateOptions) -> Result<CreateContainerResponse, PodError> {
+        check_id(&options.id)?;
+        let id = options.id.clone();
+        self.in_turn(&id, self.create_in_turn(options)).await
+    }
+
+    async fn create_in_turn(self: &Arc<Self>, options: CreateOptions) -> Result<CreateContainerResponse, PodError> {
+        if let Ok(there) = self.container(&options.id) {
+            return Ok(there.created.clone());
+        }
+        let id = options.id.clone();
+        let pid = self.pid_namespace(&options).await?;
+        let shares_pid = pid != PidNamespace::Own;
+        let mut undo = UndoStack::new();
+        undo.push("container", {
+            let id = id.clone();
+            move || root::remove(&id).and_then(|()| {
+                let path = cgroup::path(&id);
+                cgroup::remove(&path).map_err(|source| root::RootError { what: "remove", path, source })
+            })
+        });
+        let pod = Arc::clone(self);
+        let stdin = options.stdin;
+        let prepared = tokio::task::spawn_blocking(move || prepare(&pod, &options, pid)).await??;
+        let container = self.make(&id, prepared, stdin, shares_pid).await?;
+        undo.keep();
+        let response = container.created.clone();
+        self.lock().containers.insert(id, Arc::new(container));
+        Ok(response)
+    }
+
+    async fn make(self: &Arc<Self>, id: &str, prepared: Prepared, stdin: bool, last: bool) -> Result<Container, PodError> {
+        let failed = |what| move |source| PodError::Io { what, id: id.to_owned(), source };
+        let Prepared { spec, response } = prepared;
+        let missing = |part| PodError::Spec { id: id.to_owned(), source: super::spec::SpecError::Missing { part } };
+        let process = spec.process().clone().ok_or_else(|| missing("process"))?;
+        let linux = spec.linux().clone().ok_or_else(|| missing("linux"))?;
+        let tty = process.terminal().unwrap_or(false);
+        let path = cgroup::path(id);
+
+        let making = self.making();
+        let request = Request::Create(Create { id: id.to_owned(), tty });
+        let (made, stdio) = self.make_process(id, request, vec![], tty, stdin, (response.uid, response.gid)).await?;
+        let init = self.know(made.pid, stdio, path.clone(), last);
+        drop(making);
+        let rules = linux.resources().as_ref().and_then(|resources| resources.devices().clone()).unwrap_or_default();
+        if let Err(source) = devices::attach(&path, &rules) {
+            // Nobody knows this container yet, so its processes go here.
+            kill_all(id, &path, &init).await?;
+            return Err(failed("limit the devices")(source));
+        }
+        if let (Some(terminal), Some(size)) = (&init.stdio.terminal, process.console_size()) {
+            let cut = |number: u64| u16::try_from(number).unwrap_or(u16::MAX);
+            sys::set_window_size(terminal, cut(size.width()), cut(size.height())).map_err(failed("size the terminal"))?;
+        }
+        let namespaces = linux.namespaces().as_deref().unwrap_or_default();
+        Ok(Container {
+            id: id.to_owned(),
+            process,
+            seccomp: linux.seccomp().clone(),
+            cgroup_namespace: namespaces.iter().any(|namespace| namespace.typ() == LinuxNamespaceType::Cgroup),
+            cgroup: path,
+            created: response,
+            init,
+            started: AtomicBool::new(false),
+            execs: Mutex::new(HashMap::new()),
+        })
+    }
+
+    /// Has the zygote make a process, with pipes or a terminal. The caller holds a `Making`.
+    async fn make_process(
+        self: &Arc<Self>,
+        id: &str,
+        request: Request,
+        mut fds: Vec<OwnedFd>,
+        tty: bool,
+        stdin: bool,
+        (uid, gid): (u32, u32),
+    ) -> Result<(Made, Stdio), PodError> {
+        let failed = |source| PodError::Io { what: "set up the streams", id: id.to_owned(), source };
+        let mut stdio = Stdio::default();
+        if !tty {
+            let (ours, theirs) = Stdio::pipes(stdin, uid, gid).map_err(failed)?;
+            stdio = ours;
+            fds.extend(theirs);
+        }
+        let pod = Arc::clone(self);
+        let call = move || pod.zygote.call(&request, &fds.iter().collect::<Vec<_>>());
+        let made = tokio::task::spawn_blocking(call).await?;
+        let mut made = made.map_err(|source| PodError::Zygote { id: id.to_owned(), source })?;
+        if let Some(master) = made.terminal.take() {
+            stdio = Stdio::of_terminal(master, stdin).map_err(failed)?;
+        }
+        Ok((made, stdio))
+    }
+
+    async fn pid_namespace(self: &Arc<Self>, options: &CreateOptions) -> Result<PidNamespace, PodError> {
+        if !options.pid_of.is_empty() {
+            let target = self.container(&options.pid_of)?;
+            if target.init.exit().is_some() {
+                return Err(PodError::NotRunning { id: options.pid_of.clone() });
+            }
+            return Ok(PidNamespace::Of(target.init.pid));
+        }
+        if !self.shared_pid || options.pid_mode == PidMode::Container {
+            return Ok(PidNamespace::Own);
+        }
+        let failed = |source: ZygoteError| PodError::Zygote { id: options.id.clone(), source };
+        let holder = self.pause.get_or_try_init(|| async {
+            let pod = Arc::clone(self);
+            let made = tokio::task::spawn_blocking(move || pod.zygote.call(&Request::Pause, &[])).await?;
+            Ok::<i32, PodError>(made.map_err(failed)?.pid)
+        });
+        Ok(PidNamespace::Of(*holder.await?))
+    }
+
+    /// Lets a created container run.
+    pub async fn start(self: Arc<Self>, id: String) -> Result<(), PodError> {
+        self.in_turn(&id, async {
+            let container = self.container(&id)?;
+            if container.started.load(Ordering::Acquire) {
+                return Ok(());
+            }
+            if container.init.exit().is_some() {
+                return Err(PodError::NotRunning { id: id.clone() });
+            }
+            let failed = |source| PodError::Io { what: "start the first process", id: id.clone(), source };
+            // A socket of libcontainer's, whose listener is the container's first process: connecting does not wait.
+            let path = Path::new(paths::CONTAINERS).join(&id).join("notify.sock");
+            let mut socket = UnixStream::connect(path).map_err(failed)?;
+            socket.write_all(b"start container").map_err(failed)?;
+            container.started.store(true, Ordering::Release);
+            Ok(())
+        })
+        .await
+    }
+
+    /// Sends a signal to a process or to all of a container; to something gone: success.
+    pub fn signal(&self, id: &str, exec_id: &str, signal: u32, all: bool) -> Result<(), PodError> {
+        let number = i32::try_from(signal).ok().filter(|number| (1..=64).contains(number));
+        let number = number.ok_or(PodError::Signal { signal })?;
+        let failed = |source| PodError::Io { what: "signal a process", id: id.to_owned(), source };
+        if all {
+            return match self.container(id) {
+                Ok(container) if number == libc::SIGKILL => cgroup::kill(&container.cgroup).map_err(failed),
+                Ok(container) => {
+                    for pid in cgroup::processes(&container.cgroup).map_err(failed)? {
+                        match sys::pidfd_open(pid).and_then(|pidfd| sys::pidfd_signal(pidfd, number)) {
+                            Err(error) if error.raw_os_error() != Some(libc::ESRCH) => return Err(failed(error)),
+                            _ => {}
+                        }
+                    }
+                    Ok(())
+                }
+                Err(_) => Ok(()),
+            };
+        }
+        match self.process(id, exec_id) {
+            Ok(process) => process.signal(number).map_err(failed),
+            // Gone, or never there: nothing to signal.
+            Err(_) => Ok(()),
+        }
+    }
+
+    /// Starts a further process in a running container.
+    pub async fn exec(self: Arc<Self>, options: ExecOptions) -> Result<(), PodError> {
+        check_id(&options.exec_id)?;
+        if options.args.first().is_none_or(String::is_empty) {
+            return Err(PodError::NoProgram);
+        }
+        let container = self.container(&options.id)?;
+        if !container.started.load(Ordering::Acquire) || container.init.exit().is_some() {
+            return Err(PodError::NotRunning { id: options.id });
+        }
+        let cell = self.exec_cell(&container, &options.exec_id);
+        let exec_id = options.exec_id.clone();
+        let result = cell.get_or_try_init(|| self.make_exec(&container, options)).await.map(drop);
+        if result.is_err() {
+            let mut execs = container.execs.lock().unwrap_or_else(PoisonError::into_inner);
+            if execs.get(&exec_id).is_some_and(|(_, cell)| !cell.initialized()) {
+                execs.remove(&exec_id);
+            }
+        }
+        result
+    }
+
+    /// The place for an exec; forgets the oldest that ended long ago.
+    fn exec_cell(&self, container: &Container, exec_id: &str) -> Arc<OnceCell<Arc<Process>>> {
+        let count = {
+            let mut state = self.lock();
+            state.exec_count += 1;
+            state.exec_count
+        };
+        let mut execs = container.execs.lock().unwrap_or_else(PoisonError::into_inner);
+        let ended = |cell: &OnceCell<Arc<Process>>| cell.get().is_some_and(|process| process.exit().is_some());
+        let over: Vec<(u64, String)> =
+            execs.iter().filter(|(_, (_, cell))| ended(cell)).map(|(id, (count, _))| (*count, id.clone())).collect();
+        if over.len() > REMEMBERED
+            && let Some((_, oldest)) = over.iter().min()
+        {
+            execs.remove(oldest);
+        }
+        Arc::clone(&execs.entry(exec_id.to_owned()).or_insert_with(|| (count, Arc::default())).1)
+    }
+
+    async fn make_exec(self: &Arc<Self>, container: &Container, options: ExecOptions) -> Result<Arc<Process>, PodError> {
+        let gone = || PodError::NotRunning { id: options.id.clone() };
+        let pidfd = container.init.pidfd.as_ref().ok_or_else(gone)?;
+        let failed = |source| PodError::Io { what: "refer to the first process", id: options.id.clone(), source };
+        let pidfd = pidfd.try_clone().map_err(failed)?;
+        let process = exec_process(&container.process, options.args, options.tty);
+        let owner = (process.user().uid(), process.user().gid());
+        let request = Request::Exec(Box::new(Exec {
+            process,
+            seccomp: container.seccomp.clone(),
+            cgroup_namespace: container.cgroup_namespace,
+            cgroup: container.cgroup.display().to_string(),
+            size: options.size,
+        }));
+        let _making = self.making();
+        let made = self.make_process(&options.id, request, vec![pidfd], options.tty, options.stdin, owner).await;
+        // It ended meanwhile: that is the reason, whatever the zygote saw of it.
+        let (made, stdio) = made.map_err(|error| if container.init.exit().is_some() { gone() } else { error })?;
+        Ok(self.know(made.pid, stdio, container.cgroup.clone(), false))
+    }
+
+    /// Changes a terminal's size; of a process that is gone: success.
+    pub fn resize(&self, id: &str, exec_id: &str, columns: u32, rows: u32) -> Result<(), PodError> {
+        let process = self.process(id, exec_id)?;
+        let cut = |number: u32| u16::try_from(number).unwrap_or(u16::MAX);
+        let terminal = process.stdio.terminal.as_ref().ok_or_else(|| PodError::NoTerminal { id: id.to_owned() })?;
+        sys::set_window_size(terminal, cut(columns), cut(rows)).map_err(|source| PodError::Io {
+            what: "size a terminal",
+            id: id.to_owned(),
+            source,
+        })
+    }
+
+    /// Kills what is left of a container and removes it. One that is not there is a success.
+    pub async fn remove(self: Arc<Self>, id: String) -> Result<(), PodError> {
+        check_id(&id)?;
+        self.in_turn(&id, async {
+            let Ok(container) = self.container(&id) else { return Ok(()) };
+            kill_all(&id, &container.cgroup, &container.init).await?;
+            let path = container.cgroup.clone();
+            let folder = id.clone();
+            let removed = tokio::task::spawn_blocking(move || (cgroup::remove(&path), root::remove(&folder))).await?;
+            removed.0.map_err(|source| PodError::Io { what: "remove the cgroup", id: id.clone(), source })?;
+            removed.1.map_err(|source| PodError::Root { id: id.clone(), source })?;
+            self.lock().containers.remove(&id);
+            Ok(())
+        })
+        .await
+    }
+
+    /// Kills every container. For the end of the machine.
+    pub fn kill_everything(&self) -> std::io::Result<()> {
+        cgroup::kill(&PathBuf::from(format!("{}{}", paths::CGROUP, paths::POD_CGROUP)))
+    }
+}
+
+/// Kills all processes of a container and waits until they are gone.
+async fn kill_all(id: &str, path: &Path, init: &Process) -> Result<(), PodError> {
+    cgroup::kill(path).map_err(|source| PodError::Io { what: "kill the processes", id: id.to_owned(), source })?;
+    let alive = || PodError::StillAlive { id: id.to_owned(), seconds: DEATH.as_secs() };
+    let deadline = Instant::now() + DEATH;
+    init.wait(DEATH).await.ok_or_else(alive)?;
+    while cgroup::populated(path) {
+        if Instant::now() >= deadline {
+            return Err(alive());
+        }
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    Ok(())
+}
+
+/// Everything about a container that is done before a process of it exists: root, user, specification on disk.
+fn prepare(pod: &Pod, options: &CreateOptions, pid: PidNamespace) -> Result<Prepared, PodError> {
+    let id = &options.id;
+    let in_spec = |source| PodError::Spec { id: id.clone(), source };
+    let in_root = |source| PodError::Root { id: id.clone(), source };
+    let spec = parse(&options.spec).map_err(in_spec)?;
+    let image = pod.disks.image(options.partition)?;
+    pod.disks.scratch()?;
+    let root = root::make(id, &image).map_err(in_root)?;
+    let passwd = root::read_file(&root, "/etc/passwd").map_err(in_root)?;
+    let group = root::read_file(&root, "/etc/group").map_err(in_root)?;
+    let asked = spec.process().as_ref().map(|process| process.user().clone()).unwrap_or_default();
+    let user = if options.user.is_empty() {
+        user::of_numbers(asked.uid(), asked.gid(), &passwd)
+    } else {
+        user::find(&options.user, &passwd, &group).map_err(|source| PodError::User { id: id.clone(), source })?
+    };
+    let mut groups = vec![user.gid];
+    let merged = match &user.name {
+        Some(name) if options.merge_groups => user::memberships(name, &group),
+        _ => Vec::new(),
+    };
+    for gid in asked.additional_gids().iter().flatten().copied().chain(merged) {
+        if !groups.contains(&gid) {
+            groups.push(gid);
+        }
+    }
+    let response =
+        CreateContainerResponse { uid: user.uid, gid: user.gid, supplemental_groups: groups.clone() };
+    let place = Place { id, root: &root, pid, user: &user, groups: &groups };
+    let spec = adjust(spec, &place).map_err(in_spec)?;
+    if let Some(process) = spec.process() {
+        root::make_folder(&root, process.cwd()).map_err(in_root)?;
+    }
+    let path = Path::new(paths::BUNDLES).join(id).join("config.json");
+    let json = serde_json::to_vec(&spec).map_err(|source| in_spec(source.into()))?;
+    std::fs::write(path, json).map_err(|source| PodError::Io { what: "write the bundle", id: id.clone(), source })?;
+    Ok(Prepared { spec, response })
+}

@@ -1,0 +1,118 @@
+//! Owns: the frames of the boot handshake, of stream preambles and of the zygote: a little-endian u32 length, at
+//! most 1 MiB, and that many bytes.
+
+use prost::Message;
+use std::io::{self, Read, Write};
+
+/// The longest payload of a frame, in bytes.
+pub const MAX: u32 = 1 << 20;
+
+/// Why a frame could not be read or written.
+#[derive(Debug, thiserror::Error)]
+pub enum FrameError {
+    /// The peer is gone, or too slow.
+    #[error("cannot {what} a frame")]
+    Io {
+        /// "read" or "write".
+        what: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+    /// The length is beyond the limit.
+    #[error("a frame of {length} bytes is longer than {MAX}")]
+    TooLong {
+        /// The length said or needed.
+        length: usize,
+    },
+    /// The payload is not the message expected.
+    #[error("a frame does not hold the message expected")]
+    Decode {
+        /// Why.
+        source: prost::DecodeError,
+    },
+}
+
+fn io_error(what: &'static str) -> impl FnOnce(io::Error) -> FrameError {
+    move |source| FrameError::Io { what, source }
+}
+
+/// The length that a frame's first four bytes say, if it is allowed.
+pub fn length(head: [u8; 4]) -> Result<usize, FrameError> {
+    let length = u32::from_le_bytes(head);
+    let size = usize::try_from(length).unwrap_or(usize::MAX);
+    if length > MAX { Err(FrameError::TooLong { length: size }) } else { Ok(size) }
+}
+
+/// The bytes of a frame with this payload.
+pub fn frame(payload: &[u8]) -> Result<Vec<u8>, FrameError> {
+    let length = u32::try_from(payload.len()).ok().filter(|length| *length <= MAX);
+    let length = length.ok_or(FrameError::TooLong { length: payload.len() })?;
+    let mut bytes = Vec::with_capacity(payload.len() + 4);
+    bytes.extend_from_slice(&length.to_le_bytes());
+    bytes.extend_from_slice(payload);
+    Ok(bytes)
+}
+
+/// Reads one frame's payload.
+pub fn read_bytes(from: &mut impl Read) -> Result<Vec<u8>, FrameError> {
+    let mut head = [0; 4];
+    from.read_exact(&mut head).map_err(io_error("read"))?;
+    let mut payload = vec![0; length(head)?];
+    from.read_exact(&mut payload).map_err(io_error("read"))?;
+    Ok(payload)
+}
+
+/// Reads one framed message.
+pub fn read<M: Message + Default>(from: &mut impl Read) -> Result<M, FrameError> {
+    M::decode(read_bytes(from)?.as_slice()).map_err(|source| FrameError::Decode { source })
+}
+
+/// Writes one frame.
+pub fn write_bytes(to: &mut impl Write, payload: &[u8]) -> Result<(), FrameError> {
+    to.write_all(&frame(payload)?).map_err(io_error("write"))
+}
+
+/// Writes one framed message.
+pub fn write<M: Message>(to: &mut impl Write, message: &M) -> Result<(), FrameError> {
+    write_bytes(to, &message.encode_to_vec())
+}
+
+/// Reads one framed message from an asynchronous stream.
+pub async fn read_async<M: Message + Default>(from: &mut (impl tokio::io::AsyncRead + Unpin)) -> Result<M, FrameError> {
+    use tokio::io::AsyncReadExt;
+    let mut head = [0; 4];
+    from.read_exact(&mut head).await.map_err(io_error("read"))?;
+    let mut payload = vec![0; length(head)?];
+    from.read_exact(&mut payload).await.map_err(io_error("read"))?;
+    M::decode(payload.as_slice()).map_err(|source| FrameError::Decode { source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nacelle_proto::agent::{StreamOpen, WaitRequest};
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_message_comes_back() {
+        let sent = StreamOpen { id: "a".into(), exec_id: "b".into(), stream: 2 };
+        let mut bytes = Vec::new();
+        write(&mut bytes, &sent).unwrap();
+        assert_eq!(read::<StreamOpen>(&mut bytes.as_slice()).unwrap(), sent);
+    }
+
+    #[test]
+    fn too_long_is_refused_before_memory_is_taken() {
+        let error = read_bytes(&mut [0xff_u8; 8].as_slice()).unwrap_err();
+        assert!(matches!(error, FrameError::TooLong { .. }), "{error}");
+        assert!(frame(&vec![0; 1 << 21]).is_err());
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn any_bytes_are_read_without_panic(bytes in proptest::collection::vec(any::<u8>(), 0..64)) {
+            let _ = read::<WaitRequest>(&mut bytes.as_slice());
+        }
+    }
+}

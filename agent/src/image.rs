@@ -1,0 +1,208 @@
+//! Owns: the images of the pod: partitions of the image disk that come and go while the machine runs, mounted as
+//! EROFS; and the scratch disk.
+//! Threads: `Disks` serialises; its methods block and are for blocking threads.
+
+use nacelle_base::{Classify, Kind};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::{paths, sys};
+
+/// How long the disk may take to grow: the host has told the kernel, which reads the new size on its own time.
+const GROWTH: Duration = Duration::from_secs(20);
+
+/// Why a disk could not be used.
+#[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the fields are what the message prints")]
+pub enum DiskError {
+    #[error("{number} is no partition number: 1 to 255 are")]
+    Number { number: u32 },
+    #[error("offset {offset} and length {length} are not multiples of 4096 above 0")]
+    Shape { offset: u64, length: u64 },
+    #[error("partition {number} is attached at offset {offset} with length {length}")]
+    Taken { number: u8, offset: u64, length: u64 },
+    #[error("there is no image at partition {number}")]
+    NoImage { number: u32 },
+    #[error("{number} is no disk of this machine")]
+    NoDisk { number: u32 },
+    #[error("the disk {disk} has {have} bytes and did not grow to {need}")]
+    TooSmall { disk: String, have: u64, need: u64 },
+    #[error("cannot {what} {}", path.display())]
+    Io { what: &'static str, path: PathBuf, source: io::Error },
+    #[error("image {number} is in use")]
+    Busy { number: u8 },
+}
+
+impl Classify for DiskError {
+    fn kind(&self) -> Kind {
+        match self {
+            DiskError::Number { .. } | DiskError::Shape { .. } => Kind::Invalid,
+            DiskError::Taken { .. } => Kind::AlreadyExists,
+            DiskError::NoImage { .. } | DiskError::NoDisk { .. } => Kind::NotFound,
+            DiskError::TooSmall { .. } => Kind::Timeout,
+            DiskError::Busy { .. } => Kind::Conflict,
+            DiskError::Io { .. } => Kind::Internal,
+        }
+    }
+}
+
+fn at<E: Into<io::Error>>(what: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(E) -> DiskError {
+    let path = path.into();
+    move |source| DiskError::Io { what, path, source: source.into() }
+}
+
+/// The kernel's name of a virtio disk: 0 is "vda".
+fn disk_name(number: u32) -> Result<String, DiskError> {
+    let letter = u8::try_from(number).ok().filter(|number| *number < 26).map(|number| char::from(b'a' + number));
+    letter.map(|letter| format!("vd{letter}")).ok_or(DiskError::NoDisk { number })
+}
+
+/// Where an image is mounted.
+fn mount_point(number: u8) -> PathBuf {
+    Path::new(paths::IMAGES).join(number.to_string())
+}
+
+fn number_of(partition: u32) -> Result<u8, DiskError> {
+    u8::try_from(partition).ok().filter(|number| *number != 0).ok_or(DiskError::Number { number: partition })
+}
+
+/// The machine's disks.
+#[derive(Debug)]
+pub struct Disks {
+    image_disk: u32,
+    scratch_disk: u32,
+    attached: Mutex<HashMap<u8, (u64, u64)>>,
+    scratch_mounted: Mutex<bool>,
+}
+
+impl Disks {
+    /// The disks by their numbers: 0 is the first.
+    pub fn new(image_disk: u32, scratch_disk: u32) -> Disks {
+        Disks { image_disk, scratch_disk, attached: Mutex::default(), scratch_mounted: Mutex::default() }
+    }
+
+    /// Adds a partition and mounts it. Said again with the same figures it is a success.
+    pub fn attach(&self, partition: u32, offset: u64, length: u64) -> Result<(), DiskError> {
+        let number = number_of(partition)?;
+        let shape = || DiskError::Shape { offset, length };
+        let end = offset.checked_add(length).filter(|_| length > 0 && offset % 4096 == 0 && length % 4096 == 0);
+        let end = end.ok_or_else(shape)?;
+        let start = i64::try_from(offset).ok().ok_or_else(shape)?;
+        let size = i64::try_from(length).ok().ok_or_else(shape)?;
+        let mut attached = self.attached.lock().unwrap_or_else(PoisonError::into_inner);
+        match attached.get(&number) {
+            Some(known) if *known == (offset, length) => return Ok(()),
+            Some((offset, length)) => return Err(DiskError::Taken { number, offset: *offset, length: *length }),
+            None => {}
+        }
+        let disk = disk_name(self.image_disk)?;
+        wait_for_size(&disk, end)?;
+        let device = Path::new("/dev").join(&disk);
+        let file = File::open(&device).map_err(at("open", &device))?;
+        match sys::add_partition(&file, number, start, size) {
+            // Left over from an attempt that failed half-way.
+            Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {
+                sys::delete_partition(&file, number).map_err(at("remove a stale partition of", &device))?;
+                sys::add_partition(&file, number, start, size).map_err(at("add a partition to", &device))?;
+            }
+            other => other.map_err(at("add a partition to", &device))?,
+        }
+        let point = mount_point(number);
+        let node = PathBuf::from(format!("/dev/{disk}{number}"));
+        let flags = MsFlags::MS_RDONLY | MsFlags::MS_NODEV | MsFlags::MS_NOSUID;
+        let mounted = fs::create_dir_all(&point).and_then(|()| {
+            mount(Some(&node), &point, Some("erofs"), flags, None::<&str>).map_err(io::Error::from)
+        });
+        if let Err(error) = mounted {
+            // The error that matters is the mount's; a partition that stays is replaced by the next attempt.
+            let _ = sys::delete_partition(&file, number);
+            return Err(at("mount the image", &node)(error));
+        }
+        attached.insert(number, (offset, length));
+        Ok(())
+    }
+
+    /// Unmounts an image and takes its partition away. One that is not there is a success.
+    pub fn detach(&self, partition: u32) -> Result<(), DiskError> {
+        let number = number_of(partition)?;
+        let mut attached = self.attached.lock().unwrap_or_else(PoisonError::into_inner);
+        if !attached.contains_key(&number) {
+            return Ok(());
+        }
+        let point = mount_point(number);
+        match umount2(&point, MntFlags::empty()) {
+            Ok(()) | Err(nix::Error::EINVAL | nix::Error::ENOENT) => {}
+            Err(nix::Error::EBUSY) => return Err(DiskError::Busy { number }),
+            Err(error) => return Err(at("unmount", &point)(error)),
+        }
+        let device = Path::new("/dev").join(disk_name(self.image_disk)?);
+        let file = File::open(&device).map_err(at("open", &device))?;
+        match sys::delete_partition(&file, number) {
+            Err(error) if error.raw_os_error() != Some(libc::ENXIO) => {
+                return Err(at("remove a partition of", &device)(error));
+            }
+            _ => {}
+        }
+        attached.remove(&number);
+        Ok(())
+    }
+
+    /// Where the image of a partition is mounted.
+    pub fn image(&self, partition: u32) -> Result<PathBuf, DiskError> {
+        let attached = self.attached.lock().unwrap_or_else(PoisonError::into_inner);
+        let number = number_of(partition)?;
+        attached.get(&number).map(|_| mount_point(number)).ok_or(DiskError::NoImage { number: partition })
+    }
+
+    /// Mounts the scratch disk, once.
+    pub fn scratch(&self) -> Result<(), DiskError> {
+        let mut mounted = self.scratch_mounted.lock().unwrap_or_else(PoisonError::into_inner);
+        if !*mounted {
+            let node = Path::new("/dev").join(disk_name(self.scratch_disk)?);
+            let flags = MsFlags::MS_NOATIME;
+            mount(Some(&node), paths::SCRATCH, Some("ext4"), flags, Some("discard"))
+                .map_err(at("mount the scratch disk", &node))?;
+            *mounted = true;
+        }
+        Ok(())
+    }
+}
+
+fn wait_for_size(disk: &str, need: u64) -> Result<(), DiskError> {
+    let path = PathBuf::from(format!("/sys/block/{disk}/size"));
+    let deadline = Instant::now() + GROWTH;
+    loop {
+        let text = fs::read_to_string(&path).map_err(at("read", &path))?;
+        let have = text.trim().parse::<u64>().unwrap_or(0).saturating_mul(512);
+        if have >= need {
+            return Ok(());
+        }
+        if Instant::now() >= deadline {
+            return Err(DiskError::TooSmall { disk: disk.to_owned(), have, need });
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn disks_and_partitions_have_bounds() {
+        assert_eq!(disk_name(0).unwrap(), "vda");
+        assert_eq!(disk_name(25).unwrap(), "vdz");
+        assert!(disk_name(26).is_err());
+        let disks = Disks::new(0, 1);
+        for (partition, offset, length) in [(0, 0, 4096), (256, 0, 4096), (1, 1, 4096), (1, 0, 0), (1, u64::MAX, 4096)] {
+            assert_eq!(disks.attach(partition, offset, length).unwrap_err().kind(), Kind::Invalid);
+        }
+        assert_eq!(disks.image(3).unwrap_err().kind(), Kind::NotFound);
+        disks.detach(3).unwrap();
+    }
+}

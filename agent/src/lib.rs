@@ -1,0 +1,14 @@
+//! Owns: the guest's half of a pod: PID 1 of its machine. See docs/agent.md.
+
+pub mod boot;
+pub mod container;
+pub mod frame;
+pub mod image;
+pub mod log;
+pub mod paths;
+pub mod rpc;
+pub mod serve;
+pub mod stdio;
+pub mod streams;
+pub mod sys;
+pub mod zygote;

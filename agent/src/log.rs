@@ -1,0 +1,65 @@
+//! Owns: the agent's log: warnings and errors, a line each, to the kernel's log, which the console shows. A few lines
+//! of our own instead of a subscriber library, for each page of code costs boot time.
+
+use std::fmt::Write as _;
+use std::fs::{File, OpenOptions};
+use std::io::Write as _;
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Level, Metadata, Subscriber};
+
+/// The longest line, in bytes; /dev/kmsg refuses lines of more than about 1,000.
+const MAX_LINE: usize = 900;
+
+struct Log(File);
+
+struct Line(String);
+
+impl Visit for Line {
+    fn record_debug(&mut self, field: &Field, value: &dyn std::fmt::Debug) {
+        // Writing to a string does not fail.
+        let _ = match field.name() {
+            "message" => write!(self.0, " {value:?}"),
+            name => write!(self.0, " {name}={value:?}"),
+        };
+    }
+}
+
+impl Subscriber for Log {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        *metadata.level() <= Level::WARN && metadata.is_event()
+    }
+
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn event(&self, event: &Event<'_>) {
+        let level = if *event.metadata().level() == Level::ERROR { 3 } else { 4 };
+        let mut line = Line(format!("<{level}>nacelle-agent:"));
+        event.record(&mut line);
+        let mut text = line.0.replace('\n', " ");
+        while text.len() > MAX_LINE {
+            text.pop();
+        }
+        text.push('\n');
+        // A log that cannot be written has nowhere to say so.
+        let _ = (&self.0).write_all(text.as_bytes());
+    }
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
+
+/// Sends this process's warnings and errors to the kernel's log.
+pub fn start() {
+    if let Ok(file) = OpenOptions::new().write(true).open("/dev/kmsg") {
+        // It fails only if a subscriber is there already.
+        let _ = tracing::subscriber::set_global_default(Log(file));
+    }
+}

@@ -1,0 +1,20 @@
+//! Owns: where things lie in the guest.
+
+/// All that is the agent's.
+pub const RUN: &str = "/run/nacelle";
+/// Images, one folder per partition number.
+pub const IMAGES: &str = "/run/nacelle/images";
+/// The scratch disk: a folder per container with its upper layer.
+pub const SCRATCH: &str = "/run/nacelle/scratch";
+/// libcontainer's state, one folder per container. Short, because a socket's path is.
+pub const CONTAINERS: &str = "/run/nacelle/c";
+/// A folder per container with its `config.json` and its root's mount point.
+pub const BUNDLES: &str = "/run/nacelle/b";
+/// The pod's hosts, hostname and resolv.conf.
+pub const FILES: &str = "/run/nacelle/files";
+/// The pod's shared memory.
+pub const SHM: &str = "/dev/shm";
+/// cgroup v2.
+pub const CGROUP: &str = "/sys/fs/cgroup";
+/// The cgroup of all containers, below `CGROUP`.
+pub const POD_CGROUP: &str = "/pod";

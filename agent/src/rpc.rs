@@ -1,0 +1,134 @@
+//! Owns: the gRPC service: messages to verbs, errors to codes, and nothing else.
+
+use nacelle_base::{Chain, Classify};
+use nacelle_proto::agent::agent_server::Agent;
+use nacelle_proto::agent::{
+    AttachImageRequest, ContainerRef, CreateContainerRequest, CreateContainerResponse, DetachImageRequest, Empty,
+    ExecRequest, ListContainersResponse, ResizeRequest, SignalRequest, WaitRequest, WaitResponse,
+};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::Notify;
+use tonic::{Code, Request, Response, Status};
+
+use crate::container::{CreateOptions, ExecOptions, Pod, PodError};
+
+/// No request takes longer; a caller's own deadline may be nearer.
+pub const DEADLINE: Duration = Duration::from_secs(120);
+/// The longest that one Wait waits.
+const LONGEST_WAIT: Duration = Duration::from_secs(60);
+
+/// The service.
+pub struct Service {
+    /// What it is about.
+    pub pod: Arc<Pod>,
+    /// Told when the machine shall end.
+    pub end: Arc<Notify>,
+}
+
+fn status(error: &PodError) -> Status {
+    Status::new(Code::from_i32(error.kind().grpc_code()), Chain(error).to_string())
+}
+
+fn cut(number: u32) -> u16 {
+    u16::try_from(number).unwrap_or(u16::MAX)
+}
+
+/// Runs a verb to its end even if the caller goes away: half a verb is no state.
+async fn whole<T: Send + 'static>(
+    verb: impl Future<Output = Result<T, PodError>> + Send + 'static,
+) -> Result<T, Status> {
+    let done = tokio::spawn(verb).await.map_err(PodError::from);
+    done.and_then(|result| result).map_err(|error| status(&error))
+}
+
+/// Runs a verb that blocks.
+async fn blocking<E: Into<PodError> + Send + 'static>(
+    verb: impl FnOnce() -> Result<(), E> + Send + 'static,
+) -> Result<Response<Empty>, Status> {
+    let done = tokio::task::spawn_blocking(verb).await.map_err(PodError::from);
+    done.and_then(|result| result.map_err(Into::into)).map_err(|error| status(&error))?;
+    Ok(Response::new(Empty {}))
+}
+
+#[tonic::async_trait]
+impl Agent for Service {
+    async fn attach_image(&self, request: Request<AttachImageRequest>) -> Result<Response<Empty>, Status> {
+        let (request, pod) = (request.into_inner(), Arc::clone(&self.pod));
+        blocking(move || pod.disks.attach(request.partition, request.offset, request.length)).await
+    }
+
+    async fn detach_image(&self, request: Request<DetachImageRequest>) -> Result<Response<Empty>, Status> {
+        let (request, pod) = (request.into_inner(), Arc::clone(&self.pod));
+        blocking(move || pod.disks.detach(request.partition)).await
+    }
+
+    async fn create_container(
+        &self,
+        request: Request<CreateContainerRequest>,
+    ) -> Result<Response<CreateContainerResponse>, Status> {
+        let request = request.into_inner();
+        let pid_mode = request.pid_mode();
+        let options = CreateOptions {
+            id: request.id,
+            spec: request.oci_spec,
+            partition: request.partition,
+            user: request.user,
+            merge_groups: request.merge_image_groups,
+            stdin: request.stdin,
+            pid_of: request.pid_of,
+            pid_mode,
+        };
+        whole(Arc::clone(&self.pod).create(options)).await.map(Response::new)
+    }
+
+    async fn start_container(&self, request: Request<ContainerRef>) -> Result<Response<Empty>, Status> {
+        whole(Arc::clone(&self.pod).start(request.into_inner().id)).await?;
+        Ok(Response::new(Empty {}))
+    }
+
+    async fn signal(&self, request: Request<SignalRequest>) -> Result<Response<Empty>, Status> {
+        let (request, pod) = (request.into_inner(), Arc::clone(&self.pod));
+        blocking(move || pod.signal(&request.id, &request.exec_id, request.signal, request.all)).await
+    }
+
+    async fn wait(&self, request: Request<WaitRequest>) -> Result<Response<WaitResponse>, Status> {
+        let request = request.into_inner();
+        let process = self.pod.process(&request.id, &request.exec_id).map_err(|error| status(&error))?;
+        let limit = Duration::from_millis(request.timeout_ms.into()).min(LONGEST_WAIT);
+        Ok(Response::new(WaitResponse { exit: process.wait(limit).await }))
+    }
+
+    async fn remove_container(&self, request: Request<ContainerRef>) -> Result<Response<Empty>, Status> {
+        whole(Arc::clone(&self.pod).remove(request.into_inner().id)).await?;
+        Ok(Response::new(Empty {}))
+    }
+
+    async fn exec(&self, request: Request<ExecRequest>) -> Result<Response<Empty>, Status> {
+        let request = request.into_inner();
+        let options = ExecOptions {
+            id: request.id,
+            exec_id: request.exec_id,
+            args: request.args,
+            tty: request.tty,
+            stdin: request.stdin,
+            size: (cut(request.columns), cut(request.rows)),
+        };
+        whole(Arc::clone(&self.pod).exec(options)).await?;
+        Ok(Response::new(Empty {}))
+    }
+
+    async fn resize(&self, request: Request<ResizeRequest>) -> Result<Response<Empty>, Status> {
+        let (request, pod) = (request.into_inner(), Arc::clone(&self.pod));
+        blocking(move || pod.resize(&request.id, &request.exec_id, request.columns, request.rows)).await
+    }
+
+    async fn list_containers(&self, _: Request<Empty>) -> Result<Response<ListContainersResponse>, Status> {
+        Ok(Response::new(ListContainersResponse { containers: self.pod.list() }))
+    }
+
+    async fn shutdown(&self, _: Request<Empty>) -> Result<Response<Empty>, Status> {
+        self.end.notify_one();
+        Ok(Response::new(Empty {}))
+    }
+}

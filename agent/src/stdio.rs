@@ -1,0 +1,260 @@
+//! Owns: the agent's ends of a process's stdin, stdout and stderr, and the copying between them and connections:
+//! bounded, one connection at a time, the newest wins. What a connection did not take stays for the next one.
+
+use std::fs::File;
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::fd::OwnedFd;
+use tokio::io::unix::AsyncFd;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::sync::{Mutex, watch};
+
+/// The most that is kept of a stream between a process and a slow connection, in bytes.
+const BUFFER: usize = 64 << 10;
+
+#[derive(Debug)]
+struct Inner {
+    end: Option<AsyncFd<File>>,
+    pending: Vec<u8>,
+}
+
+/// The agent's end of one stream of a process.
+#[derive(Debug)]
+pub struct Channel {
+    inner: Mutex<Inner>,
+    newest: watch::Sender<u64>,
+}
+
+impl Channel {
+    /// Takes over a descriptor, which becomes non-blocking. Must be called inside a runtime.
+    pub fn new(fd: OwnedFd) -> io::Result<Channel> {
+        let flags = nix::fcntl::OFlag::O_NONBLOCK;
+        nix::fcntl::fcntl(&fd, nix::fcntl::FcntlArg::F_SETFL(flags))?;
+        let inner = Inner { end: Some(crate::sys::watch(File::from(fd))?), pending: Vec::new() };
+        Ok(Channel { inner: Mutex::new(inner), newest: watch::Sender::new(0) })
+    }
+
+    /// Announces a connection: the one before it ends. Returns what tells that a newer one came.
+    fn announce(&self) -> watch::Receiver<u64> {
+        self.newest.send_modify(|count| *count += 1);
+        let mut receiver = self.newest.subscribe();
+        receiver.mark_unchanged();
+        receiver
+    }
+
+    /// Copies what the process writes to a connection until the end of file, then half-closes the connection. Ends
+    /// early, and keeps what was not sent, when a newer connection comes or this one breaks.
+    pub async fn send_output(&self, mut connection: impl AsyncWrite + Unpin) -> io::Result<()> {
+        let mut newer = self.announce();
+        let mut inner = self.inner.lock().await;
+        tokio::select! {
+            biased;
+            _ = newer.changed() => Ok(()),
+            result = output(&mut inner, &mut connection) => result,
+        }
+    }
+
+    /// Copies a connection to what the process reads. The connection's end of file closes the stream if `close`.
+    pub async fn take_input(&self, mut connection: impl AsyncRead + Unpin, close: bool) -> io::Result<()> {
+        let mut newer = self.announce();
+        let mut inner = self.inner.lock().await;
+        tokio::select! {
+            biased;
+            _ = newer.changed() => Ok(()),
+            result = input(&mut inner, &mut connection, close) => result,
+        }
+    }
+}
+
+async fn output(inner: &mut Inner, connection: &mut (impl AsyncWrite + Unpin)) -> io::Result<()> {
+    loop {
+        while !inner.pending.is_empty() {
+            let sent = connection.write(&inner.pending).await?;
+            if sent == 0 {
+                return Err(ErrorKind::WriteZero.into());
+            }
+            inner.pending.drain(..sent);
+        }
+        let Some(end) = inner.end.as_ref() else { return connection.shutdown().await };
+        let mut ready = end.readable().await?;
+        let mut buffer = vec![0; BUFFER];
+        let read = match ready.try_io(|end| end.get_ref().read(&mut buffer)) {
+            Ok(Ok(read)) => read,
+            // A terminal whose last user is gone.
+            Ok(Err(error)) if error.raw_os_error() == Some(libc::EIO) => 0,
+            Ok(Err(error)) if error.kind() == ErrorKind::Interrupted => continue,
+            Ok(Err(error)) => return Err(error),
+            Err(_not_ready) => continue,
+        };
+        if read == 0 {
+            inner.end = None;
+        }
+        buffer.truncate(read);
+        inner.pending = buffer;
+    }
+}
+
+async fn input(inner: &mut Inner, connection: &mut (impl AsyncRead + Unpin), close: bool) -> io::Result<()> {
+    loop {
+        while !inner.pending.is_empty() {
+            let Some(end) = inner.end.as_ref() else { return Ok(()) };
+            let mut ready = end.writable().await?;
+            match ready.try_io(|end| end.get_ref().write(&inner.pending)) {
+                Ok(Ok(written)) => drop(inner.pending.drain(..written)),
+                Ok(Err(error)) if error.kind() == ErrorKind::Interrupted => {}
+                Ok(Err(error)) => {
+                    // Nobody reads any more.
+                    inner.pending.clear();
+                    inner.end = None;
+                    return Err(error);
+                }
+                Err(_not_ready) => {}
+            }
+        }
+        let mut buffer = vec![0; BUFFER];
+        let read = connection.read(&mut buffer).await?;
+        if read == 0 {
+            if close {
+                inner.end = None;
+            }
+            return Ok(());
+        }
+        buffer.truncate(read);
+        inner.pending = buffer;
+    }
+}
+
+/// The streams of a process.
+#[derive(Debug, Default)]
+pub struct Stdio {
+    /// Its input, if it was asked for.
+    pub stdin: Option<Channel>,
+    /// Its output; of a terminal, all of it.
+    pub stdout: Option<Channel>,
+    /// Its errors; not with a terminal.
+    pub stderr: Option<Channel>,
+    /// The master of its terminal.
+    pub terminal: Option<OwnedFd>,
+}
+
+impl Stdio {
+    /// The streams of a process with a terminal.
+    pub fn of_terminal(master: OwnedFd, stdin: bool) -> io::Result<Stdio> {
+        Ok(Stdio {
+            stdin: if stdin { Some(Channel::new(master.try_clone()?)?) } else { None },
+            stdout: Some(Channel::new(master.try_clone()?)?),
+            stderr: None,
+            terminal: Some(master),
+        })
+    }
+
+    /// Pipes for a process, owned by its user so that it may open /dev/stdout again; and the process's ends of them.
+    pub fn pipes(stdin: bool, uid: u32, gid: u32) -> io::Result<(Stdio, Vec<OwnedFd>)> {
+        let owned = |fd: &OwnedFd| {
+            let (uid, gid) = (nix::unistd::Uid::from_raw(uid), nix::unistd::Gid::from_raw(gid));
+            nix::unistd::fchown(fd, Some(uid), Some(gid)).map_err(io::Error::from)
+        };
+        let mut stdio = Stdio::default();
+        let input = if stdin {
+            let (theirs, ours) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC)?;
+            owned(&theirs)?;
+            stdio.stdin = Some(Channel::new(ours)?);
+            theirs
+        } else {
+            File::open("/dev/null")?.into()
+        };
+        let mut theirs = vec![input];
+        for channel in [&mut stdio.stdout, &mut stdio.stderr] {
+            let (ours, end) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC)?;
+            owned(&end)?;
+            theirs.push(end);
+            *channel = Some(Channel::new(ours)?);
+        }
+        Ok((stdio, theirs))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+    use tokio::io::duplex;
+
+    fn runtime() -> tokio::runtime::Runtime {
+        tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap()
+    }
+
+    async fn read_exactly(from: &mut (impl AsyncRead + Unpin), count: usize) -> Vec<u8> {
+        let mut bytes = vec![0; count];
+        let read = tokio::time::timeout(std::time::Duration::from_secs(60), from.read_exact(&mut bytes));
+        read.await.expect("within a minute").unwrap();
+        bytes
+    }
+
+    #[test]
+    fn output_waits_for_a_reader_and_ends() {
+        runtime().block_on(async {
+            let (ours, theirs) = nix::unistd::pipe().unwrap();
+            let channel = Channel::new(ours).unwrap();
+            File::from(theirs).write_all(b"early").unwrap();
+            let (near, mut far) = duplex(1024);
+            channel.send_output(near).await.unwrap();
+            let mut all = Vec::new();
+            far.read_to_end(&mut all).await.unwrap();
+            assert_eq!(all, b"early");
+            let (near, mut far) = duplex(16);
+            channel.send_output(near).await.unwrap();
+            assert_eq!(far.read_to_end(&mut all).await.unwrap(), 0);
+        });
+    }
+
+    #[test]
+    fn a_newer_reader_goes_on_where_the_older_stopped() {
+        runtime().block_on(async {
+            let (ours, theirs) = nix::unistd::pipe().unwrap();
+            let channel = Arc::new(Channel::new(ours).unwrap());
+            let mut process = File::from(theirs);
+            process.write_all(b"0123456789").unwrap();
+            let (near, mut first) = duplex(4);
+            let older = tokio::spawn({
+                let channel = Arc::clone(&channel);
+                async move { channel.send_output(near).await }
+            });
+            assert_eq!(read_exactly(&mut first, 1).await, b"0");
+            let (near, mut second) = duplex(64);
+            let newer = tokio::spawn({
+                let channel = Arc::clone(&channel);
+                async move { channel.send_output(near).await }
+            });
+            older.await.unwrap().unwrap();
+            let mut taken = Vec::from(*b"0");
+            first.read_to_end(&mut taken).await.unwrap();
+            drop(process);
+            second.read_to_end(&mut taken).await.unwrap();
+            newer.await.unwrap().unwrap();
+            assert_eq!(taken, b"0123456789");
+        });
+    }
+
+    #[test]
+    fn input_is_closed_by_its_end() {
+        runtime().block_on(async {
+            let (theirs, ours) = nix::unistd::pipe().unwrap();
+            let channel = Channel::new(ours).unwrap();
+            channel.take_input(&b"to "[..], false).await.unwrap();
+            channel.take_input(&b"you"[..], true).await.unwrap();
+            let mut all = String::new();
+            File::from(theirs).read_to_string(&mut all).unwrap();
+            assert_eq!(all, "to you");
+        });
+    }
+
+    #[test]
+    fn input_for_a_process_that_is_gone_fails() {
+        runtime().block_on(async {
+            let (theirs, ours) = nix::unistd::pipe().unwrap();
+            let channel = Channel::new(ours).unwrap();
+            drop(theirs);
+            assert!(channel.take_input(&b"x"[..], true).await.is_err());
+        });
+    }
+}

@@ -1,0 +1,246 @@
+//! Owns: the kernel calls that no safe wrapper offers; one function each, nothing else.
+
+#![allow(unsafe_code, reason = "ioctls, bpf and fork have no safe wrapper")]
+
+use std::ffi::{CString, c_int, c_void};
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use tokio::io::unix::AsyncFd;
+
+fn check(result: c_int) -> io::Result<c_int> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+const RNDADDENTROPY: libc::Ioctl = 0x4008_5203;
+const BLKPG: libc::Ioctl = 0x1269;
+const BLKPG_ADD_PARTITION: c_int = 1;
+const BLKPG_DEL_PARTITION: c_int = 2;
+const TIOCGPTPEER: libc::Ioctl = 0x5441;
+
+/// The longest seed that `add_entropy` takes, in bytes.
+pub const MAX_ENTROPY: usize = 512;
+
+/// Adds bytes to the kernel's random pool and counts them as random.
+pub fn add_entropy(random: impl AsFd, bytes: &[u8]) -> io::Result<()> {
+    #[repr(C)]
+    struct PoolInfo {
+        bits: c_int,
+        size: c_int,
+        bytes: [u8; MAX_ENTROPY],
+    }
+    let mut info = PoolInfo { bits: 0, size: 0, bytes: [0; MAX_ENTROPY] };
+    for (to, from) in info.bytes.iter_mut().zip(bytes) {
+        *to = *from;
+        info.size += 1;
+        info.bits += 8;
+    }
+    // SAFETY: the kernel reads `size` bytes of `info.bytes`, which has at least that many.
+    check(unsafe { libc::ioctl(random.as_fd().as_raw_fd(), RNDADDENTROPY, &raw const info) }).map(drop)
+}
+
+#[repr(C)]
+struct Partition {
+    start: i64,
+    length: i64,
+    number: c_int,
+    device_name: [u8; 64],
+    volume_name: [u8; 64],
+}
+
+fn blkpg(disk: impl AsFd, operation: c_int, start: i64, length: i64, number: u8) -> io::Result<()> {
+    #[repr(C)]
+    struct Argument {
+        operation: c_int,
+        flags: c_int,
+        length: c_int,
+        data: *mut c_void,
+    }
+    let mut partition =
+        Partition { start, length, number: c_int::from(number), device_name: [0; 64], volume_name: [0; 64] };
+    let argument = Argument {
+        operation,
+        flags: 0,
+        length: size_of::<Partition>() as c_int,
+        data: (&raw mut partition).cast::<c_void>(),
+    };
+    // SAFETY: `argument` points to a partition record that lives until the call returns.
+    check(unsafe { libc::ioctl(disk.as_fd().as_raw_fd(), BLKPG, &raw const argument) }).map(drop)
+}
+
+/// Adds a partition (bytes from the start of the disk, bytes) to an open disk.
+pub fn add_partition(disk: impl AsFd, number: u8, start: i64, length: i64) -> io::Result<()> {
+    blkpg(disk, BLKPG_ADD_PARTITION, start, length, number)
+}
+
+/// Takes a partition away from an open disk.
+pub fn delete_partition(disk: impl AsFd, number: u8) -> io::Result<()> {
+    blkpg(disk, BLKPG_DEL_PARTITION, 0, 0, number)
+}
+
+/// Sets a terminal's size.
+pub fn set_window_size(terminal: impl AsFd, columns: u16, rows: u16) -> io::Result<()> {
+    let size = libc::winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
+    // SAFETY: the kernel reads one winsize.
+    check(unsafe { libc::ioctl(terminal.as_fd().as_raw_fd(), libc::TIOCSWINSZ, &raw const size) }).map(drop)
+}
+
+/// Unlocks a pseudoterminal's slave and opens it, without using its path.
+pub fn open_pty_peer(master: impl AsFd) -> io::Result<OwnedFd> {
+    let unlocked: c_int = 0;
+    let raw = master.as_fd().as_raw_fd();
+    // SAFETY: the kernel reads one int.
+    check(unsafe { libc::ioctl(raw, libc::TIOCSPTLCK, &raw const unlocked) })?;
+    // SAFETY: takes flags, returns a new descriptor.
+    let fd = check(unsafe { libc::ioctl(raw, TIOCGPTPEER, libc::O_RDWR | libc::O_NOCTTY | libc::O_CLOEXEC) })?;
+    // SAFETY: the descriptor is new and nobody else's.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Makes the terminal on descriptor 0 the controlling one of the caller's session.
+pub fn take_terminal() -> io::Result<()> {
+    // SAFETY: no memory is passed.
+    check(unsafe { libc::ioctl(0, libc::TIOCSCTTY, 0) }).map(drop)
+}
+
+/// Marks every descriptor from 3 up to be closed by the next exec.
+pub fn close_all_on_exec() -> io::Result<()> {
+    // SAFETY: no memory is passed.
+    let result = unsafe { libc::syscall(libc::SYS_close_range, 3u32, u32::MAX, libc::CLOSE_RANGE_CLOEXEC) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Closes every descriptor from `first` up.
+pub fn close_all(first: u32) -> io::Result<()> {
+    // SAFETY: no memory is passed; the caller, which is about to live without descriptors, uses none of them again.
+    let result = unsafe { libc::syscall(libc::SYS_close_range, first, u32::MAX, 0) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// A descriptor of a process.
+pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
+    // SAFETY: no memory is passed.
+    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the descriptor is new and nobody else's; the kernel's descriptors fit an int.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd as c_int) })
+}
+
+/// Sends a signal to the process of a descriptor.
+pub fn pidfd_signal(pidfd: impl AsFd, signal: i32) -> io::Result<()> {
+    let info: *const c_void = std::ptr::null();
+    // SAFETY: a null siginfo is allowed.
+    let result =
+        unsafe { libc::syscall(libc::SYS_pidfd_send_signal, pidfd.as_fd().as_raw_fd(), signal, info, 0) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Reaps one process that has ended: its number and its wait status.
+pub fn reap_one() -> Option<(i32, c_int)> {
+    let mut status = 0;
+    // SAFETY: the kernel writes one int.
+    let pid = unsafe { libc::waitpid(-1, &raw mut status, libc::WNOHANG) };
+    (pid > 0).then_some((pid, status))
+}
+
+/// Forks. `Ok(None)` in the child. Only for a process that has one thread.
+pub fn fork() -> io::Result<Option<i32>> {
+    // SAFETY: the callers (the agent before its first thread, and the zygote) have one thread.
+    match check(unsafe { libc::fork() })? {
+        0 => Ok(None),
+        pid => Ok(Some(pid)),
+    }
+}
+
+/// Sets the disposition of a signal to ignore or default.
+pub fn set_signal(signal: c_int, ignore: bool) -> io::Result<()> {
+    let handler = if ignore { libc::SIG_IGN } else { libc::SIG_DFL };
+    // SAFETY: neither disposition runs code of ours.
+    if unsafe { libc::signal(signal, handler) } == libc::SIG_ERR { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Replaces this process; returns only the error.
+pub fn execve(path: &CString, args: &[CString], env: &[CString]) -> nix::errno::Errno {
+    match nix::unistd::execve(path, args, env) {
+        Err(error) => error,
+        Ok(never) => match never {},
+    }
+}
+
+/// Sets a resource limit of this process.
+pub fn set_rlimit(resource: u32, soft: u64, hard: u64) -> io::Result<()> {
+    let limit = libc::rlimit { rlim_cur: soft, rlim_max: hard };
+    // SAFETY: the kernel reads one rlimit.
+    check(unsafe { libc::setrlimit(resource, &raw const limit) }).map(drop)
+}
+
+/// Loads a device program (struct bpf_insn, 8 bytes each) and attaches it to a cgroup.
+pub fn attach_device_program(cgroup: impl AsFd, program: &[[u8; 8]]) -> io::Result<()> {
+    const PROG_LOAD: c_int = 5;
+    const PROG_ATTACH: c_int = 8;
+    const TYPE_CGROUP_DEVICE: u32 = 15;
+    const ATTACH_CGROUP_DEVICE: u32 = 6;
+    const ALLOW_MULTI: u32 = 2;
+    #[repr(C)]
+    #[derive(Default)]
+    struct Load {
+        kind: u32,
+        count: u32,
+        program: u64,
+        license: u64,
+        log: [u64; 2],
+        rest: [u64; 4],
+    }
+    #[repr(C)]
+    struct Attach {
+        target: u32,
+        program: u32,
+        kind: u32,
+        flags: u32,
+    }
+    let count = u32::try_from(program.len()).unwrap_or(u32::MAX);
+    let load = Load {
+        kind: TYPE_CGROUP_DEVICE,
+        count,
+        program: program.as_ptr() as u64,
+        license: c"Apache-2.0".as_ptr() as u64,
+        ..Load::default()
+    };
+    // SAFETY: `load` says the true number of instructions, and everything it points to outlives the call.
+    let fd = unsafe { libc::syscall(libc::SYS_bpf, PROG_LOAD, &raw const load, size_of::<Load>()) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the descriptor is new and nobody else's; the kernel's descriptors fit an int.
+    let loaded = unsafe { OwnedFd::from_raw_fd(fd as c_int) };
+    let attach = Attach {
+        target: cgroup.as_fd().as_raw_fd() as u32,
+        program: loaded.as_raw_fd() as u32,
+        kind: ATTACH_CGROUP_DEVICE,
+        flags: ALLOW_MULTI,
+    };
+    // SAFETY: the kernel reads `attach` only.
+    let result = unsafe { libc::syscall(libc::SYS_bpf, PROG_ATTACH, &raw const attach, size_of::<Attach>()) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// The descriptors that a received message carried, now ours.
+pub fn adopt(fds: Vec<c_int>) -> Vec<OwnedFd> {
+    // SAFETY: the kernel has just installed these descriptors for this process; nobody else knows them.
+    fds.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }).collect()
+}
+
+/// A listening vsock socket as tokio's. Must be called inside a runtime.
+pub fn vsock_listener(fd: OwnedFd) -> tokio_vsock::VsockListener {
+    use std::os::fd::IntoRawFd;
+    // SAFETY: the descriptor is a listening vsock socket whose ownership passes on.
+    unsafe { tokio_vsock::VsockListener::from_raw_fd(fd.into_raw_fd()) }
+}
+
+/// A file as a source of events. Must be called inside a runtime.
+pub fn watch(file: File) -> io::Result<AsyncFd<File>> {
+    // SAFETY: a File owns one descriptor and keeps it open until it is dropped, after its registration.
+    Ok(unsafe { AsyncFd::register(file)? })
+}

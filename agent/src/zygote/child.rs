@@ -1,0 +1,73 @@
+//! Owns: the zygote's side: the loop that forks a child per request, and what a child does with its request.
+//! Threads: one per process, always.
+
+use nacelle_base::Chain;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+
+use super::{Answer, Made, Refusal, Request, Why, answer, create, exec, receive_with};
+use crate::{frame, sys};
+
+/// Serves until the agent is gone.
+pub(super) fn run(control: &OwnedFd) -> ! {
+    // The programs of containers inherit these dispositions and limits.
+    let set = sys::set_signal(libc::SIGPIPE, false)
+        .and_then(|()| sys::set_signal(libc::SIGCHLD, true))
+        .and_then(|()| sys::set_rlimit(libc::RLIMIT_NOFILE, 1024, 1 << 19));
+    if let Err(error) = set {
+        tracing::error!(%error, "the zygote cannot set up its signals");
+    }
+    while let Ok((_, fds)) = receive_with(control) {
+        match sys::fork() {
+            Ok(None) => {
+                let code = if serve(fds).is_ok() { 0 } else { 1 };
+                std::process::exit(code);
+            }
+            Ok(Some(_)) => {}
+            Err(error) => tracing::error!(%error, "the zygote cannot fork"),
+        }
+    }
+    std::process::exit(0);
+}
+
+fn serve(fds: Vec<OwnedFd>) -> Result<(), super::ZygoteError> {
+    let talk = |source| super::ZygoteError::Talk { source };
+    // libcontainer and exec wait for their own children.
+    sys::set_signal(libc::SIGCHLD, false).map_err(talk)?;
+    let mut fds = fds.into_iter();
+    let Some(peer) = fds.next() else { return Ok(()) };
+    let mut peer = UnixStream::from(peer);
+    let request = serde_json::from_slice(&frame::read_bytes(&mut peer)?)?;
+    let made = match request {
+        Request::Create(request) => create::create(&request, fds.collect()),
+        Request::Exec(request) => exec::exec(&request, fds.collect()),
+        Request::Pause => pause(),
+    };
+    match made {
+        Ok(Made { pid, terminal }) => answer(&mut peer, &Answer::Made(pid), terminal.as_ref()),
+        Err(refusal) => answer(&mut peer, &Answer::Refused(refusal), None),
+    }
+}
+
+/// A refusal for a step that should not fail.
+pub(super) fn defect(what: &str, error: &dyn std::error::Error) -> Refusal {
+    Refusal { message: format!("cannot {what}: {}", Chain(error)), why: Why::Defect }
+}
+
+/// Holds a PID namespace: its first process, which has nothing to do but let the kernel reap what is orphaned to it.
+fn pause() -> Result<Made, Refusal> {
+    nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWPID)
+        .map_err(|error| defect("make the pod's PID namespace", &error))?;
+    match sys::fork().map_err(|error| defect("fork the holder of the pod's PID namespace", &error))? {
+        Some(pid) => Ok(Made { pid, terminal: None }),
+        None => {
+            let quiet = sys::set_signal(libc::SIGCHLD, true).and_then(|()| sys::close_all(0));
+            if quiet.is_err() {
+                std::process::exit(1);
+            }
+            loop {
+                nix::unistd::pause();
+            }
+        }
+    }
+}
