@@ -1,0 +1,276 @@
+//! Owns: a real machine for tests: an image with busybox, a scratch disk, the handshake, the agent's client.
+
+use hyper_util::rt::TokioIo;
+use nacelle_agent::frame;
+use nacelle_base::machine::{Extent, ImageDisk};
+use nacelle_engine::qemu::Qemu;
+use nacelle_engine::{Accelerator, DiskSpec, Engine, GuestLink, Machine, MachineSpec};
+use nacelle_proto::agent::agent_client::AgentClient;
+use nacelle_proto::agent::{
+    AgentHello, AttachImageRequest, BootConfig, BootReport, ContainerRef, CreateContainerRequest, Exit, Stream,
+    StreamOpen, WaitRequest,
+};
+use serde_json::{Value, json};
+use std::fs;
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+use tonic::transport::{Channel, Endpoint, Uri};
+
+/// Longer than anything takes on a slow and busy machine.
+pub const LIMIT: Duration = Duration::from_secs(120);
+const MIB: u64 = 1 << 20;
+
+/// A machine whose agent has reported itself ready.
+pub struct Guest {
+    pub machine: Box<dyn Machine>,
+    pub link: Arc<dyn GuestLink>,
+    pub agent: AgentClient<Channel>,
+    pub hello: AgentHello,
+    pub folder: TempDir,
+}
+
+/// What a test needs, or why it cannot run.
+fn needs() -> Result<(PathBuf, PathBuf), String> {
+    let file = |name: &str| match std::env::var_os(name) {
+        Some(path) => Ok(PathBuf::from(path)),
+        None => Err(format!("{name} is not set (guest/build all prints it)")),
+    };
+    for program in ["qemu-system-x86_64", "mkfs.erofs", "mkfs.ext4", "busybox"] {
+        let found = Command::new("sh").args(["-c", &format!("command -v {program}")]).output();
+        if !found.is_ok_and(|output| output.status.success()) {
+            return Err(format!("{program} is not installed"));
+        }
+    }
+    Ok((file("NACELLE_KERNEL")?, file("NACELLE_INITRD")?))
+}
+
+fn run(program: &str, args: &[&str]) {
+    let output = Command::new(program).args(args).output().expect("to run a program");
+    assert!(output.status.success(), "{program} {args:?}: {}", String::from_utf8_lossy(&output.stderr));
+}
+
+fn path_of(program: &str) -> PathBuf {
+    let output = Command::new("sh").args(["-c", &format!("command -v {program}")]).output().expect("a shell");
+    fs::canonicalize(String::from_utf8_lossy(&output.stdout).trim()).expect("a program")
+}
+
+/// An image with busybox and the accounts that tests look up.
+fn make_image(folder: &Path) -> PathBuf {
+    let root = folder.join("image");
+    for name in ["bin", "etc", "proc", "dev", "sys", "tmp", "root"] {
+        fs::create_dir_all(root.join(name)).expect("a folder");
+    }
+    fs::copy(path_of("busybox"), root.join("bin/busybox")).expect("busybox");
+    fs::set_permissions(root.join("bin/busybox"), fs::Permissions::from_mode(0o755)).expect("a mode");
+    let applets = "sh cat echo id sleep env ps kill head tail stty mknod mount true ls grep mkdir ip hostname stat dd wc uname";
+    for applet in applets.split(' ') {
+        symlink("busybox", root.join("bin").join(applet)).expect("a link");
+    }
+    fs::write(root.join("etc/passwd"), "root:x:0:0::/root:/bin/sh\nweb:x:101:102::/srv:/bin/sh\n").expect("accounts");
+    fs::write(root.join("etc/group"), "root:x:0:\nweb:x:102:\nlog:x:4:web\n").expect("groups");
+    fs::write(root.join("bin/broken"), "neither a script nor a program").expect("a file");
+    fs::set_permissions(root.join("bin/broken"), fs::Permissions::from_mode(0o755)).expect("a mode");
+    let image = folder.join("image.erofs");
+    run("mkfs.erofs", &["--quiet", "--all-root", &image.display().to_string(), &root.display().to_string()]);
+    image
+}
+
+impl Guest {
+    /// Boots a machine and attaches the image as partition 1; `None` after saying why not.
+    pub async fn boot(change: impl FnOnce(&mut BootConfig)) -> Option<Guest> {
+        let (kernel, initrd) = match needs() {
+            Ok(files) => files,
+            Err(why) => {
+                println!("skipped: {why}");
+                return None;
+            }
+        };
+        let folder = tempfile::tempdir().expect("a folder");
+        let scratch = folder.path().join("scratch");
+        fs::File::create(&scratch).and_then(|file| file.set_len(256 * MIB)).expect("a scratch disk");
+        run("mkfs.ext4", &["-q", "-F", "-O", "^has_journal", &scratch.display().to_string()]);
+        let image = make_image(folder.path());
+        let spec = MachineSpec {
+            vcpus: 1,
+            memory_mib: 256,
+            kernel,
+            initrd,
+            cmdline: Vec::new(),
+            disks: vec![
+                DiskSpec::Growing { serial: "images".into() },
+                DiskSpec::File { path: scratch, read_only: false, serial: "scratch".into() },
+            ],
+            nics: Vec::new(),
+            run_dir: folder.path().to_owned(),
+            console_log: folder.path().join("console.log"),
+            guest_cid: 3,
+        };
+        let engine = Qemu::new("qemu-system-x86_64", Accelerator::Tcg);
+        let machine = engine.start(spec.check(&engine.limits()).expect("a good spec")).expect("a machine");
+        let link = machine.link();
+        let mut config = BootConfig {
+            hostname: "pod".into(),
+            time_unix_nanos: 1_900_000_000_000_000_000,
+            entropy: vec![7; 32],
+            scratch_disk: 1,
+            ..BootConfig::default()
+        };
+        change(&mut config);
+        let (hello, report) = handshake(&*link, &config, folder.path());
+        assert_eq!(report.error, "", "{}", console(folder.path()));
+        let mut agent = connect(Arc::clone(&link)).await;
+        let length = place(&*machine, &image, 0);
+        agent.attach_image(AttachImageRequest { partition: 1, offset: 0, length }).await.expect("an image");
+        Some(Guest { machine, link, agent, hello, folder })
+    }
+
+    /// Makes a container that runs a shell script; the specification may be changed.
+    pub async fn create(&mut self, id: &str, script: &str, change: impl FnOnce(&mut Value, &mut CreateContainerRequest)) {
+        let (mut spec, mut request) = container(id, script);
+        change(&mut spec, &mut request);
+        request.oci_spec = spec.to_string().into_bytes();
+        let made = self.agent.create_container(request).await;
+        made.unwrap_or_else(|error| panic!("{error}; {}", console(self.folder.path())));
+    }
+
+    /// Makes and starts a container, and returns all its output and its end.
+    pub async fn run(
+        &mut self,
+        id: &str,
+        script: &str,
+        change: impl FnOnce(&mut Value, &mut CreateContainerRequest),
+    ) -> (String, Exit) {
+        self.create(id, script, change).await;
+        self.start(id).await;
+        let output = self.output(id, "", Stream::Stdout).await;
+        (output, self.end(id, "").await)
+    }
+
+    pub async fn start(&mut self, id: &str) {
+        self.agent.start_container(ContainerRef { id: id.into() }).await.expect("to start");
+    }
+
+    /// Waits for the end of a process.
+    pub async fn end(&mut self, id: &str, exec_id: &str) -> Exit {
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            let request = WaitRequest { id: id.into(), exec_id: exec_id.into(), timeout_ms: 10_000 };
+            if let Some(exit) = self.agent.wait(request).await.expect("to wait").into_inner().exit {
+                return exit;
+            }
+            assert!(Instant::now() < deadline, "{id} {exec_id} does not end");
+        }
+    }
+
+    /// A connection to a stream of a process.
+    pub fn stream(&self, id: &str, exec_id: &str, stream: Stream) -> UnixStream {
+        let mut connection = self.link.connect(1026, LIMIT).expect("a stream");
+        connection.set_read_timeout(Some(LIMIT)).expect("a limit");
+        let open = StreamOpen { id: id.into(), exec_id: exec_id.into(), stream: stream.into() };
+        frame::write(&mut connection, &open).expect("a preamble");
+        connection
+    }
+
+    /// All of a stream, to its end.
+    pub async fn output(&self, id: &str, exec_id: &str, stream: Stream) -> String {
+        let mut connection = self.stream(id, exec_id, stream);
+        let read = tokio::task::spawn_blocking(move || {
+            let mut text = Vec::new();
+            connection.read_to_end(&mut text).map(|_| String::from_utf8_lossy(&text).into_owned())
+        });
+        read.await.expect("a thread").expect("to read to the end")
+    }
+
+    /// Writes all of a stdin and closes it.
+    pub fn input(&self, id: &str, exec_id: &str, text: &str) {
+        let mut connection = self.stream(id, exec_id, Stream::Stdin);
+        connection.write_all(text.as_bytes()).expect("to write");
+        connection.shutdown(Shutdown::Write).expect("to close");
+    }
+
+    /// Reads a stream until it has said this.
+    pub fn read_until(&self, connection: &mut UnixStream, said: &str) -> String {
+        let mut text = Vec::new();
+        let mut byte = [0];
+        while !String::from_utf8_lossy(&text).contains(said) {
+            let read = connection.read(&mut byte).expect("to read");
+            assert_eq!(read, 1, "the end before {said:?}: {:?}", String::from_utf8_lossy(&text));
+            text.push(byte[0]);
+        }
+        String::from_utf8_lossy(&text).into_owned()
+    }
+}
+
+/// The console's text, for messages.
+pub fn console(folder: &Path) -> String {
+    fs::read_to_string(folder.join("console.log")).unwrap_or_default()
+}
+
+/// Places an image file on the image disk and returns its length in whole pages.
+pub fn place(machine: &dyn Machine, image: &Path, at: u64) -> u64 {
+    let length = fs::metadata(image).expect("an image").len().next_multiple_of(4096);
+    fs::OpenOptions::new().write(true).open(image).and_then(|file| file.set_len(length)).expect("whole pages");
+    let extents = vec![Extent { path: image.to_owned(), offset: 0, length }];
+    machine.disks()[0].place(at, &ImageDisk { extents }).expect("to place an image");
+    length
+}
+
+/// The host's side of the handshake.
+fn handshake(link: &dyn GuestLink, config: &BootConfig, folder: &Path) -> (AgentHello, BootReport) {
+    let guest = link.listen(1024).expect("a port").accept(LIMIT);
+    let mut host = guest.unwrap_or_else(|error| panic!("no guest: {error}; {}", console(folder)));
+    host.set_read_timeout(Some(LIMIT)).expect("a limit");
+    let hello: AgentHello = frame::read(&mut host).expect("a hello");
+    frame::write(&mut host, config).expect("to answer");
+    (hello, frame::read(&mut host).expect("a report"))
+}
+
+async fn connect(link: Arc<dyn GuestLink>) -> AgentClient<Channel> {
+    let connector = tower::service_fn(move |_: Uri| {
+        let link = Arc::clone(&link);
+        async move {
+            let stream = tokio::task::spawn_blocking(move || link.connect(1025, LIMIT)).await?;
+            let stream = stream.map_err(std::io::Error::other)?;
+            stream.set_nonblocking(true)?;
+            Ok::<_, std::io::Error>(TokioIo::new(tokio::net::UnixStream::from_std(stream)?))
+        }
+    });
+    let endpoint = Endpoint::from_static("http://agent").timeout(LIMIT);
+    AgentClient::new(endpoint.connect_with_connector(connector).await.expect("the agent"))
+}
+
+/// An ordinary container's specification, as a runtime's daemon writes it.
+pub fn container(id: &str, script: &str) -> (Value, CreateContainerRequest) {
+    let capabilities = json!(["CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_KILL", "CAP_MKNOD", "CAP_SETGID", "CAP_SETUID"]);
+    let spec = json!({
+        "ociVersion": "1.2.0",
+        "process": {
+            "args": ["/bin/sh", "-c", script], "cwd": "/", "env": ["PATH=/bin"], "user": { "uid": 0, "gid": 0 },
+            "capabilities": { "bounding": capabilities, "effective": capabilities, "permitted": capabilities }
+        },
+        "root": { "path": "rootfs" },
+        "mounts": [
+            { "destination": "/proc", "type": "proc", "source": "proc", "options": ["nosuid", "noexec", "nodev"] },
+            { "destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "mode=755", "size=65536k"] },
+            { "destination": "/dev/pts", "type": "devpts", "source": "devpts", "options": ["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"] },
+            { "destination": "/dev/shm", "type": "tmpfs", "source": "shm", "options": ["nosuid", "noexec", "nodev", "mode=1777"] },
+            { "destination": "/dev/mqueue", "type": "mqueue", "source": "mqueue", "options": ["nosuid", "noexec", "nodev"] },
+            { "destination": "/sys", "type": "sysfs", "source": "sysfs", "options": ["nosuid", "noexec", "nodev", "ro"] },
+            { "destination": "/sys/fs/cgroup", "type": "cgroup", "source": "cgroup", "options": ["nosuid", "noexec", "nodev", "relatime", "ro"] }
+        ],
+        "linux": {
+            "namespaces": [{ "type": "pid" }, { "type": "ipc" }, { "type": "uts" }, { "type": "mount" }, { "type": "network" }, { "type": "cgroup" }],
+            "resources": { "devices": [{ "allow": false, "access": "rwm" }] },
+            "maskedPaths": ["/proc/kcore", "/proc/keys", "/sys/firmware"],
+            "readonlyPaths": ["/proc/sys", "/proc/irq", "/proc/bus"]
+        }
+    });
+    (spec, CreateContainerRequest { id: id.into(), partition: 1, ..CreateContainerRequest::default() })
+}
