@@ -20,6 +20,9 @@ const P_CONFIG: u64 = 1 << 9;
 const P_RESET_DEVICE: u64 = 1 << 13;
 const PROTOCOL: u64 = P_MQ | P_REPLY_ACK | P_BACKEND_REQ | P_CONFIG | P_RESET_DEVICE;
 
+/// QEMU's MMIO transport offers the guest queues of this size, whatever the device behind it would choose.
+const FRONT_END_SIZE: u16 = 1024;
+
 /// One conversation with a front end.
 pub(super) struct Session<'d> {
     device: &'d mut dyn Device,
@@ -186,7 +189,7 @@ impl<'d> Session<'d> {
         };
         let bad = |source| WireError::Queue { index, source };
         let state = QueueState {
-            max_size: *max_size,
+            max_size: (*max_size).max(FRONT_END_SIZE),
             next_avail: queue.base,
             next_used: 0,
             event_idx_enabled: self.features & F_EVENT_IDX != 0,
