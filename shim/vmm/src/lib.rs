@@ -22,7 +22,14 @@ pub mod virtio;
 #[doc(hidden)]
 pub mod warn;
 
+#[cfg(any(test, feature = "fuzz"))]
+#[doc(hidden)]
+pub mod fuzz;
+
 mod sys;
+#[cfg(any(test, feature = "fuzz"))]
+#[allow(dead_code, reason = "the tests in tests/ use the rest")]
+mod testing;
 
 pub use transport::vhost_user;
 pub use virtio::{Device, DeviceKind, Interrupt, Memory, Ring, StartError, block, rng, vsock};

@@ -8,6 +8,9 @@ pub(crate) mod ring;
 pub mod rng;
 pub mod vsock;
 
+#[cfg(test)]
+mod tests;
+
 pub use ring::Ring;
 
 use nacelle_base::{Classify, Kind};

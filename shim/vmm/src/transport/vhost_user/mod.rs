@@ -8,7 +8,7 @@ mod session;
 mod wire;
 
 #[cfg(any(test, feature = "fuzz"))]
-pub(crate) use wire::parse;
+pub(crate) mod harness;
 
 use crate::guest_warn;
 use crate::virtio::{Device, DeviceKind};

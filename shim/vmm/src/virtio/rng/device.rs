@@ -41,7 +41,7 @@ impl Device for Rng {
     }
 
     fn queue_sizes(&self) -> &'static [u16] {
-        &[64]
+        &[256]
     }
 
     fn read_config(&self, _offset: u32, data: &mut [u8]) {

@@ -7,6 +7,7 @@ use super::{HOST_CID, VsockError, WINDOW};
 use crate::sys;
 use crate::virtio::Memory;
 use crate::virtio::pieces::{BadChain, Pieces};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use std::collections::VecDeque;
 use std::io::{self, Write};
 use std::net::Shutdown;
@@ -128,6 +129,11 @@ impl Connection {
         }
     }
 
+    /// Whether the guest has heard of it.
+    pub(super) fn is_known(&self) -> bool {
+        self.hello.is_none()
+    }
+
     /// Asks again, after the guest's driver has forgotten everything.
     pub(super) fn ask_again(&mut self) {
         self.hello = Some(Op::REQUEST);
@@ -212,7 +218,13 @@ impl Connection {
     pub(super) fn read(&mut self, memory: &Memory, room: &Pieces) -> Result<u32, BadChain> {
         let slices = room.slices(memory, Permissions::Write)?;
         match sys::read_stream(self.stream.as_fd(), &slices) {
-            Ok(0) => self.end_seen = true,
+            Ok(0) => {
+                self.end_seen = true;
+                // Whether it is closed for good is known already, though its event may not have come.
+                let mut state = [PollFd::new(self.stream.as_fd(), PollFlags::empty())];
+                let found = poll(&mut state, PollTimeout::ZERO).unwrap_or(0) > 0;
+                self.hung_up |= found && state.iter().any(|state| state.any().unwrap_or(false));
+            }
             Ok(count) => return Ok(u32::try_from(count).unwrap_or(0)), // at most the guest's window
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.readable = false,

@@ -30,7 +30,7 @@ impl Device for VsockDevice {
     }
 
     fn queue_sizes(&self) -> &'static [u16] {
-        &[256, 256, 64]
+        &[256, 256, 256]
     }
 
     fn read_config(&self, offset: u32, data: &mut [u8]) {

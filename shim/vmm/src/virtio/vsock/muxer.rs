@@ -274,7 +274,10 @@ impl Muxer {
         connection.credit(&header);
         let asked = connection.wanted.is_some();
         match header.op {
-            Op::RESPONSE if asked => return Ok(self.established(key, &header)),
+            Op::RESPONSE if asked => {
+                self.established(key, &header);
+                return Ok(());
+            }
             Op::RST => {
                 connection.reset = true;
                 connection.shut_by_guest(SHUT_SEND | SHUT_RECEIVE);
@@ -283,7 +286,10 @@ impl Muxer {
                     return Ok(());
                 }
             }
-            _ if asked => return Ok(self.refuse(&header)),
+            _ if asked => {
+                self.refuse(&header);
+                return Ok(());
+            }
             Op::RW => {
                 let count = payload.len();
                 if connection.take(ring.memory(), payload)? == Taken::TooMuch {
@@ -370,7 +376,7 @@ impl Muxer {
         if let Some(wanted) = connection.wanted.take() {
             drop(wanted.answer.try_send(Err(VsockError::Refused { port: key.guest })));
         }
-        if tell_guest {
+        if tell_guest && connection.is_known() {
             self.replies.push_back(connection.header(self.guest_cid, Op::RST, 0, 0));
         }
     }
@@ -452,11 +458,6 @@ impl Muxer {
         if let Some(place) = self.ring(ring.index()) {
             *place = Some(ring);
         }
-    }
-
-    #[cfg(test)]
-    pub(crate) fn connection_count(&self) -> usize {
-        self.connections.len()
     }
 }
 

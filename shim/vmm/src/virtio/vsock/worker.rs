@@ -50,7 +50,7 @@ impl Control {
 
     /// Hands a command to the thread; an error means that the thread is gone.
     pub(super) fn send(&self, command: Command) -> Result<(), VsockError> {
-        self.commands.send(command).map_err(|_| VsockError::Stopped)?;
+        self.commands.send(command).map_err(|_gone| VsockError::Stopped)?;
         self.wake.write(1).map(drop).map_err(|error| VsockError::Resources { source: error.into() })
     }
 }

@@ -1,0 +1,265 @@
+//! Owns: one harness function per parser of bytes that a guest or a front end writes. cargo-fuzz can call them;
+//! the tests below feed them random bytes and the committed corpus (`tests/corpus/TARGET/*`).
+//! A harness fails by a panic only.
+
+use crate::testing::{Driver, QUEUE_BYTES};
+use crate::transport::vhost_user::harness;
+use crate::virtio::block::{self, Slot};
+use crate::virtio::rng;
+use crate::virtio::ring::Ring;
+use crate::virtio::vsock::{HOST_CID, Header, Muxer};
+use crate::virtio::{Interrupt, Memory};
+use nix::sys::epoll::{Epoll, EpollCreateFlags};
+use nix::sys::eventfd::EventFd;
+use std::sync::Arc;
+use std::sync::mpsc::sync_channel;
+use virtio_queue::{Queue, QueueState};
+use vm_memory::{Bytes, GuestAddress};
+
+/// Guest memory of a harness, in bytes.
+const MEMORY: usize = 0x20000;
+/// Where the buffers of well-formed requests lie.
+const BUFFERS: u64 = 0x10000;
+/// Descriptors of a queue.
+const SIZE: u16 = 16;
+/// The guest of the vsock harness, and the port on which its host listens.
+const CID: u32 = 3;
+const PORT: u32 = 1024;
+
+struct Nobody;
+
+impl Interrupt for Nobody {
+    fn queue(&self, _index: u16) {}
+    fn config(&self) {}
+}
+
+pub(crate) fn memory() -> Arc<Memory> {
+    Arc::new(Memory::from_ranges(&[(GuestAddress(0), MEMORY)]).expect("memory"))
+}
+
+/// The device's side of a driver's queue.
+pub(crate) fn ring(driver: &Driver, index: u16) -> Ring {
+    let (desc_table, avail_ring, used_ring) = driver.addresses();
+    let size = driver.size();
+    let state = QueueState {
+        max_size: size,
+        next_avail: 0,
+        next_used: 0,
+        event_idx_enabled: index % 2 == 1,
+        size,
+        ready: true,
+        desc_table,
+        avail_ring,
+        used_ring,
+    };
+    let queue = Queue::try_from(state).expect("a queue");
+    let kick = EventFd::new().expect("an eventfd").into();
+    Ring::new(index, queue, driver.memory.clone(), kick, Arc::new(Nobody)).expect("a ring")
+}
+
+/// A queue whose descriptors and rings are these bytes, whatever they are.
+fn wild(data: &[u8], index: u16) -> Ring {
+    let driver = Driver::new(memory(), u64::from(index) * QUEUE_BYTES, SIZE);
+    // The available ring comes first in the bytes, as it decides whether anything is looked at.
+    let (available, descriptors) = data.split_at(data.len().min(4 + 2 * usize::from(SIZE)));
+    let (table, ring_at, _) = driver.addresses();
+    driver.memory.write_slice(available, GuestAddress(ring_at)).expect("memory");
+    let descriptors = descriptors.get(..0x2000).unwrap_or(descriptors);
+    driver.memory.write_slice(descriptors, GuestAddress(table)).expect("memory");
+    ring(&driver, index)
+}
+
+/// A queue with one request made of these bytes: two lengths, then what the device reads.
+fn tame(data: &[u8]) -> Ring {
+    let mut driver = Driver::new(memory(), 0, SIZE);
+    let (lengths, bytes) = data.split_at(data.len().min(4));
+    let number = |at: usize| u32::from(lengths.get(at).copied().unwrap_or(0));
+    let bytes = bytes.get(..0x4000).unwrap_or(bytes);
+    driver.memory.write_slice(bytes, GuestAddress(BUFFERS)).expect("memory");
+    let cut = (number(0) % 32).min(bytes.len() as u32);
+    let room = number(1) | number(2) << 8;
+    driver.submit(&[
+        (BUFFERS, cut, false),
+        (BUFFERS + u64::from(cut), bytes.len() as u32 - cut, false),
+        (BUFFERS + 0x8000, room % 0x4000, true),
+        (BUFFERS + 0xc000, number(3), true),
+    ]);
+    ring(&driver, 0)
+}
+
+fn serve(mut ring: Ring, mut handle: impl FnMut(&Memory, crate::virtio::ring::Request) -> u32) {
+    let memory = ring.memory().clone();
+    for _ in 0..2 {
+        ring.quiet();
+        while let Some(request) = ring.pop() {
+            let head = request.head;
+            let written = handle(&memory, request);
+            ring.done(head, written);
+            ring.signal();
+        }
+        ring.rearm();
+    }
+}
+
+/// Descriptors and rings.
+pub fn queue(data: &[u8]) {
+    serve(wild(data, 0), |memory, mut request| {
+        let buffers = &mut request.buffers;
+        let _ = buffers.readable.read(memory, &mut [0; 64]);
+        let back = buffers.writable.take_back(1);
+        let _ = buffers.writable.zero(memory);
+        back.map_or(0, |_| 1)
+    });
+}
+
+/// Requests to a disk: a writable one and one with a hole and a file.
+pub fn block(data: &[u8]) {
+    thread_local! {
+        static SLOTS: [Slot; 2] = slots();
+    }
+    SLOTS.with(|slots| {
+        for slot in slots {
+            serve(tame(data), |memory, request| block::serve(slot.shared(), memory, request));
+            serve(wild(data, 1), |memory, request| block::serve(slot.shared(), memory, request));
+        }
+    });
+}
+
+fn slots() -> [Slot; 2] {
+    use nacelle_base::machine::{Extent, ImageDisk};
+    use std::os::fd::AsRawFd;
+    let file = harness::memfd(1 << 20);
+    let path = std::path::PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    let writable = Slot::read_write("writable", &path, 1 << 20).expect("a slot");
+    let placed = Slot::read_only("placed").expect("a slot");
+    let image = ImageDisk { extents: vec![Extent { path, offset: 512, length: 4096 }] };
+    placed.place(1024, &image).expect("an image");
+    [writable, placed]
+}
+
+/// Requests for entropy.
+pub fn entropy(data: &[u8]) {
+    let metrics = rng::Metrics::default();
+    serve(tame(data), |memory, request| rng::fill(&metrics, memory, request));
+    serve(wild(data, 0), |memory, request| rng::fill(&metrics, memory, request));
+}
+
+/// Packets of a guest: wild queues, then packets whose headers are made of these bytes.
+pub fn packets(data: &[u8]) {
+    let epoll = || Arc::new(Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).expect("epoll"));
+    let mut muxer = Muxer::new(CID, epoll(), Arc::default());
+    for index in 0..3 {
+        *muxer.ring(index).expect("a queue") = Some(wild(data, index));
+    }
+    muxer.run();
+
+    let mut muxer = Muxer::new(CID, epoll(), Arc::default());
+    let (incoming, accepted) = sync_channel(4);
+    muxer.listen(PORT, incoming);
+    let (answer, _connected) = sync_channel(1);
+    muxer.connect(PORT, 0, answer);
+    let memory = memory();
+    let mut drivers = [0, 1].map(|index| Driver::new(memory.clone(), index * QUEUE_BYTES, SIZE));
+    for (index, driver) in drivers.iter().enumerate() {
+        *muxer.ring(index as u16).expect("a queue") = Some(ring(driver, index as u16));
+    }
+    let mut streams = Vec::new();
+    for bytes in data.chunks(HEADER_BYTES) {
+        let [rx, tx] = &mut drivers;
+        while rx.free() >= 2 {
+            rx.submit(&[(BUFFERS + 0x2000, 50, true), (BUFFERS + 0x3000, 1000, true)]);
+        }
+        let header = packet(bytes);
+        memory.write_slice(&header.encode(), GuestAddress(BUFFERS)).expect("memory");
+        tx.submit(&[(BUFFERS, 44, false), (BUFFERS + 44, u32::from(bytes.get(12).copied().unwrap_or(0)), false)]);
+        muxer.run();
+        while rx.take_used().is_some() || tx.take_used().is_some() {}
+        streams.extend(accepted.try_iter());
+    }
+    muxer.forget();
+    muxer.reset_transport();
+    muxer.run();
+}
+
+const HEADER_BYTES: usize = 13;
+
+/// A header that has a chance: most of its fields are of few values, some are anything.
+fn packet(bytes: &[u8]) -> Header {
+    let byte = |at: usize| u32::from(bytes.get(at).copied().unwrap_or(0));
+    let some = |at: usize, usual: u32| if byte(at) < 200 { usual } else { byte(at) << (byte(at) % 25) };
+    Header {
+        src_cid: some(0, CID).into(),
+        dst_cid: some(1, HOST_CID as u32).into(),
+        src_port: if byte(2) < 100 { byte(2) % 4 } else { PORT },
+        dst_port: if byte(2) < 100 { PORT } else { 1 << 30 },
+        length: some(3, byte(12)),
+        kind: some(4, 1) as u16,
+        op: (byte(5) % 10) as u16,
+        flags: byte(6),
+        buf_alloc: some(7, byte(8) << 8),
+        fwd_cnt: some(9, byte(10)),
+    }
+}
+
+/// Messages of a front end: each is a request number, a count of descriptors and a length, then its body.
+pub fn messages(data: &[u8]) {
+    harness::converse(data);
+}
+
+/// All harnesses by the names of their corpora.
+pub const TARGETS: [(&str, fn(&[u8])); 5] =
+    [("queue", queue), ("block", block), ("entropy", entropy), ("packets", packets), ("messages", messages)];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn the_corpus() {
+        let corpus = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus");
+        for (name, target) in TARGETS {
+            let mut files = 0;
+            for entry in std::fs::read_dir(corpus.join(name)).unwrap() {
+                target(&std::fs::read(entry.unwrap().path()).unwrap());
+                files += 1;
+            }
+            assert!(files > 0, "no corpus for {name}");
+        }
+    }
+
+    fn bytes() -> impl Strategy<Value = Vec<u8>> {
+        // Small numbers are common in what parsers read, so they are common here.
+        let byte = prop_oneof![3 => 0..20u8, 1 => any::<u8>(), 2 => Just(0)];
+        prop::collection::vec(byte, 0..1200)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 100, failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn random_queues(data in bytes()) {
+            queue(&data);
+        }
+
+        #[test]
+        fn random_disk_requests(data in bytes()) {
+            block(&data);
+        }
+
+        #[test]
+        fn random_entropy_requests(data in bytes()) {
+            entropy(&data);
+        }
+
+        #[test]
+        fn random_packets(data in prop_oneof![bytes(), prop::collection::vec(any::<u8>(), 0..1200)]) {
+            packets(&data);
+        }
+
+        #[test]
+        fn random_messages(data in bytes()) {
+            messages(&data);
+        }
+    }
+}

@@ -1,0 +1,349 @@
+//! Owns: the block device behind its vhost-user server, driven as QEMU drives it.
+
+#[allow(dead_code, reason = "each test file uses a part of it")]
+mod guest;
+
+use guest::{LIMIT, Machine, REGION, SECOND, connect, eventually};
+use nacelle_base::machine::{Extent, ImageDisk};
+use nacelle_vmm::block::{BlockError, Slot};
+use nix::fcntl::SealFlag;
+use std::io::{Read, Write};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
+
+const READ: u32 = 0;
+const WRITE: u32 = 1;
+const FLUSH: u32 = 4;
+const SERIAL: u32 = 8;
+const DISCARD: u32 = 11;
+const ZEROES: u32 = 13;
+
+/// Sends one request with `out` behind the header and room for `room` bytes; its status and the bytes read.
+fn request(machine: &mut Machine, kind: u32, sector: u64, out: &[u8], room: u32) -> (u8, Vec<u8>) {
+    let at = machine.allocate(8192 + out.len() as u64 + u64::from(room));
+    let memory = machine.memory.clone();
+    let (header, status, out_at) = (at, at + 512, at + 4096);
+    let room_at = out_at + out.len() as u64;
+    memory.write_obj(kind, GuestAddress(header)).unwrap();
+    memory.write_obj(sector, GuestAddress(header + 8)).unwrap();
+    memory.write_obj(0xffu8, GuestAddress(status)).unwrap();
+    let mut buffers = vec![(header, 16, false)];
+    if !out.is_empty() {
+        memory.write_slice(out, GuestAddress(out_at)).unwrap();
+        buffers.push((out_at, out.len() as u32, false));
+    }
+    if room > 0 {
+        // In two pieces, to see them put together.
+        let half = room / 2;
+        buffers.push((room_at, half, true));
+        buffers.push((room_at + u64::from(half), room - half, true));
+    }
+    buffers.push((status, 1, true));
+    let queue = &mut machine.queues[0];
+    let head = queue.driver.submit(&buffers);
+    queue.kick();
+    let (used, written) = queue.wait_used();
+    assert_eq!(used, head);
+    let status: u8 = memory.read_obj(GuestAddress(status)).unwrap();
+    if status == 0 && kind == READ {
+        assert_eq!(written, room + 1);
+    }
+    let mut bytes = vec![0; room as usize];
+    memory.read_slice(&mut bytes, GuestAddress(room_at)).unwrap();
+    (status, bytes)
+}
+
+fn file(dir: &Path, name: &str, bytes: &[u8]) -> PathBuf {
+    let path = dir.join(name);
+    std::fs::write(&path, bytes).unwrap();
+    path
+}
+
+fn extent(path: &Path, offset: u64, length: u64) -> Extent {
+    Extent { path: path.to_owned(), offset, length }
+}
+
+fn capacity(machine: &mut Machine) -> u64 {
+    u64::from_le_bytes(machine.config(60)[..8].try_into().unwrap())
+}
+
+#[test]
+fn an_image_of_several_files_appears_while_the_guest_runs() {
+    let dir = tempfile::tempdir().unwrap();
+    let one = file(dir.path(), "one", &[1; 4096]);
+    let two = file(dir.path(), "two", &[[2; 512], [3; 512], [4; 512]].concat());
+    let slot = Slot::read_only("images").unwrap();
+    let mut machine = Machine::new(slot.device(), 1);
+    assert_eq!(capacity(&mut machine), 0);
+    assert_eq!(request(&mut machine, READ, 0, &[], 512).0, 1, "nothing is there");
+
+    let image = ImageDisk { extents: vec![extent(&one, 1024, 1024), extent(&two, 512, 1024)] };
+    slot.place(1 << 20, &image).unwrap();
+    machine.wait_config_change();
+    assert_eq!(capacity(&mut machine), (2 << 20) / 512);
+    std::fs::remove_file(&one).unwrap();
+
+    let (status, bytes) = request(&mut machine, READ, 2048 - 1, &[], 3072);
+    assert_eq!(status, 0);
+    let expected = [&[0; 512][..], &[1; 1024], &[3; 512], &[4; 512], &[0; 512]].concat();
+    assert!(bytes == expected, "hole, first file, second file, hole");
+
+    assert_eq!(request(&mut machine, WRITE, 2048, &[9; 512], 0).0, 1, "it is read-only");
+    assert_eq!(request(&mut machine, READ, 4096, &[], 512).0, 1, "beyond the end");
+    assert_eq!(request(&mut machine, READ, 4095, &[], 1024).0, 1, "half beyond the end");
+    assert_eq!(request(&mut machine, READ, u64::MAX, &[], 512).0, 1, "far beyond the end");
+    assert_eq!(request(&mut machine, READ, 0, &[], 500).0, 1, "not whole sectors");
+    assert_eq!(request(&mut machine, 77, 0, &[], 512).0, 2, "an unknown request");
+
+    assert!(slot.unplace(1 << 20));
+    assert!(!slot.unplace(1 << 20));
+    let (status, bytes) = request(&mut machine, READ, 2048, &[], 1024);
+    assert_eq!((status, bytes), (0, vec![0; 1024]));
+    slot.place(1 << 20, &ImageDisk { extents: vec![extent(&two, 0, 512)] }).unwrap();
+    assert_eq!(request(&mut machine, READ, 2048, &[], 512), (0, vec![2; 512]));
+    assert_eq!(slot.capacity(), 2 << 20, "it does not shrink");
+}
+
+#[test]
+fn a_disk_is_written_flushed_discarded_and_zeroed() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = file(dir.path(), "scratch", &[]);
+    let slot = Slot::read_write("scratch", &path, 1 << 20).unwrap();
+    let mut machine = Machine::new(slot.device(), 1);
+    assert_eq!(capacity(&mut machine), 2048);
+    let data: Vec<u8> = (0..64 << 10).map(|byte: u32| (byte % 251) as u8).collect();
+    assert_eq!(request(&mut machine, WRITE, 128, &data, 0).0, 0);
+    assert_eq!(request(&mut machine, FLUSH, 0, &[], 0).0, 0);
+    assert_eq!(request(&mut machine, READ, 128, &[], 64 << 10), (0, data.clone()));
+    let mut on_disk = vec![0; 64 << 10];
+    std::fs::File::open(&path).unwrap().read_exact_at(&mut on_disk, 64 << 10).unwrap();
+    assert!(on_disk == data);
+
+    let range = |sector: u64, sectors: u32, flags: u32| {
+        [&sector.to_le_bytes()[..], &sectors.to_le_bytes(), &flags.to_le_bytes()].concat()
+    };
+    let before = std::fs::metadata(&path).unwrap().blocks();
+    assert_eq!(request(&mut machine, DISCARD, 0, &range(128, 64, 0), 0).0, 0);
+    assert!(std::fs::metadata(&path).unwrap().blocks() < before, "the discarded blocks are given back");
+    assert_eq!(request(&mut machine, ZEROES, 0, &[range(192, 8, 1), range(200, 8, 0)].concat(), 0).0, 0);
+    let (status, bytes) = request(&mut machine, READ, 128, &[], 64 << 10);
+    let zero = 80 * 512;
+    assert!(status == 0 && bytes[..zero].iter().all(|byte| *byte == 0) && bytes[zero..] == data[zero..]);
+
+    assert_eq!(request(&mut machine, DISCARD, 0, &range(128, 64, 1), 0).0, 2, "a flag that discards do not have");
+    assert_eq!(request(&mut machine, ZEROES, 0, &range(2040, 9, 0), 0).0, 1, "beyond the end");
+    assert_eq!(request(&mut machine, ZEROES, 0, &range(u64::MAX, 9, 0), 0).0, 1, "far beyond the end");
+    assert_eq!(request(&mut machine, DISCARD, 0, &range(0, 1, 0)[..15], 0).0, 1, "half a range");
+    assert_eq!(request(&mut machine, DISCARD, 0, &vec![0; 16 * 33], 0).0, 1, "too many ranges");
+    let (status, serial) = request(&mut machine, SERIAL, 0, &[], 20);
+    assert_eq!((status, &serial[..]), (0, &b"scratch\0\0\0\0\0\0\0\0\0\0\0\0\0"[..]));
+
+    slot.resize(2 << 20).unwrap();
+    machine.wait_config_change();
+    assert_eq!(capacity(&mut machine), 4096);
+    assert_eq!(request(&mut machine, WRITE, 4095, &[7; 512], 0).0, 0);
+    assert_eq!(std::fs::metadata(&path).unwrap().len(), 2 << 20);
+    assert_eq!(slot.metrics().writes.load(Ordering::Relaxed), 2);
+    assert_eq!(slot.metrics().failures.load(Ordering::Relaxed), 5);
+}
+
+#[test]
+fn a_slot_grows_while_requests_are_in_flight() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = file(dir.path(), "image", &[5; 1 << 20]);
+    let image = ImageDisk { extents: vec![extent(&path, 0, 1 << 20)] };
+    let slot = Slot::read_only("images").unwrap();
+    slot.place(0, &image).unwrap();
+    let mut machine = Machine::new(slot.device(), 1);
+    let done = Arc::new(AtomicBool::new(false));
+    let (changer, finished) = (slot.clone(), done.clone());
+    let thread = std::thread::spawn(move || {
+        for place in 1..200u64 {
+            changer.place(place << 20, &image).unwrap();
+            if place % 2 == 0 {
+                assert!(changer.unplace((place - 1) << 20));
+            }
+        }
+        finished.store(true, Ordering::Release);
+    });
+    // Sixteen requests at a time, until the slot has stopped changing.
+    let base = machine.allocate(16 * 8192);
+    let memory = machine.memory.clone();
+    let mut rounds = 0;
+    while !done.load(Ordering::Acquire) || rounds < 10 {
+        rounds += 1;
+        for number in 0..16 {
+            let at = base + number * 8192;
+            memory.write_obj(READ, GuestAddress(at)).unwrap();
+            memory.write_obj(number, GuestAddress(at + 8)).unwrap();
+            memory.write_obj([0u8; 32], GuestAddress(at + 4096)).unwrap();
+            machine.queues[0].driver.submit(&[(at, 16, false), (at + 4096, 512, true), (at + 64, 1, true)]);
+        }
+        machine.queues[0].kick();
+        for _ in 0..16 {
+            machine.queues[0].wait_used();
+        }
+        for number in 0..16 {
+            let at = base + number * 8192;
+            assert_eq!(memory.read_obj::<u8>(GuestAddress(at + 64)).unwrap(), 0);
+            assert_eq!(memory.read_obj::<[u8; 32]>(GuestAddress(at + 4096)).unwrap(), [5; 32]);
+        }
+    }
+    thread.join().unwrap();
+    machine.wait_config_change();
+    assert_eq!(capacity(&mut machine), (200 << 20) / 512);
+    let last_step = (200 << 20) / 512 - 1;
+    assert_eq!(request(&mut machine, READ, last_step, &[], 512), (0, vec![5; 512]));
+}
+
+#[test]
+fn a_change_before_the_guest_runs_is_told_when_it_does() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = file(dir.path(), "image", &[5; 4096]);
+    let slot = Slot::read_only("images").unwrap();
+    let mut machine = Machine::connected(slot.device());
+    assert_eq!(capacity(&mut machine), 0);
+    slot.place(0, &ImageDisk { extents: vec![extent(&path, 0, 4096)] }).unwrap();
+    machine.set_up(1);
+    machine.wait_config_change();
+    assert_eq!(capacity(&mut machine), 2048);
+}
+
+#[test]
+fn a_queue_stops_and_goes_on_where_it_was() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = file(dir.path(), "image", &[5; 4096]);
+    let slot = Slot::read_only("images").unwrap();
+    slot.place(0, &ImageDisk { extents: vec![extent(&path, 0, 4096)] }).unwrap();
+    let mut machine = Machine::new(slot.device(), 1);
+    for _ in 0..3 {
+        assert_eq!(request(&mut machine, READ, 0, &[], 512), (0, vec![5; 512]));
+    }
+    let base = machine.front.get_vring_base(0).unwrap();
+    assert_eq!(base, 3);
+    // A request that comes while the queue stands still is served when it runs again.
+    let at = machine.allocate(8192);
+    machine.memory.write_obj([0u8; 16], GuestAddress(at)).unwrap();
+    let queue = &mut machine.queues[0];
+    queue.driver.submit(&[(at, 16, false), (at + 4096, 512, true), (at + 64, 1, true)]);
+    queue.kick();
+    let mut queue = machine.queues.remove(0);
+    machine.start(0, &queue, base as u16);
+    queue.wait_used();
+    assert_eq!(machine.memory.read_obj::<u8>(GuestAddress(at + 4096)).unwrap(), 5);
+
+    // New memory while it runs: the same memory once more, as after a hotplug.
+    let regions: Vec<_> =
+        machine.memory.iter().map(|region| VhostUserMemoryRegionInfo::from_guest_region(region).unwrap()).collect();
+    machine.front.set_mem_table(&regions).unwrap();
+    machine.queues.push(queue);
+    assert_eq!(request(&mut machine, READ, 1, &[], 512), (0, vec![5; 512]));
+}
+
+#[test]
+fn a_buffer_may_lie_in_any_region() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = file(dir.path(), "image", &[5; 4096]);
+    let slot = Slot::read_only("images").unwrap();
+    slot.place(0, &ImageDisk { extents: vec![extent(&path, 0, 4096)] }).unwrap();
+    let mut machine = Machine::new(slot.device(), 1);
+    let at = machine.allocate(4096);
+    machine.memory.write_obj([0u8; 16], GuestAddress(at)).unwrap();
+    let end = SECOND + REGION - 512;
+    machine.queues[0].driver.submit(&[(at, 16, false), (end, 512, true), (at + 64, 1, true)]);
+    machine.queues[0].kick();
+    machine.queues[0].wait_used();
+    assert_eq!(machine.memory.read_obj::<[u8; 32]>(GuestAddress(end)).unwrap(), [5; 32]);
+    // One that crosses the end of memory is given back untouched, and the next request is served.
+    machine.queues[0].driver.submit(&[(at, 16, false), (end, 1024, true), (at + 64, 1, true)]);
+    machine.queues[0].kick();
+    assert_eq!(machine.queues[0].wait_used().1, 0);
+    assert_eq!(request(&mut machine, READ, 0, &[], 512), (0, vec![5; 512]));
+}
+
+#[test]
+fn nonsense_ends_only_its_connection() {
+    let slot = Slot::read_only("images").unwrap();
+    let mut machine = Machine::connected(slot.device());
+    machine.hang_up();
+    let socket = machine.socket.clone();
+    let nonsense: [&[u8]; 5] = [
+        &[0xff; 64],
+        &[1, 0, 0, 0, 1, 0, 0, 0, 0xff, 0xff, 0, 0],
+        &[99, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0],
+        &[5, 0, 0, 0, 1, 0, 0, 0, 8, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0],
+        &[8, 0, 0, 0, 1, 0, 0, 0, 8, 0, 0, 0, 77, 0, 0, 0, 8, 0, 0, 0],
+    ];
+    for bytes in nonsense {
+        let mut stream = UnixStream::connect(&socket).unwrap();
+        stream.set_read_timeout(Some(LIMIT)).unwrap();
+        stream.write_all(bytes).unwrap();
+        let mut rest = Vec::new();
+        // Closed with bytes unread, a unix socket ends with a reset; either way it ends without an answer.
+        match stream.read_to_end(&mut rest) {
+            Ok(0) => {}
+            Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset),
+            Ok(_) => panic!("{bytes:?} were answered with {rest:?}"),
+        }
+    }
+    let (front, channel) = connect(&socket);
+    (machine.front, machine.channel) = (front, channel);
+    assert_eq!(capacity(&mut machine), 0);
+    // Memory that could shrink under our feet is refused.
+    machine.memory = guest::memory(SealFlag::F_SEAL_GROW);
+    let regions: Vec<_> =
+        machine.memory.iter().map(|region| VhostUserMemoryRegionInfo::from_guest_region(region).unwrap()).collect();
+    assert!(machine.front.set_mem_table(&regions).is_err());
+}
+
+#[test]
+fn a_server_stops_in_any_state() {
+    let slot = Slot::read_only("images").unwrap();
+    let mut connected = Machine::connected(slot.device());
+    connected.server.take().unwrap().stop();
+    let mut running = Machine::new(slot.device(), 1);
+    running.server.take().unwrap().stop();
+    // Within a message.
+    let mut half = Machine::connected(slot.device());
+    half.hang_up();
+    let mut stream = UnixStream::connect(&half.socket).unwrap();
+    stream.write_all(&[1, 0]).unwrap();
+    half.server.take().unwrap().stop();
+    eventually("the end of the connection", || matches!(stream.read(&mut [0; 8]), Ok(0) | Err(_)));
+}
+
+#[test]
+fn what_cannot_be_placed_is_refused_and_changes_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = file(dir.path(), "image", &[5; 4096]);
+    let image = |offset, length| ImageDisk { extents: vec![extent(&path, offset, length)] };
+    let slot = Slot::read_only("images").unwrap();
+    assert!(matches!(slot.place(0, &ImageDisk::default()), Err(BlockError::Empty { at: 0 })));
+    assert!(matches!(slot.place(100, &image(0, 512)), Err(BlockError::Unaligned { value: 100, .. })));
+    assert!(matches!(slot.place(0, &image(3, 512)), Err(BlockError::Unaligned { value: 3, .. })));
+    assert!(matches!(slot.place(u64::MAX - 511, &image(0, 512)), Err(BlockError::Unaligned { .. })));
+    assert!(matches!(slot.place(0, &image(4096, 512)), Err(BlockError::TooShort { length: 4096, needed: 4608, .. })));
+    let missing = ImageDisk { extents: vec![extent(&dir.path().join("missing"), 0, 512)] };
+    assert!(matches!(slot.place(0, &missing), Err(BlockError::Open { .. })));
+    assert!(matches!(slot.resize(512), Err(BlockError::WrongSort { read_only: true, .. })));
+    assert_eq!(slot.capacity(), 0);
+    slot.place(4096, &image(0, 4096)).unwrap();
+    for at in [512, 4096, 7680] {
+        let overlap = slot.place(at, &image(0, 4096));
+        assert!(matches!(overlap, Err(BlockError::Overlap { other: 4096, other_length: 4096, .. })), "{at}");
+    }
+    slot.place(0, &image(0, 4096)).unwrap();
+    slot.place(8192, &image(0, 4096)).unwrap();
+
+    assert!(matches!(Slot::read_only(""), Err(BlockError::Serial { .. })));
+    assert!(matches!(Slot::read_only("a serial number of many"), Err(BlockError::Serial { .. })));
+    assert!(matches!(Slot::read_write("x", &path, 100), Err(BlockError::Unaligned { .. })));
+    assert!(matches!(Slot::read_write("x", &dir.path().join("missing"), 512), Err(BlockError::Open { .. })));
+    let disk = Slot::read_write("x", &path, 4096).unwrap();
+    assert!(matches!(disk.place(0, &image(0, 512)), Err(BlockError::WrongSort { read_only: false, .. })));
+}
