@@ -13,10 +13,20 @@
 //! # Ok(()) }
 //! ```
 
+mod catalogue;
 mod config;
+mod erofs;
 mod error;
+mod folder;
+mod install;
+mod layer;
+mod load;
+mod manifest;
+mod pull;
 mod reference;
+mod registry;
 mod store;
+mod tree;
 
 pub use config::{Auth, Config, RegistryConfig};
 pub use error::ImageError;

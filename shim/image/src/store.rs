@@ -1,14 +1,37 @@
-//! Owns: the store as its users see it.
+//! Owns: the store as its users see it, and that pulls of the same image are one.
 
-use crate::{Auth, Config, Digest, ImageError, ImageId, Reference};
-use nacelle_base::machine::ImageDisk;
-use std::collections::{BTreeMap, HashSet};
+use crate::catalogue::{Catalogue, record};
+use crate::folder::{Folder, Part};
+use crate::install::Shared;
+use crate::registry::Http;
+use crate::{Auth, Config, ImageError, ImageId, Reference, load, pull};
+use nacelle_base::machine::{Extent, ImageDisk};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use tokio::sync::{Semaphore, watch};
+use tokio::task::{AbortHandle, spawn_blocking};
 
 /// The images of this node. A cheap handle: clones are the same store.
 #[derive(Clone)]
 pub struct Store {
-    _root: PathBuf,
+    shared: Arc<Shared>,
+    flights: Arc<Mutex<HashMap<FlightKey, Weak<Flight>>>>,
+}
+
+type FlightKey = (Reference, Option<Auth>);
+type Outcome = Result<ImageId, Arc<ImageError>>;
+
+/// A pull that is going on; it ends when nobody waits for it any more.
+struct Flight {
+    task: AbortHandle,
+    outcome: watch::Receiver<Option<Outcome>>,
+}
+
+impl Drop for Flight {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
 }
 
 /// What is known of one image.
@@ -95,57 +118,106 @@ impl Store {
     /// Opens the store in this folder, which is made if it is not there. Finishes or undoes what a crash
     /// left. Blocking: for the start of the process. One process at a time.
     pub fn open(root: &Path, config: Config) -> Result<Store, ImageError> {
-        let _ = config;
-        Ok(Store { _root: root.to_owned() })
+        let pinned = config.pinned.iter().map(|name| Reference::parse(name).map(|reference| reference.to_string()));
+        let pinned = pinned.collect::<Result<_, _>>()?;
+        let folder = Folder::open(root)?;
+        let catalogue = Mutex::new(Catalogue::open(&folder.catalogue())?);
+        let http = Arc::new(Http::new(config.clone()));
+        let layers = Semaphore::new(config.parallel_layers.clamp(1, 64));
+        let shared = Arc::new(Shared { config, pinned, folder, http, layers, catalogue });
+        shared.sweep_now(None, None)?;
+        Ok(Store { shared, flights: Arc::default() })
     }
 
     /// Pulls an image, or finds that it is here already, and gives it the reference's name. Dropping the
-    /// future stops the pull; what was downloaded is used by the next one.
+    /// future stops the pull, unless others wait for the same one; what was downloaded is used by the next one.
     pub async fn pull(&self, reference: &Reference, auth: Option<Auth>) -> Result<ImageId, ImageError> {
-        let _ = auth;
-        Err(ImageError::NotFound { name: reference.to_string() })
+        let flight = self.flight(reference, auth);
+        let mut outcome = flight.outcome.clone();
+        let ended = outcome.wait_for(Option::is_some).await;
+        match ended.as_deref() {
+            Ok(Some(Ok(id))) => Ok(*id),
+            Ok(Some(Err(error))) => Err(ImageError::Shared(Arc::clone(error))),
+            // The task was taken down with its runtime, or panicked.
+            Ok(None) | Err(_) => Err(ImageError::Aborted { name: reference.to_string() }),
+        }
+    }
+
+    /// The pull of this image that is going on, or a new one.
+    fn flight(&self, reference: &Reference, auth: Option<Auth>) -> Arc<Flight> {
+        let key = (reference.clone(), auth.clone());
+        let mut flights = self.flights.lock().unwrap_or_else(PoisonError::into_inner);
+        flights.retain(|_, flight| flight.strong_count() > 0);
+        if let Some(flight) = flights.get(&key).and_then(Weak::upgrade) {
+            return flight;
+        }
+        let (sender, outcome) = watch::channel(None);
+        let (shared, others, name) = (Arc::clone(&self.shared), Arc::clone(&self.flights), key.clone());
+        let task = tokio::spawn(async move {
+            let pulled = pull::pull(&shared, &name.0, auth).await;
+            // Who comes from now on wants a new one.
+            others.lock().unwrap_or_else(PoisonError::into_inner).remove(&name);
+            sender.send_replace(Some(pulled.map_err(Arc::new)));
+        });
+        let flight = Arc::new(Flight { task: task.abort_handle(), outcome });
+        flights.insert(key, Arc::downgrade(&flight));
+        flight
     }
 
     /// Takes the images out of an OCI layout (folder or tar archive) or a docker archive. `name` is given to
-    /// the image if the archive holds one only.
+    /// the image too if the archive holds one only.
     pub async fn load(&self, path: &Path, name: Option<&Reference>) -> Result<Vec<Loaded>, ImageError> {
-        let _ = name;
-        Err(ImageError::NotFound { name: path.display().to_string() })
+        load::load(&self.shared, path, name).await
     }
 
     /// All images, in the order of their ids.
     pub fn list(&self) -> Vec<ImageRecord> {
-        Vec::new()
+        let catalogue = self.shared.catalogue();
+        let here = catalogue.images().iter().filter(|(_, stored)| !stored.removed);
+        here.map(|(id, stored)| record(id, stored, &self.shared.pinned)).collect()
     }
 
-    /// The image of this reference, id (with or without `sha256:`), or beginning of an id; none if it is not
-    /// here or the text could not name one.
+    /// The image of this reference, id (with or without `sha256:`), or beginning of an id (3 digits or more);
+    /// none if it is not here or the text could not name one.
     pub fn status(&self, name: &str) -> Result<Option<ImageRecord>, ImageError> {
-        let _ = name;
-        Ok(None)
+        let catalogue = self.shared.catalogue();
+        let id = catalogue.find(name)?;
+        Ok(id.and_then(|id| Some(record(&id, catalogue.images().get(&id)?, &self.shared.pinned))))
     }
 
     /// Removes an image with all its names; one that is not here is no failure. If its id is among `in_use`
-    /// its files stay, and `rootfs` knows it, until `collect` is called without it.
+    /// its files stay, and `rootfs` knows it, until `remove` or `collect` is called without it.
     pub async fn remove(&self, name: &str, in_use: &HashSet<ImageId>) -> Result<(), ImageError> {
-        let _ = (name, in_use);
-        Ok(())
+        let (shared, name, in_use) = (Arc::clone(&self.shared), name.to_owned(), in_use.clone());
+        spawn_blocking(move || shared.sweep_now(Some(&name), Some(&in_use))).await?
     }
 
     /// Deletes the files that no image needs any more: to be called when `in_use` has become smaller.
     pub async fn collect(&self, in_use: &HashSet<ImageId>) -> Result<(), ImageError> {
-        let _ = in_use;
-        Ok(())
+        self.shared.sweep(Some(in_use.clone())).await
     }
 
     /// How much disk the store takes.
     pub async fn fs_info(&self) -> Result<FsInfo, ImageError> {
-        Ok(FsInfo { path: self._root.clone(), used_bytes: 0, inodes_used: 0 })
+        let shared = Arc::clone(&self.shared);
+        Ok(spawn_blocking(move || shared.folder.info()).await??)
     }
 
     /// The root file system of an image, which must be in the store or have been in use since it was removed.
     pub async fn rootfs(&self, id: &ImageId) -> Result<RootFs, ImageError> {
-        let _: Digest = *id;
-        Err(ImageError::NotFound { name: id.to_string() })
+        let (shared, id) = (Arc::clone(&self.shared), *id);
+        spawn_blocking(move || {
+            let catalogue = shared.catalogue();
+            let stored = catalogue.images().get(&id).cloned();
+            drop(catalogue);
+            let stored = stored.ok_or_else(|| ImageError::NotFound { name: id.to_string() })?;
+            let tree = (Part::Tree, stored.tree, stored.tree_length);
+            let blobs = stored.blobs.iter().map(|&(diff_id, length)| (Part::Layer, diff_id, length));
+            let extents = [tree].into_iter().chain(blobs).map(|(part, digest, length)| {
+                Extent { path: shared.folder.path((part, digest)), offset: 0, length }
+            });
+            Ok(RootFs { disk: ImageDisk { extents: extents.collect() }, config: shared.image_config(id)? })
+        })
+        .await?
     }
 }

@@ -1,0 +1,234 @@
+//! Owns: the list of images on disk: one JSON file, replaced whole at each change.
+
+use crate::{Digest, ImageError, ImageId, ImageRecord, Reference, RunAs};
+use nacelle_base::files::{at, write_whole};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::path::{Path, PathBuf};
+
+const VERSION: u64 = 1;
+
+/// The images, by id.
+pub type Images = BTreeMap<ImageId, Stored>;
+
+/// One image as it is stored.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Stored {
+    /// `registry/repository:tag`.
+    pub tags: BTreeSet<String>,
+    /// `registry/repository@sha256:...`.
+    pub digests: BTreeSet<String>,
+    /// The user of its configuration.
+    pub user: String,
+    /// Bytes of its files.
+    pub size: u64,
+    /// Seconds since 1970.
+    pub added: u64,
+    /// Its layers (unpacked digests), lowest first.
+    pub layers: Vec<Digest>,
+    /// The digest that names its metadata EROFS.
+    pub tree: Digest,
+    /// Bytes of the metadata.
+    pub tree_length: u64,
+    /// The blobs that follow the metadata on the device, with their bytes.
+    pub blobs: Vec<(Digest, u64)>,
+    /// It was removed while it was in use.
+    pub removed: bool,
+}
+
+#[derive(Serialize)]
+struct FileOut<'a> {
+    version: u64,
+    images: &'a Images,
+}
+
+#[derive(Deserialize)]
+struct FileIn {
+    version: u64,
+    #[serde(default)]
+    images: serde_json::Value,
+}
+
+/// The list, in memory and on disk.
+pub struct Catalogue {
+    path: PathBuf,
+    images: Images,
+}
+
+impl Catalogue {
+    /// Reads the list; a file that is not there is an empty list.
+    pub fn open(path: &Path) -> Result<Catalogue, ImageError> {
+        let bytes = match std::fs::read(path) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                return Ok(Catalogue { path: path.to_owned(), images: Images::new() });
+            }
+            other => other.map_err(at("read", path))?,
+        };
+        let damaged = |source| ImageError::Catalogue { path: path.to_owned(), source };
+        let file: FileIn = serde_json::from_slice(&bytes).map_err(damaged)?;
+        if file.version != VERSION {
+            return Err(ImageError::Version { path: path.to_owned(), version: file.version, known: VERSION });
+        }
+        let images = serde_json::from_value(file.images).map_err(damaged)?;
+        Ok(Catalogue { path: path.to_owned(), images })
+    }
+
+    /// The images.
+    pub fn images(&self) -> &Images {
+        &self.images
+    }
+
+    /// Changes the list, on disk and then in memory; neither if that fails.
+    pub fn change(&mut self, change: impl FnOnce(&mut Images)) -> Result<(), ImageError> {
+        let mut images = self.images.clone();
+        change(&mut images);
+        if images != self.images {
+            let file = FileOut { version: VERSION, images: &images };
+            let damaged = |source| ImageError::Catalogue { path: self.path.clone(), source };
+            write_whole(&self.path, &serde_json::to_vec(&file).map_err(damaged)?)?;
+            self.images = images;
+        }
+        Ok(())
+    }
+
+    /// The image of this reference, id, or beginning of an id. One that was removed is not found.
+    pub fn find(&self, name: &str) -> Result<Option<ImageId>, ImageError> {
+        let here = || self.images.iter().filter(|(_, stored)| !stored.removed);
+        if let Ok(reference) = Reference::parse(name) {
+            let tag = reference.to_string();
+            let digest = reference.digest().map(|digest| reference.with_digest(digest).to_string());
+            let named = here().find(|(_, stored)| match &digest {
+                Some(digest) => stored.digests.contains(digest),
+                None => stored.tags.contains(&tag),
+            });
+            if let Some((id, _)) = named {
+                return Ok(Some(*id));
+            }
+        }
+        let digits = name.strip_prefix("sha256:").unwrap_or(name);
+        let hex = digits.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte));
+        if !hex || !(3..=64).contains(&digits.len()) {
+            return Ok(None);
+        }
+        let mut fitting = here().filter(|(id, _)| id.hex().starts_with(digits)).map(|(id, _)| *id);
+        match (fitting.next(), fitting.next()) {
+            (Some(_), Some(_)) => Err(ImageError::Ambiguous { name: name.to_owned() }),
+            (first, _) => Ok(first),
+        }
+    }
+}
+
+/// Gives an image a tag; the image that had it loses it.
+pub fn give_tag(images: &mut Images, id: &ImageId, tag: &str) {
+    for (other, stored) in images.iter_mut() {
+        if other == id {
+            stored.tags.insert(tag.to_owned());
+        } else {
+            stored.tags.remove(tag);
+        }
+    }
+}
+
+/// Takes images away. Those in use stay, marked.
+pub fn take_away(images: &mut Images, id: &ImageId, in_use: &HashSet<ImageId>) {
+    if let Some(stored) = images.get_mut(id) {
+        stored.tags.clear();
+        stored.digests.clear();
+        stored.removed = true;
+    }
+    images.retain(|id, stored| !stored.removed || in_use.contains(id));
+}
+
+/// What users see of an image.
+pub fn record(id: &ImageId, stored: &Stored, pinned: &HashSet<String>) -> ImageRecord {
+    let user = stored.user.split(':').next().unwrap_or_default();
+    ImageRecord {
+        id: *id,
+        repo_tags: stored.tags.iter().cloned().collect(),
+        repo_digests: stored.digests.iter().cloned().collect(),
+        size: stored.size,
+        user: match user.parse() {
+            Ok(uid) => RunAs::Uid(uid),
+            Err(_) if user.is_empty() => RunAs::Uid(0),
+            Err(_) => RunAs::Name(user.to_owned()),
+        },
+        pinned: stored.tags.iter().chain(&stored.digests).any(|name| pinned.contains(name)),
+        added: stored.added,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn stored(tags: &[&str], digests: &[&str], user: &str) -> Stored {
+        let own = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
+        Stored {
+            tags: own(tags), digests: own(digests), user: user.into(), size: 1, added: 0, layers: vec![],
+            tree: Digest([0; 32]), tree_length: 4096, blobs: vec![], removed: false,
+        }
+    }
+
+    #[test]
+    fn images_are_found_by_every_form_of_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("index.json");
+        let mut catalogue = Catalogue::open(&path).unwrap();
+        let (a, b) = (Digest([0xab; 32]), Digest([0xba; 32]));
+        let by_digest = format!("docker.io/library/x@{}", Digest([1; 32]));
+        catalogue.change(|images| {
+            images.insert(a, stored(&["docker.io/library/x:latest", "r.io/y:1"], &[&by_digest], "1000:5"));
+            images.insert(b, stored(&["docker.io/library/abab:latest"], &[], "nobody"));
+        }).unwrap();
+        let catalogue = Catalogue::open(&path).unwrap();
+        for (name, id) in [
+            ("x", Some(a)), ("x:latest", Some(a)), ("r.io/y:1", Some(a)), ("r.io/y", None), (by_digest.as_str(), Some(a)),
+            (&format!("x:other@{}", Digest([1; 32])), Some(a)), (&format!("x@{}", Digest([2; 32])), None),
+            (&a.to_string(), Some(a)), (&a.hex(), Some(a)), ("sha256:abab", Some(a)), ("ababab", Some(a)),
+            ("abab", Some(b)), // a name goes before an id
+            ("ba", None), ("", None), ("../x", None), ("sha256:", None),
+        ] {
+            assert_eq!(catalogue.find(name).unwrap(), id, "{name}");
+        }
+        let pinned = HashSet::from(["r.io/y:1".to_owned()]);
+        let record_of = |id| record(id, &catalogue.images()[id], &pinned);
+        assert!(record_of(&a).pinned && !record_of(&b).pinned);
+        assert_eq!((record_of(&a).user, record_of(&b).user), (RunAs::Uid(1000), RunAs::Name("nobody".into())));
+    }
+
+    #[test]
+    fn a_short_id_of_two_images_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut catalogue = Catalogue::open(&folder.path().join("i")).unwrap();
+        let (mut one, mut two) = ([7; 32], [7; 32]);
+        (one[31], two[31]) = (1, 2);
+        catalogue.change(|images| {
+            images.insert(Digest(one), stored(&[], &[], ""));
+            images.insert(Digest(two), stored(&[], &[], ""));
+        }).unwrap();
+        assert!(matches!(catalogue.find("0707"), Err(ImageError::Ambiguous { .. })));
+        assert_eq!(catalogue.find(&Digest(two).hex()).unwrap(), Some(Digest(two)));
+    }
+
+    #[test]
+    fn a_tag_moves_and_removal_waits_for_users() {
+        let (a, b) = (Digest([1; 32]), Digest([2; 32]));
+        let mut images = Images::from([(a, stored(&["t"], &["d"], "")), (b, stored(&[], &[], ""))]);
+        give_tag(&mut images, &b, "t");
+        assert!(images[&a].tags.is_empty() && images[&b].tags.contains("t"));
+        take_away(&mut images, &a, &HashSet::from([a]));
+        assert!(images[&a].removed && images[&a].digests.is_empty());
+        take_away(&mut images, &b, &HashSet::new());
+        assert!(images.is_empty());
+    }
+
+    #[test]
+    fn unknown_versions_and_damage_are_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("index.json");
+        std::fs::write(&path, r#"{"version":9}"#).unwrap();
+        assert!(matches!(Catalogue::open(&path), Err(ImageError::Version { version: 9, .. })));
+        std::fs::write(&path, r#"{"version":1,"images":{"x":{}}}"#).unwrap();
+        assert!(matches!(Catalogue::open(&path), Err(ImageError::Catalogue { .. })));
+    }
+}

@@ -1,0 +1,289 @@
+//! Owns: the files of the store: where they lie, who needs them, and their removal. Content is in
+//! `configs/`, `layers/` (a `.blob` counts only with its `.idx`), `trees/`, each named by a digest and never
+//! changed; `partial/` holds what was downloaded of unfinished layers, `work/` what nobody has seen yet.
+//! Threads: the pins are a leaf lock, taken after the catalogue's.
+
+use crate::layer::index::LayerIndex;
+use crate::{Digest, FsInfo, ImageError};
+use nacelle_base::files::{FileError, at, remove_if_there, write_whole};
+use std::collections::{HashMap, HashSet};
+use std::fs::{self, File, OpenOptions};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+/// How long what an unfinished pull has brought is kept for the next one.
+const KEEP: Duration = Duration::from_secs(3600);
+
+/// A kind of content, which is also its folder.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Part {
+    /// Image configurations.
+    Config,
+    /// Layers.
+    Layer,
+    /// Metadata of images.
+    Tree,
+    /// Beginnings of layers as registries send them.
+    Partial,
+}
+
+impl Part {
+    const ALL: [Part; 4] = [Part::Config, Part::Layer, Part::Tree, Part::Partial];
+
+    fn folder(self) -> &'static str {
+        match self {
+            Part::Config => "configs",
+            Part::Layer => "layers",
+            Part::Tree => "trees",
+            Part::Partial => "partial",
+        }
+    }
+}
+
+/// Content by kind and digest.
+pub type Key = (Part, Digest);
+
+/// Holding one keeps the content from being collected; locking it is the right to make it.
+pub type Pin = Arc<tokio::sync::Mutex<()>>;
+
+/// The folder of the store.
+pub struct Folder {
+    root: PathBuf,
+    pins: Mutex<Pins>,
+    next: AtomicU64,
+    _lock: File,
+}
+
+#[derive(Default)]
+struct Pins {
+    held: HashMap<Key, Weak<tokio::sync::Mutex<()>>>,
+    /// Content that no image needs, but perhaps the next pull.
+    unfinished: HashMap<Key, Instant>,
+}
+
+/// A file that vanishes unless it is renamed.
+pub struct Temporary {
+    path: PathBuf,
+    /// Open for writing.
+    pub file: File,
+}
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        if let Err(error) = remove_if_there(&self.path) {
+            tracing::warn!(error = %nacelle_base::Chain(&error), "a temporary file stays until the next start");
+        }
+    }
+}
+
+impl Folder {
+    /// Makes the folders that are not there, takes the lock, removes what a crash left half done.
+    pub fn open(root: &Path) -> Result<Folder, ImageError> {
+        let make = |path: &Path| {
+            fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(at("create", path))
+        };
+        make(root)?;
+        let root = root.canonicalize().map_err(at("find", root))?;
+        let lock_path = root.join("lock");
+        let lock = OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(&lock_path);
+        let lock = lock.map_err(at("open", &lock_path))?;
+        match lock.try_lock() {
+            Ok(()) => {}
+            Err(fs::TryLockError::WouldBlock) => return Err(ImageError::Locked { path: root }),
+            Err(fs::TryLockError::Error(error)) => return Err(at("lock", &lock_path)(error).into()),
+        }
+        for part in Part::ALL {
+            make(&root.join(part.folder()))?;
+        }
+        make(&root.join("work"))?;
+        let folder = Folder { root, pins: Mutex::default(), next: AtomicU64::new(0), _lock: lock };
+        folder.clear_up()?;
+        Ok(folder)
+    }
+
+    fn clear_up(&self) -> Result<(), ImageError> {
+        for path in names(&self.root.join("work"))?.into_iter().chain(names(&self.root)?) {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            if path.parent() != Some(&self.root) || name.contains(".tmp.") {
+                remove_if_there(&path)?;
+            }
+        }
+        let mut pins = self.pins();
+        for part in Part::ALL {
+            for path in names(&self.root.join(part.folder()))? {
+                let whole = part != Part::Layer || path.with_extension("idx").exists();
+                match key_of(part, &path).filter(|_| whole && !path.to_string_lossy().contains(".tmp.")) {
+                    Some(key) => drop(pins.unfinished.insert(key, Instant::now())),
+                    None => remove_if_there(&path)?,
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn pins(&self) -> MutexGuard<'_, Pins> {
+        self.pins.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The file of the list of images.
+    pub fn catalogue(&self) -> PathBuf {
+        self.root.join("index.json")
+    }
+
+    /// The folder itself.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// The main file of this content.
+    pub fn path(&self, (part, digest): Key) -> PathBuf {
+        let extension = match part {
+            Part::Config | Part::Partial => "",
+            Part::Layer => ".blob",
+            Part::Tree => ".erofs",
+        };
+        self.root.join(part.folder()).join(digest.hex() + extension)
+    }
+
+    fn index_path(&self, diff_id: Digest) -> PathBuf {
+        self.path((Part::Layer, diff_id)).with_extension("idx")
+    }
+
+    /// Keeps this content, there or not yet, until the pin is dropped.
+    pub fn pin(&self, key: Key) -> Pin {
+        let mut pins = self.pins();
+        if let Some(pin) = pins.held.get(&key).and_then(Weak::upgrade) {
+            return pin;
+        }
+        let pin = Pin::default();
+        pins.held.insert(key, Arc::downgrade(&pin));
+        pin
+    }
+
+    /// Whether a layer is here and whole.
+    pub fn has_layer(&self, diff_id: Digest) -> bool {
+        self.index_path(diff_id).exists()
+    }
+
+    /// An empty file that nobody sees.
+    pub fn temporary(&self) -> Result<Temporary, FileError> {
+        let path = self.root.join("work").join(self.next.fetch_add(1, Ordering::Relaxed).to_string());
+        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path).map_err(at("create", &path))?;
+        Ok(Temporary { path, file })
+    }
+
+    /// Makes a layer of a blob that is synced and its index.
+    pub fn keep_layer(&self, diff_id: Digest, blob: Temporary, index: &LayerIndex) -> Result<(), FileError> {
+        let path = self.path((Part::Layer, diff_id));
+        fs::rename(&blob.path, &path).map_err(at("rename", &path))?;
+        let kept = write_whole(&self.index_path(diff_id), &index.encode());
+        if kept.is_err() {
+            remove_if_there(&path)?;
+        }
+        // Until an image names it.
+        self.pins().unfinished.insert((Part::Layer, diff_id), Instant::now());
+        kept
+    }
+
+    /// A layer's index.
+    pub fn layer(&self, diff_id: Digest) -> Result<LayerIndex, ImageError> {
+        let path = self.index_path(diff_id);
+        let bytes = fs::read(&path).map_err(at("read", &path))?;
+        LayerIndex::decode(&bytes).map_err(|source| ImageError::Index { path, source })
+    }
+
+    /// The file for the beginning of a blob, and how much of it is here.
+    pub fn partial(&self, digest: Digest) -> Result<(File, u64), FileError> {
+        let key = (Part::Partial, digest);
+        let path = self.path(key);
+        let opened = OpenOptions::new().read(true).append(true).create(true).mode(0o600).open(&path);
+        let file = opened.map_err(at("open", &path))?;
+        let length = file.metadata().map_err(at("read", &path))?.len();
+        self.pins().unfinished.insert(key, Instant::now());
+        Ok((file, length))
+    }
+
+    /// Bytes on disk of this content.
+    pub fn size(&self, key: Key) -> u64 {
+        let of = |path: &Path| fs::metadata(path).map_or(0, |metadata| metadata.blocks() * 512);
+        let index = if key.0 == Part::Layer { of(&self.index_path(key.1)) } else { 0 };
+        of(&self.path(key)) + index
+    }
+
+    /// Forgets that the next pull could use what unfinished ones have left: the disk is full.
+    pub fn forget_unfinished(&self) {
+        self.pins().unfinished.clear();
+    }
+
+    /// Takes everything away that is not among `live`, not pinned, and no recent leftover of a pull. The caller holds
+    /// the catalogue, so that nothing becomes live meanwhile. Returns what `delete` has to be called with.
+    pub fn take_away(&self, live: &HashSet<Key>) -> Result<Vec<PathBuf>, FileError> {
+        let mut pins = self.pins();
+        pins.held.retain(|_, pin| pin.strong_count() > 0);
+        pins.unfinished.retain(|key, since| !live.contains(key) && since.elapsed() < KEEP);
+        let mut away = Vec::new();
+        for part in Part::ALL {
+            let mut paths = names(&self.root.join(part.folder()))?;
+            paths.sort();
+            // An index goes before its blob: a blob without index is no layer.
+            for path in paths.into_iter().rev() {
+                let Some(key) = key_of(part, &path) else { continue };
+                if live.contains(&key) || pins.held.contains_key(&key) || pins.unfinished.contains_key(&key) {
+                    continue;
+                }
+                let gone = self.root.join("work").join(self.next.fetch_add(1, Ordering::Relaxed).to_string());
+                fs::rename(&path, &gone).map_err(at("rename", &path))?;
+                away.push(gone);
+            }
+        }
+        Ok(away)
+    }
+
+    /// Says that no image needs this any more, so that it need not be kept for a pull either.
+    pub fn release(&self, keys: impl IntoIterator<Item = Key>) {
+        let mut pins = self.pins();
+        for key in keys {
+            pins.unfinished.remove(&key);
+        }
+    }
+
+    /// What the store takes.
+    pub fn info(&self) -> Result<FsInfo, FileError> {
+        let mut info = FsInfo { path: self.root.clone(), used_bytes: 0, inodes_used: 0 };
+        let folders = Part::ALL.iter().map(|part| self.root.join(part.folder()));
+        for folder in folders.chain([self.root.join("work"), self.root.clone()]) {
+            for path in names(&folder)? {
+                // It may be gone by now.
+                if let Ok(metadata) = fs::symlink_metadata(&path) {
+                    info.used_bytes += metadata.blocks() * 512;
+                    info.inodes_used += 1;
+                }
+            }
+        }
+        Ok(info)
+    }
+
+    /// Bytes that are free for us.
+    pub fn free(&self) -> Result<u64, FileError> {
+        let stat = nix::sys::statvfs::statvfs(&self.root).map_err(|errno| at("measure", &self.root)(errno.into()))?;
+        Ok(stat.blocks_available() * stat.fragment_size())
+    }
+}
+
+/// Removes what `take_away` has returned.
+pub fn delete(paths: Vec<PathBuf>) -> Result<(), FileError> {
+    paths.iter().try_for_each(|path| remove_if_there(path))
+}
+
+fn names(folder: &Path) -> Result<Vec<PathBuf>, FileError> {
+    let entries = fs::read_dir(folder).map_err(at("read", folder))?;
+    entries.map(|entry| entry.map(|entry| entry.path()).map_err(at("read", folder))).collect()
+}
+
+fn key_of(part: Part, path: &Path) -> Option<Key> {
+    let name = path.file_name()?.to_str()?;
+    Some((part, Digest::from_hex(name.split('.').next()?)?))
+}

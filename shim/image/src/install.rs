@@ -1,0 +1,369 @@
+//! Owns: the way from the parts of an image to an image in the store, wherever the parts come from.
+//! Threads: one blocking thread per layer (and the one that `ingest` adds); the number of layers at a time is
+//! bounded over the whole store. A dropped future stops its downloads; the threads end by themselves and keep
+//! their locks until then.
+
+use crate::catalogue::{Catalogue, Images, Stored, give_tag, take_away};
+use crate::erofs::{self, Blob};
+use crate::folder::{Folder, Part, Pin, delete};
+use crate::layer::ingest::{LayerError, Limits, ingest};
+use crate::manifest::Descriptor;
+use crate::registry::download::Part as Piece;
+use crate::registry::{Http, Session};
+use crate::tree::Tree;
+use crate::{Config, Digest, ImageConfig, ImageError, ImageId, manifest};
+use bytes::{Buf, Bytes};
+use nacelle_base::files::{at, remove_if_there, write_whole};
+use nacelle_base::{Classify, Kind};
+use std::collections::HashSet;
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
+use tokio::sync::mpsc::Receiver;
+use tokio::sync::{Semaphore, mpsc, oneshot};
+use tokio::task::{JoinSet, spawn_blocking};
+
+/// What all handles of a store share.
+pub struct Shared {
+    /// The configuration.
+    pub config: Config,
+    /// The references that must not be collected, in their full form.
+    pub pinned: HashSet<String>,
+    /// The files.
+    pub folder: Folder,
+    /// The HTTP clients.
+    pub http: Arc<Http>,
+    /// Layers at a time.
+    pub layers: Semaphore,
+    /// The list of images.
+    pub catalogue: Mutex<Catalogue>,
+}
+
+/// Where a layer comes from.
+pub enum Source {
+    /// A registry.
+    Registry(Arc<Session>, Descriptor),
+    /// An archive, and the digest of what it holds if it says one.
+    Archive(Box<dyn Read + Send>, Option<Digest>),
+}
+
+/// The names that an image gets.
+#[derive(Clone, Debug, Default)]
+pub struct Names {
+    /// Tags: other images lose them.
+    pub tags: Vec<String>,
+    /// Names with digests.
+    pub digests: Vec<String>,
+}
+
+impl Names {
+    fn give(&self, images: &mut Images, id: &ImageId) -> bool {
+        let Some(stored) = images.get_mut(id) else { return false };
+        stored.removed = false;
+        stored.digests.extend(self.digests.iter().cloned());
+        for tag in &self.tags {
+            give_tag(images, id, tag);
+        }
+        true
+    }
+}
+
+impl Shared {
+    /// The list of images.
+    pub fn catalogue(&self) -> MutexGuard<'_, Catalogue> {
+        self.catalogue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Gives names to an image that is here; false if it is not.
+    pub async fn name(self: &Arc<Self>, id: ImageId, names: Names) -> Result<bool, ImageError> {
+        let shared = Arc::clone(self);
+        spawn_blocking(move || {
+            let mut here = false;
+            shared.catalogue().change(|images| here = names.give(images, &id))?;
+            Ok(here)
+        })
+        .await?
+    }
+
+    /// Brings the layers, builds the tree, lists the image. If the disk is full nothing stays.
+    pub async fn install(
+        self: &Arc<Self>,
+        config: Vec<u8>,
+        layers: Vec<(Digest, Source)>,
+        names: Names,
+    ) -> Result<ImageId, ImageError> {
+        let id = Digest::of(&config);
+        let diff_ids: Vec<Digest> = layers.iter().map(|(diff_id, _)| *diff_id).collect();
+        let tree = tree_name(&diff_ids);
+        let keys = diff_ids.iter().map(|diff_id| (Part::Layer, *diff_id));
+        let keys: Vec<_> = keys.chain([(Part::Config, id), (Part::Tree, tree)]).collect();
+        let pins: Vec<Pin> = keys.iter().map(|key| self.folder.pin(*key)).collect();
+        let installed = self.install_pinned(config, layers, names).await;
+        if installed.as_ref().is_err_and(|error| error.kind() == Kind::Exhausted) {
+            for pin in &pins {
+                drop(pin.lock().await); // Threads of layers that were given up may still run.
+            }
+            drop(pins);
+            self.folder.forget_unfinished();
+            self.sweep(None).await?;
+        }
+        installed
+    }
+
+    async fn install_pinned(
+        self: &Arc<Self>,
+        config: Vec<u8>,
+        layers: Vec<(Digest, Source)>,
+        names: Names,
+    ) -> Result<ImageId, ImageError> {
+        let diff_ids: Vec<Digest> = layers.iter().map(|(diff_id, _)| *diff_id).collect();
+        self.enough_space(&layers)?;
+        let mut bringing = JoinSet::new();
+        let mut seen = HashSet::new();
+        for (diff_id, source) in layers {
+            if seen.insert(diff_id) {
+                let shared = Arc::clone(self);
+                bringing.spawn(async move { shared.bring(diff_id, source).await });
+            }
+        }
+        while let Some(brought) = bringing.join_next().await {
+            brought??;
+        }
+        let shared = Arc::clone(self);
+        spawn_blocking(move || shared.finish(config, diff_ids, names)).await?
+    }
+
+    fn enough_space(&self, layers: &[(Digest, Source)]) -> Result<(), ImageError> {
+        let needed = layers.iter().filter(|(diff_id, _)| !self.folder.has_layer(*diff_id)).map(|(_, source)| match source {
+            Source::Registry(_, blob) => blob.size,
+            Source::Archive(..) => 0,
+        });
+        let needed = needed.fold(0u64, u64::saturating_add);
+        let free = self.folder.free()?;
+        if needed > free {
+            return Err(ImageError::NoSpace { path: self.folder.root().to_owned(), needed, free });
+        }
+        Ok(())
+    }
+
+    /// Brings one layer, unless it is here or somebody else is bringing it.
+    async fn bring(self: Arc<Self>, diff_id: Digest, source: Source) -> Result<(), ImageError> {
+        let making = self.folder.pin((Part::Layer, diff_id)).lock_owned().await;
+        if self.folder.has_layer(diff_id) {
+            return Ok(());
+        }
+        let _permit = self.layers.acquire().await; // It is never closed.
+        match source {
+            Source::Archive(stream, digest) => {
+                let shared = Arc::clone(&self);
+                spawn_blocking(move || {
+                    let _making = making;
+                    shared.take(diff_id, digest, stream)
+                })
+                .await?
+            }
+            Source::Registry(session, blob) => {
+                let making = Arc::new(making);
+                let (brought, resumed) = self.download(&session, &blob, diff_id, Arc::clone(&making)).await;
+                match brought {
+                    // What was here before may have been damaged by a crash: once more, from the start.
+                    Err(ImageError::Digest { .. } | ImageError::Layer { .. }) if resumed && !self.partial_is_here(&blob) => {
+                        self.download(&session, &blob, diff_id, making).await.0
+                    }
+                    brought => brought,
+                }
+            }
+        }
+    }
+
+    fn partial_is_here(&self, blob: &Descriptor) -> bool {
+        self.folder.path((Part::Partial, blob.digest)).exists()
+    }
+
+    /// Downloads and unpacks at the same time. Says too whether an earlier download was continued.
+    async fn download(
+        self: &Arc<Self>,
+        session: &Session,
+        blob: &Descriptor,
+        diff_id: Digest,
+        making: Arc<tokio::sync::OwnedMutexGuard<()>>,
+    ) -> (Result<(), ImageError>, bool) {
+        let partial = self.folder.pin((Part::Partial, blob.digest)).lock_owned().await;
+        let (sender, receiver) = mpsc::channel(64);
+        let (start_sender, start) = oneshot::channel();
+        let (shared, wanted) = (Arc::clone(self), blob.clone());
+        let taking = spawn_blocking(move || {
+            let _locks = (making, partial);
+            shared.take_download(diff_id, &wanted, start_sender, receiver)
+        });
+        let from = start.await.unwrap_or(0); // If the thread failed at once nobody listens to the download.
+        let (sent, taken) = tokio::join!(session.download(blob, from, sender), taking);
+        (sent.and_then(|()| taken?), from > 0)
+    }
+
+    /// Blocking: one layer out of a download.
+    fn take_download(
+        &self,
+        diff_id: Digest,
+        blob: &Descriptor,
+        start: oneshot::Sender<u64>,
+        receiver: Receiver<Piece>,
+    ) -> Result<(), ImageError> {
+        let (file, mut length) = self.folder.partial(blob.digest)?;
+        let path = self.folder.path((Part::Partial, blob.digest));
+        if length > blob.size {
+            file.set_len(0).map_err(at("truncate", &path))?;
+            length = 0;
+        }
+        let before = file.try_clone().map_err(at("open", &path))?.take(length);
+        let _ = start.send(length); // If nobody waits, nobody sends, and the stream below says so.
+        let stream = before.chain(Downloading { receiver, piece: Bytes::new(), partial: file, ended: false });
+        let taken = self.take(diff_id, Some(blob.digest), Box::new(stream));
+        let keep = match &taken {
+            Err(ImageError::Layer { source: LayerError::Source(error), .. }) => {
+                error.kind() == io::ErrorKind::ConnectionAborted
+            }
+            _ => false,
+        };
+        if !keep {
+            remove_if_there(&path)?;
+        }
+        taken
+    }
+
+    /// Blocking: one layer out of a stream. Nothing of it stays unless both digests are right.
+    fn take(&self, diff_id: Digest, digest: Option<Digest>, stream: Box<dyn Read + Send>) -> Result<(), ImageError> {
+        let limits = Limits { bytes: self.config.max_layer_bytes, entries: self.config.max_layer_entries };
+        let blob = self.folder.temporary()?;
+        let name = digest.unwrap_or(diff_id);
+        let ingested = ingest(stream, &blob.file, limits).map_err(|source| ImageError::Layer { digest: name, source })?;
+        if digest.is_some_and(|digest| digest != ingested.digest) {
+            return Err(ImageError::Digest { what: format!("layer {name}"), got: ingested.digest });
+        }
+        if ingested.diff_id != diff_id {
+            return Err(ImageError::Digest { what: format!("the content {diff_id} of layer {name}"), got: ingested.diff_id });
+        }
+        Ok(self.folder.keep_layer(diff_id, blob, &ingested.index)?)
+    }
+
+    /// Blocking: the tree, the configuration, the entry in the list.
+    fn finish(&self, config: Vec<u8>, diff_ids: Vec<Digest>, names: Names) -> Result<ImageId, ImageError> {
+        let id = Digest::of(&config);
+        let parsed = manifest::parse_config(&config);
+        let (parsed, _) = parsed.map_err(|source| ImageError::Manifest { what: format!("configuration {id}"), source })?;
+        let (tree, tree_length, blobs) = self.tree(&diff_ids)?;
+        write_whole(&self.folder.path((Part::Config, id)), &config)?;
+        let different: HashSet<Digest> = diff_ids.iter().copied().collect();
+        let parts = different.iter().map(|diff_id| (Part::Layer, *diff_id)).chain([(Part::Config, id), (Part::Tree, tree)]);
+        let stored = Stored {
+            tags: Default::default(),
+            digests: Default::default(),
+            user: parsed.user,
+            size: parts.map(|key| self.folder.size(key)).sum(),
+            added: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+            layers: diff_ids,
+            tree,
+            tree_length,
+            blobs,
+            removed: false,
+        };
+        self.catalogue().change(|images| {
+            images.entry(id).or_insert(stored);
+            names.give(images, &id);
+        })?;
+        Ok(id)
+    }
+
+    /// Blocking: the metadata of these layers, written unless another image has the same.
+    fn tree(&self, diff_ids: &[Digest]) -> Result<(Digest, u64, Vec<(Digest, u64)>), ImageError> {
+        let tree = tree_name(diff_ids);
+        let same = |catalogue: &Catalogue| catalogue.images().values().find(|stored| stored.tree == tree).cloned();
+        if let Some(stored) = same(&self.catalogue()) {
+            return Ok((tree, stored.tree_length, stored.blobs));
+        }
+        let indexes = diff_ids.iter().map(|diff_id| self.folder.layer(*diff_id)).collect::<Result<Vec<_>, _>>()?;
+        let blobs: Vec<Blob> = diff_ids
+            .iter()
+            .zip(&indexes)
+            .map(|(diff_id, index)| Blob { diff_id: *diff_id, length: index.blob_length })
+            .collect();
+        let metadata = erofs::write(&Tree::merge(&indexes)?, &blobs)?;
+        write_whole(&self.folder.path((Part::Tree, tree)), &metadata.bytes)?;
+        let used = metadata.used.iter().filter_map(|layer| blobs.get(*layer)).map(|blob| (blob.diff_id, blob.length));
+        Ok((tree, metadata.bytes.len() as u64, used.collect()))
+    }
+
+    /// Deletes what no image needs. With `in_use`, images that were removed and are not among them go first.
+    pub async fn sweep(self: &Arc<Self>, in_use: Option<HashSet<ImageId>>) -> Result<(), ImageError> {
+        let shared = Arc::clone(self);
+        spawn_blocking(move || shared.sweep_now(None, in_use.as_ref())).await?
+    }
+
+    /// Blocking: takes an image off the list, if one is named, and deletes what no image needs.
+    pub fn sweep_now(&self, remove: Option<&str>, in_use: Option<&HashSet<ImageId>>) -> Result<(), ImageError> {
+        let mut catalogue = self.catalogue();
+        let remove = remove.map(|name| catalogue.find(name)).transpose()?.flatten();
+        let before = needed(catalogue.images());
+        if let Some(in_use) = in_use {
+            catalogue.change(|images| match &remove {
+                Some(id) => take_away(images, id, in_use),
+                None => images.retain(|id, stored| !stored.removed || in_use.contains(id)),
+            })?;
+        }
+        let live = needed(catalogue.images());
+        self.folder.release(before.difference(&live).copied());
+        let away = self.folder.take_away(&live)?;
+        drop(catalogue);
+        Ok(delete(away)?)
+    }
+
+    /// Blocking: an image's configuration.
+    pub fn image_config(&self, id: ImageId) -> Result<ImageConfig, ImageError> {
+        let path = self.folder.path((Part::Config, id));
+        let bytes = std::fs::read(&path).map_err(at("read", &path))?;
+        let parsed = manifest::parse_config(&bytes);
+        Ok(parsed.map_err(|source| ImageError::Manifest { what: format!("configuration {id}"), source })?.0)
+    }
+}
+
+/// All content that these images need.
+fn needed(images: &Images) -> HashSet<(Part, Digest)> {
+    let of = |(id, stored): (&ImageId, &Stored)| {
+        let layers: Vec<_> = stored.layers.iter().map(|diff_id| (Part::Layer, *diff_id)).collect();
+        layers.into_iter().chain([(Part::Config, *id), (Part::Tree, stored.tree)])
+    };
+    images.iter().flat_map(of).collect()
+}
+
+/// The name of the metadata of these layers. The number changes when the writer writes something else.
+fn tree_name(diff_ids: &[Digest]) -> Digest {
+    let text: String = diff_ids.iter().map(|diff_id| format!("{diff_id}\n")).collect();
+    Digest::of(format!("tree 1\n{text}").as_bytes())
+}
+
+/// A download as a stream that keeps what it reads for the next attempt.
+struct Downloading {
+    receiver: Receiver<Piece>,
+    piece: Bytes,
+    partial: File,
+    ended: bool,
+}
+
+impl Read for Downloading {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        while self.piece.is_empty() && !self.ended {
+            match self.receiver.blocking_recv() {
+                Some(Piece::Data(data)) => {
+                    self.partial.write_all(&data)?;
+                    self.piece = data;
+                }
+                Some(Piece::End) => self.ended = true,
+                None => return Err(io::ErrorKind::ConnectionAborted.into()),
+            }
+        }
+        let length = buffer.len().min(self.piece.len());
+        self.piece.copy_to_slice(buffer.get_mut(..length).unwrap_or_default());
+        Ok(length)
+    }
+}

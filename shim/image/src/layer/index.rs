@@ -1,0 +1,405 @@
+//! Owns: the index of a layer: what the tar said, without the files' data, and its compact form on disk.
+//! The bytes come from our own disk, but they are read as if a stranger had written them.
+
+use super::{BLOCK, MAX_PATH};
+use crate::Digest;
+
+const MAGIC: &[u8; 8] = b"NACLAYR1";
+
+/// Chunks of a sparse file at most; bigger files have bigger chunks.
+pub const MAX_CHUNKS: u64 = 1 << 20;
+
+/// All that is known of one layer beside its blob.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LayerIndex {
+    /// Bytes of the blob, a multiple of `BLOCK`.
+    pub blob_length: u64,
+    /// The entries, in the order of the tar.
+    pub entries: Vec<Entry>,
+}
+
+/// One entry of the tar.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// The path without `/` at either end and without `.` and `..`; empty for the root.
+    pub path: Vec<u8>,
+    /// Owner, times, extended attributes.
+    pub meta: Meta,
+    /// What it is.
+    pub what: What,
+}
+
+/// What every file has.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Meta {
+    /// Permissions, with setuid, setgid and sticky; no file type.
+    pub mode: u16,
+    /// The owner.
+    pub uid: u32,
+    /// The group.
+    pub gid: u32,
+    /// Seconds since 1970.
+    pub mtime: i64,
+    /// Nanoseconds in the second.
+    pub nanos: u32,
+    /// Full names and values, sorted by name, each name once.
+    pub xattrs: Vec<(Vec<u8>, Vec<u8>)>,
+}
+
+/// What an entry is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum What {
+    /// A folder.
+    Folder,
+    /// A file.
+    File(Data),
+    /// A symbolic link and its target.
+    Symlink(Vec<u8>),
+    /// One more name of the file at this path, which is as clean as `Entry::path`.
+    Hardlink(Vec<u8>),
+    /// A character device.
+    Char(Device),
+    /// A block device.
+    Block(Device),
+    /// A named pipe.
+    Fifo,
+    /// The path does not exist any more in the layers below.
+    Whiteout,
+    /// Nothing that the layers below have in this folder exists any more.
+    Opaque,
+}
+
+/// A device number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Device {
+    /// 12 bits.
+    pub major: u32,
+    /// 20 bits.
+    pub minor: u32,
+}
+
+/// Where the data of a file are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Data {
+    /// In one piece.
+    Flat {
+        /// Bytes.
+        size: u64,
+        /// The first block of the blob; 0 if the file is empty.
+        block: u32,
+    },
+    /// In chunks of equal size; what no chunk covers is zeros.
+    Chunks {
+        /// Bytes, with the holes.
+        size: u64,
+        /// A chunk has `BLOCK << bits` bytes.
+        bits: u8,
+        /// The number of the chunk and its first block in the blob, ascending by number.
+        chunks: Vec<(u32, u32)>,
+    },
+}
+
+impl Data {
+    /// Whether any of it lies in the blob.
+    pub fn stored(&self) -> bool {
+        match self {
+            Data::Flat { size, .. } => *size > 0,
+            Data::Chunks { chunks, .. } => !chunks.is_empty(),
+        }
+    }
+}
+
+/// Why bytes are no index.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum IndexError {
+    /// Not written by this version, or cut, or changed on disk.
+    #[error("it does not begin and end as one")]
+    Damaged,
+    /// The checksum is right and the content is not.
+    #[error("entry {entry} is wrong: {why}")]
+    Entry {
+        /// Its number.
+        entry: u64,
+        /// The rule it breaks.
+        why: &'static str,
+    },
+}
+
+impl LayerIndex {
+    /// The form that `decode` reads.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = MAGIC.to_vec();
+        number(&mut out, self.blob_length);
+        number(&mut out, self.entries.len() as u64);
+        for entry in &self.entries {
+            encode_entry(&mut out, entry);
+        }
+        let sum = Digest::of(&out);
+        out.extend_from_slice(&sum.0);
+        out
+    }
+
+    /// Reads what `encode` wrote.
+    pub fn decode(bytes: &[u8]) -> Result<LayerIndex, IndexError> {
+        let (body, sum) = bytes.split_last_chunk::<32>().ok_or(IndexError::Damaged)?;
+        if Digest::of(body).0 != *sum {
+            return Err(IndexError::Damaged);
+        }
+        let mut reader = Reader(body.strip_prefix(MAGIC).ok_or(IndexError::Damaged)?);
+        let (Some(blob_length), Some(count)) = (reader.number(), reader.number()) else {
+            return Err(IndexError::Damaged);
+        };
+        if blob_length % BLOCK != 0 {
+            return Err(IndexError::Damaged);
+        }
+        let blocks = blob_length / BLOCK;
+        let mut entries = Vec::new();
+        for at in 0..count {
+            let wrong = |why| IndexError::Entry { entry: at, why };
+            let entry = reader.entry().ok_or(wrong("it is cut or has an unknown kind"))?;
+            check(&entry, blocks).map_err(wrong)?;
+            entries.push(entry);
+        }
+        if reader.0.is_empty() { Ok(LayerIndex { blob_length, entries }) } else { Err(IndexError::Damaged) }
+    }
+}
+
+/// The rules on which the later stages rely.
+fn check(entry: &Entry, blocks: u64) -> Result<(), &'static str> {
+    let clean = |path: &[u8]| path.is_empty() || super::clean(path).join(&b'/') == path;
+    if !clean(&entry.path) || entry.path.len() > MAX_PATH {
+        return Err("its path is not clean");
+    }
+    if entry.meta.mode > 0o7777 || entry.meta.nanos > 999_999_999 {
+        return Err("mode or time is out of range");
+    }
+    match &entry.what {
+        What::Hardlink(target) if !clean(target) => Err("its target is not clean"),
+        What::Symlink(target) if target.is_empty() || target.len() > MAX_PATH => Err("its target is empty or too long"),
+        What::File(Data::Flat { size, block }) if u64::from(*block) + size.div_ceil(BLOCK) > blocks => {
+            Err("its data are not in the blob")
+        }
+        What::File(Data::Chunks { size, bits, chunks }) => {
+            let chunk = BLOCK.checked_shl(u32::from(*bits)).filter(|_| *bits <= 31).ok_or("its chunks are too big")?;
+            let ascending = chunks.windows(2).all(|pair| matches!(pair, [a, b] if a.0 < b.0));
+            let inside = chunks.iter().all(|&(number, block)| {
+                u64::from(number) < size.div_ceil(chunk) && u64::from(block) + chunk / BLOCK <= blocks
+            });
+            if ascending && inside && size.div_ceil(chunk) <= MAX_CHUNKS { Ok(()) } else { Err("its chunks are not in the blob or not in order") }
+        }
+        _ => Ok(()),
+    }
+}
+
+fn number(out: &mut Vec<u8>, mut value: u64) {
+    while value >= 0x80 {
+        out.push((value & 0x7f) as u8 | 0x80);
+        value >>= 7;
+    }
+    out.push(value as u8);
+}
+
+fn bytes(out: &mut Vec<u8>, value: &[u8]) {
+    number(out, value.len() as u64);
+    out.extend_from_slice(value);
+}
+
+fn encode_entry(out: &mut Vec<u8>, entry: &Entry) {
+    let meta = &entry.meta;
+    bytes(out, &entry.path);
+    number(out, u64::from(meta.mode));
+    number(out, u64::from(meta.uid));
+    number(out, u64::from(meta.gid));
+    out.extend_from_slice(&meta.mtime.to_le_bytes());
+    number(out, u64::from(meta.nanos));
+    number(out, meta.xattrs.len() as u64);
+    for (name, value) in &meta.xattrs {
+        bytes(out, name);
+        bytes(out, value);
+    }
+    match &entry.what {
+        What::Folder => out.push(0),
+        What::File(Data::Flat { size, block }) => {
+            out.push(1);
+            number(out, *size);
+            number(out, u64::from(*block));
+        }
+        What::File(Data::Chunks { size, bits, chunks }) => {
+            out.push(2);
+            number(out, *size);
+            out.push(*bits);
+            number(out, chunks.len() as u64);
+            for (at, block) in chunks {
+                number(out, u64::from(*at));
+                number(out, u64::from(*block));
+            }
+        }
+        What::Symlink(target) => {
+            out.push(3);
+            bytes(out, target);
+        }
+        What::Hardlink(target) => {
+            out.push(4);
+            bytes(out, target);
+        }
+        What::Char(device) | What::Block(device) => {
+            out.push(if matches!(entry.what, What::Char(_)) { 5 } else { 6 });
+            number(out, u64::from(device.major));
+            number(out, u64::from(device.minor));
+        }
+        What::Fifo => out.push(7),
+        What::Whiteout => out.push(8),
+        What::Opaque => out.push(9),
+    }
+}
+
+struct Reader<'a>(&'a [u8]);
+
+impl<'a> Reader<'a> {
+    fn take(&mut self, length: usize) -> Option<&'a [u8]> {
+        let (head, rest) = self.0.split_at_checked(length)?;
+        self.0 = rest;
+        Some(head)
+    }
+
+    fn byte(&mut self) -> Option<u8> {
+        self.take(1)?.first().copied()
+    }
+
+    fn number(&mut self) -> Option<u64> {
+        let mut value = 0u64;
+        for shift in (0..64).step_by(7) {
+            let byte = self.byte()?;
+            let bits = u64::from(byte & 0x7f);
+            value |= bits.checked_shl(shift).filter(|shifted| shifted >> shift == bits)?;
+            if byte & 0x80 == 0 {
+                return Some(value);
+            }
+        }
+        None
+    }
+
+    fn small<T: TryFrom<u64>>(&mut self) -> Option<T> {
+        T::try_from(self.number()?).ok()
+    }
+
+    fn bytes(&mut self) -> Option<Vec<u8>> {
+        let length = self.small()?;
+        Some(self.take(length)?.to_vec())
+    }
+
+    fn entry(&mut self) -> Option<Entry> {
+        let path = self.bytes()?;
+        let (mode, uid, gid) = (self.small()?, self.small()?, self.small()?);
+        let mtime = i64::from_le_bytes(self.take(8)?.try_into().ok()?);
+        let nanos = self.small()?;
+        let count = self.number()?;
+        let xattrs = (0..count).map(|_| Some((self.bytes()?, self.bytes()?))).collect::<Option<_>>()?;
+        let meta = Meta { mode, uid, gid, mtime, nanos, xattrs };
+        let what = match self.byte()? {
+            0 => What::Folder,
+            1 => What::File(Data::Flat { size: self.number()?, block: self.small()? }),
+            2 => {
+                let (size, bits, count) = (self.number()?, self.byte()?, self.number()?);
+                let chunks = (0..count).map(|_| Some((self.small()?, self.small()?))).collect::<Option<_>>()?;
+                What::File(Data::Chunks { size, bits, chunks })
+            }
+            3 => What::Symlink(self.bytes()?),
+            4 => What::Hardlink(self.bytes()?),
+            5 => What::Char(Device { major: self.small()?, minor: self.small()? }),
+            6 => What::Block(Device { major: self.small()?, minor: self.small()? }),
+            7 => What::Fifo,
+            8 => What::Whiteout,
+            9 => What::Opaque,
+            _ => return None,
+        };
+        Some(Entry { path, meta, what })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn device() -> impl Strategy<Value = Device> {
+        (0..4096u32, 0..1_048_576u32).prop_map(|(major, minor)| Device { major, minor })
+    }
+
+    fn path() -> impl Strategy<Value = Vec<u8>> {
+        prop::collection::vec("[a-z\u{e9}]{1,8}", 0..4).prop_map(|parts| parts.join("/").into_bytes())
+    }
+
+    fn what() -> impl Strategy<Value = What> {
+        prop_oneof![
+            Just(What::Folder),
+            (0..100_000u64).prop_map(|size| What::File(Data::Flat { size, block: 3 })),
+            Just(What::File(Data::Chunks { size: 1 << 40, bits: 2, chunks: vec![(0, 8), (7, 0)] })),
+            "[a-z/.]{1,20}".prop_map(|target| What::Symlink(target.into_bytes())),
+            path().prop_map(What::Hardlink),
+            device().prop_map(What::Char),
+            device().prop_map(What::Block),
+            Just(What::Fifo),
+            Just(What::Whiteout),
+            Just(What::Opaque),
+        ]
+    }
+
+    prop_compose! {
+        fn entry()(
+            path in path(), what in what(), mode in 0..0o10000u16, uid: u32, gid: u32, mtime: i64,
+            nanos in 0..1_000_000_000u32, xattr in prop::option::of(prop::collection::vec(any::<u8>(), 0..20)),
+        ) -> Entry {
+            let xattrs = xattr.map(|value| (b"user.x".to_vec(), value)).into_iter().collect();
+            Entry { path, meta: Meta { mode, uid, gid, mtime, nanos, xattrs }, what }
+        }
+    }
+
+    fn sealed(mut body: Vec<u8>) -> Vec<u8> {
+        let sum = Digest::of(&body);
+        body.extend_from_slice(&sum.0);
+        body
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn an_index_comes_back(entries in prop::collection::vec(entry(), 0..20)) {
+            let index = LayerIndex { blob_length: 40 * BLOCK, entries };
+            prop_assert_eq!(LayerIndex::decode(&index.encode()).unwrap(), index);
+        }
+
+        #[test]
+        fn changed_bytes_are_refused(entries in prop::collection::vec(entry(), 1..5), at: prop::sample::Index, bit in 0..8) {
+            let mut bytes = LayerIndex { blob_length: 40 * BLOCK, entries }.encode();
+            *at.get_mut(&mut bytes) ^= 1 << bit;
+            prop_assert_eq!(LayerIndex::decode(&bytes), Err(IndexError::Damaged));
+        }
+
+        #[test]
+        fn any_sealed_bytes_are_read_without_harm(entries in prop::collection::vec(entry(), 1..5), at: prop::sample::Index, byte: u8, noise in prop::collection::vec(any::<u8>(), 0..64)) {
+            let mut body = LayerIndex { blob_length: 40 * BLOCK, entries }.encode();
+            body.truncate(body.len() - 32);
+            *at.get_mut(&mut body) = byte;
+            let _ = LayerIndex::decode(&sealed(body));
+            let _ = LayerIndex::decode(&sealed([MAGIC.as_slice(), &noise].concat()));
+        }
+    }
+
+    #[test]
+    fn data_outside_the_blob_are_refused() {
+        for data in [
+            Data::Flat { size: BLOCK * 2 + 1, block: 0 },
+            Data::Flat { size: u64::MAX, block: 0 },
+            Data::Chunks { size: 1 << 20, bits: 0, chunks: vec![(0, 2)] },
+            Data::Chunks { size: 1 << 20, bits: 60, chunks: vec![] },
+            Data::Chunks { size: 1 << 20, bits: 0, chunks: vec![(5, 0), (4, 0)] },
+            Data::Chunks { size: 4096, bits: 0, chunks: vec![(1, 0)] },
+        ] {
+            let entry = Entry { path: b"a".to_vec(), meta: Meta::default(), what: What::File(data) };
+            let bytes = LayerIndex { blob_length: 2 * BLOCK, entries: vec![entry] }.encode();
+            assert!(matches!(LayerIndex::decode(&bytes), Err(IndexError::Entry { entry: 0, .. })));
+        }
+    }
+}

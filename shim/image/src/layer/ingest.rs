@@ -1,0 +1,398 @@
+//! Owns: turning one layer's stream into a blob and an index, in one pass: hash, decompress, hash, tar, blob.
+//! Threads: two per layer, so that decompressing and writing overlap; both blocking. The caller gives one of
+//! them, `ingest` starts the other and ends with it.
+
+use super::index::{Data, Device, Entry, LayerIndex, MAX_CHUNKS, Meta, What};
+use super::tar::{Archive, Header, Kind, TarError};
+use super::{BLOCK, MAX_NAME, MAX_PATH, clean};
+use crate::Digest;
+use sha2::{Digest as _, Sha256};
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read};
+use std::os::unix::fs::FileExt;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+
+/// Bytes of extended attributes of one file, so that they fit behind its inode.
+const MAX_XATTRS: usize = 128 << 10;
+/// The size of the pieces that travel between the threads and to the disk.
+const PIECE: usize = 256 << 10;
+
+/// What one layer may have.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Bytes when it is unpacked.
+    pub bytes: u64,
+    /// Entries.
+    pub entries: u64,
+}
+
+/// Why a layer was not taken.
+#[derive(Debug, thiserror::Error)]
+pub enum LayerError {
+    /// The source failed: the download, or the file.
+    #[error("cannot read the layer")]
+    Source(#[source] io::Error),
+    /// The compressed stream is damaged.
+    #[error("cannot decompress the layer")]
+    Decompress(#[source] io::Error),
+    /// The archive in it is not one that we take.
+    #[error("the layer is not a proper tar archive")]
+    Tar(#[from] TarError),
+    /// An entry is not one that we take.
+    #[error("the layer's entry {path:?} cannot be taken: {why}")]
+    Entry {
+        /// Its path.
+        path: String,
+        /// The rule it breaks.
+        why: &'static str,
+    },
+    /// It has more than it may.
+    #[error("the layer has more than {limit} {what}")]
+    TooLarge {
+        /// "bytes" or "entries".
+        what: &'static str,
+        /// How many it may have.
+        limit: u64,
+    },
+    /// The blob cannot be written.
+    #[error("cannot write the layer's data")]
+    Write(#[source] io::Error),
+}
+
+/// A layer that was read to its end. Nothing says yet that it is the right one.
+#[derive(Debug)]
+pub struct Ingested {
+    /// The digest of the stream as it came.
+    pub digest: Digest,
+    /// The digest of the tar in it.
+    pub diff_id: Digest,
+    /// What is in it.
+    pub index: LayerIndex,
+}
+
+/// Reads a layer from `source`, gzip, zstd or plain as its first bytes say, and writes the files' data into
+/// `blob`, which is synced then.
+pub fn ingest(source: impl Read, blob: &File, limits: Limits) -> Result<Ingested, LayerError> {
+    let (sender, receiver) = sync_channel(8);
+    std::thread::scope(|scope| {
+        let unpacking = scope.spawn(move || unpack(receiver, blob, limits));
+        let fed = feed(source, sender);
+        let unpacked = unpacking.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        // If the reader stopped, it knows why, and the feeder only knows that nobody listens.
+        match (fed, unpacked) {
+            (Err(Fed::Failed(error)), _) => Err(error),
+            (_, Err(LayerError::Tar(TarError::Read { source, .. }))) if source.kind() == io::ErrorKind::FileTooLarge => {
+                Err(LayerError::TooLarge { what: "bytes", limit: limits.bytes })
+            }
+            (_, Err(error)) => Err(error),
+            (Err(Fed::Unheard), Ok(_)) => Err(LayerError::Decompress(io::ErrorKind::BrokenPipe.into())),
+            (Ok(digest), Ok((diff_id, index))) => Ok(Ingested { digest, diff_id, index }),
+        }
+    })
+}
+
+enum Fed {
+    Failed(LayerError),
+    Unheard,
+}
+
+/// First thread: hashes what comes and sends it decompressed to the second.
+fn feed(source: impl Read, sender: SyncSender<Vec<u8>>) -> Result<Digest, Fed> {
+    let mut source = BufReader::with_capacity(PIECE, Hashing { stream: source, hash: Sha256::new(), count: 0, failed: false });
+    let start = source.fill_buf().map_err(|error| Fed::Failed(LayerError::Source(error)))?;
+    let plain = !matches!(start, [0x1f, 0x8b, ..] | [0x28, 0xb5, 0x2f, 0xfd, ..] | [0x50..=0x5f, 0x2a, 0x4d, 0x18, ..]);
+    let sent = match start {
+        _ if plain => forward(&mut source, &sender),
+        [0x1f, ..] => forward(flate2::bufread::MultiGzDecoder::new(&mut source), &sender),
+        _ => match zstd::stream::read::Decoder::with_buffer(&mut source) {
+            Ok(decoder) => forward(decoder, &sender),
+            Err(error) => Err(Some(error)),
+        },
+    };
+    sent.map_err(|error| match error {
+        None => Fed::Unheard,
+        Some(error) if plain || source.get_ref().failed => Fed::Failed(LayerError::Source(error)),
+        Some(error) => Fed::Failed(LayerError::Decompress(error)),
+    })?;
+    drop(sender);
+    // What follows the compressed data belongs to the digest.
+    io::copy(&mut source, &mut io::sink()).map_err(|error| Fed::Failed(LayerError::Source(error)))?;
+    Ok(Digest(source.into_inner().hash.finalize().into()))
+}
+
+/// Sends everything; the error is none if nobody listens.
+fn forward(mut stream: impl Read, sender: &SyncSender<Vec<u8>>) -> Result<(), Option<io::Error>> {
+    loop {
+        let mut piece = Vec::with_capacity(PIECE);
+        let got = (&mut stream).take(PIECE as u64).read_to_end(&mut piece).map_err(Some)?;
+        if got == 0 {
+            return Ok(());
+        }
+        sender.send(piece).map_err(|_unheard| None)?;
+    }
+}
+
+/// A stream that is hashed while it is read.
+struct Hashing<R> {
+    stream: R,
+    hash: Sha256,
+    count: u64,
+    failed: bool,
+}
+
+impl<R: Read> Read for Hashing<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let got = self.stream.read(buffer).inspect_err(|_| self.failed = true)?;
+        self.hash.update(buffer.get(..got).unwrap_or_default());
+        self.count += got as u64;
+        Ok(got)
+    }
+}
+
+/// The pieces that the first thread sends, as a stream.
+struct Pieces {
+    receiver: Receiver<Vec<u8>>,
+    piece: io::Cursor<Vec<u8>>,
+}
+
+impl Read for Pieces {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        loop {
+            let got = self.piece.read(buffer)?;
+            if got > 0 || buffer.is_empty() {
+                return Ok(got);
+            }
+            match self.receiver.recv() {
+                Ok(piece) => self.piece = io::Cursor::new(piece),
+                Err(_ended) => return Ok(0),
+            }
+        }
+    }
+}
+
+/// Second thread: reads the tar, writes the blob.
+fn unpack(receiver: Receiver<Vec<u8>>, blob: &File, limits: Limits) -> Result<(Digest, LayerIndex), LayerError> {
+    let pieces = Pieces { receiver, piece: io::Cursor::default() };
+    let counted = Counted { stream: pieces, left: limits.bytes };
+    let hashing = Hashing { stream: counted, hash: Sha256::new(), count: 0, failed: false };
+    let mut archive = Archive::new(BufReader::with_capacity(PIECE, hashing));
+    let mut writer = BlobWriter { file: blob, buffer: Vec::new(), start: 0, end: 0, limit: limits.bytes };
+    let mut entries = Vec::new();
+    while let Some(header) = archive.next()? {
+        if entries.len() as u64 >= limits.entries {
+            return Err(LayerError::TooLarge { what: "entries", limit: limits.entries });
+        }
+        entries.extend(entry(header, &mut archive, &mut writer)?);
+    }
+    let mut rest = archive.into_inner();
+    let at = rest.get_ref().count;
+    io::copy(&mut rest, &mut io::sink()).map_err(|source| TarError::Read { at, source })?;
+    let diff_id = Digest(rest.into_inner().hash.finalize().into());
+    let blob_length = writer.finish()?;
+    Ok((diff_id, LayerIndex { blob_length, entries }))
+}
+
+/// A stream that fails when it is longer than allowed.
+struct Counted<R> {
+    stream: R,
+    left: u64,
+}
+
+impl<R: Read> Read for Counted<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let got = self.stream.read(buffer)?;
+        self.left = self.left.checked_sub(got as u64).ok_or(io::ErrorKind::FileTooLarge)?;
+        Ok(got)
+    }
+}
+
+/// Checks one entry and stores its data; none for the private marks of an old storage driver.
+fn entry<R: Read>(
+    header: Header,
+    archive: &mut Archive<R>,
+    writer: &mut BlobWriter,
+) -> Result<Option<Entry>, LayerError> {
+    let wrong = |why| LayerError::Entry { path: String::from_utf8_lossy(&header.path).chars().take(300).collect(), why };
+    if header.path.contains(&0) || header.link.contains(&0) {
+        return Err(wrong("the name holds a NUL"));
+    }
+    let mut parts = clean(&header.path);
+    if parts.iter().any(|part| part.len() > MAX_NAME) || header.path.len() > MAX_PATH {
+        return Err(wrong("a part of the path is longer than 255 bytes or the whole longer than 4095"));
+    }
+    let mut meta = Meta {
+        mode: header.mode,
+        uid: header.uid,
+        gid: header.gid,
+        mtime: header.mtime,
+        nanos: header.nanos,
+        xattrs: header.xattrs.clone(),
+    };
+    clean_xattrs(&mut meta.xattrs).map_err(wrong)?;
+    let name = parts.last().copied().unwrap_or_default();
+    let what = if name == b".wh..wh..opq" {
+        parts.pop();
+        What::Opaque
+    } else if name.starts_with(b".wh..wh.") {
+        return Ok(None);
+    } else if let Some(name) = name.strip_prefix(b".wh.") {
+        if matches!(name, b"" | b"." | b"..") {
+            return Err(wrong("a whiteout names nothing"));
+        }
+        parts.pop();
+        parts.push(name);
+        What::Whiteout
+    } else {
+        match header.kind {
+            _ if parts.is_empty() && header.kind != Kind::Folder => return Err(wrong("the root is not a folder")),
+            Kind::Folder => What::Folder,
+            Kind::File => What::File(match &header.sparse {
+                None => writer.flat(header.size, archive)?,
+                Some(pieces) => writer.sparse(header.size, pieces, archive)?,
+            }),
+            Kind::Symlink if header.link.is_empty() || header.link.len() > MAX_PATH => {
+                return Err(wrong("the target of the link is empty or longer than 4095 bytes"));
+            }
+            Kind::Symlink => What::Symlink(header.link.clone()),
+            Kind::Hardlink => What::Hardlink(clean(&header.link).join(&b'/')),
+            Kind::Char => What::Char(Device { major: header.device.0, minor: header.device.1 }),
+            Kind::Block => What::Block(Device { major: header.device.0, minor: header.device.1 }),
+            Kind::Fifo => What::Fifo,
+        }
+    };
+    Ok(Some(Entry { path: parts.join(&b'/'), meta, what }))
+}
+
+/// Sorts them, the last of a name wins; takes away what would talk to the guest's overlay and what EROFS cannot hold.
+fn clean_xattrs(xattrs: &mut Vec<(Vec<u8>, Vec<u8>)>) -> Result<(), &'static str> {
+    xattrs.retain(|(name, _)| {
+        let overlay = name.starts_with(b"trusted.overlay.") || name.starts_with(b"user.overlay.");
+        let kept = [b"user.".as_slice(), b"trusted.", b"security."].iter().any(|p| name.len() > p.len() && name.starts_with(p));
+        let acl = matches!(name.as_slice(), b"system.posix_acl_access" | b"system.posix_acl_default");
+        (kept || acl) && !overlay
+    });
+    xattrs.reverse();
+    xattrs.sort_by(|a, b| a.0.cmp(&b.0));
+    xattrs.dedup_by(|a, b| a.0 == b.0);
+    if xattrs.iter().any(|(name, value)| name.len() > MAX_NAME || name.contains(&0) || value.len() > 0xffff) {
+        return Err("the name or value of an extended attribute is too long");
+    }
+    if xattrs.iter().map(|(name, value)| name.len() + value.len() + 8).sum::<usize>() > MAX_XATTRS {
+        return Err("it has more than 128 KiB of extended attributes");
+    }
+    Ok(())
+}
+
+/// Writes the blob: data begin at block boundaries; gaps are holes or zeros.
+struct BlobWriter<'a> {
+    file: &'a File,
+    /// Bytes that belong at `start` and are not written yet.
+    buffer: Vec<u8>,
+    start: u64,
+    /// The end of all that is reserved, a multiple of `BLOCK`.
+    end: u64,
+    limit: u64,
+}
+
+impl BlobWriter<'_> {
+    /// Reserves whole blocks for so many bytes; returns where they begin.
+    fn reserve(&mut self, size: u64) -> Result<u64, LayerError> {
+        let too_large = LayerError::TooLarge { what: "bytes", limit: self.limit };
+        let end = size.checked_next_multiple_of(BLOCK).and_then(|size| self.end.checked_add(size));
+        // Small files waste up to a block each; the number of entries bounds that.
+        match end.filter(|end| end / BLOCK <= u64::from(u32::MAX) && size <= self.limit) {
+            Some(end) => Ok(std::mem::replace(&mut self.end, end)),
+            None => Err(too_large),
+        }
+    }
+
+    fn flat<R: Read>(&mut self, size: u64, archive: &mut Archive<R>) -> Result<Data, LayerError> {
+        let at = self.reserve(size)?;
+        self.copy(at, size, archive)?;
+        Ok(Data::Flat { size, block: if size == 0 { 0 } else { block(at) } })
+    }
+
+    fn sparse<R: Read>(
+        &mut self,
+        size: u64,
+        pieces: &[(u64, u64)],
+        archive: &mut Archive<R>,
+    ) -> Result<Data, LayerError> {
+        let mut bits = 0u8;
+        while size.div_ceil(BLOCK << bits) > MAX_CHUNKS {
+            bits += 1;
+            if bits > 20 {
+                return Err(LayerError::TooLarge { what: "bytes in one sparse file", limit: (BLOCK << 20) * MAX_CHUNKS });
+            }
+        }
+        let chunk = BLOCK << bits;
+        let mut chunks: Vec<(u32, u32)> = Vec::new();
+        let mut place = 0;
+        for &(mut offset, mut length) in pieces {
+            while length > 0 {
+                let number = u32::try_from(offset / chunk).unwrap_or(u32::MAX); // At most MAX_CHUNKS.
+                if chunks.last().is_none_or(|last| last.0 != number) {
+                    place = self.reserve(chunk)?;
+                    if self.end > self.limit.saturating_add(chunk) {
+                        return Err(LayerError::TooLarge { what: "bytes", limit: self.limit });
+                    }
+                    chunks.push((number, block(place)));
+                }
+                let within = offset % chunk;
+                let now = length.min(chunk - within);
+                self.copy(place + within, now, archive)?;
+                offset += now;
+                length -= now;
+            }
+        }
+        Ok(Data::Chunks { size, bits, chunks })
+    }
+
+    fn copy<R: Read>(&mut self, at: u64, mut size: u64, archive: &mut Archive<R>) -> Result<(), LayerError> {
+        if size == 0 {
+            return Ok(());
+        }
+        let end = self.start + self.buffer.len() as u64;
+        match at.checked_sub(end) {
+            Some(gap) if gap < BLOCK => self.buffer.resize(self.buffer.len() + usize::try_from(gap).unwrap_or(0), 0),
+            _ => {
+                self.flush()?;
+                self.start = at;
+            }
+        }
+        while size > 0 {
+            let room = PIECE.saturating_sub(self.buffer.len());
+            if room == 0 {
+                self.flush()?;
+                continue;
+            }
+            let want = size.min(room as u64);
+            let got = io::Read::take(&mut *archive, want)
+                .read_to_end(&mut self.buffer)
+                .map_err(|source| TarError::Read { at, source })?;
+            size = size.saturating_sub(got as u64);
+            if got == 0 {
+                return Err(TarError::Read { at, source: io::ErrorKind::UnexpectedEof.into() }.into());
+            }
+        }
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<(), LayerError> {
+        self.file.write_all_at(&self.buffer, self.start).map_err(LayerError::Write)?;
+        self.start += self.buffer.len() as u64;
+        self.buffer.clear();
+        Ok(())
+    }
+
+    fn finish(mut self) -> Result<u64, LayerError> {
+        self.flush()?;
+        self.file.set_len(self.end).and_then(|()| self.file.sync_all()).map_err(LayerError::Write)?;
+        Ok(self.end)
+    }
+}
+
+/// The block at this byte; `reserve` has seen to it that it fits.
+fn block(at: u64) -> u32 {
+    u32::try_from(at / BLOCK).unwrap_or(u32::MAX)
+}

@@ -1,0 +1,516 @@
+//! Owns: reading a tar stream from a stranger: ustar, GNU and pax headers, long names, all forms of sparse
+//! files. Nothing in it allocates more than the limits below, whatever the headers say.
+
+use std::io::{self, Read};
+
+/// Bytes of one pax header or long name.
+const MAX_SPECIAL: u64 = 1 << 20;
+/// Pieces of one sparse file.
+const MAX_PIECES: usize = 1 << 18;
+const BLOCK: u64 = 512;
+
+/// Why a stream is no tar that we take.
+#[derive(Debug, thiserror::Error)]
+pub enum TarError {
+    /// The stream failed or ended inside an entry.
+    #[error("cannot read the archive at byte {at}")]
+    Read {
+        /// Bytes read before.
+        at: u64,
+        /// Why.
+        source: io::Error,
+    },
+    /// A header breaks a rule.
+    #[error("the header before byte {at} of the archive is wrong: {why}")]
+    Header {
+        /// Bytes read before.
+        at: u64,
+        /// The rule it breaks.
+        why: &'static str,
+    },
+}
+
+/// What kind of entry a header starts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// A regular file.
+    File,
+    /// A hard link to `Header::link`.
+    Hardlink,
+    /// A symbolic link to `Header::link`.
+    Symlink,
+    /// A character device.
+    Char,
+    /// A block device.
+    Block,
+    /// A folder.
+    Folder,
+    /// A named pipe.
+    Fifo,
+}
+
+/// One entry, as the archive names it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// The path as it stands there: it may be absolute or hold `..`.
+    pub path: Vec<u8>,
+    /// The target of a link.
+    pub link: Vec<u8>,
+    /// What it is.
+    pub kind: Kind,
+    /// The lower 12 bits of the mode.
+    pub mode: u16,
+    /// The owner.
+    pub uid: u32,
+    /// The group.
+    pub gid: u32,
+    /// Seconds since 1970.
+    pub mtime: i64,
+    /// Nanoseconds in the second.
+    pub nanos: u32,
+    /// Device numbers.
+    pub device: (u32, u32),
+    /// Bytes of the file when it is unpacked.
+    pub size: u64,
+    /// `SCHILY.xattr` records, in the archive's order.
+    pub xattrs: Vec<(Vec<u8>, Vec<u8>)>,
+    /// For a sparse file, the pieces (offset, length) that have data, ascending; the data follow one another
+    /// in the stream.
+    pub sparse: Option<Vec<(u64, u64)>>,
+    /// Where the data begin in the stream.
+    pub data_at: u64,
+}
+
+/// A tar stream. `next` gives an entry, `read` its data.
+pub struct Archive<R> {
+    stream: R,
+    at: u64,
+    /// Bytes of data of the present entry not read yet.
+    remaining: u64,
+    /// Bytes up to the next block after them.
+    padding: u64,
+}
+
+impl<R: Read> Read for Archive<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let want = buffer.len().min(usize::try_from(self.remaining).unwrap_or(usize::MAX));
+        let Some(part) = buffer.get_mut(..want).filter(|part| !part.is_empty()) else { return Ok(0) };
+        let got = self.stream.read(part)?;
+        if got == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        self.at += got as u64;
+        self.remaining -= got as u64;
+        Ok(got)
+    }
+}
+
+impl<R: Read> Archive<R> {
+    /// An archive that begins where the stream is.
+    pub fn new(stream: R) -> Self {
+        Archive { stream, at: 0, remaining: 0, padding: 0 }
+    }
+
+    /// The stream, wherever it is.
+    pub fn into_inner(self) -> R {
+        self.stream
+    }
+
+    /// The next entry, or none at the end of the archive. Data of the last one that nobody read are skipped.
+    pub fn next(&mut self) -> Result<Option<Header>, TarError> {
+        let mut extra = Extra::default();
+        loop {
+            self.skip()?;
+            let Some(raw) = self.header()? else { return Ok(None) };
+            let size = raw.number(124, 12).and_then(|size| u64::try_from(size).ok());
+            let size = size.ok_or_else(|| self.wrong("the size is no number"))?;
+            match raw.flag() {
+                b'x' => extra.pax(&self.special(size)?).map_err(|why| self.wrong(why))?,
+                b'L' => extra.path = Some(until_nul(&self.special(size)?).to_vec()),
+                b'K' => extra.link = Some(until_nul(&self.special(size)?).to_vec()),
+                b'g' => self.begin(size),
+                _ => return self.entry(&raw, size, extra).map(Some),
+            }
+        }
+    }
+
+    fn wrong(&self, why: &'static str) -> TarError {
+        TarError::Header { at: self.at, why }
+    }
+
+    fn begin(&mut self, size: u64) {
+        self.remaining = size;
+        self.padding = size.wrapping_neg() % BLOCK;
+    }
+
+    /// Goes to the header after the present entry.
+    fn skip(&mut self) -> Result<(), TarError> {
+        self.remaining = self.remaining.saturating_add(std::mem::take(&mut self.padding));
+        io::copy(self, &mut io::sink()).map_err(|source| TarError::Read { at: self.at, source })?;
+        Ok(())
+    }
+
+    /// The next 512 bytes, or none if the stream ends here.
+    fn block(&mut self) -> Result<Option<Raw>, TarError> {
+        let mut raw = [0; 512];
+        let mut filled = 0;
+        while let Some(rest) = raw.get_mut(filled..).filter(|rest| !rest.is_empty()) {
+            match self.stream.read(rest) {
+                Ok(0) if filled == 0 => return Ok(None),
+                Ok(0) => {
+                    return Err(TarError::Read { at: self.at, source: io::ErrorKind::UnexpectedEof.into() });
+                }
+                Ok(got) => filled += got,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(source) => return Err(TarError::Read { at: self.at, source }),
+            }
+        }
+        self.at += 512;
+        Ok(Some(Raw(raw)))
+    }
+
+    /// The next header, or none at the end: a block of zeros, or no bytes at all.
+    fn header(&mut self) -> Result<Option<Raw>, TarError> {
+        let Some(raw) = self.block()? else { return Ok(None) };
+        if raw.0.iter().all(|&byte| byte == 0) {
+            return Ok(None);
+        }
+        if raw.checksum_is_right() { Ok(Some(raw)) } else { Err(self.wrong("the checksum does not fit")) }
+    }
+
+    /// The content of a pax header or long name.
+    fn special(&mut self, size: u64) -> Result<Vec<u8>, TarError> {
+        if size > MAX_SPECIAL {
+            return Err(self.wrong("a pax header or long name is longer than 1 MiB"));
+        }
+        self.begin(size);
+        let mut content = Vec::new();
+        self.read_to_end(&mut content).map_err(|source| TarError::Read { at: self.at, source })?;
+        Ok(content)
+    }
+
+    fn entry(&mut self, raw: &Raw, stored: u64, extra: Extra) -> Result<Header, TarError> {
+        let path = extra.sparse.name.or(extra.path).unwrap_or_else(|| raw.path());
+        let link = extra.link.unwrap_or_else(|| until_nul(raw.field(157, 100)).to_vec());
+        let (kind, old_sparse) = match raw.flag() {
+            b'0' | 0 | b'7' if path.ends_with(b"/") => (Kind::Folder, false),
+            b'0' | 0 | b'7' => (Kind::File, false),
+            b'S' => (Kind::File, true),
+            b'1' => (Kind::Hardlink, false),
+            b'2' => (Kind::Symlink, false),
+            b'3' => (Kind::Char, false),
+            b'4' => (Kind::Block, false),
+            b'5' => (Kind::Folder, false),
+            b'6' => (Kind::Fifo, false),
+            _ => return Err(self.wrong("the type of the entry is unknown")),
+        };
+        let stored = extra.size.unwrap_or(stored);
+        let sparse = if old_sparse {
+            let map = self.old_sparse_map(raw)?;
+            let size = raw.number(483, 12).and_then(|size| u64::try_from(size).ok());
+            self.begin(stored);
+            Some((map, size))
+        } else if kind == Kind::File {
+            self.begin(stored);
+            match extra.sparse.version {
+                Some(_) => Some((self.sparse_map_in_data()?, extra.sparse.size)),
+                None => extra.sparse.map.map(|map| (map, extra.sparse.size)),
+            }
+        } else {
+            self.begin(0); // Other kinds have no data, whatever their size field says.
+            None
+        };
+        let (sparse, size) = match sparse {
+            Some((map, size)) => {
+                let size = size.ok_or_else(|| self.wrong("a sparse file has no size"))?;
+                self.check_map(&map, size)?;
+                (Some(map), size)
+            }
+            None => (None, self.remaining),
+        };
+        let id = |value: Option<i64>| value.and_then(|value| u32::try_from(value).ok());
+        let uid = extra.uid.or(id(raw.number(108, 8))).ok_or_else(|| self.wrong("the owner is no number"))?;
+        let gid = extra.gid.or(id(raw.number(116, 8))).ok_or_else(|| self.wrong("the group is no number"))?;
+        let mode = raw.number(100, 8).ok_or_else(|| self.wrong("the mode is no number"))? & 0o7777;
+        let mtime = raw.number(136, 12).ok_or_else(|| self.wrong("the time is no number"))?;
+        let (mtime, nanos) = extra.mtime.unwrap_or((mtime, 0));
+        let device = match kind {
+            Kind::Char | Kind::Block => id(raw.number(329, 8))
+                .zip(id(raw.number(337, 8)))
+                .filter(|&(major, minor)| major < 1 << 12 && minor < 1 << 20)
+                .ok_or_else(|| self.wrong("a device number is out of range"))?,
+            _ => (0, 0),
+        };
+        let mode = u16::try_from(mode).unwrap_or(0);
+        let (xattrs, data_at) = (extra.xattrs, self.at);
+        Ok(Header { path, link, kind, mode, uid, gid, mtime, nanos, device, size, xattrs, sparse, data_at })
+    }
+
+    /// The map in an old GNU header and in the blocks that extend it.
+    fn old_sparse_map(&mut self, raw: &Raw) -> Result<Vec<(u64, u64)>, TarError> {
+        let mut map = Vec::new();
+        let mut more = raw.pieces(386, 4, &mut map).map_err(|why| self.wrong(why))? && raw.0.get(482) == Some(&1);
+        while more {
+            let block = self.block()?.ok_or_else(|| self.wrong("the map of a sparse file is cut"))?;
+            more = block.pieces(0, 21, &mut map).map_err(|why| self.wrong(why))? && block.0.get(504) == Some(&1);
+            if map.len() > MAX_PIECES {
+                return Err(self.wrong("a sparse file has too many pieces"));
+            }
+        }
+        Ok(map)
+    }
+
+    /// The map of pax format 1.0: decimal numbers, one a line, before the data, padded to a block.
+    fn sparse_map_in_data(&mut self) -> Result<Vec<(u64, u64)>, TarError> {
+        let start = self.remaining;
+        let count = usize::try_from(self.line()?).ok().filter(|&count| count <= MAX_PIECES);
+        let count = count.ok_or_else(|| self.wrong("a sparse file has too many pieces"))?;
+        let mut map = Vec::new();
+        for _ in 0..count {
+            map.push((self.line()?, self.line()?));
+        }
+        let rest = (start - self.remaining).wrapping_neg() % BLOCK;
+        let mut rest_of_block = [0; BLOCK as usize];
+        let rest = rest_of_block.get_mut(..usize::try_from(rest).unwrap_or(0)).unwrap_or_default();
+        self.read_exact(rest).map_err(|source| TarError::Read { at: self.at, source })?;
+        Ok(map)
+    }
+
+    fn line(&mut self) -> Result<u64, TarError> {
+        let mut value: u64 = 0;
+        for position in 0..21 {
+            let mut byte = [0];
+            self.read_exact(&mut byte).map_err(|source| TarError::Read { at: self.at, source })?;
+            let [byte] = byte;
+            if byte == b'\n' && position > 0 {
+                return Ok(value);
+            }
+            let digit = byte.is_ascii_digit().then(|| u64::from(byte - b'0'));
+            let next = digit.and_then(|digit| value.checked_mul(10)?.checked_add(digit));
+            value = next.ok_or_else(|| self.wrong("the map of a sparse file holds something else than numbers"))?;
+        }
+        Err(self.wrong("the map of a sparse file holds something else than numbers"))
+    }
+
+    fn check_map(&self, map: &[(u64, u64)], size: u64) -> Result<(), TarError> {
+        let mut end = 0;
+        let mut stored = 0u64;
+        for &(offset, length) in map {
+            if offset < end {
+                return Err(self.wrong("the pieces of a sparse file are not in order"));
+            }
+            end = offset.checked_add(length).filter(|&end| end <= size).ok_or_else(|| {
+                self.wrong("a piece of a sparse file ends after the file")
+            })?;
+            stored = stored.saturating_add(length);
+        }
+        if stored == self.remaining { Ok(()) } else { Err(self.wrong("the pieces of a sparse file are not its data")) }
+    }
+}
+
+impl<R: io::Seek> Archive<io::BufReader<R>> {
+    /// Leaves the data of the present entry out without reading them.
+    pub fn jump(&mut self) -> Result<(), TarError> {
+        let length = self.remaining.saturating_add(std::mem::take(&mut self.padding));
+        self.remaining = 0;
+        let jumped = i64::try_from(length).map_err(|_| io::ErrorKind::UnexpectedEof.into());
+        let jumped = jumped.and_then(|length| self.stream.seek_relative(length));
+        jumped.map_err(|source| TarError::Read { at: self.at, source })?;
+        self.at = self.at.saturating_add(length);
+        Ok(())
+    }
+}
+
+/// What the headers before an entry say about it.
+#[derive(Default)]
+struct Extra {
+    path: Option<Vec<u8>>,
+    link: Option<Vec<u8>>,
+    size: Option<u64>,
+    uid: Option<u32>,
+    gid: Option<u32>,
+    mtime: Option<(i64, u32)>,
+    xattrs: Vec<(Vec<u8>, Vec<u8>)>,
+    sparse: Sparse,
+}
+
+#[derive(Default)]
+struct Sparse {
+    /// Format 1.0: the map is before the data.
+    version: Option<()>,
+    name: Option<Vec<u8>>,
+    size: Option<u64>,
+    map: Option<Vec<(u64, u64)>>,
+    /// Format 0.0: an offset whose length has not come yet.
+    offset: Option<u64>,
+}
+
+impl Extra {
+    /// Takes the records `LENGTH KEY=VALUE\n` of a pax header.
+    fn pax(&mut self, mut content: &[u8]) -> Result<(), &'static str> {
+        while !content.is_empty() {
+            let (key, value, rest) = record(content).ok_or("a pax record is not LENGTH KEY=VALUE")?;
+            content = rest;
+            self.record(key, value)?;
+        }
+        Ok(())
+    }
+
+    fn record(&mut self, key: &[u8], value: &[u8]) -> Result<(), &'static str> {
+        let present = !value.is_empty();
+        let name = || {
+            if value.contains(&0) { Err("a pax path holds a NUL") } else { Ok(present.then(|| value.to_vec())) }
+        };
+        let whole = || match decimal(value) {
+            None if present => Err("a pax number is no number"),
+            number => Ok(number),
+        };
+        let id = || match whole()?.map(u32::try_from) {
+            Some(Err(_)) => Err("a pax owner or group is out of range"),
+            other => Ok(other.and_then(Result::ok)),
+        };
+        match key {
+            b"path" => self.path = name()?,
+            b"linkpath" => self.link = name()?,
+            b"size" => self.size = whole()?,
+            b"uid" => self.uid = id()?,
+            b"gid" => self.gid = id()?,
+            b"mtime" => self.mtime = if present { Some(time(value).ok_or("a pax time is no time")?) } else { None },
+            b"GNU.sparse.name" => self.sparse.name = name()?,
+            b"GNU.sparse.size" | b"GNU.sparse.realsize" => self.sparse.size = whole()?,
+            b"GNU.sparse.major" if value == b"1" => self.sparse.version = Some(()),
+            b"GNU.sparse.major" if value != b"0" => return Err("the sparse format is unknown"),
+            b"GNU.sparse.map" => self.sparse.map = Some(pairs(value).ok_or("a sparse map is not pairs of numbers")?),
+            b"GNU.sparse.numblocks" => self.sparse.map = Some(Vec::new()),
+            b"GNU.sparse.offset" => self.sparse.offset = whole()?,
+            b"GNU.sparse.numbytes" => {
+                let piece = self.sparse.offset.take().zip(whole()?).ok_or("a sparse piece has no offset")?;
+                self.sparse.map.get_or_insert_default().push(piece); // A header of 1 MiB bounds their number.
+            }
+            _ => {
+                if let Some(name) = key.strip_prefix(b"SCHILY.xattr.") {
+                    self.xattrs.push((name.to_vec(), value.to_vec()));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Splits the first record off: key, value, and what follows.
+fn record(content: &[u8]) -> Option<(&[u8], &[u8], &[u8])> {
+    let space = content.iter().take(8).position(|&byte| byte == b' ')?;
+    let length = usize::try_from(decimal(content.get(..space)?)?).ok()?;
+    let (record, rest) = content.split_at_checked(length)?;
+    let record = record.get(space + 1..)?.strip_suffix(b"\n")?;
+    let equals = record.iter().position(|&byte| byte == b'=')?;
+    Some((record.get(..equals)?, record.get(equals + 1..)?, rest))
+}
+
+fn decimal(text: &[u8]) -> Option<u64> {
+    if text.is_empty() || text.len() > 20 || !text.iter().all(u8::is_ascii_digit) {
+        return None;
+    }
+    std::str::from_utf8(text).ok()?.parse().ok()
+}
+
+fn pairs(text: &[u8]) -> Option<Vec<(u64, u64)>> {
+    if text.is_empty() {
+        return Some(Vec::new());
+    }
+    let mut numbers = text.split(|&byte| byte == b',').map(decimal);
+    let mut map = Vec::new();
+    while let Some(offset) = numbers.next() {
+        map.push((offset?, numbers.next()??));
+    }
+    Some(map)
+}
+
+/// `SECONDS` or `SECONDS.FRACTION`, perhaps negative.
+fn time(text: &[u8]) -> Option<(i64, u32)> {
+    let (negative, text) = match text.strip_prefix(b"-") {
+        Some(text) => (true, text),
+        None => (false, text),
+    };
+    let mut parts = text.splitn(2, |&byte| byte == b'.');
+    let seconds = i64::try_from(decimal(parts.next()?)?).ok()?;
+    let fraction = parts.next().unwrap_or_default();
+    if !fraction.iter().all(u8::is_ascii_digit) {
+        return None;
+    }
+    let digits = fraction.iter().chain(std::iter::repeat(&b'0')).take(9);
+    let nanos = digits.fold(0u32, |nanos, digit| nanos * 10 + u32::from(digit - b'0'));
+    match (negative, nanos) {
+        (false, _) => Some((seconds, nanos)),
+        (true, 0) => Some((-seconds, 0)),
+        (true, _) => Some((-seconds - 1, 1_000_000_000 - nanos)),
+    }
+}
+
+fn until_nul(field: &[u8]) -> &[u8] {
+    field.split(|&byte| byte == 0).next().unwrap_or_default()
+}
+
+/// A header block.
+struct Raw([u8; 512]);
+
+impl Raw {
+    fn field(&self, at: usize, length: usize) -> &[u8] {
+        self.0.get(at..at + length).unwrap_or_default()
+    }
+
+    fn flag(&self) -> u8 {
+        self.0.get(156).copied().unwrap_or_default()
+    }
+
+    fn checksum_is_right(&self) -> bool {
+        let bytes = || self.0.iter().enumerate().map(|(at, &byte)| if (148..156).contains(&at) { b' ' } else { byte });
+        let unsigned: i64 = bytes().map(i64::from).sum();
+        let signed: i64 = bytes().map(|byte| i64::from(byte.cast_signed())).sum();
+        self.number(148, 8).is_some_and(|sum| sum == unsigned || sum == signed)
+    }
+
+    /// The name, with the prefix field of the POSIX format.
+    fn path(&self) -> Vec<u8> {
+        let name = until_nul(self.field(0, 100));
+        let prefix = until_nul(self.field(345, 155));
+        if self.field(257, 6) == b"ustar\0" && !prefix.is_empty() {
+            [prefix, b"/", name].concat()
+        } else {
+            name.to_vec()
+        }
+    }
+
+    /// A number: octal text between spaces and NULs (none at all is 0), or base 256 if the first bit is set.
+    fn number(&self, at: usize, length: usize) -> Option<i64> {
+        let field = self.field(at, length);
+        let (&first, rest) = field.split_first()?;
+        if first & 0x80 != 0 {
+            let start = if first & 0x40 != 0 { i128::from(first.cast_signed()) } else { i128::from(first & 0x7f) };
+            let value = rest.iter().try_fold(start, |value, &byte| value.checked_mul(256)?.checked_add(byte.into()));
+            return value.and_then(|value| i64::try_from(value).ok());
+        }
+        let blank = |byte: &u8| matches!(byte, b' ' | 0);
+        let digits = field.iter().skip_while(|byte| blank(byte)).take_while(|byte| !blank(byte));
+        digits.into_iter().try_fold(0i64, |value, &digit| {
+            (b'0'..=b'7').contains(&digit).then(|| value.checked_mul(8)?.checked_add(i64::from(digit - b'0')))?
+        })
+    }
+
+    /// Adds `count` pieces of an old sparse map; false if the map ends here.
+    fn pieces(&self, at: usize, count: usize, map: &mut Vec<(u64, u64)>) -> Result<bool, &'static str> {
+        for piece in 0..count {
+            let place = at + piece * 24;
+            if self.0.get(place).is_none_or(|&first| first == 0) {
+                return Ok(false);
+            }
+            let number = |at| self.number(at, 12).and_then(|number| u64::try_from(number).ok());
+            map.push(number(place).zip(number(place + 12)).ok_or("a sparse piece is no pair of numbers")?);
+        }
+        Ok(true)
+    }
+}
+
+#[cfg(test)]
+#[path = "tar_tests.rs"]
+mod tests;

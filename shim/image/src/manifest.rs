@@ -1,0 +1,352 @@
+//! Owns: the JSON of registries and archives: manifests, indexes, image configurations. All of it comes from
+//! strangers; its size is bounded before it comes here.
+
+use crate::{Digest, ImageConfig};
+use serde::Deserialize;
+use std::collections::BTreeMap;
+
+/// Bytes of a manifest or index.
+pub const MAX_MANIFEST: u64 = 4 << 20;
+/// Bytes of an image configuration.
+pub const MAX_CONFIG: u64 = 4 << 20;
+/// Layers of an image.
+const MAX_LAYERS: usize = 1000;
+
+/// What a manifest request says it takes.
+pub const ACCEPT: &str = "application/vnd.oci.image.index.v1+json, \
+    application/vnd.docker.distribution.manifest.list.v2+json, application/vnd.oci.image.manifest.v1+json, \
+    application/vnd.docker.distribution.manifest.v2+json";
+
+/// Why JSON is no manifest or configuration.
+#[derive(Debug, thiserror::Error)]
+pub enum ManifestError {
+    /// No JSON, or a field is missing or of another type.
+    #[error("it does not have the form of one")]
+    Form(#[from] serde_json::Error),
+    /// A kind of manifest that Nacelle does not know.
+    #[error("it is of a kind that Nacelle does not run: {kind}")]
+    Kind {
+        /// The media type, or what else says it.
+        kind: String,
+    },
+    /// A digest in it is none.
+    #[error("it names {text:?}, which is no sha256 digest")]
+    Digest {
+        /// The text.
+        text: String,
+    },
+    /// The image has no variant for this machine.
+    #[error("the image has no variant for linux/{architecture}; it has {has}")]
+    Platform {
+        /// Ours.
+        architecture: &'static str,
+        /// Theirs.
+        has: String,
+    },
+    /// Manifest and configuration do not fit, or have too many layers.
+    #[error("it has {layers} layers, and the configuration {diff_ids}; at most 1000 and as many are right")]
+    Layers {
+        /// In the manifest.
+        layers: usize,
+        /// In the configuration.
+        diff_ids: usize,
+    },
+}
+
+/// A blob as a manifest names it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Descriptor {
+    /// Its digest.
+    pub digest: Digest,
+    /// Bytes.
+    pub size: u64,
+}
+
+/// An image for one platform.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Manifest {
+    /// The configuration.
+    pub config: Descriptor,
+    /// The layers, lowest first.
+    pub layers: Vec<Descriptor>,
+}
+
+/// What a manifest request may bring.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Document {
+    /// An image.
+    Manifest(Manifest),
+    /// Variants, of which this one is ours.
+    Index(Descriptor),
+}
+
+/// The architecture of this machine, in Go's words.
+pub fn architecture() -> &'static str {
+    match std::env::consts::ARCH {
+        "x86_64" => "amd64",
+        "aarch64" => "arm64",
+        other => other,
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct RawDocument {
+    #[serde(default)]
+    schema_version: u64,
+    #[serde(default)]
+    media_type: Option<String>,
+    config: Option<RawDescriptor>,
+    layers: Option<Vec<RawDescriptor>>,
+    manifests: Option<Vec<RawDescriptor>>,
+}
+
+/// A descriptor as JSON has it, with what only some places use.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct RawDescriptor {
+    #[serde(default)]
+    media_type: Option<String>,
+    digest: String,
+    size: u64,
+    platform: Option<Platform>,
+    /// Names of an image in a layout.
+    #[serde(default)]
+    pub annotations: Option<BTreeMap<String, String>>,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+struct Platform {
+    #[serde(default)]
+    architecture: String,
+    #[serde(default)]
+    os: String,
+}
+
+impl RawDescriptor {
+    /// The checked form.
+    pub fn check(&self) -> Result<Descriptor, ManifestError> {
+        let wrong = |_| ManifestError::Digest { text: self.digest.chars().take(100).collect() };
+        Ok(Descriptor { digest: self.digest.parse().map_err(wrong)?, size: self.size })
+    }
+
+    fn is(&self, kinds: &[&str]) -> bool {
+        self.media_type.as_deref().is_none_or(|kind| kind.is_empty() || kinds.contains(&kind))
+    }
+
+    /// Whether it names a manifest or an index, or does not say.
+    pub fn is_image(&self) -> bool {
+        self.is(&[
+            "application/vnd.oci.image.index.v1+json",
+            "application/vnd.oci.image.manifest.v1+json",
+            "application/vnd.docker.distribution.manifest.v2+json",
+            "application/vnd.docker.distribution.manifest.list.v2+json",
+        ])
+    }
+}
+
+/// The `manifests` of a layout's index.json.
+pub fn parse_layout_index(bytes: &[u8]) -> Result<Vec<RawDescriptor>, ManifestError> {
+    let raw: RawDocument = serde_json::from_slice(bytes)?;
+    Ok(raw.manifests.unwrap_or_default())
+}
+
+/// Reads a manifest or index, OCI's or Docker's.
+pub fn parse(bytes: &[u8]) -> Result<Document, ManifestError> {
+    let raw: RawDocument = serde_json::from_slice(bytes)?;
+    let kind = |kind: &str| ManifestError::Kind { kind: kind.chars().take(100).collect() };
+    if raw.schema_version == 1 {
+        return Err(kind("Docker schema 1"));
+    }
+    if let (Some(config), Some(layers)) = (&raw.config, &raw.layers) {
+        let configs = ["application/vnd.oci.image.config.v1+json", "application/vnd.docker.container.image.v1+json"];
+        if !config.is(&configs) {
+            return Err(kind(config.media_type.as_deref().unwrap_or_default()));
+        }
+        if layers.len() > MAX_LAYERS {
+            return Err(ManifestError::Layers { layers: layers.len(), diff_ids: 0 });
+        }
+        let layers = layers.iter().map(RawDescriptor::check).collect::<Result<_, _>>()?;
+        return Ok(Document::Manifest(Manifest { config: config.check()?, layers }));
+    }
+    let Some(manifests) = raw.manifests else {
+        return Err(kind(raw.media_type.as_deref().unwrap_or("neither manifest nor index")));
+    };
+    let named = |descriptor: &&RawDescriptor| match &descriptor.platform {
+        Some(platform) => platform.os == "linux" && platform.architecture == architecture(),
+        None => false,
+    };
+    let ours = manifests.iter().find(named).or_else(|| {
+        // An index of one manifest without a platform: it is what was meant.
+        manifests.first().filter(|only| manifests.len() == 1 && only.platform.is_none())
+    });
+    match ours {
+        Some(ours) => Ok(Document::Index(ours.check()?)),
+        None => {
+            let platforms = manifests.iter().filter_map(|descriptor| descriptor.platform.as_ref());
+            let mut has: Vec<_> = platforms.map(|p| format!("{}/{}", p.os, p.architecture)).take(20).collect();
+            has.dedup();
+            let has = if has.is_empty() { "none".to_owned() } else { has.join(", ") };
+            Err(ManifestError::Platform { architecture: architecture(), has: has.chars().take(300).collect() })
+        }
+    }
+}
+
+#[derive(Deserialize)]
+struct RawImage {
+    #[serde(default)]
+    os: Option<String>,
+    #[serde(default)]
+    architecture: Option<String>,
+    #[serde(default)]
+    config: Option<RawConfig>,
+    rootfs: RawRootFs,
+}
+
+#[derive(Deserialize)]
+struct RawRootFs {
+    #[serde(default)]
+    diff_ids: Option<Vec<String>>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(rename_all = "PascalCase", default)]
+struct RawConfig {
+    entrypoint: Option<Vec<String>>,
+    cmd: Option<Vec<String>>,
+    env: Option<Vec<String>>,
+    user: Option<String>,
+    working_dir: Option<String>,
+    stop_signal: Option<String>,
+    labels: Option<BTreeMap<String, String>>,
+    volumes: Option<BTreeMap<String, serde_json::Value>>,
+    exposed_ports: Option<BTreeMap<String, serde_json::Value>>,
+}
+
+/// Reads an image configuration: how to run it, and the digests of its unpacked layers.
+pub fn parse_config(bytes: &[u8]) -> Result<(ImageConfig, Vec<Digest>), ManifestError> {
+    let raw: RawImage = serde_json::from_slice(bytes)?;
+    let foreign = |ours: &str, theirs: &Option<String>| theirs.as_ref().is_some_and(|t| !t.is_empty() && t != ours);
+    if foreign("linux", &raw.os) || foreign(architecture(), &raw.architecture) {
+        let has = format!("{}/{}", raw.os.unwrap_or_default(), raw.architecture.unwrap_or_default());
+        return Err(ManifestError::Platform { architecture: architecture(), has: has.chars().take(300).collect() });
+    }
+    let diff_ids = raw.rootfs.diff_ids.unwrap_or_default();
+    let digest = |text: &String| text.parse().map_err(|_| ManifestError::Digest { text: text.chars().take(100).collect() });
+    let diff_ids = diff_ids.iter().map(digest).collect::<Result<_, _>>()?;
+    let raw = raw.config.unwrap_or_default();
+    let config = ImageConfig {
+        entrypoint: raw.entrypoint.unwrap_or_default(),
+        cmd: raw.cmd.unwrap_or_default(),
+        env: raw.env.unwrap_or_default(),
+        user: raw.user.unwrap_or_default(),
+        working_dir: raw.working_dir.unwrap_or_default(),
+        stop_signal: raw.stop_signal.filter(|signal| !signal.is_empty()),
+        labels: raw.labels.unwrap_or_default(),
+        volumes: raw.volumes.unwrap_or_default().into_keys().collect(),
+        exposed_ports: raw.exposed_ports.unwrap_or_default().into_keys().collect(),
+    };
+    Ok((config, diff_ids))
+}
+
+/// Each layer with the digest of its unpacked form.
+pub fn pair(manifest: &Manifest, diff_ids: &[Digest]) -> Result<Vec<(Descriptor, Digest)>, ManifestError> {
+    if manifest.layers.len() != diff_ids.len() {
+        return Err(ManifestError::Layers { layers: manifest.layers.len(), diff_ids: diff_ids.len() });
+    }
+    Ok(manifest.layers.iter().cloned().zip(diff_ids.iter().copied()).collect())
+}
+
+/// One image of a docker archive's manifest.json.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+pub struct ArchiveImage {
+    /// The member that holds the configuration.
+    pub config: String,
+    /// `name:tag`.
+    #[serde(default)]
+    pub repo_tags: Option<Vec<String>>,
+    /// The members that hold the layers, lowest first.
+    #[serde(default)]
+    pub layers: Vec<String>,
+}
+
+/// Reads a docker archive's manifest.json.
+pub fn parse_archive(bytes: &[u8]) -> Result<Vec<ArchiveImage>, ManifestError> {
+    Ok(serde_json::from_slice(bytes)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn digest(byte: u8) -> String {
+        Digest([byte; 32]).to_string()
+    }
+
+    #[test]
+    fn manifests_of_both_kinds_are_read() {
+        for (manifest, config) in [
+            ("application/vnd.oci.image.manifest.v1+json", "application/vnd.oci.image.config.v1+json"),
+            ("application/vnd.docker.distribution.manifest.v2+json", "application/vnd.docker.container.image.v1+json"),
+        ] {
+            let text = format!(
+                r#"{{"schemaVersion":2,"mediaType":"{manifest}","config":{{"mediaType":"{config}","digest":"{}","size":7}},
+                "layers":[{{"digest":"{}","size":9}}]}}"#,
+                digest(1), digest(2)
+            );
+            let Document::Manifest(read) = parse(text.as_bytes()).unwrap() else { panic!("no manifest") };
+            assert_eq!(read.config, Descriptor { digest: Digest([1; 32]), size: 7 });
+            assert_eq!(read.layers, [Descriptor { digest: Digest([2; 32]), size: 9 }]);
+        }
+    }
+
+    #[test]
+    fn an_index_gives_our_variant_or_says_what_it_has() {
+        let variant = |os: &str, architecture: &str, byte| {
+            format!(r#"{{"digest":"{}","size":1,"platform":{{"os":"{os}","architecture":"{architecture}"}}}}"#, digest(byte))
+        };
+        let foreign = [variant("unknown", "unknown", 1), variant("linux", "s390x", 2)].join(",");
+        let text = format!(r#"{{"schemaVersion":2,"manifests":[{foreign},{}]}}"#, variant("linux", architecture(), 3));
+        assert_eq!(parse(text.as_bytes()).unwrap(), Document::Index(Descriptor { digest: Digest([3; 32]), size: 1 }));
+        let error = parse(format!(r#"{{"manifests":[{foreign}]}}"#).as_bytes()).unwrap_err().to_string();
+        assert!(error.contains("linux/s390x"), "{error}");
+    }
+
+    #[test]
+    fn what_is_no_image_is_refused() {
+        for text in [
+            "", "[]", "{}", r#"{"schemaVersion":1,"fsLayers":[]}"#, r#"{"manifests":[{"digest":"../x","size":1}]}"#,
+            r#"{"config":{"mediaType":"application/vnd.cncf.helm.config.v1+json","digest":"x","size":1},"layers":[]}"#,
+            r#"{"config":{"digest":"sha256:0","size":1},"layers":[]}"#,
+            r#"{"config":{"digest":"x","size":-1},"layers":[]}"#,
+        ] {
+            assert!(parse(text.as_bytes()).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_configuration_is_read_with_nulls_and_unknown_fields() {
+        let text = format!(
+            r#"{{"os":"linux","config":{{"Cmd":["sh"],"Entrypoint":null,"Env":["A=b"],"User":"1000:1","Labels":{{"a":"b"}},
+            "ArgsEscaped":true,"ExposedPorts":{{"80/tcp":{{}}}},"StopSignal":""}},"rootfs":{{"type":"layers","diff_ids":["{}"]}}}}"#,
+            digest(4)
+        );
+        let (config, diff_ids) = parse_config(text.as_bytes()).unwrap();
+        assert_eq!((config.cmd, config.user.as_str()), (vec!["sh".to_owned()], "1000:1"));
+        assert_eq!((config.exposed_ports, config.stop_signal), (vec!["80/tcp".to_owned()], None));
+        assert_eq!(diff_ids, [Digest([4; 32])]);
+        assert!(parse_config(br#"{"os":"windows","rootfs":{}}"#).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn any_json_is_read_without_harm(text in r#"[\[\]{}:,"a-z0-9]{0,80}"#, at in 0..200usize, byte: u8) {
+            let _ = (parse(text.as_bytes()), parse_config(text.as_bytes()), parse_archive(text.as_bytes()));
+            let mut whole = format!(r#"{{"schemaVersion":2,"config":{{"digest":"{}","size":7}},"layers":[]}}"#, digest(1)).into_bytes();
+            if let Some(place) = whole.get_mut(at) { *place = byte; }
+            let _ = parse(&whole);
+        }
+    }
+}

@@ -1,0 +1,243 @@
+//! Owns: what registries ask before they answer: challenges, basic credentials, tokens.
+
+use super::http::{Http, header, shown};
+use crate::{Auth, ImageError};
+use ::http::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap};
+use ::http::{HeaderValue, Method, Uri};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use bytes::Bytes;
+use serde::Deserialize;
+
+/// Bytes of a token server's answer.
+const MAX_TOKEN: u64 = 1 << 20;
+
+/// One challenge of a WWW-Authenticate header.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Challenge {
+    /// "Bearer", "Basic".
+    pub scheme: String,
+    /// Names in lower case, and values.
+    pub parameters: Vec<(String, String)>,
+}
+
+impl Challenge {
+    fn get(&self, name: &str) -> Option<&str> {
+        self.parameters.iter().find(|(key, _)| key == name).map(|(_, value)| value.as_str())
+    }
+}
+
+/// Reads a WWW-Authenticate header: `Scheme key=value, key="value", Scheme2 ...`. What cannot be read ends it.
+pub fn challenges(text: &str) -> Vec<Challenge> {
+    let mut found: Vec<Challenge> = Vec::new();
+    let mut rest = text;
+    loop {
+        rest = rest.trim_start_matches([' ', '\t', ',']);
+        let (word, after) = token(rest);
+        if word.is_empty() {
+            return found;
+        }
+        let value = after.trim_start_matches([' ', '\t']).strip_prefix('=').filter(|_| !found.is_empty());
+        match (value, found.last_mut()) {
+            (Some(value), Some(challenge)) => {
+                let Some((value, after)) = parameter(value.trim_start_matches([' ', '\t'])) else { return found };
+                challenge.parameters.push((word.to_ascii_lowercase(), value));
+                rest = after;
+            }
+            _ => {
+                found.push(Challenge { scheme: word.to_owned(), parameters: Vec::new() });
+                rest = after;
+            }
+        }
+    }
+}
+
+fn token(text: &str) -> (&str, &str) {
+    let end = text.find(|c: char| !(c.is_ascii_alphanumeric() || "!#$%&'*+-.^_`|~".contains(c)));
+    text.split_at_checked(end.unwrap_or(text.len())).unwrap_or((text, ""))
+}
+
+fn parameter(text: &str) -> Option<(String, &str)> {
+    let Some(quoted) = text.strip_prefix('"') else {
+        let end = text.find([',', ' ', '\t']).unwrap_or(text.len());
+        let (value, rest) = text.split_at_checked(end)?;
+        return Some((value.to_owned(), rest));
+    };
+    let mut value = String::new();
+    let mut characters = quoted.char_indices();
+    while let Some((at, c)) = characters.next() {
+        match c {
+            '"' => return Some((value, quoted.get(at + 1..)?)),
+            '\\' => value.push(characters.next()?.1),
+            c => value.push(c),
+        }
+    }
+    None
+}
+
+/// The host (and port) in CRI's server_address, which may be a URL.
+pub fn server(address: &str) -> String {
+    let address = address.split_once("://").map_or(address, |(_, rest)| rest);
+    let host = address.split('/').next().unwrap_or_default();
+    match host {
+        "index.docker.io" | "registry-1.docker.io" => "docker.io".to_owned(),
+        host => host.to_owned(),
+    }
+}
+
+/// The header that sends a token.
+pub fn bearer(token: &str) -> Result<HeaderValue, ImageError> {
+    let mut value = header(&format!("Bearer {token}"))?;
+    value.set_sensitive(true);
+    Ok(value)
+}
+
+/// The header that sends user and password, if there are any.
+pub fn basic(auth: &Auth) -> Option<Result<HeaderValue, ImageError>> {
+    let encoded = if !auth.username.is_empty() {
+        STANDARD.encode(format!("{}:{}", auth.username, auth.password))
+    } else if !auth.auth.is_empty() {
+        auth.auth.trim().to_owned()
+    } else {
+        return None;
+    };
+    Some(header(&format!("Basic {encoded}")).map(|mut value| {
+        value.set_sensitive(true);
+        value
+    }))
+}
+
+#[derive(Deserialize)]
+struct TokenAnswer {
+    #[serde(default)]
+    token: Option<String>,
+    #[serde(default)]
+    access_token: Option<String>,
+}
+
+/// Asks the challenge's realm for a token to pull from this repository.
+pub async fn token_for(
+    http: &Http,
+    base: &str,
+    repository: &str,
+    challenge: &Challenge,
+    auth: Option<&Auth>,
+) -> Result<String, ImageError> {
+    let wrong = |why| ImageError::Protocol { url: base.to_owned(), why };
+    let realm = challenge.get("realm").ok_or_else(|| wrong("its challenge names no realm"))?;
+    let uri: Uri = realm.parse().map_err(|_| wrong("its challenge's realm is no URL"))?;
+    let safe = uri.scheme_str() == Some("https") || base.starts_with("http://") && uri.scheme_str() == Some("http");
+    if !safe || uri.authority().is_none() {
+        return Err(wrong("its challenge's realm is not an https URL"));
+    }
+    let scope = challenge.get("scope").map_or_else(|| format!("repository:{repository}:pull"), str::to_owned);
+    let mut fields = vec![("scope", scope.as_str())];
+    fields.extend(challenge.get("service").map(|service| ("service", service)));
+    let mut headers = HeaderMap::new();
+    let refresh = auth.map(|auth| auth.identity_token.as_str()).filter(|token| !token.is_empty());
+    let answer = match refresh {
+        Some(refresh) => {
+            fields.extend([("grant_type", "refresh_token"), ("refresh_token", refresh), ("client_id", "nacelle")]);
+            headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/x-www-form-urlencoded"));
+            http.send(Method::POST, &uri, headers, Bytes::from(encode(&fields))).await?
+        }
+        None => {
+            if let Some(value) = auth.and_then(basic) {
+                headers.insert(AUTHORIZATION, value?);
+            }
+            let joint = if uri.query().is_some() { '&' } else { '?' };
+            let text = format!("{uri}{joint}{}", encode(&fields));
+            let uri: Uri = text.parse().map_err(|_| wrong("its challenge's realm is no URL"))?;
+            http.get(&uri, headers).await?
+        }
+    };
+    let bytes = answer.ok().await?.all(MAX_TOKEN, "the token").await?;
+    let no_token = || ImageError::Protocol { url: shown(&uri), why: "it gives no token" };
+    let answer: TokenAnswer = serde_json::from_slice(&bytes).map_err(|_| no_token())?;
+    let given = [answer.token, answer.access_token].into_iter().flatten().find(|token| !token.is_empty());
+    given.ok_or_else(no_token)
+}
+
+/// `key=value&...` with everything escaped that is not plain.
+fn encode(fields: &[(&str, &str)]) -> String {
+    let mut out = String::new();
+    for (key, value) in fields {
+        if !out.is_empty() {
+            out.push('&');
+        }
+        out.push_str(key);
+        out.push('=');
+        for byte in value.bytes() {
+            match byte {
+                b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' => out.push(char::from(byte)),
+                byte => out.push_str(&format!("%{byte:02X}")),
+            }
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn challenge(scheme: &str, parameters: &[(&str, &str)]) -> Challenge {
+        let own = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
+        Challenge { scheme: scheme.to_owned(), parameters: parameters.iter().map(own).collect() }
+    }
+
+    #[test]
+    fn challenges_are_read() {
+        let docker = r#"Bearer realm="https://auth.docker.io/token",service="registry.docker.io",scope="repository:a/b:pull,push""#;
+        assert_eq!(challenges(docker), [challenge("Bearer", &[
+            ("realm", "https://auth.docker.io/token"),
+            ("service", "registry.docker.io"),
+            ("scope", "repository:a/b:pull,push"),
+        ])]);
+        assert_eq!(challenges(r#"Basic Realm = x , error="a\"b", Bearer realm=y"#), [
+            challenge("Basic", &[("realm", "x"), ("error", "a\"b")]),
+            challenge("Bearer", &[("realm", "y")]),
+        ]);
+        assert_eq!(challenges(r#"Bearer realm="open"#), [challenge("Bearer", &[])]);
+        assert_eq!(challenges("=,\"x"), []);
+    }
+
+    #[test]
+    fn fields_are_escaped() {
+        assert_eq!(encode(&[("scope", "repository:a/b:pull"), ("x", "é ")]), "scope=repository%3Aa%2Fb%3Apull&x=%C3%A9%20");
+    }
+
+    #[test]
+    fn servers_are_hosts() {
+        for (address, host) in [("https://index.docker.io/v1/", "docker.io"), ("a:5000", "a:5000"), ("http://a/b", "a"), ("", "")] {
+            assert_eq!(server(address), host);
+        }
+    }
+
+    #[test]
+    fn credentials_come_from_either_form() {
+        let auth = Auth { username: "u".into(), password: "p".into(), ..Auth::default() };
+        let value = basic(&auth).unwrap().unwrap();
+        assert_eq!(value, "Basic dTpw");
+        assert_eq!(basic(&Auth { auth: "dTpw".into(), ..Auth::default() }).unwrap().unwrap(), value);
+        assert!(basic(&Auth::default()).is_none());
+        assert!(basic(&Auth { auth: "a\nb".into(), ..Auth::default() }).unwrap().is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn any_header_is_read_without_harm(text in "[a-zA-Z=,\" \\\\é\t/:]{0,80}") {
+            for challenge in challenges(&text) {
+                prop_assert!(!challenge.scheme.is_empty());
+            }
+        }
+
+        #[test]
+        fn what_is_quoted_comes_back(value in "\\PC{0,30}") {
+            let quoted = value.replace('\\', "\\\\").replace('"', "\\\"");
+            let found = challenges(&format!("Bearer realm=\"{quoted}\",x=y"));
+            prop_assert_eq!(found, [challenge("Bearer", &[("realm", &value), ("x", "y")])]);
+        }
+    }
+}

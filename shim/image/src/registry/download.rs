@@ -1,0 +1,127 @@
+//! Owns: bringing one blob, from where an earlier attempt ended, over cut connections and mirrors. What is
+//! handed on is not verified: the reader at the other end of the channel does that.
+
+use super::{Endpoint, Session, is_passing};
+use crate::manifest::Descriptor;
+use crate::{Digest, ImageError};
+use ::http::StatusCode;
+use ::http::header::CONTENT_RANGE;
+use bytes::Bytes;
+use nacelle_base::Chain;
+use std::time::Duration;
+use tokio::sync::mpsc::Sender;
+
+/// Attempts at one endpoint that bring nothing before it is given up.
+pub const TRIES: u32 = 4;
+
+/// Waits before the next attempt: 0.1 s, doubled each time.
+pub async fn pause(tries: u32) {
+    tokio::time::sleep(Duration::from_millis(50 << tries.min(6))).await;
+}
+
+/// What travels to the reader. Without `End` the blob is not whole.
+#[derive(Debug)]
+pub enum Part {
+    /// The next bytes.
+    Data(Bytes),
+    /// That was all.
+    End,
+}
+
+enum Failure {
+    /// The reader has gone; it knows why.
+    Unheard,
+    Error(ImageError),
+}
+
+impl From<ImageError> for Failure {
+    fn from(error: ImageError) -> Self {
+        Failure::Error(error)
+    }
+}
+
+impl Session {
+    /// Sends the bytes `from..` of a blob. Ends well too if the reader stops listening.
+    pub async fn download(&self, blob: &Descriptor, from: u64, to: Sender<Part>) -> Result<(), ImageError> {
+        let mut at = from;
+        let mut last = None;
+        for endpoint in &self.endpoints {
+            let mut tries = 0;
+            while tries <= TRIES {
+                let before = at;
+                match self.attempt(endpoint, blob, &mut at, &to).await {
+                    Ok(()) | Err(Failure::Unheard) => return Ok(()),
+                    Err(Failure::Error(error)) => {
+                        let again = is_passing(&error) || matches!(error, ImageError::Request { .. });
+                        tracing::info!(digest = %blob.digest, at, error = %Chain(&error), again, "download broke off");
+                        last = Some(error);
+                        if !again {
+                            break;
+                        }
+                    }
+                }
+                tries = if at > before { 0 } else { tries + 1 };
+                pause(tries).await;
+            }
+        }
+        Err(last.unwrap_or_else(|| ImageError::NotFound { name: blob.digest.to_string() }))
+    }
+
+    async fn attempt(
+        &self,
+        endpoint: &Endpoint,
+        blob: &Descriptor,
+        at: &mut u64,
+        to: &Sender<Part>,
+    ) -> Result<(), Failure> {
+        if *at < blob.size {
+            let mut answer = self.blob(endpoint, blob.digest, *at).await?.ok().await?;
+            let range = answer.headers.get(CONTENT_RANGE).and_then(|range| range.to_str().ok());
+            let mut skip = match (answer.status, range) {
+                (StatusCode::PARTIAL_CONTENT, Some(range)) if range.starts_with(&format!("bytes {at}-")) => 0,
+                (StatusCode::PARTIAL_CONTENT, _) => {
+                    let why = "it sends another range than it was asked for";
+                    return Err(ImageError::Protocol { url: answer.url, why }.into());
+                }
+                _ => *at,
+            };
+            while let Some(piece) = answer.piece().await? {
+                let known = usize::try_from(skip).unwrap_or(usize::MAX).min(piece.len());
+                skip -= known as u64;
+                let piece = piece.slice(known..);
+                if *at + piece.len() as u64 > blob.size {
+                    return Err(ImageError::TooLarge { what: format!("blob {}", blob.digest), limit: blob.size }.into());
+                }
+                if !piece.is_empty() {
+                    *at += piece.len() as u64;
+                    to.send(Part::Data(piece)).await.map_err(|_| Failure::Unheard)?;
+                }
+            }
+            if *at < blob.size {
+                return Err(ImageError::Short { url: answer.url, got: *at, want: blob.size }.into());
+            }
+        }
+        to.send(Part::End).await.map_err(|_| Failure::Unheard)
+    }
+
+    /// A small blob as a whole, verified.
+    pub async fn small_blob(&self, blob: &Descriptor, limit: u64, what: &str) -> Result<Vec<u8>, ImageError> {
+        if blob.size > limit {
+            return Err(ImageError::TooLarge { what: what.to_owned(), limit });
+        }
+        let (sender, mut receiver) = tokio::sync::mpsc::channel(8);
+        let collect = async {
+            let mut bytes = Vec::new();
+            while let Some(Part::Data(data)) = receiver.recv().await {
+                bytes.extend_from_slice(&data);
+            }
+            bytes
+        };
+        let (sent, bytes) = tokio::join!(self.download(blob, 0, sender), collect);
+        sent?;
+        match Digest::of(&bytes) {
+            got if got == blob.digest => Ok(bytes),
+            got => Err(ImageError::Digest { what: format!("{what} {}", blob.digest), got }),
+        }
+    }
+}

@@ -1,0 +1,306 @@
+//! Owns: HTTP for the rest of the registry code: TLS per host, deadlines on progress, redirects that do not
+//! carry credentials to strangers, bodies of bounded size.
+
+use crate::{Config, ImageError, RegistryConfig};
+use ::http::header::{AUTHORIZATION, HeaderMap, LOCATION, USER_AGENT};
+use ::http::{HeaderValue, Method, Request, StatusCode, Uri};
+use bytes::Bytes;
+use http_body_util::{BodyExt, Full};
+use hyper::body::Incoming;
+use hyper_rustls::HttpsConnector;
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::{TokioExecutor, TokioTimer};
+use nacelle_base::files::at;
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// Redirects that are followed for one request.
+const MAX_REDIRECTS: usize = 10;
+/// Bytes of a refusal's own words that are shown.
+const MAX_MESSAGE: u64 = 16 << 10;
+
+type HttpClient = Client<HttpsConnector<HttpConnector>, Full<Bytes>>;
+
+/// The clients of this process, one for each way to check certificates.
+pub struct Http {
+    config: Config,
+    clients: Mutex<HashMap<Checks, HttpClient>>,
+}
+
+/// How certificates of a host are checked.
+#[derive(Clone, PartialEq, Eq, Hash)]
+struct Checks {
+    skip: bool,
+    ca_file: Option<PathBuf>,
+}
+
+/// An answer whose body has not been read.
+pub struct Answer {
+    /// The URL that gave it, after redirects, without its query.
+    pub url: String,
+    /// The status.
+    pub status: StatusCode,
+    /// The headers.
+    pub headers: HeaderMap,
+    body: Incoming,
+    limit: Duration,
+}
+
+/// A header value of text that a stranger may have chosen.
+pub fn header(text: &str) -> Result<HeaderValue, ImageError> {
+    HeaderValue::from_str(text).map_err(|_| ImageError::Protocol { url: String::new(), why: "a token holds control characters" })
+}
+
+impl Http {
+    /// Clients for this configuration.
+    pub fn new(config: Config) -> Http {
+        Http { config, clients: Mutex::default() }
+    }
+
+    /// What the configuration says about a host.
+    pub fn special(&self, host: &str) -> RegistryConfig {
+        self.config.registries.get(host).cloned().unwrap_or_default()
+    }
+
+    /// GET; redirects are followed, and the Authorization header goes to the first host only.
+    pub async fn get(&self, url: &Uri, headers: HeaderMap) -> Result<Answer, ImageError> {
+        let mut url = url.clone();
+        let mut headers = headers;
+        for _ in 0..=MAX_REDIRECTS {
+            let answer = self.send(Method::GET, &url, headers.clone(), Bytes::new()).await?;
+            if !matches!(answer.status.as_u16(), 301 | 302 | 303 | 307 | 308) {
+                return Ok(answer);
+            }
+            let wrong = |why| ImageError::Protocol { url: answer.url.clone(), why };
+            let location = answer.headers.get(LOCATION).and_then(|location| location.to_str().ok());
+            let next = location.and_then(|location| join(&url, location));
+            let next = next.ok_or_else(|| wrong("it redirects to nowhere"))?;
+            if url.scheme_str() == Some("https") && next.scheme_str() != Some("https") {
+                return Err(wrong("it redirects from https to http"));
+            }
+            if next.authority() != url.authority() || next.scheme() != url.scheme() {
+                headers.remove(AUTHORIZATION);
+            }
+            url = next;
+        }
+        Err(ImageError::Protocol { url: shown(&url), why: "it redirects more than 10 times" })
+    }
+
+    /// One request, no redirects. The answer must begin within the configuration's limit.
+    pub async fn send(&self, method: Method, url: &Uri, headers: HeaderMap, body: Bytes) -> Result<Answer, ImageError> {
+        let host = url.authority().map(|authority| authority.as_str()).unwrap_or_default();
+        let client = self.client(host).await?;
+        let mut request = Request::new(Full::new(body));
+        *request.method_mut() = method;
+        *request.uri_mut() = url.clone();
+        *request.headers_mut() = headers;
+        let agent = HeaderValue::from_static(concat!("nacelle/", env!("CARGO_PKG_VERSION")));
+        request.headers_mut().insert(USER_AGENT, agent);
+        let limit = Duration::from_secs(self.config.progress_timeout_seconds.max(1));
+        let response = tokio::time::timeout(limit, client.request(request)).await;
+        let response = response.map_err(|_| ImageError::Timeout { url: shown(url), seconds: limit.as_secs() })?;
+        let (parts, body) = response.map_err(|source| ImageError::Request { url: shown(url), source })?.into_parts();
+        Ok(Answer { url: shown(url), status: parts.status, headers: parts.headers, body, limit })
+    }
+
+    /// The client that checks this host's certificate as configured.
+    async fn client(&self, host: &str) -> Result<HttpClient, ImageError> {
+        let special = self.config.registries.get(host);
+        let checks = Checks {
+            skip: special.is_some_and(|special| special.skip_tls_verify),
+            ca_file: special.and_then(|special| special.ca_file.clone()),
+        };
+        let known = |key: &Checks| self.clients.lock().unwrap_or_else(PoisonError::into_inner).get(key).cloned();
+        if let Some(client) = known(&checks) {
+            return Ok(client);
+        }
+        let key = checks.clone();
+        let tls = tokio::task::spawn_blocking(move || tls(&checks)).await??;
+        let mut tcp = HttpConnector::new();
+        tcp.enforce_http(false);
+        tcp.set_nodelay(true);
+        tcp.set_connect_timeout(Some(Duration::from_secs(self.config.progress_timeout_seconds.clamp(1, 30))));
+        let connector = hyper_rustls::HttpsConnectorBuilder::new().with_tls_config(tls).https_or_http().enable_http1();
+        let client = Client::builder(TokioExecutor::new())
+            .pool_timer(TokioTimer::new())
+            .pool_idle_timeout(Duration::from_secs(15))
+            .build(connector.wrap_connector(tcp));
+        self.clients.lock().unwrap_or_else(PoisonError::into_inner).insert(key, client.clone());
+        Ok(client)
+    }
+}
+
+impl Answer {
+    /// Itself if it is a success, otherwise the error with the registry's own words.
+    pub async fn ok(self) -> Result<Answer, ImageError> {
+        if self.status.is_success() {
+            return Ok(self);
+        }
+        let (url, status) = (self.url.clone(), self.status.as_u16());
+        let body = self.all(MAX_MESSAGE, "the error message").await.unwrap_or_default();
+        Err(ImageError::Status { url, status, message: message(&body) })
+    }
+
+    /// The next piece of the body, none at its end.
+    pub async fn piece(&mut self) -> Result<Option<Bytes>, ImageError> {
+        loop {
+            let frame = tokio::time::timeout(self.limit, self.body.frame()).await;
+            let frame = frame.map_err(|_| ImageError::Timeout { url: self.url.clone(), seconds: self.limit.as_secs() })?;
+            match frame {
+                None => return Ok(None),
+                Some(Err(source)) => return Err(ImageError::Body { url: self.url.clone(), source }),
+                Some(Ok(frame)) => match frame.into_data() {
+                    Ok(data) if data.is_empty() => {}
+                    Ok(data) => return Ok(Some(data)),
+                    Err(_trailers) => {}
+                },
+            }
+        }
+    }
+
+    /// The whole body, which must not be larger than `limit`.
+    pub async fn all(mut self, limit: u64, what: &str) -> Result<Vec<u8>, ImageError> {
+        let mut all = Vec::new();
+        while let Some(piece) = self.piece().await? {
+            if (all.len() + piece.len()) as u64 > limit {
+                return Err(ImageError::TooLarge { what: what.to_owned(), limit });
+            }
+            all.extend_from_slice(&piece);
+        }
+        Ok(all)
+    }
+}
+
+/// The words of the first error in a registry's JSON.
+fn message(body: &[u8]) -> String {
+    let json: serde_json::Value = serde_json::from_slice(body).unwrap_or_default();
+    let text = json.pointer("/errors/0/message").or_else(|| json.get("details")).and_then(|text| text.as_str());
+    text.map(|text| format!(": {}", text.chars().filter(|c| !c.is_control()).take(300).collect::<String>())).unwrap_or_default()
+}
+
+/// A URL without what may be secret in it.
+pub fn shown(url: &Uri) -> String {
+    let authority = url.authority().map(|authority| authority.as_str()).unwrap_or_default();
+    let authority = authority.rsplit_once('@').map_or(authority, |(_, host)| host);
+    format!("{}://{authority}{}", url.scheme_str().unwrap_or_default(), url.path())
+}
+
+/// The URL that a Location header means. Only http and https.
+fn join(base: &Uri, location: &str) -> Option<Uri> {
+    let text = if location.starts_with("//") {
+        format!("{}:{location}", base.scheme_str()?)
+    } else if location.starts_with('/') {
+        format!("{}://{}{location}", base.scheme_str()?, base.authority()?)
+    } else if location.contains("://") {
+        location.to_owned()
+    } else {
+        let folder = base.path().rsplit_once('/').map_or("", |(folder, _)| folder);
+        format!("{}://{}{folder}/{location}", base.scheme_str()?, base.authority()?)
+    };
+    let uri: Uri = text.split('#').next()?.parse().ok()?;
+    (matches!(uri.scheme_str(), Some("http" | "https")) && uri.authority().is_some()).then_some(uri)
+}
+
+/// Blocking: reads the system's certificates.
+fn tls(checks: &Checks) -> Result<rustls::ClientConfig, ImageError> {
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let builder = rustls::ClientConfig::builder_with_provider(Arc::clone(&provider)).with_safe_default_protocol_versions()?;
+    if checks.skip {
+        let verifier = Arc::new(Unchecked(provider));
+        return Ok(builder.dangerous().with_custom_certificate_verifier(verifier).with_no_client_auth());
+    }
+    let mut roots = rustls::RootCertStore::empty();
+    roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
+    if let Some(path) = &checks.ca_file {
+        let pem = std::fs::read(path).map_err(at("read", path))?;
+        for certificate in CertificateDer::pem_slice_iter(&pem) {
+            roots.add(certificate.map_err(|source| ImageError::Certificates { path: path.clone(), source })?)?;
+        }
+    }
+    Ok(builder.with_root_certificates(roots).with_no_client_auth())
+}
+
+/// Takes any certificate, because the administrator said so for this host; signatures are still checked.
+#[derive(Debug)]
+struct Unchecked(Arc<rustls::crypto::CryptoProvider>);
+
+impl ServerCertVerifier for Unchecked {
+    fn verify_server_cert(
+        &self,
+        _: &CertificateDer<'_>,
+        _: &[CertificateDer<'_>],
+        _: &ServerName<'_>,
+        _: &[u8],
+        _: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &rustls::DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        rustls::crypto::verify_tls12_signature(message, certificate, signature, &self.0.signature_verification_algorithms)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &rustls::DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        rustls::crypto::verify_tls13_signature(message, certificate, signature, &self.0.signature_verification_algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<rustls::SignatureScheme> {
+        self.0.signature_verification_algorithms.supported_schemes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn locations_are_joined() {
+        let base: Uri = "https://a:1/v2/x/blobs/y".parse().unwrap();
+        for (location, whole) in [
+            ("https://b/z?q=1#f", Some("https://b/z?q=1")),
+            ("//b/z", Some("https://b/z")),
+            ("/z", Some("https://a:1/z")),
+            ("z", Some("https://a:1/v2/x/blobs/z")),
+            ("ftp://b/z", None),
+            ("https://", None),
+        ] {
+            assert_eq!(join(&base, location).map(|uri| uri.to_string()).as_deref(), whole, "{location}");
+        }
+    }
+
+    #[test]
+    fn secrets_of_urls_are_not_shown() {
+        assert_eq!(shown(&"https://u:p@h:1/a?sig=s".parse().unwrap()), "https://h:1/a");
+    }
+
+    #[test]
+    fn a_registrys_words_are_cut_to_size() {
+        assert_eq!(message(br#"{"errors":[{"message":"no\nsuch"}]}"#), ": nosuch");
+        assert_eq!(message(b"<html>"), "");
+    }
+
+    proptest! {
+        #[test]
+        fn any_location_is_read_without_harm(location in "\\PC{0,60}") {
+            let _ = join(&"https://a:1/v2/x".parse().unwrap(), &location);
+            let _ = message(location.as_bytes());
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! Owns: talking with registries: endpoints, tokens, manifests, blobs.
+//! May use: nothing of this crate but configuration, digests and manifests' limits.
+
+mod auth;
+pub mod download;
+mod http;
+
+use crate::manifest::{ACCEPT, MAX_MANIFEST};
+use crate::{Auth, Digest, ImageError, Reference};
+use ::http::header::{ACCEPT as ACCEPT_HEADER, AUTHORIZATION, RANGE, WWW_AUTHENTICATE};
+use ::http::{HeaderMap, HeaderValue, StatusCode, Uri};
+use auth::Challenge;
+pub use http::Http;
+use http::{Answer, header};
+use nacelle_base::{Classify, Kind};
+use std::sync::Arc;
+
+/// One pull's conversation with a registry and its mirrors.
+pub struct Session {
+    http: Arc<Http>,
+    /// Mirrors first, the registry itself last.
+    endpoints: Vec<Endpoint>,
+    /// The registry that the reference names, for mirrors that serve several.
+    registry: String,
+    repository: String,
+}
+
+struct Endpoint {
+    /// `https://host:port` or more, without a slash at the end.
+    base: String,
+    mirror: bool,
+    /// The credentials that it may see.
+    auth: Option<Auth>,
+    /// The Authorization header that worked last.
+    authorization: tokio::sync::Mutex<Option<HeaderValue>>,
+}
+
+impl Session {
+    /// A conversation about one repository.
+    pub fn new(http: Arc<Http>, reference: &Reference, auth: Option<Auth>) -> Result<Session, ImageError> {
+        let registry = reference.registry();
+        let auth = auth.filter(|auth| *auth != Auth::default());
+        let server = auth.as_ref().map(|auth| auth::server(&auth.server_address)).filter(|server| !server.is_empty());
+        let special = http.special(registry);
+        let endpoint = |base: String, mirror: bool| {
+            let base = base.trim_end_matches('/').to_owned();
+            let uri: Uri = base.parse().map_err(|_| ImageError::Url { text: base.clone() })?;
+            let host = uri.authority().map(|authority| authority.as_str().to_owned());
+            let host = host.filter(|_| matches!(uri.scheme_str(), Some("http" | "https")));
+            let host = host.ok_or_else(|| ImageError::Url { text: base.clone() })?;
+            let may_see = match &server {
+                Some(server) => *server == host || !mirror && server == registry,
+                None => !mirror,
+            };
+            let auth = auth.clone().filter(|_| may_see);
+            Ok::<_, ImageError>(Endpoint { base, mirror, auth, authorization: Default::default() })
+        };
+        let mut endpoints = Vec::new();
+        for mirror in &special.mirrors {
+            endpoints.push(endpoint(mirror.clone(), true)?);
+        }
+        let scheme = if special.http { "http" } else { "https" };
+        let host = if registry == "docker.io" { "registry-1.docker.io" } else { registry };
+        endpoints.push(endpoint(format!("{scheme}://{host}"), false)?);
+        Ok(Session { http, endpoints, registry: registry.to_owned(), repository: reference.repository().to_owned() })
+    }
+
+    /// A manifest or index by tag or digest, and its digest. Of the first endpoint that has it.
+    pub async fn manifest(&self, tag: Option<&str>, digest: Option<Digest>) -> Result<(Vec<u8>, Digest), ImageError> {
+        let by_digest = digest.map(|digest| digest.to_string());
+        let name = by_digest.as_deref().or(tag).unwrap_or("latest");
+        let mut last = None;
+        for endpoint in &self.endpoints {
+            let mut tries = 0;
+            loop {
+                match self.manifest_of(endpoint, name, digest).await {
+                    Ok(found) => return Ok(found),
+                    Err(error) if tries < download::TRIES && is_passing(&error) => {
+                        tries += 1;
+                        tracing::debug!(error = %nacelle_base::Chain(&error), tries, "asking for the manifest again");
+                        download::pause(tries).await;
+                    }
+                    Err(error) => {
+                        if endpoint.mirror {
+                            tracing::info!(error = %nacelle_base::Chain(&error), "mirror left out");
+                        }
+                        last = Some(error);
+                        break;
+                    }
+                }
+            }
+        }
+        Err(last.unwrap_or_else(|| ImageError::NotFound { name: name.to_owned() }))
+    }
+
+    async fn manifest_of(
+        &self,
+        endpoint: &Endpoint,
+        name: &str,
+        digest: Option<Digest>,
+    ) -> Result<(Vec<u8>, Digest), ImageError> {
+        let mut headers = HeaderMap::new();
+        headers.insert(ACCEPT_HEADER, HeaderValue::from_static(ACCEPT));
+        let answer = self.get(endpoint, &format!("manifests/{name}"), headers).await?.ok().await?;
+        let what = format!("manifest {name} of {}", self.repository);
+        let bytes = answer.all(MAX_MANIFEST, &what).await?;
+        let got = Digest::of(&bytes);
+        match digest {
+            Some(digest) if digest != got => Err(ImageError::Digest { what, got }),
+            _ => Ok((bytes, got)),
+        }
+    }
+
+    /// A blob from this byte on.
+    async fn blob(&self, endpoint: &Endpoint, digest: Digest, from: u64) -> Result<Answer, ImageError> {
+        let mut headers = HeaderMap::new();
+        if from > 0 {
+            headers.insert(RANGE, header(&format!("bytes={from}-"))?);
+        }
+        self.get(endpoint, &format!("blobs/{digest}"), headers).await
+    }
+
+    /// GET with the credentials that the endpoint wants. A refused answer comes back as it is.
+    async fn get(&self, endpoint: &Endpoint, path: &str, headers: HeaderMap) -> Result<Answer, ImageError> {
+        let query = if endpoint.mirror { format!("?ns={}", self.registry) } else { String::new() };
+        let text = format!("{}/v2/{}/{path}{query}", endpoint.base, self.repository);
+        let url: Uri = text.parse().map_err(|_| ImageError::Url { text })?;
+        let used = endpoint.authorization.lock().await.clone();
+        let answer = self.http.get(&url, with_authorization(&headers, used.as_ref())).await?;
+        if answer.status != StatusCode::UNAUTHORIZED {
+            return Ok(answer);
+        }
+        let mut authorization = endpoint.authorization.lock().await;
+        if *authorization == used {
+            let challenges = answer.headers.get_all(WWW_AUTHENTICATE).iter();
+            let challenges = challenges.filter_map(|value| value.to_str().ok()).flat_map(auth::challenges).collect();
+            match self.authorize(endpoint, challenges).await? {
+                Some(new) => *authorization = Some(new),
+                None => return Ok(answer),
+            }
+        }
+        let now = authorization.clone();
+        drop(authorization);
+        self.http.get(&url, with_authorization(&headers, now.as_ref())).await
+    }
+
+    /// The Authorization header that answers one of these challenges, if we can give one.
+    async fn authorize(
+        &self,
+        endpoint: &Endpoint,
+        challenges: Vec<Challenge>,
+    ) -> Result<Option<HeaderValue>, ImageError> {
+        let auth = endpoint.auth.as_ref();
+        if let Some(token) = auth.map(|auth| &auth.registry_token).filter(|token| !token.is_empty()) {
+            return auth::bearer(token).map(Some);
+        }
+        let bearer = challenges.iter().find(|challenge| challenge.scheme.eq_ignore_ascii_case("bearer"));
+        if let Some(challenge) = bearer {
+            let token = auth::token_for(&self.http, &endpoint.base, &self.repository, challenge, auth).await?;
+            return auth::bearer(&token).map(Some);
+        }
+        let basic = challenges.iter().any(|challenge| challenge.scheme.eq_ignore_ascii_case("basic"));
+        match auth.and_then(auth::basic).filter(|_| basic) {
+            Some(value) => value.map(Some),
+            None => Ok(None),
+        }
+    }
+}
+
+fn with_authorization(headers: &HeaderMap, authorization: Option<&HeaderValue>) -> HeaderMap {
+    let mut headers = headers.clone();
+    if let Some(value) = authorization {
+        headers.insert(AUTHORIZATION, value.clone());
+    }
+    headers
+}
+
+/// Whether asking again soon may help.
+fn is_passing(error: &ImageError) -> bool {
+    match error {
+        ImageError::Request { source, .. } => !source.is_connect(),
+        ImageError::Digest { .. } | ImageError::Protocol { .. } => false,
+        error => matches!(error.kind(), Kind::Unavailable | Kind::Timeout),
+    }
+}

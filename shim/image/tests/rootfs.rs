@@ -1,0 +1,341 @@
+//! Owns: the proof that what a guest mounts is what the layers say: compared file by file with what umoci
+//! unpacks, and with what is expected where tools differ.
+
+mod common;
+
+use common::{Packing, Tar, can_mount, image, look, mount, write_layout};
+use nacelle_image::{Config, ImageConfig, Reference, RunAs, Store};
+use std::collections::HashSet;
+use std::path::Path;
+use std::process::Command;
+use tar::EntryType;
+
+macro_rules! need_mount {
+    () => {
+        if let Err(why) = can_mount() {
+            eprintln!("skipped: {why}");
+            return;
+        }
+    };
+}
+
+async fn load(layers: &[(Vec<u8>, Packing)], folder: &Path) -> (Store, nacelle_image::RootFs) {
+    let image = image(layers);
+    write_layout(&image, &folder.join("layout"), "test:1");
+    let store = Store::open(&folder.join("store"), Config::default()).unwrap();
+    let loaded = store.load(&folder.join("layout"), None).await.unwrap();
+    assert_eq!(loaded[0].id.to_string(), image.config);
+    assert_eq!(loaded[0].names, ["docker.io/library/test:1"]);
+    let rootfs = store.rootfs(&loaded[0].id).await.unwrap();
+    (store, rootfs)
+}
+
+fn noise(length: usize) -> Vec<u8> {
+    let mut state = 1u64;
+    let next = || {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1);
+        (state >> 56) as u8
+    };
+    std::iter::repeat_with(next).take(length).collect()
+}
+
+/// Three layers with everything that layers can hold and on which tools agree.
+fn rich_layers() -> Vec<(Vec<u8>, Packing)> {
+    let long = "long/".to_owned() + &"n".repeat(200) + "/" + &"m".repeat(255);
+    let mut base = Tar::new()
+        .folder("./", 0o755)
+        .folder("bin", 0o1777)
+        .file("bin/sh", 0o4755, &noise(300_000))
+        .file("bin/empty", 0o600, b"")
+        .file("bin/exactly", 0o644, &noise(8192))
+        .link(EntryType::Link, "bin/hard", "bin/sh")
+        .link(EntryType::Symlink, "bin/soft", "../bin/sh")
+        .link(EntryType::Symlink, "lib", "usr/lib")
+        .link(EntryType::Symlink, "far", &("d/".repeat(1000) + "x"))
+        .folder("usr/lib", 0o755)
+        .folder("long", 0o755)
+        .folder(&long[..205], 0o755)
+        .file(&long, 0o644, b"long")
+        .device(EntryType::Char, "null", 1, 3)
+        .device(EntryType::Block, "disk", 259, 1000)
+        .device(EntryType::Fifo, "pipe", 0, 0)
+        .pax(&[("SCHILY.xattr.user.colour", b"blue"), ("SCHILY.xattr.user.bytes", b"\0\x01\xff"), ("mtime", b"1234.567890123")])
+        .file("attributes", 0o644, b"a")
+        .pax(&[("SCHILY.xattr.security.capability", &[1, 0, 0, 2, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0])])
+        .file("ping", 0o755, b"p")
+        .pax(&[("uid", b"3000000"), ("gid", b"4000000000")])
+        .file("owner", 0o644, b"o")
+        .folder("opaque", 0o755)
+        .file("opaque/below", 0o644, b"1")
+        .folder("opaque/sub", 0o755)
+        .file("opaque/sub/below", 0o644, b"1")
+        .folder("gone", 0o755)
+        .file("gone/file", 0o644, b"1")
+        .file("gone-too", 0o644, b"1")
+        .file("becomes-folder", 0o644, b"1")
+        .folder("becomes-file", 0o755)
+        .file("becomes-file/x", 0o644, b"1")
+        .file("replaced", 0o644, b"old");
+    base = base.raw(b"not-\xff-utf8", EntryType::Regular, b"", b"bytes");
+    base = base.folder("many", 0o755);
+    for number in 0..700 {
+        base = base.file(&format!("many/file-{number:04}"), 0o644, format!("{number}").as_bytes());
+    }
+    let middle = Tar::new()
+        .file("opaque/.wh..wh..opq", 0o644, b"")
+        .file("opaque/above", 0o644, b"2")
+        .file(".wh.gone", 0o644, b"")
+        .file(".wh.gone-too", 0o644, b"")
+        .file("many/.wh.file-0005", 0o644, b"")
+        .folder("becomes-folder", 0o700)
+        .file("becomes-folder/x", 0o644, b"2")
+        .file("becomes-file", 0o644, b"2")
+        .file("replaced", 0o600, b"new")
+        .file("lib/through-link", 0o644, b"2")
+        .file("bin/another", 0o644, b"2");
+    let top = Tar::new().folder("gone", 0o711).file("gone/again", 0o644, b"3").file("opaque/sub", 0o644, b"3");
+    vec![(base.done(), Packing::Gzip), (middle.done(), Packing::Gzip), (top.done(), Packing::Gzip)]
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_same_as_umoci_unpacks() {
+    need_mount!();
+    if Command::new("umoci").arg("--version").output().is_err() {
+        eprintln!("skipped: there is no umoci");
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (_store, rootfs) = load(&rich_layers(), folder.path()).await;
+    let mounted = mount(&rootfs.disk);
+    let bundle = folder.path().join("bundle");
+    // umoci takes the bare tag for a name.
+    let layout = folder.path().join("layout");
+    let index = std::fs::read_to_string(layout.join("index.json")).unwrap().replace("test:1", "t");
+    std::fs::write(layout.join("index.json"), index).unwrap();
+    let unpacked = Command::new("umoci").arg("unpack").arg("--image").arg(format!("{}:t", layout.display())).arg(&bundle).output();
+    let unpacked = unpacked.unwrap();
+    assert!(unpacked.status.success(), "{}", String::from_utf8_lossy(&unpacked.stderr));
+    let mut theirs = look(&bundle.join("rootfs"));
+    let ours = look(&mounted.path);
+    assert_eq!(ours.keys().collect::<Vec<_>>(), theirs.keys().collect::<Vec<_>>());
+    for (path, ours) in &ours {
+        let theirs = theirs.get_mut(path).unwrap();
+        if theirs.mode & 0o170000 == 0o040000 {
+            // Folders of ext4 and tmpfs count differently, and umoci's times of changed folders are those of the change.
+            theirs.names = ours.names;
+            theirs.time = ours.time;
+        }
+        assert_eq!(ours, theirs, "{}", String::from_utf8_lossy(path));
+    }
+    assert!(ours.len() > 700 && !ours.contains_key(b"gone/file".as_slice()));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn folders_have_their_times_and_counts() {
+    need_mount!();
+    let folder = tempfile::tempdir().unwrap();
+    let (_store, rootfs) = load(&rich_layers(), folder.path()).await;
+    let mounted = mount(&rootfs.disk);
+    let seen = look(&mounted.path);
+    assert_eq!(seen[b"opaque".as_slice()].names, 2);
+    assert_eq!(seen[b"usr".as_slice()].names, 3);
+    assert_eq!(seen[b"bin".as_slice()].time, (1_700_000_000, 0));
+    assert_eq!(seen[b"attributes".as_slice()].time, (1234, 567_890_123));
+    assert_eq!(seen[b"owner".as_slice()].owner, (3_000_000, 4_000_000_000));
+    assert_eq!(seen[b"bin/hard".as_slice()].names, 2);
+    assert_eq!(seen[b"becomes-file".as_slice()].names, 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn layers_that_try_to_leave_the_root_do_not() {
+    need_mount!();
+    let folder = tempfile::tempdir().unwrap();
+    let outside = folder.path().join("outside");
+    std::fs::create_dir(&outside).unwrap();
+    let tar = Tar::new()
+        .raw(b"../../../dotdot", EntryType::Regular, b"", b"1")
+        .raw(b"/absolute", EntryType::Regular, b"", b"2")
+        .raw(b"a/../../b", EntryType::Regular, b"", b"3")
+        .link(EntryType::Symlink, "escape", outside.to_str().unwrap())
+        .file("escape/file", 0o644, b"4")
+        .link(EntryType::Symlink, "up", "../../../../../etc")
+        .file("up/passwd", 0o644, b"5")
+        .raw(b"hard", EntryType::Link, b"../../../../dotdot", b"")
+        .done();
+    let (_store, rootfs) = load(&[(tar, Packing::Zstd)], folder.path()).await;
+    let mounted = mount(&rootfs.disk);
+    let read = |path: &str| std::fs::read(mounted.path.join(path)).unwrap();
+    assert_eq!((read("dotdot"), read("absolute"), read("b")), (b"1".into(), b"2".into(), b"3".into()));
+    assert_eq!((read("etc/passwd"), read("hard")), (b"5".into(), b"1".into()));
+    assert_eq!(read(&outside.strip_prefix("/").unwrap().join("file").display().to_string()), b"4");
+    assert_eq!(std::fs::read_dir(&outside).unwrap().count(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn layers_that_contradict_themselves_are_refused() {
+    let bad = [
+        Tar::new().link(EntryType::Link, "a", "missing").done(),
+        Tar::new().folder("d", 0o755).link(EntryType::Link, "a", "d").done(),
+        Tar::new().file("f", 0o644, b"").file("f/x", 0o644, b"").done(),
+        Tar::new().link(EntryType::Symlink, "l", "l").file("l/x", 0o644, b"").done(),
+        Tar::new().raw(b"./", EntryType::Regular, b"", b"x").done(),
+        Tar::new().raw(b"x", EntryType::Symlink, b"", b"").done(),
+        Tar::new().raw(b".wh.", EntryType::Regular, b"", b"").done(),
+        Tar::new().file("f", 0o644, &noise(5000)).done()[..3000].to_vec(),
+        noise(10_000),
+    ];
+    for tar in bad {
+        let folder = tempfile::tempdir().unwrap();
+        write_layout(&image(&[(tar, Packing::Plain)]), &folder.path().join("layout"), "x:1");
+        let store = Store::open(&folder.path().join("store"), Config::default()).unwrap();
+        let error = store.load(&folder.path().join("layout"), None).await.unwrap_err();
+        assert_eq!(nacelle_base::Classify::kind(&error), nacelle_base::Kind::Invalid, "{error:?}");
+        assert!(store.list().is_empty());
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn sparse_files_of_every_format_keep_their_holes() {
+    need_mount!();
+    let folder = tempfile::tempdir().unwrap();
+    let source = folder.path().join("source");
+    std::fs::create_dir(&source).unwrap();
+    let file = std::fs::File::create(source.join("sparse")).unwrap();
+    for (offset, length) in [(5000, 10_000), (3 << 20, 4096), (5 << 30, 70_000)] {
+        std::os::unix::fs::FileExt::write_all_at(&file, &noise(length), offset).unwrap();
+    }
+    file.set_len((5 << 30) + (1 << 20)).unwrap();
+    let hash = |path: &Path| {
+        use std::os::unix::fs::FileExt;
+        let file = std::fs::File::open(path).unwrap();
+        let mut buffer = vec![0; 200_000];
+        [4000, (3 << 20) - 1000, (5 << 30) - 50_000].map(|offset| {
+            file.read_exact_at(&mut buffer, offset).unwrap();
+            common::digest(&buffer)
+        })
+    };
+    let mut lengths = HashSet::new();
+    for (number, format) in [
+        vec!["--format=gnu"],
+        vec!["--format=posix", "--sparse-version=0.0"],
+        vec!["--format=posix", "--sparse-version=0.1"],
+        vec!["--format=posix", "--sparse-version=1.0"],
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let tar = Command::new("tar").args(&format).args(["-S", "-C"]).arg(&source).args(["-cf", "-", "sparse"]).output().unwrap();
+        assert!(tar.status.success() && tar.stdout.len() < 1 << 20, "{format:?}");
+        let place = folder.path().join(number.to_string());
+        std::fs::create_dir(&place).unwrap();
+        let (_store, rootfs) = load(&[(tar.stdout, Packing::Gzip)], &place).await;
+        lengths.insert(rootfs.disk.extents[1].length);
+        assert!(rootfs.disk.length() < 16 << 20, "{format:?}");
+        let mounted = mount(&rootfs.disk);
+        let path = mounted.path.join("sparse");
+        assert_eq!(std::fs::metadata(&path).unwrap().len(), (5 << 30) + (1 << 20), "{format:?}");
+        assert_eq!(hash(&path), hash(&source.join("sparse")), "{format:?}");
+    }
+    assert_eq!(lengths.len(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_same_layers_give_the_same_bytes_and_all_packings_the_same_layer() {
+    let tar = rich_layers().remove(0).0;
+    let mut metadata = HashSet::new();
+    for packing in [Packing::Plain, Packing::Gzip, Packing::Zstd] {
+        let folder = tempfile::tempdir().unwrap();
+        let (_store, rootfs) = load(&[(tar.clone(), packing)], folder.path()).await;
+        let bytes: Vec<_> = rootfs.disk.extents.iter().map(|extent| std::fs::read(&extent.path).unwrap()).collect();
+        metadata.insert(common::digest(&bytes.concat()));
+    }
+    assert_eq!(metadata.len(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn erofs_utils_agree() {
+    let folder = tempfile::tempdir().unwrap();
+    let (_store, rootfs) = load(&rich_layers(), folder.path()).await;
+    let Ok(dump) = Command::new("dump.erofs").arg("-s").arg(&rootfs.disk.extents[0].path).output() else {
+        eprintln!("skipped: there is no dump.erofs");
+        return;
+    };
+    let text = String::from_utf8_lossy(&dump.stdout);
+    assert!(dump.status.success(), "{text}{}", String::from_utf8_lossy(&dump.stderr));
+    assert!(text.contains("0xE0F5E1E2"), "{text}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_image_is_described_kept_while_in_use_and_then_gone() {
+    let folder = tempfile::tempdir().unwrap();
+    let (store, rootfs) = load(&rich_layers(), folder.path()).await;
+    let [record] = store.list().try_into().unwrap();
+    let id = record.id;
+    assert_eq!(store.status("test:1").unwrap(), Some(record.clone()));
+    assert_eq!((record.user, record.pinned), (RunAs::Uid(1000), false));
+    assert!(record.size > 300_000);
+    assert_eq!(rootfs.config, ImageConfig {
+        cmd: vec!["/bin/sh".into()],
+        env: vec!["A=b".into()],
+        user: "1000:1000".into(),
+        working_dir: "/w".into(),
+        labels: [("l".to_owned(), "v".to_owned())].into(),
+        ..ImageConfig::default()
+    });
+    let full = store.fs_info().await.unwrap();
+    let in_use = HashSet::from([id]);
+    store.remove("test:1", &in_use).await.unwrap();
+    assert!(store.list().is_empty() && store.status("test:1").unwrap().is_none());
+    assert_eq!(store.rootfs(&id).await.unwrap(), rootfs);
+    drop(store);
+    let store = Store::open(&folder.path().join("store"), Config::default()).unwrap();
+    assert_eq!(store.rootfs(&id).await.unwrap(), rootfs);
+    store.collect(&in_use).await.unwrap();
+    assert!(rootfs.disk.extents.iter().all(|extent| extent.path.exists()));
+    store.collect(&HashSet::new()).await.unwrap();
+    assert!(store.rootfs(&id).await.is_err());
+    assert!(rootfs.disk.extents.iter().all(|extent| !extent.path.exists()));
+    let empty = store.fs_info().await.unwrap();
+    assert!(empty.used_bytes + 300_000 < full.used_bytes && empty.inodes_used <= 2, "{empty:?} {full:?}");
+    store.remove("test:1", &HashSet::new()).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn archives_of_all_kinds_are_loaded() {
+    let folder = tempfile::tempdir().unwrap();
+    let image = image(&rich_layers());
+    let layout = folder.path().join("layout");
+    write_layout(&image, &layout, "localhost/x:1");
+    let oci = folder.path().join("oci.tar");
+    assert!(Command::new("tar").arg("-C").arg(&layout).arg("-cf").arg(&oci).arg(".").status().unwrap().success());
+    let mut docker = tar::Builder::new(std::fs::File::create(folder.path().join("docker.tar")).unwrap());
+    let mut add = |name: &str, bytes: &[u8]| {
+        docker.append_data(&mut Tar::header(EntryType::Regular, 0o644, bytes.len() as u64), name, bytes).unwrap();
+    };
+    let mut names = Vec::new();
+    for (number, (tar, _)) in rich_layers().iter().enumerate() {
+        names.push(format!("{number}/layer.tar"));
+        add(&names[number], tar);
+    }
+    add("config.json", &image.blobs[&image.config]);
+    let list = serde_json::json!([{"Config": "config.json", "RepoTags": ["busybox:9"], "Layers": names}]);
+    add("manifest.json", &serde_json::to_vec(&list).unwrap());
+    docker.finish().unwrap();
+    for (path, name, tags) in [
+        (layout, None, vec!["localhost/x:1"]),
+        (oci, Some("extra"), vec!["docker.io/library/extra:latest", "localhost/x:1"]),
+        (folder.path().join("docker.tar"), None, vec!["docker.io/library/busybox:9"]),
+    ] {
+        let place = tempfile::tempdir().unwrap();
+        let store = Store::open(place.path(), Config::default()).unwrap();
+        let name = name.map(|name| Reference::parse(name).unwrap());
+        let loaded = store.load(&path, name.as_ref()).await.unwrap();
+        assert_eq!((loaded.len(), loaded[0].id.to_string()), (1, image.config.clone()));
+        assert_eq!(loaded[0].names, tags);
+        assert_eq!(store.rootfs(&loaded[0].id).await.unwrap().disk.extents.len(), 4);
+    }
+    let store = Store::open(&folder.path().join("store"), Config::default()).unwrap();
+    for path in [folder.path().join("nothing"), folder.path().to_owned()] {
+        assert!(store.load(&path, None).await.is_err());
+    }
+}
