@@ -17,7 +17,6 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
-use tokio::io::unix::AsyncFd;
 use tokio::time::{Instant, timeout, timeout_at};
 use tonic::transport::{Channel, Endpoint, Uri};
 
@@ -177,7 +176,8 @@ pub async fn connect(dir: &Path) -> Result<PodClient, ClientError> {
     let socket = dir.join(crate::SOCKET_FILE);
     let path = socket.clone();
     // The address is never looked at: the connector knows where to go.
-    let channel = Endpoint::from_static("http://pod").connect_with_connector(tower::service_fn(move |_: Uri| {
+    let endpoint = Endpoint::from_static("http://pod");
+    let channel = endpoint.connect_with_connector(tower::service_fn(move |_: Uri| {
         let path = path.clone();
         async move { Ok::<_, io::Error>(TokioIo::new(tokio::net::UnixStream::connect(path).await?)) }
     }));
@@ -193,12 +193,12 @@ pub async fn connect(dir: &Path) -> Result<PodClient, ClientError> {
 /// marked as lost. Kills exactly the process that was started here, if it still runs; the machine dies with it.
 /// Asking again is fine. None: the process never came so far as to record anything.
 pub async fn clean_up(dir: &Path) -> Result<Option<PodRecord>, ClientError> {
-    if let Some(identity) = Identity::read(dir)? {
-        if let Some(pidfd) = identity.open()? {
-            let failed = |what| move |source| IdentityError::Process { what, pid: identity.pid, source };
-            sys::pidfd_send(&pidfd, libc::SIGKILL).map_err(failed("kill"))?;
-            ended(pidfd).await?.map_err(failed("wait for"))?;
-        }
+    if let Some(identity) = Identity::read(dir)?
+        && let Some(pidfd) = identity.open()?
+    {
+        let failed = |what| move |source| IdentityError::Process { what, pid: identity.pid, source };
+        sys::pidfd_send(&pidfd, libc::SIGKILL).map_err(failed("kill"))?;
+        ended(pidfd).await?.map_err(failed("wait for"))?;
     }
     for file in [crate::SOCKET_FILE, crate::SCRATCH_FILE] {
         remove_if_there(&dir.join(file))?;
@@ -214,7 +214,7 @@ pub async fn clean_up(dir: &Path) -> Result<Option<PodRecord>, ClientError> {
 
 /// Waits until a process has ended: its handle becomes readable.
 async fn ended(pidfd: OwnedFd) -> Result<io::Result<()>, ClientError> {
-    let pidfd = match AsyncFd::with_interest(pidfd, tokio::io::Interest::READABLE) {
+    let pidfd = match sys::readable(pidfd) {
         Ok(pidfd) => pidfd,
         Err(error) => return Ok(Err(error)),
     };

@@ -2,16 +2,35 @@
 //! the daemon's client for it. docs/pod-process.md is the map.
 //! May use: `base`, `proto`, `engine`, `net`. Knows no CRI.
 
+mod actor;
+mod agent;
+mod boot;
 pub mod client;
 pub mod codes;
+mod container;
+mod error;
+mod exec;
 pub mod identity;
+mod images;
+mod log;
+mod machine;
+mod process;
 pub mod record;
+pub mod scratch;
+mod server;
 pub mod spec;
-
+mod state;
 mod sys;
+mod teardown;
 
+pub use error::PodError;
+
+use nacelle_base::Chain;
+use nacelle_engine::qemu::Qemu;
+use nacelle_engine::{Engine, EngineKind};
 use std::path::Path;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 /// The socket on which the process answers, in its run directory; mode 0600.
 pub const SOCKET_FILE: &str = "pod.sock";
@@ -20,13 +39,24 @@ pub const SCRATCH_FILE: &str = "scratch.ext4";
 
 /// The pod process: serves the pod in `dir` until it is stopped. The exit code is 0 after an orderly stop.
 pub fn run(dir: &Path) -> ExitCode {
-    match spec::PodSpec::read(dir) {
-        Ok(spec) => {
-            tracing::info!(pod = %spec.id, "pod process");
-            ExitCode::SUCCESS
+    run_with(dir, |spec| {
+        let accelerator = match spec.engine.accelerator {
+            spec::Accelerator::Kvm => nacelle_engine::Accelerator::Kvm,
+            spec::Accelerator::Tcg => nacelle_engine::Accelerator::Tcg,
+        };
+        match spec.engine.kind {
+            EngineKind::Qemu => Arc::new(Qemu::new(&spec.engine.binary, accelerator)),
         }
+    })
+}
+
+/// As [`run`], with an engine of the caller's choice.
+pub fn run_with(dir: &Path, engine: impl FnOnce(&spec::PodSpec) -> Arc<dyn Engine>) -> ExitCode {
+    match process::run(dir, engine) {
+        Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            tracing::error!("{}", nacelle_base::Chain(&error));
+            // For whoever started it: it may have no log yet but its standard error.
+            tracing::error!("{}", Chain(&error));
             ExitCode::FAILURE
         }
     }

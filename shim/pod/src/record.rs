@@ -158,6 +158,11 @@ impl PodRecord {
             self.phase = Phase::Stopped;
             self.failure = why.to_owned();
         }
+        self.lose_containers(why, now);
+    }
+
+    /// The containers' part of [`PodRecord::lose`].
+    pub fn lose_containers(&mut self, why: &str, now: i64) {
         for container in self.containers.iter_mut().filter(|c| c.phase != ContainerPhase::Exited) {
             container.phase = ContainerPhase::Exited;
             container.exit_code = LOST;

@@ -3,8 +3,11 @@
 
 #![allow(unsafe_code, reason = "pre_exec, close_range and the pidfd calls have no safe wrapper in nix or std")]
 
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
 
 /// The child becomes leader of a new session and inherits no descriptor but its standard streams.
 pub(crate) fn detach(command: &mut tokio::process::Command) {
@@ -45,4 +48,17 @@ pub(crate) fn pidfd_send(pidfd: &OwnedFd, signal: i32) -> io::Result<()> {
     }
     let error = io::Error::last_os_error();
     if error.raw_os_error() == Some(libc::ESRCH) { Ok(()) } else { Err(error) }
+}
+
+/// Lets the runtime wait until the handle is readable: until its process has ended.
+pub(crate) fn readable(pidfd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
+    // SAFETY: an OwnedFd is open and answers with the same descriptor for as long as it lives.
+    unsafe { AsyncFd::register_with_interest(pidfd, Interest::READABLE) }.map_err(Into::into)
+}
+
+/// Makes `target` share all blocks of `source`, where the file system can do that.
+pub(crate) fn clone_file(source: &File, target: &File) -> io::Result<()> {
+    // SAFETY: both descriptors are open; FICLONE takes a descriptor as its argument and touches no memory.
+    let rc = unsafe { libc::ioctl(target.as_raw_fd(), libc::FICLONE, source.as_raw_fd()) };
+    if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }

@@ -1,0 +1,240 @@
+//! Owns: asking the agent: its gRPC service and its streams, each with a deadline. The agent is not trusted: replies
+//! are bounded, texts are cut, and no wait is without an end.
+//! Threads: any; an [`Agent`] is cheap to clone.
+
+use crate::codes;
+use crate::error::{PodError, guest_text};
+use crate::machine::blocking;
+use hyper_util::rt::TokioIo;
+use nacelle_engine::{GuestLink, LinkError};
+use nacelle_proto::agent as proto;
+use prost::Message;
+use proto::agent_client::AgentClient;
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::{Response, Status};
+
+/// Where the agent's boot handshake arrives on the host.
+pub const BOOT_PORT: u32 = 1024;
+/// The agent's gRPC service.
+const RPC_PORT: u32 = 1025;
+/// The agent's streams.
+const STREAM_PORT: u32 = 1026;
+
+/// The longest framed message.
+const MAX_FRAME: usize = 1 << 20;
+/// The longest text of the agent's that is passed on.
+const MAX_TEXT: usize = 1024;
+/// One long-poll of Wait.
+const WAIT_SLICE: Duration = Duration::from_secs(30);
+
+/// The agent of one guest.
+#[derive(Clone)]
+pub struct Agent {
+    rpc: AgentClient<Channel>,
+    link: Arc<dyn GuestLink>,
+    limit: Duration,
+}
+
+impl Agent {
+    /// For the agent at the end of this link; each request may take `limit`. Connects with the first request.
+    pub fn new(link: Arc<dyn GuestLink>, limit: Duration) -> Self {
+        let connector = {
+            let link = Arc::clone(&link);
+            tower::service_fn(move |_: Uri| {
+                let link = Arc::clone(&link);
+                async move {
+                    let stream = connect(link, RPC_PORT, limit).await?;
+                    Ok::<_, PodError>(TokioIo::new(tokio_stream_of(stream)?))
+                }
+            })
+        };
+        // The address is never looked at: the connector knows where to go.
+        let channel = Endpoint::from_static("http://agent").connect_with_connector_lazy(connector);
+        Self { rpc: AgentClient::new(channel), link, limit }
+    }
+
+    async fn call<T>(
+        &self,
+        what: &'static str,
+        limit: Duration,
+        answer: impl Future<Output = Result<Response<T>, Status>>,
+    ) -> Result<T, PodError> {
+        match tokio::time::timeout(limit, answer).await {
+            Err(_elapsed) => Err(PodError::TooSlow { what, limit }),
+            Ok(Ok(response)) => Ok(response.into_inner()),
+            Ok(Err(status)) => {
+                let message = guest_text(status.message(), MAX_TEXT);
+                Err(PodError::Agent { what, kind: codes::kind(&status), message })
+            }
+        }
+    }
+
+    /// Mounts an image.
+    pub async fn attach_image(&self, request: proto::AttachImageRequest) -> Result<(), PodError> {
+        let answer = self.call("attach an image", self.limit, self.rpc.clone().attach_image(request)).await;
+        answer.map(drop)
+    }
+
+    /// Unmounts an image.
+    pub async fn detach_image(&self, partition: u32) -> Result<(), PodError> {
+        let request = proto::DetachImageRequest { partition };
+        self.call("detach an image", self.limit, self.rpc.clone().detach_image(request)).await.map(drop)
+    }
+
+    /// Makes a container.
+    pub async fn create_container(
+        &self,
+        request: proto::CreateContainerRequest,
+    ) -> Result<proto::CreateContainerResponse, PodError> {
+        self.call("create the container", self.limit, self.rpc.clone().create_container(request)).await
+    }
+
+    /// Starts a container.
+    pub async fn start_container(&self, id: &str) -> Result<(), PodError> {
+        let request = proto::ContainerRef { id: id.to_owned() };
+        self.call("start the container", self.limit, self.rpc.clone().start_container(request)).await.map(drop)
+    }
+
+    /// Sends a signal to a container's first process, or to an exec.
+    pub async fn signal(&self, id: &str, exec_id: &str, signal: u32, all: bool) -> Result<(), PodError> {
+        let request = proto::SignalRequest { id: id.to_owned(), exec_id: exec_id.to_owned(), signal, all };
+        self.call("send a signal", self.limit, self.rpc.clone().signal(request)).await.map(drop)
+    }
+
+    /// Waits for the exit of a container or an exec; none: it runs on after a long while.
+    pub async fn wait(&self, id: &str, exec_id: &str) -> Result<Option<proto::Exit>, PodError> {
+        let timeout_ms = u32::try_from(WAIT_SLICE.as_millis()).unwrap_or(u32::MAX);
+        let request = proto::WaitRequest { id: id.to_owned(), exec_id: exec_id.to_owned(), timeout_ms };
+        let limit = WAIT_SLICE + self.limit;
+        Ok(self.call("wait for a process", limit, self.rpc.clone().wait(request)).await?.exit)
+    }
+
+    /// Kills what is left of a container and removes it.
+    pub async fn remove_container(&self, id: &str) -> Result<(), PodError> {
+        let request = proto::ContainerRef { id: id.to_owned() };
+        self.call("remove the container", self.limit, self.rpc.clone().remove_container(request)).await.map(drop)
+    }
+
+    /// Starts a process in a container.
+    pub async fn exec(&self, request: proto::ExecRequest) -> Result<(), PodError> {
+        self.call("start the command", self.limit, self.rpc.clone().exec(request)).await.map(drop)
+    }
+
+    /// Asks the guest to power off.
+    pub async fn shutdown(&self, limit: Duration) -> Result<(), PodError> {
+        self.call("shut down", limit, self.rpc.clone().shutdown(proto::Empty {})).await.map(drop)
+    }
+
+    /// Connects one stream of a process. The result is a blocking stream.
+    pub async fn open_stream(&self, id: &str, exec_id: &str, stream: proto::Stream) -> Result<UnixStream, PodError> {
+        let open = proto::StreamOpen { id: id.to_owned(), exec_id: exec_id.to_owned(), stream: stream.into() };
+        let mut stream = tokio_stream_of(connect(Arc::clone(&self.link), STREAM_PORT, self.limit).await?)?;
+        let failed = |source| PodError::Stream { what: "open a stream", source };
+        write_frame(&mut stream, &open, self.limit).await?;
+        let stream = stream.into_std().map_err(failed)?;
+        stream.set_nonblocking(false).map_err(failed)?;
+        Ok(stream)
+    }
+}
+
+/// Connects to a port of the guest; asks again while the agent does not listen yet.
+async fn connect(link: Arc<dyn GuestLink>, port: u32, limit: Duration) -> Result<UnixStream, PodError> {
+    let deadline = Instant::now() + limit;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let asked = Arc::clone(&link);
+        match blocking("a connection", move || asked.connect(port, left)).await? {
+            Err(LinkError::Refused { .. }) if !left.is_zero() => {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+            other => return other.map_err(|source| PodError::Link { what: "connect to the agent", source }),
+        }
+    }
+}
+
+/// A stream of the link for the runtime.
+pub fn tokio_stream_of(stream: UnixStream) -> Result<tokio::net::UnixStream, PodError> {
+    let failed = |source: io::Error| PodError::Stream { what: "set up a stream", source };
+    stream.set_nonblocking(true).map_err(failed)?;
+    tokio::net::UnixStream::from_std(stream).map_err(failed)
+}
+
+/// Writes one framed message.
+pub async fn write_frame(
+    stream: &mut tokio::net::UnixStream,
+    message: &impl Message,
+    limit: Duration,
+) -> Result<(), PodError> {
+    let what = "write to the agent";
+    let length = message.encoded_len();
+    if length > MAX_FRAME {
+        return Err(PodError::Garbled { what: "configuration (too long)" });
+    }
+    let mut frame = Vec::with_capacity(length + 4);
+    frame.extend_from_slice(&u32::try_from(length).unwrap_or(u32::MAX).to_le_bytes());
+    frame.extend_from_slice(&message.encode_to_vec());
+    let written = tokio::time::timeout(limit, stream.write_all(&frame)).await;
+    written.map_err(|_elapsed| PodError::TooSlow { what, limit })?.map_err(|source| PodError::Stream { what, source })
+}
+
+/// Reads one framed message.
+pub async fn read_frame<M: Message + Default>(
+    stream: &mut (impl tokio::io::AsyncRead + Unpin),
+    what: &'static str,
+    limit: Duration,
+) -> Result<M, PodError> {
+    let read = async {
+        let length = usize::try_from(stream.read_u32_le().await?).unwrap_or(usize::MAX);
+        if length > MAX_FRAME {
+            return Ok(None);
+        }
+        // Grows with what arrives, not with what is announced.
+        let mut bytes = Vec::new();
+        let count = u64::try_from(length).unwrap_or(u64::MAX);
+        stream.take(count).read_to_end(&mut bytes).await?;
+        Ok::<_, io::Error>(Some(bytes).filter(|bytes| bytes.len() == length))
+    };
+    let bytes = tokio::time::timeout(limit, read).await.map_err(|_elapsed| PodError::TooSlow { what, limit })?;
+    let bytes = bytes.map_err(|source| PodError::Stream { what, source })?.ok_or(PodError::Garbled { what })?;
+    M::decode(bytes.as_slice()).map_err(|_not_protobuf| PodError::Garbled { what })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn read(bytes: &[u8]) -> Result<proto::AgentHello, PodError> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        let mut bytes = bytes;
+        runtime.block_on(read_frame(&mut bytes, "hello", Duration::from_secs(60)))
+    }
+
+    #[test]
+    fn a_frame_is_read() {
+        let hello = proto::AgentHello { protocol: 1, agent_version: "a".into(), kernel_release: "k".into() };
+        let body = hello.encode_to_vec();
+        let frame = [&u32::try_from(body.len()).unwrap().to_le_bytes()[..], &body].concat();
+        assert_eq!(read(&frame).unwrap(), hello);
+        assert!(matches!(read(&frame[..frame.len() - 1]), Err(PodError::Garbled { .. })));
+        assert!(matches!(read(&frame[..3]), Err(PodError::Stream { .. })));
+        assert!(matches!(read(&[0xff; 64]), Err(PodError::Garbled { .. })));
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(256))]
+        #[test]
+        fn no_bytes_make_it_panic(mut bytes in prop::collection::vec(any::<u8>(), 0..64), length in 0u8..64) {
+            let _ = read(&bytes);
+            if let Some(start) = bytes.get_mut(..4) {
+                start.copy_from_slice(&[length, 0, 0, 0]);
+                let _ = read(&bytes);
+            }
+        }
+    }
+}

@@ -1,0 +1,180 @@
+//! Owns: the handshake with the agent, from its hello to a configured guest. Holds nothing that must be given back,
+//! so it may be cancelled at any point.
+
+use crate::agent::{Agent, read_frame, tokio_stream_of, write_frame};
+use crate::error::{PodError, guest_text};
+use crate::machine::{IMAGE_DISK, SCRATCH_DISK, blocking, join_taps, random};
+use crate::spec::PodSpec;
+use nacelle_engine::{GuestLink, Incoming};
+use nacelle_net::NetNs;
+use nacelle_proto::{agent as proto, pod};
+use std::sync::Arc;
+use tokio::sync::watch;
+
+/// The pod's network, once the daemon has said it.
+pub type Network = watch::Receiver<Option<Arc<pod::ConfigureRequest>>>;
+
+/// A guest that is ready for containers.
+pub struct Ready {
+    /// Its agent.
+    pub agent: Agent,
+    /// What the agent said of itself and its kernel, cut.
+    pub answer: pod::ConfigureResponse,
+}
+
+const PROTOCOL: u32 = 1;
+const MAX_NAME: usize = 128;
+
+/// Whether a network fits the machine: its interfaces are the first of the specification's, in that order.
+pub fn check(spec: &PodSpec, request: &pod::ConfigureRequest) -> Result<(), PodError> {
+    let known = spec.network.as_ref().map(|network| network.interfaces.as_slice()).unwrap_or_default();
+    for (n, interface) in request.interfaces.iter().enumerate() {
+        let field = |field, value, rule| Err(PodError::Field { field, value, rule });
+        if known.get(n) != Some(&interface.name) {
+            return field(
+                "interfaces[].name",
+                interface.name.clone(),
+                "the interfaces of the specification are expected, in its order",
+            );
+        }
+        if interface.mac.len() != 6 {
+            return field("interfaces[].mac", format!("{:?}", interface.mac), "6 bytes are expected");
+        }
+    }
+    Ok(())
+}
+
+/// Waits for the agent and for the network, whichever is later; joins taps; configures the guest.
+pub async fn greet(
+    spec: &PodSpec,
+    incoming: Box<dyn Incoming>,
+    link: Arc<dyn GuestLink>,
+    netns: Option<Arc<NetNs>>,
+    mut network: Network,
+) -> Result<Ready, PodError> {
+    let limit = spec.timeouts.boot();
+    let hello = async {
+        let accepted = blocking("the agent's hello", move || incoming.accept(limit)).await?;
+        let stream = accepted.map_err(|source| PodError::Link { what: "hear the guest's agent", source })?;
+        let mut stream = tokio_stream_of(stream)?;
+        let hello: proto::AgentHello = read_frame(&mut stream, "hello", limit).await?;
+        if hello.protocol != PROTOCOL {
+            return Err(PodError::Protocol { got: hello.protocol });
+        }
+        tracing::info!(kernel = guest_text(&hello.kernel_release, MAX_NAME), "the agent says hello");
+        Ok((stream, hello))
+    };
+    let network = async {
+        let network = network.wait_for(Option::is_some).await.map_err(|_closed| PodError::Ending)?.clone();
+        let network = network.ok_or(PodError::Ending)?;
+        if let Some(netns) = netns {
+            let names = network.interfaces.iter().map(|interface| interface.name.clone()).collect();
+            join_taps(netns, names).await?;
+        }
+        Ok(network)
+    };
+    let ((mut stream, hello), network) = tokio::try_join!(hello, network)?;
+
+    write_frame(&mut stream, &config(spec, &network)?, spec.timeouts.configure()).await?;
+    let report: proto::BootReport = read_frame(&mut stream, "report", spec.timeouts.configure()).await?;
+    if !report.error.is_empty() {
+        return Err(PodError::Guest { message: guest_text(&report.error, 1024) });
+    }
+    let answer = pod::ConfigureResponse {
+        kernel_release: guest_text(&hello.kernel_release, MAX_NAME),
+        agent_version: guest_text(&hello.agent_version, MAX_NAME),
+    };
+    Ok(Ready { agent: Agent::new(link, spec.timeouts.call()), answer })
+}
+
+fn config(spec: &PodSpec, network: &pod::ConfigureRequest) -> Result<proto::BootConfig, PodError> {
+    let mut entropy = vec![0; 64];
+    random(&mut entropy)?;
+    let number = |disk: usize| u32::try_from(disk).unwrap_or(u32::MAX);
+    let interfaces = network.interfaces.iter().map(|interface| proto::Interface {
+        name: interface.name.clone(),
+        mac: interface.mac.clone(),
+        mtu: interface.mtu,
+        addresses: interface.addresses.clone(),
+    });
+    let routes = network.routes.iter().map(|route| proto::Route {
+        destination: route.destination.clone(),
+        gateway: route.gateway.clone(),
+        interface: route.interface.clone(),
+        metric: route.metric,
+    });
+    let dns = network.dns.as_ref().map(|dns| proto::Dns {
+        servers: dns.servers.clone(),
+        searches: dns.searches.clone(),
+        options: dns.options.clone(),
+    });
+    Ok(proto::BootConfig {
+        hostname: spec.hostname.clone(),
+        interfaces: interfaces.collect(),
+        routes: routes.collect(),
+        dns,
+        time_unix_nanos: crate::now_nanos(),
+        entropy,
+        sysctls: spec.sysctls.iter().map(|(name, value)| (name.clone(), value.clone())).collect(),
+        shared_pid: spec.shared_pid,
+        scratch_disk: number(SCRATCH_DISK),
+        image_disk: number(IMAGE_DISK),
+        shm_bytes: spec.shm_bytes,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::spec::tests::sample;
+
+    #[test]
+    fn a_network_must_fit_the_machine() {
+        let interface = |name: &str, mac: &[u8]| pod::Interface {
+            name: name.into(),
+            mac: mac.into(),
+            mtu: 1500,
+            addresses: vec![],
+        };
+        let request = |interfaces| pod::ConfigureRequest { interfaces, routes: vec![], dns: None };
+        assert!(check(&sample(), &request(vec![])).is_ok());
+        assert!(check(&sample(), &request(vec![interface("eth0", &[2; 6])])).is_ok());
+        for bad in [
+            vec![interface("eth1", &[2; 6])],
+            vec![interface("eth0", &[2; 5])],
+            vec![interface("eth0", &[2; 6]), interface("eth1", &[4; 6])],
+        ] {
+            assert!(check(&sample(), &request(bad)).is_err());
+        }
+    }
+
+    #[test]
+    fn the_configuration_says_everything() {
+        let mut spec = sample();
+        spec.sysctls.insert("kernel.shmmax".into(), "1".into());
+        spec.shared_pid = true;
+        let network = pod::ConfigureRequest {
+            interfaces: vec![pod::Interface {
+                name: "eth0".into(),
+                mac: vec![2; 6],
+                mtu: 1400,
+                addresses: vec!["10.0.0.2/24".into()],
+            }],
+            routes: vec![pod::Route {
+                destination: "0.0.0.0/0".into(),
+                gateway: "10.0.0.1".into(),
+                interface: "eth0".into(),
+                metric: Some(3),
+            }],
+            dns: Some(pod::Dns { servers: vec!["1.1.1.1".into()], searches: vec!["a".into()], options: vec![] }),
+        };
+        let config = config(&spec, &network).unwrap();
+        assert_eq!((config.image_disk, config.scratch_disk, config.shared_pid), (0, 1, true));
+        assert_eq!(config.interfaces[0].addresses, ["10.0.0.2/24"]);
+        assert_eq!(config.routes[0].metric, Some(3));
+        assert_eq!(config.dns.unwrap().servers, ["1.1.1.1"]);
+        assert_eq!(config.sysctls["kernel.shmmax"], "1");
+        assert_eq!(config.entropy.len(), 64);
+        assert!(config.entropy.iter().any(|byte| *byte != 0) && config.time_unix_nanos > 0);
+    }
+}

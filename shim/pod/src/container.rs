@@ -1,0 +1,267 @@
+//! Owns: what is done to make, run, stop and remove one container. Every function here is one effect: it is started
+//! by the actor, owns no state of the pod, and reports back.
+
+use crate::agent::Agent;
+use crate::error::{Failure, PodError};
+use crate::images::Placement;
+use crate::log::{LogFile, LogPath, Source, pump};
+use crate::machine::blocking;
+use crate::record::{ContainerPhase, ContainerRecord, LOST, PodRecord};
+use nacelle_base::machine::ImageDisk;
+use nacelle_base::{Chain, Classify, Kind};
+use nacelle_engine::Slot;
+use nacelle_proto::{agent as proto, pod};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::{mpsc, watch};
+
+/// A pump's stack: it calls little and its buffers are on the heap.
+const PUMP_STACK: usize = 128 << 10;
+/// From the end of a container to the end of its streams, which a process left behind may hold open.
+const DRAIN: Duration = Duration::from_secs(5);
+/// Between two tries to hear from an agent that fails.
+const RETRY: Duration = Duration::from_millis(500);
+/// More groups than any user has.
+const MAX_GROUPS: usize = 1024;
+const SIGKILL: u32 = 9;
+
+/// Whether an image is attached; none: not yet.
+pub type Attached = watch::Receiver<Option<Result<(), Failure>>>;
+
+/// What one container needs of the image disk.
+pub struct ImageUse {
+    /// Where the image lies.
+    pub placement: Placement,
+    /// The work, for the first user.
+    pub attach: Option<Attach>,
+    /// Its outcome, for every user.
+    pub attached: Attached,
+}
+
+/// An image that must be placed and mounted.
+pub struct Attach {
+    /// The image disk.
+    pub slot: Slot,
+    /// The image's name, for errors.
+    pub key: String,
+    /// Its pieces.
+    pub image: ImageDisk,
+    /// Where the outcome is told.
+    pub tell: watch::Sender<Option<Result<(), Failure>>>,
+}
+
+/// Attaches the image if nobody did, and has the agent make the container.
+pub async fn make(
+    agent: Agent,
+    request: Arc<pod::CreateContainerRequest>,
+    mut image: ImageUse,
+) -> Result<pod::CreateContainerResponse, Failure> {
+    if let Some(attach) = image.attach.take() {
+        let outcome = place(&agent, &attach, image.placement).await.map_err(Failure::from);
+        attach.tell.send_replace(Some(outcome));
+    }
+    let attached = image.attached.wait_for(Option::is_some).await.map_err(|_closed| PodError::Ending)?.clone();
+    attached.unwrap_or_else(|| Err(PodError::Ending.into()))?;
+    let made = agent
+        .create_container(proto::CreateContainerRequest {
+            id: request.id.clone(),
+            oci_spec: request.oci_spec.clone(),
+            partition: image.placement.partition,
+            user: request.user.clone(),
+            merge_image_groups: request.merge_image_groups,
+            stdin: request.stdin,
+            pid_of: request.pid_of.clone(),
+            pid_mode: if request.own_pid_namespace { proto::PidMode::Container } else { proto::PidMode::Pod }.into(),
+        })
+        .await;
+    match made {
+        Ok(made) => {
+            let mut supplemental_groups = made.supplemental_groups;
+            supplemental_groups.truncate(MAX_GROUPS);
+            Ok(pod::CreateContainerResponse { uid: made.uid, gid: made.gid, supplemental_groups })
+        }
+        Err(error) => {
+            // A reply that was lost may hide a container that was made.
+            if let Err(second) = agent.remove_container(&request.id).await {
+                tracing::debug!("after a failed creation: {}", Chain(&second));
+            }
+            Err(error.into())
+        }
+    }
+}
+
+async fn place(agent: &Agent, attach: &Attach, at: Placement) -> Result<(), PodError> {
+    let (slot, image) = (attach.slot.clone(), attach.image.clone());
+    let placed = blocking("the placement of an image", move || slot.place(at.offset, &image)).await?;
+    placed.map_err(|source| PodError::Place { key: attach.key.clone(), source })?;
+    let request = proto::AttachImageRequest { partition: at.partition, offset: at.offset, length: at.length };
+    agent.attach_image(request).await
+}
+
+/// Unmounts an image that nobody uses and takes it off the disk. If the agent does not let go of it, its place
+/// stays taken.
+pub async fn detach(agent: Option<Agent>, slot: Option<Slot>, at: Placement) -> Result<(), PodError> {
+    if let Some(agent) = agent {
+        agent.detach_image(at.partition).await?;
+    }
+    if let Some(slot) = slot {
+        blocking("the removal of an image", move || slot.unplace(at.offset)).await?;
+    }
+    Ok(())
+}
+
+/// The open streams of a container.
+#[derive(Default)]
+pub struct Streams(Vec<Arc<UnixStream>>);
+
+impl Drop for Streams {
+    /// Ends the pumps, wherever they are.
+    fn drop(&mut self) {
+        for stream in &self.0 {
+            // One that has ended already is as good.
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+/// What a started container leaves with the actor.
+pub struct Started {
+    /// To be dropped when the container is removed.
+    pub streams: Streams,
+    /// For ReopenLog.
+    pub log: Arc<LogFile>,
+    /// Ends when all pumps have.
+    pub pumping: mpsc::Receiver<()>,
+}
+
+/// Opens the log and the streams, then has the agent start the container: no byte of output can be missed.
+pub async fn start(agent: &Agent, id: &str, tty: bool, log: Option<LogPath>) -> Result<Started, PodError> {
+    let log = Arc::new(blocking("the opening of a log", move || LogFile::open(log)).await??);
+    let stdout = agent.open_stream(id, "", proto::Stream::Stdout);
+    let mut opened = Vec::new();
+    if tty {
+        opened.push((Source::Stdout, stdout.await?));
+    } else {
+        let (stdout, stderr) = tokio::try_join!(stdout, agent.open_stream(id, "", proto::Stream::Stderr))?;
+        opened.extend([(Source::Stdout, stdout), (Source::Stderr, stderr)]);
+    }
+    let mut streams = Streams::default();
+    let (alive, pumping) = mpsc::channel::<()>(1);
+    for (source, stream) in opened {
+        let stream = Arc::new(stream);
+        streams.0.push(Arc::clone(&stream));
+        let (log, alive) = (Arc::clone(&log), alive.clone());
+        let run = move || {
+            pump(&*stream, source, &log);
+            drop(alive);
+        };
+        let thread = std::thread::Builder::new().name("log".into()).stack_size(PUMP_STACK).spawn(run);
+        thread.map_err(|source| PodError::Thread { what: "a log's thread", source })?;
+    }
+    agent.start_container(id).await?;
+    Ok(Started { streams, log, pumping })
+}
+
+/// How a container ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ended {
+    /// Its exit code.
+    pub code: u32,
+    /// The OOM killer ended it.
+    pub oom_killed: bool,
+    /// Nanoseconds since 1970, by the guest's clock.
+    pub at: i64,
+    /// Why it was lost; empty otherwise.
+    pub message: String,
+}
+
+/// Waits until a container has ended and its output is in the log.
+pub async fn ended(agent: &Agent, id: &str, pumping: &mut mpsc::Receiver<()>) -> Ended {
+    let end = loop {
+        match agent.wait(id, "").await {
+            Ok(None) => {}
+            Ok(Some(exit)) => {
+                break Ended {
+                    code: exit.code,
+                    oom_killed: exit.oom_killed,
+                    at: exit.finished_at_unix_nanos,
+                    message: String::new(),
+                };
+            }
+            Err(error) if error.kind() == Kind::NotFound => {
+                let message = Chain(&error).to_string();
+                break Ended { code: LOST, oom_killed: false, at: crate::now_nanos(), message };
+            }
+            // The machine's end, if it is that, is noticed elsewhere and ends this task.
+            Err(error) => {
+                tracing::warn!(container = id, "{}", Chain(&error));
+                tokio::time::sleep(RETRY).await;
+            }
+        }
+    };
+    if tokio::time::timeout(DRAIN, pumping.recv()).await.is_err() {
+        tracing::warn!(container = id, "the container has ended, its output has not");
+    }
+    end
+}
+
+/// Stop signal, grace, SIGKILL; returns when the container is seen to have ended.
+pub async fn stop(
+    agent: Agent,
+    mut published: watch::Receiver<PodRecord>,
+    id: &str,
+    signal: u32,
+    grace: Duration,
+    limit: Duration,
+) -> Result<(), PodError> {
+    // A start that is under way comes to its end first.
+    let what = "see the start of the container that is to be stopped";
+    until(&mut published, id, limit, what, |phase| phase != ContainerPhase::Created).await?;
+    let exited = |phase| phase == ContainerPhase::Exited;
+    if !grace.is_zero() {
+        agent.signal(id, "", signal, false).await?;
+        if until(&mut published, id, grace, "stop the container", exited).await.is_ok() {
+            return Ok(());
+        }
+    }
+    agent.signal(id, "", SIGKILL, true).await?;
+    until(&mut published, id, limit, "kill the container", exited).await
+}
+
+/// Waits until a container is gone or its phase is as wanted.
+async fn until(
+    published: &mut watch::Receiver<PodRecord>,
+    id: &str,
+    limit: Duration,
+    what: &'static str,
+    wanted: impl Fn(ContainerPhase) -> bool,
+) -> Result<(), PodError> {
+    let so = |record: &PodRecord| match record.containers.iter().find(|container| container.id == id) {
+        Some(container) => wanted(container.phase),
+        None => true,
+    };
+    match tokio::time::timeout(limit, published.wait_for(so)).await {
+        Ok(Ok(_)) => Ok(()),
+        Ok(Err(_closed)) => Err(PodError::Ending),
+        Err(_elapsed) => Err(PodError::TooSlow { what, limit }),
+    }
+}
+
+/// The record of a container that was just made.
+pub fn made_record(id: &str, response: &pod::CreateContainerResponse) -> ContainerRecord {
+    ContainerRecord {
+        id: id.to_owned(),
+        phase: ContainerPhase::Created,
+        created_at: crate::now_nanos(),
+        started_at: 0,
+        finished_at: 0,
+        exit_code: 0,
+        oom_killed: false,
+        message: String::new(),
+        uid: response.uid,
+        gid: response.gid,
+        supplemental_groups: response.supplemental_groups.clone(),
+    }
+}

@@ -1,0 +1,237 @@
+//! Owns: what can go wrong in a pod process, and the form in which it is told to several waiters.
+
+use crate::images::ImageError;
+use crate::log::LogError;
+use crate::record::{Phase, RecordError};
+use crate::scratch::ScratchError;
+use crate::spec::SpecError;
+use crate::state::{Container, ContainerAsk, Refused};
+use nacelle_base::files::FileError;
+use nacelle_base::{Chain, Classify, Kind};
+use nacelle_engine::{BlockError, EngineError, LinkError};
+use nacelle_net::NetError;
+use std::io;
+use std::time::Duration;
+
+/// A failure of the pod process.
+#[derive(Debug, thiserror::Error)]
+pub enum PodError {
+    /// The specification.
+    #[error(transparent)]
+    Spec(#[from] SpecError),
+    /// Which process serves the pod is not known, or it is another.
+    #[error(transparent)]
+    Identity(#[from] crate::identity::IdentityError),
+    /// Another process serves this directory.
+    #[error("process {pid} serves this pod already")]
+    Served {
+        /// That process.
+        pid: i32,
+    },
+    /// state.json.
+    #[error(transparent)]
+    Record(#[from] RecordError),
+    /// Another file in the run directory.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// The scratch disk.
+    #[error("cannot make the scratch disk")]
+    Scratch(#[from] ScratchError),
+    /// Tap or namespace.
+    #[error("cannot make the pod's network")]
+    Net(#[from] NetError),
+    /// The machine cannot be as specified.
+    #[error("the machine cannot be made")]
+    Machine(#[from] nacelle_engine::SpecError),
+    /// The engine did not start or stop it.
+    #[error("the engine failed")]
+    Engine(#[from] EngineError),
+    /// An image cannot be placed on its disk.
+    #[error("cannot place image {key} on the machine's disk")]
+    Place {
+        /// The image.
+        key: String,
+        /// Why.
+        source: BlockError,
+    },
+    /// A request names an image that cannot be.
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    /// A container's log file.
+    #[error(transparent)]
+    Log(#[from] LogError),
+    /// A connection with the guest.
+    #[error("cannot {what}")]
+    Link {
+        /// "hear the guest's agent", "connect to the agent".
+        what: &'static str,
+        /// Why.
+        source: LinkError,
+    },
+    /// A stream with the guest broke.
+    #[error("cannot {what}")]
+    Stream {
+        /// "read the agent's hello".
+        what: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+    /// The agent sent something that is no message, or too long a one.
+    #[error("the agent's {what} is not a message of this protocol")]
+    Garbled {
+        /// "hello", "report".
+        what: &'static str,
+    },
+    /// The agent speaks another protocol.
+    #[error("the agent speaks protocol {got}; this program knows 1")]
+    Protocol {
+        /// The agent's.
+        got: u32,
+    },
+    /// The guest could not be configured. The text is the agent's.
+    #[error("the guest could not be configured: {message}")]
+    Guest {
+        /// The agent's text, cut.
+        message: String,
+    },
+    /// The agent answered a request with an error. The text is the agent's.
+    #[error("the agent cannot {what}: {message}")]
+    Agent {
+        /// The request.
+        what: &'static str,
+        /// What it says about the kind.
+        kind: Kind,
+        /// The agent's text, cut.
+        message: String,
+    },
+    /// A wait was too long.
+    #[error("could not {what} within {limit:?}")]
+    TooSlow {
+        /// The wait.
+        what: &'static str,
+        /// The limit.
+        limit: Duration,
+    },
+    /// A request that is wrong in itself.
+    #[error("{field} is {value:?}: {rule}")]
+    Field {
+        /// The field's name.
+        field: &'static str,
+        /// Its value.
+        value: String,
+        /// What it must be.
+        rule: &'static str,
+    },
+    /// The pod is not in the state for this.
+    #[error("the pod is {phase:?}{failure}")]
+    Phase {
+        /// Its phase.
+        phase: Phase,
+        /// ": " and why it failed, or nothing.
+        failure: String,
+    },
+    /// No such container.
+    #[error("the pod has no container {id}")]
+    NoContainer {
+        /// The id.
+        id: String,
+    },
+    /// The container is not in the state for this.
+    #[error("container {id}")]
+    Container {
+        /// The container.
+        id: String,
+        /// Its state, and what was asked.
+        source: Refused<Container, ContainerAsk>,
+    },
+    /// The pod is configured, or being configured, with another network.
+    #[error("the pod is being configured with another network already")]
+    OtherNetwork,
+    /// A thread could not be made, or one ended early.
+    #[error("cannot run {what}")]
+    Thread {
+        /// Its purpose.
+        what: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+    /// The process is on its way out.
+    #[error("the pod process is ending")]
+    Ending,
+}
+
+impl Classify for PodError {
+    fn kind(&self) -> Kind {
+        match self {
+            PodError::Spec(error) => error.kind(),
+            PodError::Identity(error) => error.kind(),
+            PodError::Record(error) => error.kind(),
+            PodError::File(error) => error.kind(),
+            PodError::Scratch(error) => error.kind(),
+            PodError::Net(error) => error.kind(),
+            PodError::Machine(error) => error.kind(),
+            PodError::Engine(error) => error.kind(),
+            PodError::Place { source, .. } => source.kind(),
+            PodError::Image(error) => error.kind(),
+            PodError::Log(error) => error.kind(),
+            PodError::Link { source, .. } => source.kind(),
+            PodError::Agent { kind, .. } => *kind,
+            PodError::TooSlow { .. } => Kind::Timeout,
+            PodError::Field { .. } => Kind::Invalid,
+            PodError::NoContainer { .. } => Kind::NotFound,
+            PodError::Container { source, .. } => source.kind(),
+            PodError::Phase { .. } | PodError::OtherNetwork | PodError::Served { .. } => Kind::Conflict,
+            PodError::Stream { .. } | PodError::Ending => Kind::Unavailable,
+            PodError::Thread { .. } => Kind::Exhausted,
+            PodError::Garbled { .. } | PodError::Protocol { .. } | PodError::Guest { .. } => Kind::Internal,
+        }
+    }
+}
+
+/// A failure as everybody who waits for it is told.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Failure {
+    /// What it means.
+    pub kind: Kind,
+    /// The error and its causes on one line.
+    pub message: String,
+}
+
+impl From<PodError> for Failure {
+    fn from(error: PodError) -> Self {
+        Failure { kind: error.kind(), message: Chain(&error).to_string() }
+    }
+}
+
+impl From<Failure> for tonic::Status {
+    fn from(failure: Failure) -> Self {
+        crate::codes::refuse(failure.kind, failure.message)
+    }
+}
+
+/// Text from the guest, for our messages: printable, on one line, and not longer than this many characters.
+pub fn guest_text(text: &str, most: usize) -> String {
+    text.chars().take(most).map(|c| if c.is_control() { ' ' } else { c }).collect::<String>().trim().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_from_the_guest_is_cut_and_plain() {
+        assert_eq!(guest_text("a\nb\u{1b}[0m\0", 5), "a b [0".trim_end_matches('0'));
+        assert_eq!(guest_text(&"é".repeat(9), 3), "ééé");
+    }
+
+    #[test]
+    fn a_failure_has_all_causes() {
+        let error = PodError::Container {
+            id: "c".into(),
+            source: Refused { state: Container::Exited, ask: ContainerAsk::Start },
+        };
+        let failure = Failure::from(error);
+        assert_eq!(failure.message, "container c: Start is not possible in state Exited");
+        assert_eq!(failure.kind, Kind::Conflict);
+    }
+}

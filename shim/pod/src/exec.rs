@@ -1,0 +1,132 @@
+//! Owns: one command in a container, to its end, with its output in memory.
+
+use crate::agent::{Agent, tokio_stream_of};
+use crate::error::PodError;
+use nacelle_proto::{agent as proto, pod};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncReadExt};
+
+/// The most of each stream that is kept; what comes after it is read and dropped, so that the command can end.
+pub const MAX_OUTPUT: usize = 16 << 20;
+/// From the end of the command to the end of its streams, which a child left behind may hold open.
+const DRAIN: Duration = Duration::from_secs(5);
+const SIGKILL: u32 = 9;
+
+/// Kills the command if nobody waits for it any more.
+struct Running {
+    agent: Agent,
+    id: String,
+    exec_id: String,
+    over: bool,
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if !self.over {
+            let (agent, id, exec_id) = (self.agent.clone(), self.id.clone(), self.exec_id.clone());
+            tokio::spawn(async move {
+                if let Err(error) = agent.signal(&id, &exec_id, SIGKILL, false).await {
+                    tracing::warn!(%error, "cannot kill a command that nobody waits for");
+                }
+            });
+        }
+    }
+}
+
+/// Runs a command. A limit of none is no limit; when it is over, or the future is dropped, the command is killed.
+pub async fn run(agent: Agent, request: pod::ExecSyncRequest) -> Result<pod::ExecSyncResponse, PodError> {
+    let limit = (request.timeout_ms > 0).then(|| Duration::from_millis(request.timeout_ms.into()));
+    match limit {
+        None => attempt(agent, request).await,
+        Some(limit) => match tokio::time::timeout(limit, attempt(agent, request)).await {
+            Ok(answer) => answer,
+            Err(_elapsed) => Err(PodError::TooSlow { what: "run the command to its end", limit }),
+        },
+    }
+}
+
+async fn attempt(agent: Agent, request: pod::ExecSyncRequest) -> Result<pod::ExecSyncResponse, PodError> {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    let exec_id = format!("exec-{}", NEXT.fetch_add(1, Ordering::Relaxed));
+    let mut running = Running { agent: agent.clone(), id: request.id.clone(), exec_id: exec_id.clone(), over: false };
+    agent
+        .exec(proto::ExecRequest {
+            id: request.id.clone(),
+            exec_id: exec_id.clone(),
+            args: request.args,
+            tty: false,
+            stdin: false,
+            columns: 0,
+            rows: 0,
+        })
+        .await?;
+    let (stdout, stderr) = tokio::try_join!(
+        agent.open_stream(&request.id, &exec_id, proto::Stream::Stdout),
+        agent.open_stream(&request.id, &exec_id, proto::Stream::Stderr),
+    )?;
+    let (stdout, mut reading_out) = collect(stdout)?;
+    let (stderr, mut reading_err) = collect(stderr)?;
+    let exit = loop {
+        if let Some(exit) = agent.wait(&request.id, &exec_id).await? {
+            break exit;
+        }
+    };
+    running.over = true;
+    let drained = async {
+        // A reader that panicked has read all it will.
+        let _ = (&mut reading_out).await;
+        let _ = (&mut reading_err).await;
+    };
+    let whole = tokio::time::timeout(DRAIN, drained).await;
+    if whole.is_err() {
+        tracing::warn!("a command has ended, its output has not; what came is returned");
+        reading_out.abort();
+        reading_err.abort();
+    }
+    Ok(pod::ExecSyncResponse {
+        stdout: taken(&stdout),
+        stderr: taken(&stderr),
+        exit_code: i32::try_from(exit.code).unwrap_or(i32::MAX),
+    })
+}
+
+type Collected = (Arc<Mutex<Vec<u8>>>, tokio::task::JoinHandle<()>);
+
+/// Reads a stream to its end in the background.
+fn collect(stream: UnixStream) -> Result<Collected, PodError> {
+    let stream = tokio_stream_of(stream)?;
+    let kept = Arc::new(Mutex::new(Vec::new()));
+    let task = tokio::spawn(keep(stream, Arc::clone(&kept)));
+    Ok((kept, task))
+}
+
+fn taken(kept: &Mutex<Vec<u8>>) -> Vec<u8> {
+    std::mem::take(&mut *kept.lock().unwrap_or_else(PoisonError::into_inner))
+}
+
+async fn keep(mut stream: impl AsyncRead + Unpin, kept: Arc<Mutex<Vec<u8>>>) {
+    let mut buffer = vec![0; 32 << 10];
+    // A broken stream ends like any other: the exit code says the rest.
+    while let Ok(count @ 1..) = stream.read(&mut buffer).await {
+        let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let room = MAX_OUTPUT.saturating_sub(kept.len()).min(count);
+        kept.extend_from_slice(buffer.get(..room).unwrap_or_default());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn output_is_cut_and_read_on() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let kept = Arc::new(Mutex::new(Vec::new()));
+        let endless = tokio::io::repeat(b'x').take(MAX_OUTPUT as u64 + 100_000);
+        runtime.block_on(keep(endless, Arc::clone(&kept)));
+        assert_eq!(taken(&kept).len(), MAX_OUTPUT);
+    }
+}

@@ -1,0 +1,232 @@
+//! Owns: where images lie on the image disk: offsets, partition numbers, and how many containers use each. Pure.
+
+use nacelle_base::machine::ImageDisk;
+use nacelle_base::{Classify, Kind};
+use std::collections::BTreeMap;
+
+/// Images begin at multiples of this; the first one too, so that nothing looks like a partition table.
+pub const ALIGNMENT: u64 = 1 << 20;
+/// The end of the address space of one image disk: 64 TiB.
+pub const END: u64 = 1 << 46;
+/// Partition numbers are 1 to this.
+pub const MAX_PARTITIONS: u32 = 255;
+/// Lengths are multiples of this: a block of EROFS.
+const BLOCK: u64 = 4096;
+/// More pieces than any image has layers.
+const MAX_EXTENTS: usize = 512;
+
+/// Where an image lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Placement {
+    /// Its partition's number.
+    pub partition: u32,
+    /// Bytes from the start of the disk.
+    pub offset: u64,
+    /// Bytes.
+    pub length: u64,
+}
+
+/// Why an image cannot be placed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ImageError {
+    /// It has no bytes, or an odd number.
+    #[error("image {key} has {length} bytes; a multiple of {BLOCK}, and more than none, is needed")]
+    Length {
+        /// Its key.
+        key: String,
+        /// Its length.
+        length: u64,
+    },
+    /// It consists of too many pieces, or their lengths overflow.
+    #[error("image {key} has {pieces} pieces, at most {MAX_EXTENTS} can be")]
+    Pieces {
+        /// Its key.
+        key: String,
+        /// Their number.
+        pieces: usize,
+    },
+    /// A piece with a path that depends on the working directory.
+    #[error("a piece of image {key} has the path {path:?}; an absolute one is needed")]
+    Relative {
+        /// The image's key.
+        key: String,
+        /// The path.
+        path: std::path::PathBuf,
+    },
+    /// Every partition number or every offset is taken.
+    #[error("the pod has no room for image {key}: {images} images are attached")]
+    NoRoom {
+        /// The image's key.
+        key: String,
+        /// How many there are.
+        images: usize,
+    },
+}
+
+impl Classify for ImageError {
+    fn kind(&self) -> Kind {
+        match self {
+            ImageError::NoRoom { .. } => Kind::Exhausted,
+            _ => Kind::Invalid,
+        }
+    }
+}
+
+/// The images on one disk.
+#[derive(Debug, Default)]
+pub struct Images {
+    /// Every range in use by its offset, including those that are being detached.
+    taken: BTreeMap<u64, Placement>,
+    /// What can be shared, by key.
+    by_key: BTreeMap<String, (Placement, usize)>,
+}
+
+impl Images {
+    /// Counts one more user of `key`. The flag says that it is new: it must be placed and attached.
+    pub fn acquire(&mut self, key: &str, image: &ImageDisk) -> Result<(Placement, bool), ImageError> {
+        if let Some((placement, users)) = self.by_key.get_mut(key) {
+            *users += 1;
+            return Ok((*placement, false));
+        }
+        let length = checked_length(key, image)?;
+        let no_room = || ImageError::NoRoom { key: key.to_owned(), images: self.taken.len() };
+        let numbers: std::collections::BTreeSet<u32> = self.taken.values().map(|p| p.partition).collect();
+        let partition = (1..=MAX_PARTITIONS).find(|n| !numbers.contains(n)).ok_or_else(no_room)?;
+        let offset = self.gap(length).ok_or_else(no_room)?;
+        let placement = Placement { partition, offset, length };
+        self.taken.insert(offset, placement);
+        self.by_key.insert(key.to_owned(), (placement, 1));
+        Ok((placement, true))
+    }
+
+    /// Counts one user less. With the last one the key is forgotten and the placement returned: its range stays
+    /// taken until [`Images::free`].
+    pub fn release(&mut self, key: &str) -> Option<Placement> {
+        let (placement, users) = self.by_key.get_mut(key)?;
+        let placement = *placement;
+        *users = users.saturating_sub(1);
+        if *users > 0 {
+            return None;
+        }
+        self.by_key.remove(key);
+        Some(placement)
+    }
+
+    /// The range is detached: it can be used again.
+    pub fn free(&mut self, placement: Placement) {
+        if self.taken.get(&placement.offset) == Some(&placement) {
+            self.taken.remove(&placement.offset);
+        }
+    }
+
+    /// The first gap of this length.
+    fn gap(&self, length: u64) -> Option<u64> {
+        let mut start = ALIGNMENT;
+        for (&offset, placement) in &self.taken {
+            if offset.checked_sub(start)? >= length {
+                break;
+            }
+            start = offset.checked_add(placement.length)?.checked_next_multiple_of(ALIGNMENT)?;
+        }
+        (start.checked_add(length)? <= END).then_some(start)
+    }
+}
+
+fn checked_length(key: &str, image: &ImageDisk) -> Result<u64, ImageError> {
+    let pieces = image.extents.len();
+    if pieces > MAX_EXTENTS {
+        return Err(ImageError::Pieces { key: key.to_owned(), pieces });
+    }
+    if let Some(piece) = image.extents.iter().find(|extent| !extent.path.is_absolute()) {
+        return Err(ImageError::Relative { key: key.to_owned(), path: piece.path.clone() });
+    }
+    let length = image.extents.iter().try_fold(0u64, |sum, extent| sum.checked_add(extent.length));
+    match length {
+        Some(length) if length > 0 && length % BLOCK == 0 => Ok(length),
+        Some(length) => Err(ImageError::Length { key: key.to_owned(), length }),
+        None => Err(ImageError::Pieces { key: key.to_owned(), pieces }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nacelle_base::machine::Extent;
+    use proptest::prelude::*;
+
+    fn image(length: u64) -> ImageDisk {
+        ImageDisk { extents: vec![Extent { path: "/blob".into(), offset: 0, length }] }
+    }
+
+    #[test]
+    fn one_key_is_placed_once() {
+        let mut images = Images::default();
+        let (first, new) = images.acquire("a", &image(4096)).unwrap();
+        assert_eq!((first, new), (Placement { partition: 1, offset: ALIGNMENT, length: 4096 }, true));
+        assert_eq!(images.acquire("a", &image(4096)).unwrap(), (first, false));
+        assert_eq!(images.acquire("b", &image(ALIGNMENT + 4096)).unwrap().0.offset, 2 * ALIGNMENT);
+        assert_eq!(images.acquire("c", &image(4096)).unwrap().0.offset, 4 * ALIGNMENT);
+        assert_eq!(images.release("a"), None);
+        assert_eq!(images.release("a"), Some(first));
+        assert_eq!(images.release("a"), None);
+        // Being detached: neither shared nor free.
+        assert_eq!(images.acquire("a", &image(4096)).unwrap().0.offset, 5 * ALIGNMENT);
+        images.free(first);
+        assert_eq!(images.acquire("d", &image(4096)).unwrap().0, first);
+    }
+
+    #[test]
+    fn partition_numbers_run_out() {
+        let mut images = Images::default();
+        for n in 0..MAX_PARTITIONS {
+            images.acquire(&n.to_string(), &image(4096)).unwrap();
+        }
+        let error = images.acquire("one more", &image(4096)).unwrap_err();
+        assert_eq!((error.kind(), images.acquire("7", &image(4096)).is_ok()), (Kind::Exhausted, true));
+        assert_eq!(Images::default().acquire("big", &image(END)).unwrap_err().kind(), Kind::Exhausted);
+    }
+
+    #[test]
+    fn what_is_no_image_is_refused() {
+        let mut relative = image(4096);
+        relative.extents[0].path = "blob".into();
+        let huge = ImageDisk { extents: [image(u64::MAX - 4095).extents, image(8192).extents].concat() };
+        let many = ImageDisk { extents: vec![image(4096).extents.remove(0); MAX_EXTENTS + 1] };
+        for bad in [image(0), image(512), ImageDisk::default(), relative, huge, many] {
+            assert_eq!(Images::default().acquire("k", &bad).unwrap_err().kind(), Kind::Invalid);
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(128))]
+        #[test]
+        fn ranges_never_overlap(steps in prop::collection::vec((any::<bool>(), 0u8..12, 1u64..2000), 1..80)) {
+            let mut images = Images::default();
+            let mut live: BTreeMap<String, (Placement, usize)> = BTreeMap::new();
+            for (acquire, key, blocks) in steps {
+                let key = key.to_string();
+                if acquire {
+                    let (placement, new) = images.acquire(&key, &image(blocks * BLOCK)).unwrap();
+                    prop_assert_eq!(new, !live.contains_key(&key));
+                    prop_assert_eq!(placement.offset % ALIGNMENT, 0);
+                    prop_assert!(placement.offset >= ALIGNMENT && (1..=MAX_PARTITIONS).contains(&placement.partition));
+                    live.entry(key).or_insert((placement, 0)).1 += 1;
+                } else if let Some((placement, users)) = live.get_mut(&key) {
+                    *users -= 1;
+                    let (placement, last) = (*placement, *users == 0);
+                    prop_assert_eq!(images.release(&key), last.then_some(placement));
+                    if last {
+                        live.remove(&key);
+                        images.free(placement);
+                    }
+                }
+                let mut all: Vec<Placement> = live.values().map(|(placement, _)| *placement).collect();
+                all.sort_by_key(|placement| placement.offset);
+                for pair in all.windows(2) {
+                    prop_assert!(pair[0].offset + pair[0].length <= pair[1].offset);
+                    prop_assert_ne!(pair[0].partition, pair[1].partition);
+                }
+            }
+        }
+    }
+}

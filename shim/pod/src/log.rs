@@ -1,0 +1,394 @@
+//! Owns: a container's log file in CRI's format: `TIME STREAM TAG TEXT`, one line each; tag `F` ends a line of the
+//! container, `P` says that the line goes on.
+//! Threads: a [`LogFile`] is shared by the pumps of one container and by ReopenLog; its lock is held for one write.
+
+use nacelle_base::files::{FileError, at};
+use nacelle_base::{Classify, Kind};
+use nix::fcntl::{OFlag, openat};
+use nix::sys::stat::{Mode, mkdirat};
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::fd::OwnedFd;
+use std::path::{Component, Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+/// The most text in one entry; longer lines are split.
+pub const MAX_TEXT: usize = 16 << 10;
+
+/// Why there is no log.
+#[derive(Debug, thiserror::Error)]
+pub enum LogError {
+    /// The path leads out of the pod's log directory, or the pod has none.
+    #[error("log path {path:?} is not below the pod's log directory {directory:?}")]
+    Outside {
+        /// As asked.
+        path: PathBuf,
+        /// The directory, if the pod has one.
+        directory: Option<PathBuf>,
+    },
+    /// A part of the path that cannot be opened: a symbolic link, for one.
+    #[error(transparent)]
+    File(#[from] FileError),
+}
+
+impl Classify for LogError {
+    fn kind(&self) -> Kind {
+        match self {
+            LogError::Outside { .. } => Kind::Invalid,
+            LogError::File(error) => error.kind(),
+        }
+    }
+}
+
+/// Which stream a line came from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// Standard output, or the terminal.
+    Stdout,
+    /// Standard error.
+    Stderr,
+}
+
+impl Source {
+    fn name(self) -> &'static str {
+        match self {
+            Source::Stdout => "stdout",
+            Source::Stderr => "stderr",
+        }
+    }
+}
+
+/// Where a log lies: below a directory that is trusted, by a path that is not.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LogPath {
+    directory: PathBuf,
+    below: Vec<PathBuf>,
+}
+
+impl LogPath {
+    /// Checks that `path` lies below `directory`, by its text alone.
+    pub fn check(directory: Option<&Path>, path: &Path) -> Result<LogPath, LogError> {
+        let outside = || LogError::Outside { path: path.to_owned(), directory: directory.map(Path::to_owned) };
+        let directory = directory.ok_or_else(outside)?;
+        let below = path.strip_prefix(directory).map_err(|_not_below| outside())?;
+        let mut parts = Vec::new();
+        for part in below.components() {
+            match part {
+                Component::Normal(name) => parts.push(PathBuf::from(name)),
+                _ => return Err(outside()),
+            }
+        }
+        if parts.is_empty() {
+            return Err(outside());
+        }
+        Ok(LogPath { directory: directory.to_owned(), below: parts })
+    }
+
+    /// Opens the file for appending; makes it, and missing folders below the directory. No part of the path below
+    /// the directory may be a symbolic link.
+    fn open(&self) -> Result<File, LogError> {
+        let mut path = self.directory.clone();
+        std::fs::create_dir_all(&path).map_err(at("create", &path))?;
+        let folder = OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_RDONLY;
+        let mut here: OwnedFd = File::open(&path).map_err(at("open", &path))?.into();
+        let Some((name, folders)) = self.below.split_last() else { return Err(self.outside()) };
+        for part in folders {
+            path.push(part);
+            match mkdirat(&here, part, Mode::from_bits_truncate(0o755)) {
+                Ok(()) | Err(nix::errno::Errno::EEXIST) => {}
+                Err(errno) => return Err(at("create", &path)(errno.into()).into()),
+            }
+            here = openat(&here, part, folder, Mode::empty()).map_err(|errno| at("open", &path)(errno.into()))?;
+        }
+        path.push(name);
+        let flags = OFlag::O_WRONLY | OFlag::O_APPEND | OFlag::O_CREAT | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+        // Not to wait for a reader if somebody put a FIFO there; a regular file does not care.
+        let flags = flags | OFlag::O_NONBLOCK;
+        let file = openat(&here, name, flags, Mode::from_bits_truncate(0o640))
+            .map_err(|errno| at("open", &path)(errno.into()))?;
+        Ok(file.into())
+    }
+
+    fn outside(&self) -> LogError {
+        LogError::Outside { path: self.directory.clone(), directory: Some(self.directory.clone()) }
+    }
+}
+
+/// One container's log; none: output is thrown away.
+#[derive(Debug)]
+pub struct LogFile(Option<(LogPath, Mutex<Open>)>);
+
+#[derive(Debug)]
+struct Open {
+    file: File,
+    /// The last write failed and was told of.
+    failing: bool,
+}
+
+impl LogFile {
+    /// Opens the file of a checked path.
+    pub fn open(path: Option<LogPath>) -> Result<LogFile, LogError> {
+        let open = |path: LogPath| -> Result<_, LogError> {
+            let file = path.open()?;
+            Ok((path, Mutex::new(Open { file, failing: false })))
+        };
+        Ok(LogFile(path.map(open).transpose()?))
+    }
+
+    /// Goes on in the file that now has the log's name.
+    pub fn reopen(&self) -> Result<(), LogError> {
+        if let Some((path, open)) = &self.0 {
+            let file = path.open()?;
+            *open.lock().unwrap_or_else(PoisonError::into_inner) = Open { file, failing: false };
+        }
+        Ok(())
+    }
+
+    /// Appends whole entries. A full disk must not stop the container: what cannot be written is lost, and said
+    /// once.
+    pub fn append(&self, entries: &[u8]) {
+        let Some((_, open)) = &self.0 else { return };
+        let mut open = open.lock().unwrap_or_else(PoisonError::into_inner);
+        let written = open.file.write_all(entries);
+        match &written {
+            Err(error) if !open.failing => tracing::warn!(%error, "a container's output cannot be written to its log"),
+            _ => {}
+        }
+        open.failing = written.is_err();
+    }
+}
+
+/// Cuts the bytes of one stream into entries.
+#[derive(Debug)]
+pub struct Lines {
+    source: Source,
+    /// The line so far: less than [`MAX_TEXT`] bytes, or exactly that many.
+    line: Vec<u8>,
+}
+
+impl Lines {
+    /// For one stream.
+    pub fn new(source: Source) -> Self {
+        Self { source, line: Vec::new() }
+    }
+
+    /// Takes bytes and appends every entry that is complete now to `out`.
+    pub fn push(&mut self, mut bytes: &[u8], time: &str, out: &mut Vec<u8>) {
+        while !bytes.is_empty() {
+            let room = MAX_TEXT - self.line.len();
+            let end = bytes.iter().take(room + 1).position(|byte| *byte == b'\n');
+            match end {
+                Some(end) => {
+                    let (text, rest) = bytes.split_at(end);
+                    self.entry(text, time, b'F', out);
+                    bytes = rest.get(1..).unwrap_or_default();
+                }
+                None if bytes.len() > room => {
+                    let (text, rest) = bytes.split_at(room);
+                    self.entry(text, time, b'P', out);
+                    bytes = rest;
+                }
+                None => {
+                    self.line.extend_from_slice(bytes);
+                    return;
+                }
+            }
+        }
+    }
+
+    /// The stream has ended: a line without its newline is a partial one.
+    pub fn finish(&mut self, time: &str, out: &mut Vec<u8>) {
+        if !self.line.is_empty() {
+            self.entry(&[], time, b'P', out);
+        }
+    }
+
+    fn entry(&mut self, text: &[u8], time: &str, tag: u8, out: &mut Vec<u8>) {
+        out.extend_from_slice(time.as_bytes());
+        out.push(b' ');
+        out.extend_from_slice(self.source.name().as_bytes());
+        out.extend_from_slice(&[b' ', tag, b' ']);
+        out.append(&mut self.line);
+        out.extend_from_slice(text);
+        out.push(b'\n');
+    }
+}
+
+/// Reads one stream to its end into the log. Blocks; runs on a thread of its own. Broken streams end like others.
+pub fn pump(mut stream: impl io::Read, source: Source, log: &LogFile) {
+    let mut lines = Lines::new(source);
+    let mut buffer = vec![0; 32 << 10];
+    let mut out = Vec::new();
+    loop {
+        let bytes = match stream.read(&mut buffer) {
+            Ok(0) => break,
+            Ok(count) => buffer.get(..count).unwrap_or_default(),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(_broken) => break,
+        };
+        lines.push(bytes, &rfc3339(crate::now_nanos()), &mut out);
+        if !out.is_empty() {
+            log.append(&out);
+            out.clear();
+            out.shrink_to(64 << 10);
+        }
+    }
+    lines.finish(&rfc3339(crate::now_nanos()), &mut out);
+    if !out.is_empty() {
+        log.append(&out);
+    }
+}
+
+/// `2006-01-02T15:04:05.000000000Z` for nanoseconds since 1970.
+pub fn rfc3339(nanos: i64) -> String {
+    let seconds = nanos.div_euclid(1_000_000_000);
+    let (days, second) = (seconds.div_euclid(86_400), seconds.rem_euclid(86_400));
+    // Days since 0000-03-01, so that the leap day is a year's last: 146097 days are 400 years.
+    let day = days + 719_468;
+    let (era, day) = (day.div_euclid(146_097), day.rem_euclid(146_097));
+    let year = (day - day / 1_460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let day = day - (153 * month + 2) / 5 + 1;
+    let (month, after) = if month < 10 { (month + 3, 0) } else { (month - 9, 1) };
+    format!(
+        "{:04}-{month:02}-{day:02}T{:02}:{:02}:{:02}.{:09}Z",
+        era * 400 + year + after,
+        second / 3_600,
+        second / 60 % 60,
+        second % 60,
+        nanos.rem_euclid(1_000_000_000)
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const TIME: &str = "T";
+
+    fn cut(pieces: &[&[u8]]) -> Vec<u8> {
+        let (mut lines, mut out) = (Lines::new(Source::Stdout), Vec::new());
+        for piece in pieces {
+            lines.push(piece, TIME, &mut out);
+        }
+        lines.finish(TIME, &mut out);
+        out
+    }
+
+    /// Back from entries to the container's bytes.
+    fn joined(entries: &[u8]) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        for entry in entries.split_inclusive(|byte| *byte == b'\n') {
+            let text = entry.strip_prefix(b"T stdout ").unwrap().strip_suffix(b"\n").unwrap();
+            assert!(text.len() <= MAX_TEXT + 2);
+            let (tag, text) = text.split_at(2);
+            bytes.extend_from_slice(text);
+            if tag == b"F " {
+                bytes.push(b'\n');
+            } else {
+                assert_eq!(tag, b"P ");
+            }
+        }
+        bytes
+    }
+
+    #[test]
+    fn entries_have_the_format_of_cri() {
+        assert_eq!(cut(&[b"a\nb", b"c\n\nd"]), b"T stdout F a\nT stdout F bc\nT stdout F \nT stdout P d\n");
+        assert_eq!(cut(&[b"\xff\xfe\n"]), b"T stdout F \xff\xfe\n");
+        assert_eq!(cut(&[b""]), b"");
+    }
+
+    #[test]
+    fn lines_of_exactly_the_limit_stay_whole() {
+        for (length, tags) in [(MAX_TEXT, vec!['F']), (MAX_TEXT + 1, vec!['P', 'F']), (MAX_TEXT * 2, vec!['P', 'F'])] {
+            let mut line = vec![b'x'; length];
+            line.push(b'\n');
+            let out = cut(&[&line[..7], &line[7..]]);
+            let text = String::from_utf8(out.clone()).unwrap();
+            let got: Vec<char> = text.lines().map(|entry| entry.chars().nth(9).unwrap()).collect();
+            assert_eq!(got, tags, "{length}");
+            assert_eq!(joined(&out), line);
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn no_byte_is_lost_or_added(
+            pieces in prop::collection::vec(prop_oneof![
+                prop::collection::vec(prop_oneof![Just(b'\n'), any::<u8>()], 0..200),
+                (any::<u8>(), 0usize..40_000).prop_map(|(byte, count)| vec![byte; count]),
+            ], 0..8)
+        ) {
+            let pieces: Vec<&[u8]> = pieces.iter().map(Vec::as_slice).collect();
+            prop_assert!(joined(&cut(&pieces)) == pieces.concat());
+        }
+
+        #[test]
+        fn times_sort_like_their_texts(a in 0i64..4_102_444_800_000_000_000, b in 0i64..4_102_444_800_000_000_000) {
+            prop_assert_eq!(a.cmp(&b), rfc3339(a).cmp(&rfc3339(b)));
+        }
+    }
+
+    #[test]
+    fn times_are_those_of_the_calendar() {
+        for (seconds, text) in [
+            (0, "1970-01-01T00:00:00"),
+            (951_782_400, "2000-02-29T00:00:00"),
+            (1_735_689_599, "2024-12-31T23:59:59"),
+            (4_107_542_400, "2100-03-01T00:00:00"),
+        ] {
+            assert_eq!(rfc3339(seconds * 1_000_000_000 + 5), format!("{text}.000000005Z"));
+        }
+    }
+
+    #[test]
+    fn the_path_must_stay_below_the_directory() {
+        let directory = Path::new("/var/log/pods/a");
+        for bad in ["/var/log/pods/b/0.log", "/var/log/pods/a/../b", "/var/log/pods/a", "0.log", ""] {
+            assert_eq!(LogPath::check(Some(directory), Path::new(bad)).unwrap_err().kind(), Kind::Invalid, "{bad}");
+        }
+        assert!(LogPath::check(None, Path::new("/x/0.log")).is_err());
+        assert!(LogPath::check(Some(directory), Path::new("/var/log/pods/a/c/0.log")).is_ok());
+    }
+
+    #[test]
+    fn links_are_not_followed() {
+        let world = tempfile::tempdir().unwrap();
+        let logs = world.path().join("logs");
+        std::fs::create_dir(&logs).unwrap();
+        std::os::unix::fs::symlink(world.path(), logs.join("folder")).unwrap();
+        std::os::unix::fs::symlink(world.path().join("victim"), logs.join("file.log")).unwrap();
+        for path in ["folder/x.log", "file.log"] {
+            let path = LogPath::check(Some(&logs), &logs.join(path)).unwrap();
+            assert!(LogFile::open(Some(path)).is_err());
+        }
+        assert!(!world.path().join("victim").exists() && !world.path().join("x.log").exists());
+    }
+
+    #[test]
+    fn rotation_goes_on_in_a_new_file() {
+        let world = tempfile::tempdir().unwrap();
+        let path = world.path().join("c/0.log");
+        let log = LogFile::open(Some(LogPath::check(Some(world.path()), &path).unwrap())).unwrap();
+        log.append(b"one\n");
+        std::fs::rename(&path, world.path().join("c/0.log.1")).unwrap();
+        log.append(b"two\n");
+        log.reopen().unwrap();
+        pump(&b"three\nfour"[..], Source::Stderr, &log);
+        assert_eq!(std::fs::read_to_string(world.path().join("c/0.log.1")).unwrap(), "one\ntwo\n");
+        let text = std::fs::read_to_string(&path).unwrap();
+        let texts: Vec<&str> = text.lines().map(|line| line.split_once(' ').unwrap().1).collect();
+        assert_eq!(texts, ["stderr F three", "stderr P four"]);
+    }
+
+    #[test]
+    fn without_a_path_output_is_read_and_dropped() {
+        let log = LogFile::open(None).unwrap();
+        pump(&b"x\n"[..], Source::Stdout, &log);
+        log.reopen().unwrap();
+    }
+}

@@ -1,0 +1,182 @@
+//! Owns: putting the machine together: scratch disk, taps, the engine's start; and knowing when it has ended.
+//! Threads: one thread for the machine's whole life, because an engine's process may be bound to the thread that
+//! started it; everything else that blocks goes through [`blocking`].
+
+use crate::error::PodError;
+use crate::spec::PodSpec;
+use crate::{SCRATCH_FILE, scratch};
+use nacelle_base::files::remove_if_there;
+use nacelle_base::net::Mac;
+use nacelle_base::undo::UndoStack;
+use nacelle_engine::{DiskSpec, Engine, Incoming, Machine, MachineExit, MachineSpec, NicSpec, Slot, Stop};
+use nacelle_net::{NetNs, Tap, tap};
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::{oneshot, watch};
+
+/// The slot on which images lie: `disks[0]`, /dev/vda.
+pub const IMAGE_DISK: usize = 0;
+/// The slot for writable layers: `disks[1]`, /dev/vdb.
+pub const SCRATCH_DISK: usize = 1;
+/// The guest's console, in the run directory.
+pub const CONSOLE_FILE: &str = "console.log";
+/// The guest's vsock context id: the device is ours alone, so all guests have the same.
+const GUEST_CID: u32 = 3;
+/// What the NIC allows; the guest sets what CNI says.
+const MAX_MTU: u32 = 65_535;
+
+/// A machine that runs, and what must be given back when it is gone.
+pub struct Assembled {
+    /// The machine.
+    pub machine: Arc<dyn Machine>,
+    /// Says when, and how, it has ended.
+    pub gone: watch::Receiver<Option<MachineExit>>,
+    /// Where the agent will say hello.
+    pub incoming: Box<dyn Incoming>,
+    /// The pod's namespace, if it has one.
+    pub netns: Option<Arc<NetNs>>,
+    /// How to give back what was taken.
+    pub undo: UndoStack,
+}
+
+/// The name of the n-th tap.
+pub fn tap_name(n: usize) -> String {
+    format!("nacelle{n}")
+}
+
+/// Runs something that blocks on a thread of the runtime's pool.
+pub async fn blocking<T: Send + 'static>(
+    what: &'static str,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, PodError> {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.map_err(|error| PodError::Thread { what, source: io::Error::other(error) })
+}
+
+/// Makes everything and starts the machine. If it fails, nothing is left behind. It is not to be cancelled: it is
+/// done within the time in which an engine starts.
+pub async fn assemble(spec: &PodSpec, dir: &Path, engine: Arc<dyn Engine>) -> Result<Assembled, PodError> {
+    let mut undo = UndoStack::new();
+    let disk = dir.join(SCRATCH_FILE);
+    // The start reads nothing of the machine's; both halves only take a few milliseconds.
+    let taps = {
+        let spec = spec.clone();
+        blocking("the taps", move || make_taps(&spec))
+    };
+    let scratch = {
+        let (folder, size_mib, to) = (spec.scratch.templates.clone(), spec.scratch.size_mib, disk.clone());
+        undo.push("scratch disk", {
+            let disk = disk.clone();
+            move || remove_if_there(&disk)
+        });
+        blocking("the scratch disk", move || {
+            remove_if_there(&to)?;
+            scratch::copy(&scratch::template(&folder, size_mib)?, &to)
+        })
+    };
+    let (taps, scratch) = tokio::join!(taps, scratch);
+    scratch??;
+    let (netns, taps) = taps??;
+    let nics = taps.into_iter().map(|tap| Ok(NicSpec { tap: tap.fd, mac: random_mac()?, mtu: MAX_MTU }));
+    let machine = MachineSpec {
+        vcpus: u8::try_from(spec.vcpus).unwrap_or(u8::MAX),
+        memory_mib: spec.memory_mib,
+        kernel: spec.kernel.clone(),
+        initrd: spec.initrd.clone(),
+        cmdline: spec.kernel_args.clone(),
+        disks: vec![
+            DiskSpec::Growing { serial: "images".into() },
+            DiskSpec::File { path: disk, read_only: false, serial: "scratch".into() },
+        ],
+        nics: nics.collect::<Result<_, PodError>>()?,
+        run_dir: dir.to_owned(),
+        console_log: dir.join(CONSOLE_FILE),
+        guest_cid: GUEST_CID,
+    };
+    let (machine, gone) = start(engine, machine).await?;
+    let listened = machine.link().listen(crate::agent::BOOT_PORT);
+    let incoming = match listened {
+        Ok(incoming) => incoming,
+        Err(source) => {
+            stop(machine, Stop::Kill).await?;
+            return Err(PodError::Link { what: "listen for the agent", source });
+        }
+    };
+    Ok(Assembled { machine, gone, incoming, netns: netns.map(Arc::new), undo })
+}
+
+fn make_taps(spec: &PodSpec) -> Result<(Option<NetNs>, Vec<Tap>), PodError> {
+    let Some(network) = &spec.network else { return Ok((None, Vec::new())) };
+    let netns = NetNs::open(&network.netns)?;
+    let taps: Result<Vec<Tap>, _> = (0..network.interfaces.len()).map(|n| tap::create(&netns, &tap_name(n))).collect();
+    Ok((Some(netns), taps?))
+}
+
+/// A locally administered address; the guest changes it for the one that CNI gave.
+fn random_mac() -> Result<Mac, PodError> {
+    let mut mac = [0; 6];
+    random(&mut mac)?;
+    mac[0] = (mac[0] & 0xfc) | 2;
+    Ok(mac)
+}
+
+/// Fresh random bytes.
+pub fn random(bytes: &mut [u8]) -> Result<(), PodError> {
+    getrandom::fill(bytes).map_err(|error| PodError::Thread {
+        what: "getrandom",
+        source: error.raw_os_error().map_or(io::ErrorKind::Other.into(), io::Error::from_raw_os_error),
+    })
+}
+
+type Started = (Arc<dyn Machine>, watch::Receiver<Option<MachineExit>>);
+
+async fn start(engine: Arc<dyn Engine>, spec: MachineSpec) -> Result<Started, PodError> {
+    let spec = spec.check(&engine.limits())?;
+    let (tell, started) = oneshot::channel();
+    let (tell_gone, gone) = watch::channel(None);
+    let life = move || {
+        let machine: Arc<dyn Machine> = match engine.start(spec) {
+            Ok(machine) => machine.into(),
+            Err(error) => {
+                // Nobody waits any more: then nobody needs to know.
+                let _ = tell.send(Err(error));
+                return;
+            }
+        };
+        if tell.send(Ok(Arc::clone(&machine))).is_ok() {
+            let exit = loop {
+                if let Some(exit) = machine.wait(Duration::from_secs(3_600)) {
+                    break exit;
+                }
+            };
+            tell_gone.send_replace(Some(exit));
+        }
+    };
+    let thread = std::thread::Builder::new().name("machine".into()).spawn(life);
+    thread.map_err(|source| PodError::Thread { what: "the machine's thread", source })?;
+    let machine = started.await.map_err(|_thread_is_gone| PodError::Ending)??;
+    Ok((machine, gone))
+}
+
+/// Ends a machine, waits for that, and lets go of it.
+pub async fn stop(machine: Arc<dyn Machine>, how: Stop) -> Result<MachineExit, PodError> {
+    blocking("the end of the machine", move || Ok(machine.stop(how)?)).await?
+}
+
+/// Joins tap and CNI interface for each interface.
+pub async fn join_taps(netns: Arc<NetNs>, interfaces: Vec<String>) -> Result<(), PodError> {
+    blocking("the join of tap and interface", move || {
+        for (n, interface) in interfaces.iter().enumerate() {
+            tap::join(&netns, &tap_name(n), interface)?;
+        }
+        Ok(())
+    })
+    .await?
+}
+
+/// The slot of a machine, by its number.
+pub fn disk(machine: &Arc<dyn Machine>, number: usize) -> Option<Slot> {
+    machine.disks().get(number).cloned()
+}

@@ -1,0 +1,104 @@
+//! Owns: the process around the actor: runtime, identity, socket, signals, and the end.
+
+use crate::SOCKET_FILE;
+use crate::actor::{Actor, Ask, Message};
+use crate::error::PodError;
+use crate::identity::Identity;
+use crate::server::Server;
+use crate::spec::PodSpec;
+use nacelle_base::files::{at, remove_if_there};
+use nacelle_engine::Engine;
+use nacelle_proto::pod::pod_server::PodServer;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::net::UnixListener;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::UnixListenerStream;
+
+/// The grace that containers get at SIGTERM.
+const TERM_GRACE: Duration = Duration::from_secs(10);
+/// For the last answers to reach their readers.
+const FAREWELL: Duration = Duration::from_secs(5);
+/// One message, both ways.
+const MESSAGE_LIMIT: usize = 40 << 20;
+/// A blocking thread's stack: calls of the engine, of netlink, of the file system.
+const STACK: usize = 512 << 10;
+
+/// Serves the pod of `dir` with the engine that `engine` makes of the specification, until it is stopped.
+pub fn run(dir: &Path, engine: impl FnOnce(&PodSpec) -> Arc<dyn Engine>) -> Result<(), PodError> {
+    let spec = PodSpec::read(dir)?;
+    if let Some(other) = Identity::read(dir)?
+        && other.is_alive()?
+    {
+        return Err(PodError::Served { pid: other.pid });
+    }
+    // Files of the pod are nobody else's; log files are for the node's group, as their mode says.
+    nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o027));
+    Identity::own()?.write(dir)?;
+    let engine = engine(&spec);
+    let thread = |source| PodError::Thread { what: "the runtime", source };
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .thread_stack_size(STACK)
+        .max_blocking_threads(64)
+        .build()
+        .map_err(thread)?;
+    let served = runtime.block_on(serve(spec, dir, engine));
+    // What still blocks has nothing to give back any more.
+    runtime.shutdown_background();
+    let removed = remove_if_there(&dir.join(SOCKET_FILE));
+    served.and(removed.map_err(PodError::from))
+}
+
+async fn serve(spec: PodSpec, dir: &Path, engine: Arc<dyn Engine>) -> Result<(), PodError> {
+    let socket = dir.join(SOCKET_FILE);
+    remove_if_there(&socket)?;
+    let listener = UnixListener::bind(&socket).map_err(at("listen on", &socket))?;
+    std::fs::set_permissions(&socket, std::fs::Permissions::from_mode(0o600)).map_err(at("protect", &socket))?;
+
+    let pod = spec.id.clone();
+    let (actor, handles) = Actor::new(spec, dir);
+    obey_signals(handles.inbox.clone())?;
+    let (over, ended) = tokio::sync::oneshot::channel::<()>();
+    let service = PodServer::new(Server::new(handles))
+        .max_decoding_message_size(MESSAGE_LIMIT)
+        .max_encoding_message_size(MESSAGE_LIMIT);
+    let server = tonic::transport::Server::builder().add_service(service).serve_with_incoming_shutdown(
+        UnixListenerStream::new(listener),
+        async {
+            // Dropped or sent: the actor has ended.
+            let _ = ended.await;
+        },
+    );
+    let server = tokio::spawn(server);
+    tracing::info!(%pod, "the pod process serves");
+    actor.run(engine).await;
+    drop(over);
+    match tokio::time::timeout(FAREWELL, server).await {
+        Ok(Ok(Err(error))) => tracing::warn!("the server ended badly: {}", nacelle_base::Chain(&error)),
+        Ok(_) => {}
+        Err(_elapsed) => tracing::warn!("somebody does not read the last answers"),
+    }
+    tracing::info!(%pod, "the pod is stopped");
+    Ok(())
+}
+
+/// SIGTERM and SIGINT mean Stop.
+fn obey_signals(inbox: mpsc::UnboundedSender<Message>) -> Result<(), PodError> {
+    for kind in [SignalKind::terminate(), SignalKind::interrupt()] {
+        let failed = |source| PodError::Thread { what: "the handling of signals", source };
+        let mut signals = signal(kind).map_err(failed)?;
+        let inbox = inbox.clone();
+        tokio::spawn(async move {
+            while signals.recv().await.is_some() {
+                if inbox.send(Message::Ask(Ask::StopPod(TERM_GRACE, None))).is_err() {
+                    return;
+                }
+            }
+        });
+    }
+    Ok(())
+}

@@ -1,0 +1,159 @@
+//! Owns: the scratch disk of a pod: a sparse copy of an ext4 template that is made once per size.
+//! Threads: everything blocks (a few milliseconds; the first of a size: mkfs.ext4); call it off the runtime.
+
+use nacelle_base::files::{FileError, at, remove_if_there};
+use nacelle_base::{Classify, Kind};
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, Read, Seek, SeekFrom};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Part of a template's name: changes whenever [`FORMAT`] does, so that old templates are not used.
+const FORMAT_VERSION: u32 = 1;
+/// No journal: the disk dies with the pod. The holes are zeros already, which the guest's kernel must not write.
+const FORMAT: &[&str] = &[
+    "-q",
+    "-F",
+    "-m",
+    "0",
+    "-b",
+    "4096",
+    "-O",
+    "^has_journal,^resize_inode,extent,sparse_super2",
+    "-E",
+    "assume_storage_prezeroed=1,nodiscard,packed_meta_blocks=1",
+    "-L",
+    "scratch",
+];
+
+/// Why there is no scratch disk.
+#[derive(Debug, thiserror::Error)]
+pub enum ScratchError {
+    /// A file.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// mkfs.ext4 could not be started.
+    #[error("cannot start mkfs.ext4 (Debian: e2fsprogs)")]
+    Start {
+        /// Why.
+        source: io::Error,
+    },
+    /// mkfs.ext4 refused.
+    #[error("mkfs.ext4 failed for a disk of {size_mib} MiB: {message}")]
+    Format {
+        /// The disk's size.
+        size_mib: u64,
+        /// What it said.
+        message: String,
+    },
+}
+
+impl Classify for ScratchError {
+    fn kind(&self) -> Kind {
+        match self {
+            ScratchError::File(error) => error.kind(),
+            ScratchError::Start { .. } => Kind::Unavailable,
+            ScratchError::Format { .. } => Kind::Internal,
+        }
+    }
+}
+
+/// Makes the template of this size, if it is not there, and returns its path. Any number of processes may ask at
+/// once; the daemon may ask before the first pod needs it.
+pub fn template(folder: &Path, size_mib: u64) -> Result<PathBuf, ScratchError> {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let path = folder.join(format!("scratch-v{FORMAT_VERSION}-{size_mib}.ext4"));
+    if path.exists() {
+        return Ok(path);
+    }
+    DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(at("create", folder))?;
+    let draft = path.with_extension(format!("tmp.{}.{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)));
+    let made = format(&draft, size_mib).and_then(|()| Ok(fs::rename(&draft, &path).map_err(at("write", &path))?));
+    if made.is_err() {
+        // The first error is the one that matters.
+        let _ = remove_if_there(&draft);
+    }
+    made.map(|()| path)
+}
+
+fn format(path: &Path, size_mib: u64) -> Result<(), ScratchError> {
+    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).map_err(at("create", path))?;
+    file.set_len(size_mib.saturating_mul(1 << 20)).map_err(at("resize", path))?;
+    // It lies in a folder that is not on everybody's path.
+    let path_variable = format!("{}:/usr/sbin:/sbin", std::env::var("PATH").unwrap_or_default());
+    let output =
+        Command::new("mkfs.ext4").env("PATH", path_variable).args(FORMAT).arg(path).stdin(Stdio::null()).output();
+    let output = output.map_err(|source| ScratchError::Start { source })?;
+    if !output.status.success() {
+        let message = String::from_utf8_lossy(&output.stderr).trim().chars().take(500).collect();
+        return Err(ScratchError::Format { size_mib, message });
+    }
+    Ok(file.sync_all().map_err(at("write", path))?)
+}
+
+/// Copies a template to a new file: shared blocks where the file system can, else only what is not a hole.
+pub fn copy(template: &Path, to: &Path) -> Result<(), ScratchError> {
+    let source = File::open(template).map_err(at("open", template))?;
+    let target = OpenOptions::new().write(true).create_new(true).mode(0o600).open(to).map_err(at("create", to))?;
+    let copied = crate::sys::clone_file(&source, &target).or_else(|_unsupported| copy_data(&source, &target));
+    if copied.is_err() {
+        // The first error is the one that matters.
+        let _ = remove_if_there(to);
+    }
+    Ok(copied.map_err(at("write", to))?)
+}
+
+fn copy_data(mut source: &File, target: &File) -> io::Result<()> {
+    use nix::errno::Errno;
+    use nix::unistd::{Whence, lseek};
+    let length = source.metadata()?.len();
+    target.set_len(length)?;
+    let mut at: i64 = 0;
+    loop {
+        let start = match lseek(source, at, Whence::SeekData) {
+            Err(Errno::ENXIO) => return Ok(()),
+            other => other?,
+        };
+        let end = lseek(source, start, Whence::SeekHole)?;
+        let from = u64::try_from(start).map_err(io::Error::other)?;
+        let count = u64::try_from(end - start).map_err(io::Error::other)?;
+        source.seek(SeekFrom::Start(from))?;
+        let mut out = target;
+        out.seek(SeekFrom::Start(from))?;
+        io::copy(&mut source.take(count), &mut out)?;
+        at = end;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::MetadataExt;
+
+    #[test]
+    fn a_copy_has_the_holes_and_the_bytes_of_its_template() {
+        let folder = tempfile::tempdir().unwrap();
+        let template = template(&folder.path().join("templates"), 64).unwrap();
+        assert_eq!(super::template(&folder.path().join("templates"), 64).unwrap(), template);
+        let to = folder.path().join("scratch.ext4");
+        copy(&template, &to).unwrap();
+        assert!(fs::read(&template).unwrap() == fs::read(&to).unwrap());
+        let taken = fs::metadata(&to).unwrap();
+        assert_eq!(taken.len(), 64 << 20);
+        assert!(taken.blocks() * 512 < 4 << 20, "{} KiB", taken.blocks() / 2);
+        assert!(copy(&template, &to).is_err(), "an existing file is not overwritten");
+        assert_eq!(fs::read_dir(folder.path().join("templates")).unwrap().count(), 1);
+        let check =
+            Command::new("fsck.ext4").env("PATH", "/usr/sbin:/sbin").args(["-n", "-f"]).arg(&to).output().unwrap();
+        assert!(check.status.success(), "{}", String::from_utf8_lossy(&check.stdout));
+    }
+
+    #[test]
+    fn a_failed_template_leaves_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        assert!(template(folder.path(), 0).is_err());
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+}

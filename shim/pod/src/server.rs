@@ -1,0 +1,101 @@
+//! Owns: pod.proto on the socket: each request becomes one message to the actor, each answer one reply.
+
+use crate::actor::{Ask, Handles, Message, Reply};
+use crate::error::PodError;
+use crate::record::PodRecord;
+use nacelle_proto::pod as proto;
+use proto::pod_server::Pod;
+use std::pin::Pin;
+use std::time::Duration;
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio_stream::wrappers::WatchStream;
+use tokio_stream::{Stream, StreamExt};
+use tonic::{Request, Response, Status};
+
+/// The service.
+pub struct Server {
+    inbox: mpsc::UnboundedSender<Message>,
+    published: watch::Receiver<PodRecord>,
+}
+
+impl Server {
+    /// In front of this actor.
+    pub fn new(handles: Handles) -> Self {
+        Self { inbox: handles.inbox, published: handles.published }
+    }
+
+    async fn ask<T>(&self, ask: impl FnOnce(Reply<T>) -> Ask) -> Result<Response<T>, Status> {
+        let ending = || crate::codes::status(&PodError::Ending);
+        let (reply, answer) = oneshot::channel();
+        self.inbox.send(Message::Ask(ask(reply))).map_err(|_closed| ending())?;
+        Ok(Response::new(answer.await.map_err(|_dropped| ending())??))
+    }
+
+    async fn tell(&self, ask: impl FnOnce(Reply<()>) -> Ask) -> Result<Response<proto::Empty>, Status> {
+        self.ask(ask).await.map(|_| Response::new(proto::Empty {}))
+    }
+}
+
+fn millis(count: u32) -> Duration {
+    Duration::from_millis(count.into())
+}
+
+#[tonic::async_trait]
+impl Pod for Server {
+    type WatchStream = Pin<Box<dyn Stream<Item = Result<proto::PodState, Status>> + Send>>;
+
+    async fn configure(
+        &self,
+        request: Request<proto::ConfigureRequest>,
+    ) -> Result<Response<proto::ConfigureResponse>, Status> {
+        self.ask(|reply| Ask::Configure(request.into_inner(), reply)).await
+    }
+
+    async fn state(&self, _: Request<proto::Empty>) -> Result<Response<proto::PodState>, Status> {
+        Ok(Response::new((&*self.published.borrow()).into()))
+    }
+
+    async fn watch(&self, _: Request<proto::Empty>) -> Result<Response<Self::WatchStream>, Status> {
+        let states = WatchStream::new(self.published.clone()).map(|record| Ok((&record).into()));
+        Ok(Response::new(Box::pin(states)))
+    }
+
+    async fn create_container(
+        &self,
+        request: Request<proto::CreateContainerRequest>,
+    ) -> Result<Response<proto::CreateContainerResponse>, Status> {
+        self.ask(|reply| Ask::Create(request.into_inner(), reply)).await
+    }
+
+    async fn start_container(&self, request: Request<proto::ContainerRef>) -> Result<Response<proto::Empty>, Status> {
+        self.tell(|reply| Ask::Start(request.into_inner().id, reply)).await
+    }
+
+    async fn stop_container(
+        &self,
+        request: Request<proto::StopContainerRequest>,
+    ) -> Result<Response<proto::Empty>, Status> {
+        let request = request.into_inner();
+        self.tell(|reply| Ask::Stop(request.id, millis(request.timeout_ms), reply)).await
+    }
+
+    async fn remove_container(&self, request: Request<proto::ContainerRef>) -> Result<Response<proto::Empty>, Status> {
+        self.tell(|reply| Ask::Remove(request.into_inner().id, reply)).await
+    }
+
+    async fn reopen_log(&self, request: Request<proto::ContainerRef>) -> Result<Response<proto::Empty>, Status> {
+        self.tell(|reply| Ask::ReopenLog(request.into_inner().id, reply)).await
+    }
+
+    async fn exec_sync(
+        &self,
+        request: Request<proto::ExecSyncRequest>,
+    ) -> Result<Response<proto::ExecSyncResponse>, Status> {
+        self.ask(|reply| Ask::Exec(request.into_inner(), reply)).await
+    }
+
+    async fn stop(&self, request: Request<proto::StopRequest>) -> Result<Response<proto::Empty>, Status> {
+        let grace = millis(request.into_inner().timeout_ms);
+        self.tell(|reply| Ask::StopPod(grace, Some(reply))).await
+    }
+}

@@ -1,0 +1,365 @@
+//! Owns: an agent for guests of the fake engine. A container's "OCI specification" is a script: words separated by
+//! ';': `out:TEXT`, `err:TEXT`, `big:BYTES`, `exit:CODE`, `hold` (until a signal), `stubborn` (until SIGKILL).
+
+use nacelle_engine::ExitKind;
+use nacelle_engine::fake::Guest;
+use nacelle_proto::agent as proto;
+use prost::Message;
+use proto::agent_server::{Agent, AgentServer};
+use std::collections::{BTreeMap, HashMap};
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex};
+use tokio::sync::watch;
+use tonic::{Code, Request, Response, Status};
+
+/// What goes wrong in one request.
+#[derive(Clone, Debug)]
+pub enum Fault {
+    /// No answer, ever.
+    Hang,
+    /// The machine dies.
+    Die,
+    /// An error.
+    Refuse(Code, String),
+}
+
+/// What goes wrong in the handshake.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub enum Boot {
+    /// Nothing.
+    #[default]
+    Good,
+    /// The agent never calls.
+    Silent,
+    /// It sends these bytes as its hello.
+    Hello(Vec<u8>),
+    /// It reports this.
+    Report(String),
+    /// It sends these bytes as its report.
+    RawReport(Vec<u8>),
+    /// The machine dies instead of a hello.
+    Die,
+}
+
+type Streams = HashMap<i32, Arc<UnixStream>>;
+
+struct Process {
+    script: String,
+    started: bool,
+    exit: watch::Sender<Option<proto::Exit>>,
+    signals: watch::Sender<u32>,
+    streams: Streams,
+}
+
+/// What the tests see and say.
+#[derive(Default)]
+pub struct Shared {
+    pub boot: Mutex<Boot>,
+    pub faults: Mutex<BTreeMap<&'static str, Fault>>,
+    pub calls: Mutex<Vec<String>>,
+    pub config: Mutex<Option<proto::BootConfig>>,
+    pub images: Mutex<BTreeMap<u32, (u64, u64)>>,
+    processes: Mutex<BTreeMap<(String, String), Process>>,
+    guest: Mutex<Option<Guest>>,
+}
+
+impl Shared {
+    pub fn fault(&self, method: &'static str, fault: Fault) {
+        self.faults.lock().unwrap().insert(method, fault);
+    }
+
+    pub fn calls_of(&self, method: &str) -> usize {
+        self.calls.lock().unwrap().iter().filter(|call| call.as_str() == method).count()
+    }
+
+    pub fn die(&self) {
+        let guest = self.guest.lock().unwrap().clone().unwrap();
+        guest.print("Kernel panic - not syncing: as told\n");
+        guest.end(ExitKind::Panicked);
+    }
+
+    /// The capacity of a disk of the machine.
+    pub fn disk_capacity(&self, disk: usize) -> u64 {
+        self.guest.lock().unwrap().as_ref().unwrap().disks[disk].capacity()
+    }
+
+    fn add(&self, id: &str, exec_id: &str, script: String) {
+        let process = Process {
+            script,
+            started: false,
+            exit: watch::channel(None).0,
+            signals: watch::channel(0).0,
+            streams: Streams::new(),
+        };
+        self.processes.lock().unwrap().insert((id.into(), exec_id.into()), process);
+    }
+
+    fn run(self: &Arc<Self>, id: &str, exec_id: &str) {
+        let key = (id.to_owned(), exec_id.to_owned());
+        let shared = Arc::clone(self);
+        std::thread::spawn(move || {
+            let (script, mut signals) = {
+                let processes = shared.processes.lock().unwrap();
+                let process = &processes[&key];
+                (process.script.clone(), process.signals.subscribe())
+            };
+            let stream = |kind: proto::Stream| loop {
+                // As the real one: what is written waits in a pipe until somebody reads.
+                let processes = shared.processes.lock().unwrap();
+                match processes.get(&key) {
+                    None => return None,
+                    Some(process) => {
+                        if let Some(stream) = process.streams.get(&(kind as i32)) {
+                            return Some(Arc::clone(stream));
+                        }
+                    }
+                }
+                drop(processes);
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            };
+            let write = |kind, bytes: &[u8]| {
+                if let Some(stream) = stream(kind) {
+                    let _ = (&*stream).write_all(bytes);
+                }
+            };
+            let mut code = 0;
+            for word in script.split(';') {
+                let (verb, rest) = word.split_once(':').unwrap_or((word, ""));
+                match verb {
+                    "out" => write(proto::Stream::Stdout, rest.as_bytes()),
+                    "err" => write(proto::Stream::Stderr, rest.as_bytes()),
+                    "big" => write(proto::Stream::Stdout, &vec![b'x'; rest.parse().unwrap()]),
+                    "exit" => code = rest.parse().unwrap(),
+                    "hold" | "stubborn" => {
+                        let enough = |signal: &u32| *signal == 9 || (*signal > 0 && verb == "hold");
+                        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+                        code = runtime.block_on(async { signals.wait_for(enough).await.map_or(137, |s| 128 + *s) });
+                    }
+                    _ => {}
+                }
+            }
+            if let Some(process) = shared.processes.lock().unwrap().get_mut(&key) {
+                for stream in process.streams.values() {
+                    let _ = stream.shutdown(std::net::Shutdown::Both);
+                }
+                let exit = proto::Exit { code, oom_killed: false, finished_at_unix_nanos: 7 };
+                process.exit.send_replace(Some(exit));
+            }
+        });
+    }
+}
+
+#[derive(Clone)]
+struct Service(Arc<Shared>);
+
+impl Service {
+    async fn gate(&self, method: &'static str) -> Result<(), Status> {
+        self.0.calls.lock().unwrap().push(method.to_owned());
+        let fault = self.0.faults.lock().unwrap().get(method).cloned();
+        match fault {
+            None => Ok(()),
+            Some(Fault::Hang) => std::future::pending().await,
+            Some(Fault::Die) => {
+                self.0.die();
+                std::future::pending().await
+            }
+            Some(Fault::Refuse(code, message)) => Err(Status::new(code, message)),
+        }
+    }
+}
+
+type Answer<T> = Result<Response<T>, Status>;
+
+fn empty() -> Answer<proto::Empty> {
+    Ok(Response::new(proto::Empty {}))
+}
+
+#[tonic::async_trait]
+impl Agent for Service {
+    async fn attach_image(&self, request: Request<proto::AttachImageRequest>) -> Answer<proto::Empty> {
+        self.gate("attach").await?;
+        let request = request.into_inner();
+        if request.offset + request.length > self.0.disk_capacity(0) {
+            return Err(Status::failed_precondition("the disk ends before the image"));
+        }
+        self.0.images.lock().unwrap().insert(request.partition, (request.offset, request.length));
+        empty()
+    }
+
+    async fn detach_image(&self, request: Request<proto::DetachImageRequest>) -> Answer<proto::Empty> {
+        self.gate("detach").await?;
+        self.0.images.lock().unwrap().remove(&request.into_inner().partition);
+        empty()
+    }
+
+    async fn create_container(
+        &self,
+        request: Request<proto::CreateContainerRequest>,
+    ) -> Answer<proto::CreateContainerResponse> {
+        self.gate("create").await?;
+        let request = request.into_inner();
+        if !self.0.images.lock().unwrap().contains_key(&request.partition) {
+            return Err(Status::failed_precondition("no such image"));
+        }
+        self.0.add(&request.id, "", String::from_utf8(request.oci_spec).unwrap());
+        Ok(Response::new(proto::CreateContainerResponse { uid: 1, gid: 2, supplemental_groups: vec![3] }))
+    }
+
+    async fn start_container(&self, request: Request<proto::ContainerRef>) -> Answer<proto::Empty> {
+        self.gate("start").await?;
+        let id = request.into_inner().id;
+        // A process does not exist in the agent before it was created; its streams come after that.
+        let connected = self.0.processes.lock().unwrap().get(&(id.clone(), String::new())).map(|p| p.streams.len());
+        match connected {
+            None => return Err(Status::not_found("no such container")),
+            Some(0) => return Err(Status::failed_precondition("started before its streams")),
+            Some(_) => {}
+        }
+        let first = {
+            let mut processes = self.0.processes.lock().unwrap();
+            !std::mem::replace(&mut processes.get_mut(&(id.clone(), String::new())).unwrap().started, true)
+        };
+        if first {
+            self.0.run(&id, "");
+        }
+        empty()
+    }
+
+    async fn signal(&self, request: Request<proto::SignalRequest>) -> Answer<proto::Empty> {
+        let request = request.into_inner();
+        self.gate("signal").await?;
+        self.0.calls.lock().unwrap().push(format!("signal {}", request.signal));
+        if let Some(process) = self.0.processes.lock().unwrap().get(&(request.id, request.exec_id)) {
+            process.signals.send_replace(request.signal);
+        }
+        empty()
+    }
+
+    async fn wait(&self, request: Request<proto::WaitRequest>) -> Answer<proto::WaitResponse> {
+        self.gate("wait").await?;
+        let request = request.into_inner();
+        let exit = self.0.processes.lock().unwrap().get(&(request.id, request.exec_id)).map(|p| p.exit.subscribe());
+        let mut exit = exit.ok_or_else(|| Status::not_found("no such process"))?;
+        let limit = std::time::Duration::from_millis(request.timeout_ms.into());
+        let exit = match tokio::time::timeout(limit, exit.wait_for(Option::is_some)).await {
+            Ok(Ok(exit)) => *exit,
+            _ => None,
+        };
+        Ok(Response::new(proto::WaitResponse { exit }))
+    }
+
+    async fn remove_container(&self, request: Request<proto::ContainerRef>) -> Answer<proto::Empty> {
+        self.gate("remove").await?;
+        self.0.processes.lock().unwrap().remove(&(request.into_inner().id, String::new()));
+        empty()
+    }
+
+    async fn exec(&self, request: Request<proto::ExecRequest>) -> Answer<proto::Empty> {
+        self.gate("exec").await?;
+        let request = request.into_inner();
+        let script = request.args.first().cloned().ok_or_else(|| Status::invalid_argument("no command"))?;
+        self.0.add(&request.id, &request.exec_id, script);
+        self.0.run(&request.id, &request.exec_id);
+        empty()
+    }
+
+    async fn resize(&self, _: Request<proto::ResizeRequest>) -> Answer<proto::Empty> {
+        empty()
+    }
+
+    async fn list_containers(&self, _: Request<proto::Empty>) -> Answer<proto::ListContainersResponse> {
+        Ok(Response::new(proto::ListContainersResponse::default()))
+    }
+
+    async fn shutdown(&self, _: Request<proto::Empty>) -> Answer<proto::Empty> {
+        self.gate("shutdown").await?;
+        let guest = self.0.guest.lock().unwrap().clone().unwrap();
+        guest.end(ExitKind::Shutdown);
+        empty()
+    }
+}
+
+fn frame(message: &impl Message) -> Vec<u8> {
+    let body = message.encode_to_vec();
+    [&u32::try_from(body.len()).unwrap().to_le_bytes()[..], &body].concat()
+}
+
+fn read_frame<M: Message + Default>(mut stream: &UnixStream) -> Option<M> {
+    let mut length = [0; 4];
+    stream.read_exact(&mut length).ok()?;
+    let mut body = vec![0; u32::from_le_bytes(length) as usize];
+    stream.read_exact(&mut body).ok()?;
+    M::decode(body.as_slice()).ok()
+}
+
+/// The guest: handshake, then the services, until the machine is ended.
+pub fn guest(shared: &Arc<Shared>, guest: &Guest) -> ExitKind {
+    *shared.guest.lock().unwrap() = Some(guest.clone());
+    guest.print("booting\n");
+    let boot = shared.boot.lock().unwrap().clone();
+    if boot == Boot::Die {
+        guest.print("Kernel panic - not syncing: as told\n");
+        return ExitKind::Panicked;
+    }
+    if boot != Boot::Silent && shake(shared, guest, &boot).is_none() {
+        // The host hung up; the machine is killed soon.
+    }
+    let (Ok(()), Ok(())) = (guest.listen(1026), guest.listen(1025)) else { return ExitKind::Killed };
+    {
+        let (shared, guest) = (Arc::clone(shared), guest.clone());
+        std::thread::spawn(move || streams(&shared, &guest));
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let (send, connections) = tokio::sync::mpsc::unbounded_channel::<std::io::Result<tokio::net::UnixStream>>();
+    let service = AgentServer::new(Service(Arc::clone(shared)));
+    let incoming = tokio_stream::wrappers::UnboundedReceiverStream::new(connections);
+    runtime.spawn(tonic::transport::Server::builder().add_service(service).serve_with_incoming(incoming));
+    while let Ok(stream) = guest.accept(1025) {
+        let _in_runtime = runtime.enter();
+        let stream = stream.try_clone().unwrap();
+        stream.set_nonblocking(true).unwrap();
+        let _ = send.send(tokio::net::UnixStream::from_std(stream));
+    }
+    runtime.shutdown_background();
+    ExitKind::Killed
+}
+
+fn shake(shared: &Shared, guest: &Guest, boot: &Boot) -> Option<()> {
+    // The host listens as soon as the machine runs, which may be a little after us.
+    let stream = loop {
+        match guest.connect(1024) {
+            Ok(stream) => break stream,
+            Err(nacelle_engine::LinkError::Refused { .. }) => {
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
+            Err(_) => return None,
+        }
+    };
+    let hello = proto::AgentHello { protocol: 1, agent_version: "fake".into(), kernel_release: "6.12-fake".into() };
+    let hello = match boot {
+        Boot::Hello(bytes) => bytes.clone(),
+        _ => frame(&hello),
+    };
+    (&*stream).write_all(&hello).ok()?;
+    let config = read_frame(&stream)?;
+    *shared.config.lock().unwrap() = Some(config);
+    let report = match boot {
+        Boot::Report(error) => frame(&proto::BootReport { error: error.clone() }),
+        Boot::RawReport(bytes) => bytes.clone(),
+        _ => frame(&proto::BootReport::default()),
+    };
+    (&*stream).write_all(&report).ok()
+}
+
+fn streams(shared: &Shared, guest: &Guest) {
+    while let Ok(stream) = guest.accept(1026) {
+        let Some(open) = read_frame::<proto::StreamOpen>(&stream) else { continue };
+        if let Some(process) = shared.processes.lock().unwrap().get_mut(&(open.id, open.exec_id)) {
+            if process.exit.borrow().is_some() {
+                let _ = stream.shutdown(std::net::Shutdown::Both);
+            }
+            process.streams.insert(open.stream, stream);
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! Owns: a pod process on a thread of the test, on the fake engine, and a client for it.
+
+#![allow(dead_code, reason = "each test program uses a part of this")]
+
+pub mod agent;
+
+use agent::Shared;
+use nacelle_base::PodId;
+use nacelle_base::machine::EngineKind;
+use nacelle_engine::fake::{Fake, Guest, Script};
+use nacelle_pod::client::{self, ClientError, PodClient};
+use nacelle_pod::record::{self, PodRecord};
+use nacelle_pod::spec::{Accelerator, EngineSpec, PodSpec, ScratchSpec, Timeouts, VERSION};
+use nacelle_proto::pod;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+pub const LIMIT: Duration = Duration::from_secs(60);
+
+/// A specification for the fake engine.
+pub fn spec(root: &Path) -> PodSpec {
+    PodSpec {
+        version: VERSION,
+        id: PodId::from_bytes([9; 32]),
+        engine: EngineSpec {
+            kind: EngineKind::Qemu,
+            binary: "/usr/bin/qemu-system-x86_64".into(),
+            accelerator: Accelerator::Tcg,
+        },
+        vcpus: 1,
+        memory_mib: 64,
+        kernel: "/none/vmlinux".into(),
+        initrd: "/none/initrd".into(),
+        kernel_args: vec![],
+        network: None,
+        hostname: "pod-name".into(),
+        sysctls: Default::default(),
+        shared_pid: false,
+        shm_bytes: 0,
+        log_directory: Some(root.join("logs")),
+        scratch: ScratchSpec { size_mib: 16, templates: root.join("templates") },
+        timeouts: Timeouts::default(),
+    }
+}
+
+/// An engine whose guests run the fake agent.
+pub fn engine(shared: &Arc<Shared>) -> Fake {
+    let shared = Arc::clone(shared);
+    Fake::new(move |guest: Guest| agent::guest(&shared, &guest))
+}
+
+/// One pod and everything around it.
+pub struct World {
+    pub root: tempfile::TempDir,
+    pub dir: PathBuf,
+    pub agent: Arc<Shared>,
+    process: Option<JoinHandle<std::process::ExitCode>>,
+}
+
+impl World {
+    /// A world whose pod has not begun.
+    pub fn new() -> World {
+        let root = tempfile::tempdir().unwrap();
+        let dir = root.path().join("run");
+        std::fs::create_dir_all(&dir).unwrap();
+        std::fs::create_dir_all(root.path().join("logs")).unwrap();
+        std::fs::write(root.path().join("blob"), vec![b'e'; 3 << 20]).unwrap();
+        World { dir, root, agent: Arc::default(), process: None }
+    }
+
+    /// Starts the pod process as a thread.
+    pub async fn boot(&mut self, change: impl FnOnce(&mut PodSpec), script: Script) -> PodClient {
+        let mut spec = spec(self.root.path());
+        change(&mut spec);
+        spec.write(&self.dir).unwrap();
+        let (dir, engine) = (self.dir.clone(), engine(&self.agent).with_script(script));
+        self.process = Some(std::thread::spawn(move || nacelle_pod::run_with(&dir, |_| Arc::new(engine))));
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            match client::connect(&self.dir).await {
+                Ok(client) => return client,
+                Err(error) => assert!(Instant::now() < deadline, "{error}"),
+            }
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    }
+
+    /// A world with a pod that is ready.
+    pub async fn ready() -> (World, PodClient) {
+        World::ready_with(|_| {}).await
+    }
+
+    /// The same with another specification.
+    pub async fn ready_with(change: impl FnOnce(&mut PodSpec)) -> (World, PodClient) {
+        let mut world = World::new();
+        let client = world.boot(change, Script::default()).await;
+        client.configure(network()).await.unwrap();
+        (world, client)
+    }
+
+    /// A request for a container with this script.
+    pub fn container(&self, id: &str, script: &str) -> pod::CreateContainerRequest {
+        pod::CreateContainerRequest {
+            id: id.into(),
+            oci_spec: script.into(),
+            image_key: "image".into(),
+            image: vec![pod::Extent {
+                path: self.root.path().join("blob").to_str().unwrap().into(),
+                offset: 0,
+                length: 8192,
+            }],
+            log_path: self.log(id).to_str().unwrap().into(),
+            ..Default::default()
+        }
+    }
+
+    /// Where a container's log is.
+    pub fn log(&self, id: &str) -> PathBuf {
+        self.root.path().join("logs").join(id).join("0.log")
+    }
+
+    /// The log without its times.
+    pub fn log_text(&self, id: &str) -> String {
+        let text = std::fs::read_to_string(self.log(id)).unwrap();
+        text.lines().map(|line| line.split_once(' ').unwrap().1.to_owned() + "\n").collect()
+    }
+
+    /// Makes and starts a container.
+    pub async fn run(&self, client: &PodClient, id: &str, script: &str) {
+        client.create_container(self.container(id, script)).await.unwrap();
+        client.start_container(id).await.unwrap();
+    }
+
+    /// What the process recorded.
+    pub fn record(&self) -> PodRecord {
+        record::read(&self.dir).unwrap().unwrap()
+    }
+
+    /// Waits for the process to end after a Stop; says how, and checks that it left nothing.
+    pub async fn end(mut self) -> PodRecord {
+        let process = self.process.take().unwrap();
+        let code = tokio::task::spawn_blocking(move || process.join().unwrap()).await.unwrap();
+        assert_eq!(format!("{code:?}"), format!("{:?}", std::process::ExitCode::SUCCESS));
+        let mut files: Vec<String> = std::fs::read_dir(&self.dir)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .filter(|name| name != "console.log")
+            .collect();
+        files.sort();
+        assert_eq!(files, ["process.json", "spec.json", "state.json"]);
+        self.record()
+    }
+}
+
+pub fn network() -> pod::ConfigureRequest {
+    pod::ConfigureRequest { interfaces: vec![], routes: vec![], dns: None }
+}
+
+/// Waits until the pod is as wanted.
+pub async fn until(client: &PodClient, what: &str, wanted: impl Fn(&pod::PodState) -> bool) -> pod::PodState {
+    let deadline = Instant::now() + LIMIT;
+    loop {
+        let state = client.state().await.unwrap();
+        if wanted(&state) {
+            return state;
+        }
+        assert!(Instant::now() < deadline, "{what}: {state:?}");
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}
+
+/// Waits until a container has exited.
+pub async fn exited(client: &PodClient, id: &str) -> pod::ContainerState {
+    let gone =
+        |state: &pod::PodState| state.containers.iter().any(|c| c.id == id && c.phase() == pod::ContainerPhase::Exited);
+    let state = until(client, "the container ends", gone).await;
+    state.containers.into_iter().find(|container| container.id == id).unwrap()
+}
+
+/// The kind of a refusal.
+pub fn kind<T: std::fmt::Debug>(outcome: Result<T, ClientError>) -> nacelle_base::Kind {
+    nacelle_base::Classify::kind(&outcome.unwrap_err())
+}

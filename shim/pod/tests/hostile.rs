@@ -1,0 +1,184 @@
+//! Owns: what a pod process does with guests that die, hang, lie or refuse.
+
+mod common;
+
+use common::agent::{Boot, Fault};
+use common::{World, exited, kind, network, until};
+use nacelle_base::Kind;
+use nacelle_engine::fake::Script;
+use nacelle_pod::record::{ContainerPhase, Phase};
+use nacelle_proto::pod;
+use std::time::Duration;
+use tonic::Code;
+
+const GRACE: Duration = Duration::from_secs(60);
+
+/// Everything a pod can be asked once its machine is gone.
+async fn asks_after_the_end(world: World, client: nacelle_pod::client::PodClient) {
+    let state = until(&client, "the pod stops", |state| state.phase() == pod::Phase::Stopped).await;
+    assert!(!state.failure.is_empty());
+    assert_eq!(kind(client.create_container(world.container("late", "hold")).await), Kind::Conflict);
+    assert_eq!(kind(client.configure(network()).await), Kind::Conflict);
+    for container in &state.containers {
+        client.stop_container(&container.id, GRACE).await.unwrap();
+        client.remove_container(&container.id).await.unwrap();
+    }
+    client.stop(GRACE).await.unwrap();
+    let record = world.end().await;
+    assert_eq!((record.phase, record.containers.len()), (Phase::Stopped, 0));
+    assert_eq!(record.failure, state.failure);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn containers_are_lost_with_the_machine() {
+    let (world, client) = World::ready().await;
+    world.run(&client, "done", "exit:0").await;
+    exited(&client, "done").await;
+    world.run(&client, "running", "hold").await;
+    client.create_container(world.container("created", "hold")).await.unwrap();
+    world.agent.die();
+    let state = until(&client, "the pod stops", |state| state.phase() == pod::Phase::Stopped).await;
+    assert!(state.failure.contains("panicked") && state.failure.contains("as told"), "{}", state.failure);
+    let codes: Vec<(u32, bool)> =
+        state.containers.iter().map(|c| (c.exit_code, c.message.contains("as told"))).collect();
+    assert_eq!(codes, [(0, false), (255, true), (255, true)]);
+    assert!(world.record().containers.iter().all(|c| c.phase == ContainerPhase::Exited));
+    asks_after_the_end(world, client).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_machine_may_die_in_every_request() {
+    for method in ["attach", "create", "start", "wait", "exec", "signal", "remove"] {
+        let (world, client) = World::ready().await;
+        world.agent.fault(method, Fault::Die);
+        let created = client.create_container(world.container("a", "hold")).await;
+        if created.is_ok() && client.start_container("a").await.is_ok() {
+            if method == "exec" {
+                assert!(client.exec_sync("a", vec!["out:x".into()], None).await.is_err(), "{method}");
+            } else if method == "signal" {
+                // The container is gone, as was asked, or the signal did not reach it.
+                let _ = client.stop_container("a", GRACE).await;
+            } else if method == "remove" {
+                // What died is removed.
+                client.remove_container("a").await.unwrap();
+            }
+        }
+        asks_after_the_end(world, client).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_agent_that_hangs_meets_its_deadline() {
+    for method in ["attach", "create", "start", "remove"] {
+        let (world, client) = World::ready_with(|spec| spec.timeouts.call_ms = 100).await;
+        world.agent.fault(method, Fault::Hang);
+        let created = client.create_container(world.container("a", "hold")).await;
+        match (method, created) {
+            ("attach" | "create", created) => assert_eq!(kind(created), Kind::Timeout, "{method}"),
+            ("start", Ok(_)) => assert_eq!(kind(client.start_container("a").await), Kind::Timeout),
+            (_, created) => {
+                created.unwrap();
+                assert_eq!(kind(client.remove_container("a").await), Kind::Timeout);
+                world.agent.faults.lock().unwrap().clear();
+                client.remove_container("a").await.unwrap();
+            }
+        }
+        client.stop(Duration::from_millis(10)).await.unwrap();
+        world.end().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_the_agent_refuses_is_told_and_cut() {
+    let (world, client) = World::ready().await;
+    world.agent.fault("create", Fault::Refuse(Code::InvalidArgument, "no such user\u{7}".repeat(200)));
+    let error = client.create_container(world.container("a", "hold")).await.unwrap_err();
+    let text = error.to_string();
+    assert!(text.starts_with("the agent cannot create the container: no such user") && text.len() < 1200, "{text}");
+    assert!(!text.contains('\u{7}'));
+    assert_eq!(nacelle_base::Classify::kind(&error), Kind::Invalid);
+    assert!(client.state().await.unwrap().containers.is_empty());
+
+    world.agent.faults.lock().unwrap().clear();
+    world.agent.fault("start", Fault::Refuse(Code::NotFound, "no such program".into()));
+    client.create_container(world.container("a", "hold")).await.unwrap();
+    assert_eq!(kind(client.start_container("a").await), Kind::NotFound);
+    let end = exited(&client, "a").await;
+    assert_eq!(end.exit_code, 128);
+    assert!(end.message.contains("no such program"));
+    client.remove_container("a").await.unwrap();
+
+    // A creation whose answer is lost: the second try succeeds.
+    world.agent.faults.lock().unwrap().clear();
+    world.run(&client, "a", "exit:5").await;
+    assert_eq!(exited(&client, "a").await.exit_code, 5);
+    client.stop(GRACE).await.unwrap();
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_container_that_the_agent_forgets_is_lost() {
+    let (world, client) = World::ready().await;
+    world.agent.fault("wait", Fault::Refuse(Code::NotFound, "who?".into()));
+    world.run(&client, "a", "hold").await;
+    let end = exited(&client, "a").await;
+    assert_eq!(end.exit_code, 255);
+    assert!(end.message.contains("who?"));
+    client.stop(GRACE).await.unwrap();
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn guests_that_do_not_come_up_are_told_with_their_reason() {
+    let frame = |bytes: &[u8]| [&(bytes.len() as u32).to_le_bytes()[..], bytes].concat();
+    let hello_of_9 = frame(&[8, 9]);
+    let table = [
+        (Boot::Silent, Kind::Timeout, ""),
+        (Boot::Die, Kind::Unavailable, "as told"),
+        (Boot::Hello(vec![0xff; 16]), Kind::Internal, "hello"),
+        (Boot::Hello(frame(&[0xff; 9])), Kind::Internal, "hello"),
+        (Boot::Hello(hello_of_9), Kind::Internal, "protocol 9"),
+        (Boot::Report("no such\ninterface".into()), Kind::Internal, "no such interface"),
+        (Boot::RawReport(vec![0xff; 16]), Kind::Internal, "report"),
+    ];
+    for (boot, expected, text) in table {
+        let mut world = World::new();
+        *world.agent.boot.lock().unwrap() = boot.clone();
+        let quick = boot == Boot::Silent;
+        let client =
+            world.boot(|spec| spec.timeouts.boot_ms = if quick { 200 } else { 60_000 }, Script::default()).await;
+        let error = client.configure(network()).await.unwrap_err();
+        // Whoever asks late hears that the pod is down; whoever waited hears the kind of failure.
+        let got = nacelle_base::Classify::kind(&error);
+        assert!(got == expected || got == Kind::Conflict, "{boot:?}: {error}");
+        let state = until(&client, "the pod stops", |state| state.phase() == pod::Phase::Stopped).await;
+        assert!(state.failure.contains(text), "{boot:?}: {}", state.failure);
+        asks_after_the_end(world, client).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_engine_that_cannot_start_is_told() {
+    let mut world = World::new();
+    let client = world.boot(|_| {}, Script { fail_start: true, ..Script::default() }).await;
+    assert!(client.configure(network()).await.is_err());
+    let state = until(&client, "the pod stops", |state| state.phase() == pod::Phase::Stopped).await;
+    assert!(state.failure.contains("the engine failed"), "{}", state.failure);
+    asks_after_the_end(world, client).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_guest_that_refuses_connections_fails_requests_only() {
+    let mut world = World::new();
+    let script = Script { refuse_connections: true, ..Script::default() };
+    let quick = |spec: &mut nacelle_pod::spec::PodSpec| {
+        spec.timeouts.call_ms = 100;
+        spec.timeouts.shutdown_ms = 100;
+    };
+    let client = world.boot(quick, script).await;
+    client.configure(network()).await.unwrap();
+    assert!(client.create_container(world.container("a", "hold")).await.is_err());
+    assert_eq!(client.state().await.unwrap().phase(), pod::Phase::Ready);
+    client.stop(GRACE).await.unwrap();
+    world.end().await;
+}

@@ -1,0 +1,248 @@
+//! Owns: what a pod process does with a well-behaved guest, through its socket, on the fake engine.
+
+mod common;
+
+use common::agent::Fault;
+use common::{World, exited, kind, network, until};
+use nacelle_base::Kind;
+use nacelle_engine::fake::Script;
+use nacelle_pod::record::{ContainerPhase, Phase};
+use nacelle_proto::pod;
+use std::os::unix::fs::PermissionsExt;
+use std::time::Duration;
+
+const GRACE: Duration = Duration::from_secs(60);
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_container_lives_and_leaves_its_log_and_exit_code() {
+    let (world, client) = World::ready().await;
+    let config = world.agent.config.lock().unwrap().clone().unwrap();
+    assert_eq!((config.hostname.as_str(), config.scratch_disk), ("pod-name", 1));
+    assert_eq!(std::fs::metadata(world.dir.join("pod.sock")).unwrap().permissions().mode() & 0o777, 0o600);
+
+    let made = client.create_container(world.container("a", "out:one\ntwo;err:oops\n;exit:3")).await.unwrap();
+    assert_eq!((made.uid, made.gid, made.supplemental_groups), (1, 2, vec![3]));
+    let state = client.state().await.unwrap();
+    assert_eq!((state.phase(), state.kernel_release.as_str()), (pod::Phase::Ready, "6.12-fake"));
+    assert_eq!(state.containers[0].phase(), pod::ContainerPhase::Created);
+    client.start_container("a").await.unwrap();
+    let end = exited(&client, "a").await;
+    assert_eq!((end.exit_code, end.oom_killed, end.message.as_str()), (3, false, ""));
+    assert!(end.created_at > 0 && end.started_at >= end.created_at && end.finished_at >= end.started_at);
+    let mut lines: Vec<String> = world.log_text("a").lines().map(str::to_owned).collect();
+    lines.sort();
+    assert_eq!(lines, ["stderr F oops", "stdout F one", "stdout P two"]);
+    assert_eq!(world.record().containers[0].exit_code, 3);
+
+    client.stop(GRACE).await.unwrap();
+    client_is_gone(&client).await;
+    let record = world.end().await;
+    assert_eq!((record.phase, record.failure.as_str()), (Phase::Stopped, ""));
+    assert_eq!((record.containers[0].phase, record.containers[0].exit_code), (ContainerPhase::Exited, 3));
+}
+
+/// The socket answers no more, or says that it is ending.
+async fn client_is_gone(client: &nacelle_pod::client::PodClient) {
+    let deadline = std::time::Instant::now() + common::LIMIT;
+    while client.state().await.is_ok() {
+        assert!(std::time::Instant::now() < deadline);
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_verb_can_be_said_twice() {
+    let (world, client) = World::ready().await;
+    let answer = client.configure(network()).await.unwrap();
+    assert_eq!(client.configure(network()).await.unwrap(), answer);
+    assert_eq!(answer.agent_version, "fake");
+
+    let request = world.container("a", "hold");
+    let (first, second) =
+        tokio::join!(client.create_container(request.clone()), client.create_container(request.clone()));
+    assert_eq!(first.unwrap(), second.unwrap());
+    client.create_container(request).await.unwrap();
+    let (first, second) = tokio::join!(client.start_container("a"), client.start_container("a"));
+    first.and(second).unwrap();
+    client.start_container("a").await.unwrap();
+    client.reopen_log("a").await.unwrap();
+    client.reopen_log("a").await.unwrap();
+    let (first, second) = tokio::join!(client.stop_container("a", GRACE), client.stop_container("a", GRACE));
+    first.and(second).unwrap();
+    client.stop_container("a", GRACE).await.unwrap();
+    assert_eq!(kind(client.start_container("a").await), Kind::Conflict);
+    let (first, second) = tokio::join!(client.remove_container("a"), client.remove_container("a"));
+    first.and(second).unwrap();
+    client.remove_container("a").await.unwrap();
+    client.stop_container("a", GRACE).await.unwrap();
+    for (method, calls) in [("create", 1), ("start", 1), ("remove", 1), ("attach", 1)] {
+        assert_eq!(world.agent.calls_of(method), calls, "{method}");
+    }
+    let (first, second) = tokio::join!(client.stop(GRACE), client.stop(GRACE));
+    first.and(second).unwrap();
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn stop_signals_waits_and_kills() {
+    let (world, client) = World::ready().await;
+    let mut request = world.container("polite", "hold");
+    request.stop_signal = 2;
+    client.create_container(request).await.unwrap();
+    client.start_container("polite").await.unwrap();
+    client.stop_container("polite", GRACE).await.unwrap();
+    assert_eq!(exited(&client, "polite").await.exit_code, 130);
+
+    world.run(&client, "stubborn", "stubborn").await;
+    client.stop_container("stubborn", Duration::from_millis(50)).await.unwrap();
+    assert_eq!(exited(&client, "stubborn").await.exit_code, 137);
+    assert_eq!(world.agent.calls_of("signal 15"), 1);
+
+    world.run(&client, "now", "hold").await;
+    client.stop_container("now", Duration::ZERO).await.unwrap();
+    assert_eq!(exited(&client, "now").await.exit_code, 137);
+
+    world.run(&client, "left", "stubborn").await;
+    client.stop(Duration::from_millis(50)).await.unwrap();
+    let record = world.end().await;
+    assert_eq!(record.containers.last().unwrap().exit_code, 137);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn exec_returns_output_and_code_and_is_killed_in_time() {
+    let (world, client) = World::ready().await;
+    world.run(&client, "a", "hold").await;
+    let args = |script: &str| vec![script.to_owned()];
+    let done = client.exec_sync("a", args("out:hi;err:ho;exit:4"), Some(GRACE)).await.unwrap();
+    assert_eq!((done.stdout.as_slice(), done.stderr.as_slice(), done.exit_code), (&b"hi"[..], &b"ho"[..], 4));
+    let done = client.exec_sync("a", args("big:20000000"), None).await.unwrap();
+    assert_eq!(done.stdout.len(), 16 << 20);
+
+    let late = client.exec_sync("a", args("stubborn"), Some(Duration::from_millis(20))).await;
+    assert_eq!(kind(late), Kind::Timeout);
+    let deadline = std::time::Instant::now() + common::LIMIT;
+    while world.agent.calls_of("signal 9") == 0 {
+        assert!(std::time::Instant::now() < deadline, "the command is killed");
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    assert_eq!(kind(client.exec_sync("none", args("x"), None).await), Kind::NotFound);
+    assert_eq!(kind(client.exec_sync("a", vec![], None).await), Kind::Invalid);
+    client.create_container(world.container("b", "hold")).await.unwrap();
+    assert_eq!(kind(client.exec_sync("b", args("x"), None).await), Kind::Conflict);
+    client.stop(GRACE).await.unwrap();
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_image_is_attached_once_and_leaves_with_its_last_container() {
+    let (world, client) = World::ready().await;
+    let other = |id: &str, key: &str| {
+        let mut request = world.container(id, "hold");
+        request.image_key = key.to_owned();
+        request
+    };
+    let (a, b) = tokio::join!(client.create_container(other("a", "x")), client.create_container(other("b", "x")));
+    a.and(b).unwrap();
+    client.create_container(other("c", "y")).await.unwrap();
+    assert_eq!(world.agent.images.lock().unwrap().len(), 2);
+    assert_eq!(world.agent.calls_of("attach"), 2);
+    client.remove_container("a").await.unwrap();
+    client.remove_container("c").await.unwrap();
+    let deadline = std::time::Instant::now() + common::LIMIT;
+    while world.agent.images.lock().unwrap().len() != 1 {
+        assert!(std::time::Instant::now() < deadline, "the unused image goes");
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    assert_eq!(world.agent.images.lock().unwrap().keys().copied().collect::<Vec<_>>(), [1]);
+
+    let mut empty = other("d", "z");
+    empty.image.clear();
+    assert_eq!(kind(client.create_container(empty).await), Kind::Invalid);
+    let mut missing = other("d", "z");
+    missing.image[0].path = world.root.path().join("none").to_str().unwrap().into();
+    assert!(client.create_container(missing).await.is_err());
+    client.create_container(other("d", "z")).await.unwrap();
+    client.stop(GRACE).await.unwrap();
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn bad_requests_change_nothing() {
+    let (world, client) = World::ready().await;
+    let mut outside = world.container("a", "hold");
+    outside.log_path = world.root.path().join("logs/../escape.log").to_str().unwrap().into();
+    assert_eq!(kind(client.create_container(outside).await), Kind::Invalid);
+    for id in ["", "a/b", ".."] {
+        let mut request = world.container("a", "hold");
+        request.id = id.to_owned();
+        assert_eq!(kind(client.create_container(request).await), Kind::Invalid, "{id:?}");
+    }
+    assert_eq!(kind(client.start_container("none").await), Kind::NotFound);
+    assert_eq!(kind(client.reopen_log("none").await), Kind::NotFound);
+    let other = pod::ConfigureRequest { dns: Some(pod::Dns::default()), ..network() };
+    assert_eq!(kind(client.configure(other).await), Kind::Conflict);
+    let interface = pod::Interface { name: "eth0".into(), mac: vec![2; 6], mtu: 1500, addresses: vec![] };
+    let network = pod::ConfigureRequest { interfaces: vec![interface], ..network() };
+    assert_eq!(kind(client.configure(network).await), Kind::Invalid);
+    assert!(client.state().await.unwrap().containers.is_empty());
+    assert_eq!(world.agent.calls_of("create"), 0);
+    client.stop(GRACE).await.unwrap();
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_log_is_rotated_while_it_is_written() {
+    let (world, client) = World::ready().await;
+    world.run(&client, "a", "out:before\n;hold;out:after\n").await;
+    let deadline = std::time::Instant::now() + common::LIMIT;
+    while world.log_text("a").is_empty() {
+        assert!(std::time::Instant::now() < deadline);
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    let old = world.log("a").with_extension("old");
+    std::fs::rename(world.log("a"), &old).unwrap();
+    client.reopen_log("a").await.unwrap();
+    client.stop_container("a", GRACE).await.unwrap();
+    assert_eq!(world.log_text("a"), "stdout F after\n");
+    assert!(std::fs::read_to_string(old).unwrap().ends_with("stdout F before\n"));
+    client.stop(GRACE).await.unwrap();
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_slow_agent_stops_nobody_else() {
+    let (world, client) = World::ready_with(|spec| spec.timeouts.shutdown_ms = 100).await;
+    world.agent.fault("create", Fault::Hang);
+    world.agent.fault("shutdown", Fault::Hang);
+    let (request, asking) = (world.container("a", "hold"), client.clone());
+    let create = tokio::spawn(async move { asking.create_container(request).await });
+    until(&client, "the pod answers", |state| state.phase() == pod::Phase::Ready).await;
+    let mut watch = client.watch().await.unwrap();
+    assert_eq!(watch.message().await.unwrap().unwrap().phase(), pod::Phase::Ready);
+    // The machine is killed when the agent does not shut it down; the creation fails with it.
+    let stop = client.stop(Duration::ZERO);
+    stop.await.unwrap();
+    assert!(create.await.unwrap().is_err());
+    let mut last = pod::Phase::Ready;
+    while let Ok(Some(state)) = watch.message().await {
+        last = state.phase();
+    }
+    assert_eq!(last, pod::Phase::Stopped);
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_pod_can_be_stopped_before_it_is_ready() {
+    let mut world = World::new();
+    let client = world.boot(|_| {}, Script::default()).await;
+    let configuring = {
+        // The agent waits for a network that never comes.
+        let client = client.clone();
+        *world.agent.boot.lock().unwrap() = common::agent::Boot::Silent;
+        tokio::spawn(async move { client.configure(network()).await })
+    };
+    client.stop(GRACE).await.unwrap();
+    // Either it was too late, or it was told that the pod stops.
+    let _ = configuring.await.unwrap();
+    assert_eq!(world.end().await.phase, Phase::Stopped);
+}

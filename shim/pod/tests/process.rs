@@ -1,0 +1,222 @@
+//! Owns: what happens between processes: start, reconnection, identity, kill -9, SIGTERM. This program is its own pod
+//! process: `process pod --dir DIR` serves on the fake engine, as `nacelle pod` does on a real one.
+
+mod common;
+
+use common::{LIMIT, exited, network, spec, until};
+use nacelle_pod::client::{self, ClientError, PodClient};
+use nacelle_pod::identity::Identity;
+use nacelle_pod::record::{self, Phase};
+use nacelle_proto::pod;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+const GRACE: Duration = Duration::from_secs(60);
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().collect();
+    if let [_, verb, flag, dir] = args.as_slice()
+        && (verb.as_str(), flag.as_str()) == ("pod", "--dir")
+    {
+        let shared = Arc::default();
+        return nacelle_pod::run_with(Path::new(dir), |_| Arc::new(common::engine(&shared)));
+    }
+    // As cargo's own test programs: names filter, and a list is asked for.
+    let tests: [(&str, Start); 6] = [
+        ("a_pod_outlives_its_client", |place| Box::pin(outlives(place))),
+        ("kill_9_is_cleared_away", |place| Box::pin(killed(place))),
+        ("sigterm_stops_the_pod", |place| Box::pin(terminated(place))),
+        ("a_foreign_process_is_left_alone", |place| Box::pin(foreign(place))),
+        ("what_does_not_start_says_why", |place| Box::pin(no_start(place))),
+        ("one_process_serves_a_pod", |place| Box::pin(served_once(place))),
+    ];
+    let filters: Vec<&String> = args.iter().skip(1).filter(|arg| !arg.starts_with('-')).collect();
+    let wanted = |name: &str| filters.is_empty() || filters.iter().any(|filter| name.contains(filter.as_str()));
+    let tests: Vec<_> = tests.into_iter().filter(|(name, _)| wanted(name)).collect();
+    if args.iter().any(|arg| arg == "--list") {
+        tests.iter().for_each(|(name, _)| println!("{name}: test"));
+        return ExitCode::SUCCESS;
+    }
+    println!("\nrunning {} tests", tests.len());
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let mut failed = 0;
+    for (name, test) in &tests {
+        let passed = runtime.block_on(async {
+            let local = tokio::task::LocalSet::new();
+            local.run_until(async { tokio::task::spawn_local(test(Place::new())).await.is_ok() }).await
+        });
+        println!("test {name} ... {}", if passed { "ok" } else { "FAILED" });
+        failed += usize::from(!passed);
+    }
+    let word = if failed == 0 { "ok" } else { "FAILED" };
+    println!(
+        "\ntest result: {word}. {} passed; {failed} failed; 0 ignored; 0 measured; 0 filtered out\n",
+        tests.len() - failed
+    );
+    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+type Start = fn(Place) -> Test;
+type Test = std::pin::Pin<Box<dyn Future<Output = ()>>>;
+
+/// A run directory; dropping it ends whatever serves there.
+struct Place {
+    root: tempfile::TempDir,
+    dir: PathBuf,
+}
+
+impl Place {
+    fn new() -> Place {
+        let root = tempfile::tempdir().unwrap();
+        let dir = root.path().join("run");
+        std::fs::create_dir(&dir).unwrap();
+        std::fs::create_dir(root.path().join("logs")).unwrap();
+        std::fs::write(root.path().join("blob"), vec![b'e'; 8192]).unwrap();
+        Place { root, dir }
+    }
+
+    async fn spawn(&self) -> PodClient {
+        let exe = std::env::current_exe().unwrap();
+        client::spawn(&exe, &self.dir, &spec(self.root.path())).await.unwrap()
+    }
+
+    async fn run(&self, client: &PodClient, id: &str, script: &str) {
+        let request = pod::CreateContainerRequest {
+            id: id.into(),
+            oci_spec: script.into(),
+            image_key: "image".into(),
+            image: vec![pod::Extent {
+                path: self.root.path().join("blob").to_str().unwrap().into(),
+                offset: 0,
+                length: 8192,
+            }],
+            ..Default::default()
+        };
+        client.create_container(request).await.unwrap();
+        client.start_container(id).await.unwrap();
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        if let Ok(Some(identity)) = Identity::read(&self.dir)
+            && identity.is_alive().unwrap_or(false)
+            && identity.pid != i32::try_from(std::process::id()).unwrap_or_default()
+        {
+            signal(&identity, nix::sys::signal::Signal::SIGKILL);
+        }
+    }
+}
+
+/// Signals a process that this test started.
+fn signal(identity: &Identity, signal: nix::sys::signal::Signal) {
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(identity.pid), signal).unwrap();
+}
+
+async fn outlives(place: Place) {
+    let first = place.spawn().await;
+    first.configure(network()).await.unwrap();
+    place.run(&first, "a", "hold").await;
+    let pid = nix::unistd::Pid::from_raw(first.identity().pid);
+    assert_eq!(nix::unistd::getsid(Some(pid)).unwrap(), pid, "a session of its own");
+    let inherited =
+        std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().map(|fd| std::fs::read_link(fd.unwrap().path()));
+    let inherited: Vec<_> =
+        inherited.flatten().filter(|path| path.starts_with(place.root.path().join("blob"))).collect();
+    assert!(inherited.len() <= 1, "{inherited:?}");
+    let identity = first.identity().clone();
+    drop(first);
+
+    let second = client::connect(&place.dir).await.unwrap();
+    assert_eq!(second.identity(), &identity);
+    let state = second.state().await.unwrap();
+    assert_eq!(state.containers[0].phase(), pod::ContainerPhase::Running);
+    second.stop_container("a", GRACE).await.unwrap();
+    assert_eq!(exited(&second, "a").await.exit_code, 143);
+    second.stop(GRACE).await.unwrap();
+    second.ended().await.unwrap();
+    assert!(matches!(client::connect(&place.dir).await, Err(ClientError::Gone { .. })));
+    // Nothing is left to be cleared away, and the exit code is still known.
+    let record = client::clean_up(&place.dir).await.unwrap().unwrap();
+    assert_eq!((record.phase, record.containers[0].exit_code), (Phase::Stopped, 143));
+}
+
+async fn killed(place: Place) {
+    let client = place.spawn().await;
+    client.configure(network()).await.unwrap();
+    place.run(&client, "done", "exit:7").await;
+    exited(&client, "done").await;
+    place.run(&client, "running", "hold").await;
+    signal(client.identity(), nix::sys::signal::Signal::SIGKILL);
+    client.ended().await.unwrap();
+    let before = record::read(&place.dir).unwrap().unwrap();
+    assert_eq!((before.phase, before.containers[0].exit_code), (Phase::Ready, 7));
+    for _ in 0..2 {
+        let record = client::clean_up(&place.dir).await.unwrap().unwrap();
+        assert_eq!(record.phase, Phase::Stopped);
+        let codes: Vec<u32> = record.containers.iter().map(|container| container.exit_code).collect();
+        assert_eq!(codes, [7, 255]);
+        assert!(record.containers[1].message.contains("died"));
+    }
+    assert!(!place.dir.join("pod.sock").exists() && !place.dir.join("scratch.ext4").exists());
+
+    // One that still runs is killed.
+    let client = place.spawn().await;
+    client.configure(network()).await.unwrap();
+    client::clean_up(&place.dir).await.unwrap();
+    assert!(!client.identity().is_alive().unwrap());
+}
+
+async fn terminated(place: Place) {
+    let client = place.spawn().await;
+    client.configure(network()).await.unwrap();
+    place.run(&client, "a", "hold").await;
+    signal(client.identity(), nix::sys::signal::Signal::SIGTERM);
+    client.ended().await.unwrap();
+    let record = record::read(&place.dir).unwrap().unwrap();
+    assert_eq!((record.phase, record.containers[0].exit_code), (Phase::Stopped, 143));
+}
+
+async fn foreign(place: Place) {
+    // A process that has the pid, but not the start time.
+    let mut other = std::process::Command::new("sleep").arg("600").spawn().unwrap();
+    let pid = i32::try_from(other.id()).unwrap();
+    let own = Identity::own().unwrap();
+    Identity { pid, start_time: own.start_time.wrapping_sub(1), boot_id: own.boot_id }.write(&place.dir).unwrap();
+    assert!(matches!(client::connect(&place.dir).await, Err(ClientError::Gone { .. })));
+    assert!(client::clean_up(&place.dir).await.unwrap().is_none());
+    assert!(other.try_wait().unwrap().is_none(), "it lives");
+    other.kill().unwrap();
+    other.wait().unwrap();
+}
+
+async fn no_start(place: Place) {
+    let bad = client::spawn(Path::new("/none/nacelle"), &place.dir, &spec(place.root.path())).await;
+    assert!(matches!(bad, Err(ClientError::Start { .. })));
+    let ended = client::spawn(Path::new("/bin/false"), &place.dir, &spec(place.root.path())).await;
+    assert!(matches!(ended, Err(ClientError::EndedAtOnce { .. })), "{ended:?}");
+    let mut wrong = spec(place.root.path());
+    wrong.vcpus = 0;
+    assert!(matches!(client::spawn(Path::new("/bin/false"), &place.dir, &wrong).await, Err(ClientError::Spec(_))));
+    assert!(matches!(client::connect(&place.dir).await, Err(ClientError::Gone { .. })));
+}
+
+async fn served_once(place: Place) {
+    let client = place.spawn().await;
+    let exe = std::env::current_exe().unwrap();
+    let mut second = std::process::Command::new(exe).arg("pod").arg("--dir").arg(&place.dir).spawn().unwrap();
+    let deadline = Instant::now() + LIMIT;
+    let status = loop {
+        match second.try_wait().unwrap() {
+            Some(status) => break status,
+            None => assert!(Instant::now() < deadline),
+        }
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    };
+    assert!(!status.success());
+    until(&client, "the first goes on", |_| true).await;
+    client.stop(GRACE).await.unwrap();
+    client.ended().await.unwrap();
+}
