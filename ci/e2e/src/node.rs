@@ -6,6 +6,7 @@ use crate::census::Census;
 use crate::crictl::Crictl;
 use crate::registry::{Kind, Registry};
 use crate::run::{Output, call, eventually, run};
+use serde_json::json;
 use std::ffi::OsStr;
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -50,11 +51,13 @@ pub struct Options {
     pub registry: Kind,
     /// The daemon's data lie on a file system of this many MiB of its own.
     pub disk_mib: Option<u32>,
+    /// Pods have an IPv6 address too; Debian's plugins then wait one to two seconds for duplicate address detection.
+    pub ipv6: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { extra: String::new(), registry: Kind::Http, disk_mib: None }
+        Self { extra: String::new(), registry: Kind::Http, disk_mib: None, ipv6: true }
     }
 }
 
@@ -97,7 +100,8 @@ impl Node {
             call("mkfs.ext4", [OsStr::new("-q"), image.as_os_str()]).ok();
             call("mount", [OsStr::new("-o"), "loop".as_ref(), image.as_os_str(), root.as_os_str()]).ok();
         }
-        fs::write(folder.join("cni/10-e2e.conflist"), cni(&folder)).expect("the node's folder is writable");
+        fs::write(folder.join("cni/10-e2e.conflist"), cni(&folder, options.ipv6))
+            .expect("the node's folder is writable");
         let registry = Registry::start(&netns, &folder, options.registry, 5000);
         fs::write(folder.join("config.toml"), config(&folder, &registry, &options)).expect("the folder is writable");
         let crictl = Crictl::new(&folder, &netns, &folder.join("nacelle.sock"));
@@ -232,18 +236,21 @@ impl Drop for Node {
     }
 }
 
-/// Debian's plugins, IPv4 and IPv6, with hostPort.
-fn cni(folder: &Path) -> String {
+/// Debian's plugins, with hostPort.
+fn cni(folder: &Path, ipv6: bool) -> String {
     let data = folder.join("leases");
-    format!(
-        r#"{{"cniVersion": "1.0.0", "name": "e2e", "plugins": [
-  {{"type": "bridge", "bridge": "cni0", "isGateway": true, "ipMasq": false, "hairpinMode": true,
-    "ipam": {{"type": "host-local", "dataDir": {data:?},
-      "ranges": [[{{"subnet": "10.88.0.0/24"}}], [{{"subnet": "fd00:88::/64"}}]],
-      "routes": [{{"dst": "0.0.0.0/0"}}, {{"dst": "::/0"}}]}}}},
-  {{"type": "portmap", "capabilities": {{"portMappings": true}}, "snat": true}}
-]}}"#
-    )
+    let mut ranges = vec![json!([{"subnet": "10.88.0.0/24"}])];
+    let mut routes = vec![json!({"dst": "0.0.0.0/0"})];
+    if ipv6 {
+        ranges.push(json!([{"subnet": "fd00:88::/64"}]));
+        routes.push(json!({"dst": "::/0"}));
+    }
+    let bridge = json!({
+        "type": "bridge", "bridge": "cni0", "isGateway": true, "ipMasq": false, "hairpinMode": true,
+        "ipam": {"type": "host-local", "dataDir": data, "ranges": ranges, "routes": routes},
+    });
+    let portmap = json!({"type": "portmap", "capabilities": {"portMappings": true}, "snat": true});
+    json!({"cniVersion": "1.0.0", "name": "e2e", "plugins": [bridge, portmap]}).to_string()
 }
 
 fn config(folder: &Path, registry: &Registry, options: &Options) -> String {
