@@ -11,7 +11,9 @@ use std::time::{Duration, Instant};
 use crate::console::Console;
 use crate::disk::make_slot;
 use crate::ended::Ended;
-use crate::machine::{Engine, ExitKind, GuestLink, Incoming, Machine, MachineExit, MachineStatus, Pausable, Stop};
+use crate::machine::{
+    BOOT_PORT, Engine, ExitKind, GuestLink, Incoming, Machine, MachineExit, MachineStatus, Pausable, Stop,
+};
 use crate::{CheckedSpec, EngineError, EngineKind, Limits, LinkError, Slot};
 
 /// What a fake engine does other than work.
@@ -80,6 +82,8 @@ enum Side {
 struct Net {
     listeners: HashMap<(Side, u32), VecDeque<UnixStream>>,
     guest_ends: Vec<Weak<UnixStream>>,
+    /// The boot port is open, and nobody listens there yet.
+    boot_is_early: bool,
     paused: bool,
     ended: bool,
 }
@@ -102,6 +106,9 @@ impl World {
         let mut net = self.net();
         if net.ended {
             return Err(LinkError::Stopped);
+        }
+        if (side, port) == (Side::Host, BOOT_PORT) && std::mem::take(&mut net.boot_is_early) {
+            return Ok(());
         }
         if net.listeners.contains_key(&(side, port)) {
             return Err(LinkError::PortInUse { port });
@@ -226,7 +233,11 @@ impl Engine for Fake {
             source,
         })?;
         let world = Arc::new(World {
-            net: Mutex::default(),
+            net: Mutex::new(Net {
+                listeners: HashMap::from([((Side::Host, BOOT_PORT), VecDeque::new())]),
+                boot_is_early: true,
+                ..Net::default()
+            }),
             changed: Condvar::new(),
             ended: Ended::default(),
             console: Mutex::new(console),

@@ -20,7 +20,9 @@ pub mod qemu;
 mod spec;
 
 pub use error::{EngineError, LinkError};
-pub use machine::{Engine, ExitKind, GuestLink, Incoming, Machine, MachineExit, MachineStatus, Pausable, Stop};
+pub use machine::{
+    BOOT_PORT, Engine, ExitKind, GuestLink, Incoming, Machine, MachineExit, MachineStatus, Pausable, Stop,
+};
 pub use nacelle_base::machine::EngineKind;
 pub use nacelle_vmm::block::{BlockError, Slot};
 pub use probe::{Accelerator, KvmVerdict, choose, probe};

@@ -7,6 +7,10 @@ use std::time::Duration;
 
 use crate::{CheckedSpec, EngineError, EngineKind, Limits, LinkError, Slot};
 
+/// The host's vsock port on which a guest reports when it has booted. It is open before the guest runs, so that the
+/// guest cannot be too early.
+pub const BOOT_PORT: u32 = 1024;
+
 /// A way to start machines.
 pub trait Engine: Send + Sync {
     /// Which engine this is (for the fake: the one that it stands for).
@@ -18,8 +22,7 @@ pub trait Engine: Send + Sync {
     /// Starts a machine and returns when its first processor may run. The guest is not ready then: whoever wants to
     /// know listens on the machine's link. If it fails, nothing is left behind.
     ///
-    /// For a port on which the guest calls as soon as it is up, call `link().listen(port)` at once: the guest cannot
-    /// have booted yet.
+    /// The host's [`BOOT_PORT`] is open from the start: a guest that calls there waits for `link().listen(BOOT_PORT)`.
     fn start(&self, spec: CheckedSpec) -> Result<Box<dyn Machine>, EngineError>;
 }
 

@@ -2,14 +2,14 @@
 //! Threads: any; the device has its own.
 
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use nacelle_vmm::vsock::{Listener, Vsock};
 
 use crate::LinkError;
-use crate::machine::{GuestLink, Incoming};
+use crate::machine::{BOOT_PORT, GuestLink, Incoming};
 
 /// How often somebody who waits for the guest looks whether the machine is still there. The device itself does not
 /// know: to it, a front end has gone and another one may come.
@@ -18,12 +18,20 @@ const LOOK: Duration = Duration::from_millis(250);
 /// The link of one machine.
 pub(super) struct Link {
     vsock: Vsock,
+    /// The boot port, until somebody listens there.
+    boot: Mutex<Option<Listener>>,
     ended: Arc<AtomicBool>,
 }
 
 impl Link {
-    pub fn new(vsock: Vsock) -> Link {
-        Link { vsock, ended: Arc::default() }
+    /// Made before the guest runs, so that it finds the boot port open however soon it calls.
+    pub fn new(vsock: Vsock) -> Result<Link, LinkError> {
+        let boot = Mutex::new(Some(vsock.listen(BOOT_PORT)?));
+        Ok(Link { vsock, boot, ended: Arc::default() })
+    }
+
+    fn take_boot(&self) -> Option<Listener> {
+        self.boot.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     /// The machine has ended: whoever waits is told so.
@@ -51,7 +59,12 @@ impl GuestLink for Link {
 
     fn listen(&self, port: u32) -> Result<Box<dyn Incoming>, LinkError> {
         self.living()?;
-        Ok(Box::new(Port { listener: self.vsock.listen(port)?, ended: Arc::clone(&self.ended), port }))
+        let early = if port == BOOT_PORT { self.take_boot() } else { None };
+        let listener = match early {
+            Some(listener) => listener,
+            None => self.vsock.listen(port)?,
+        };
+        Ok(Box::new(Port { listener, ended: Arc::clone(&self.ended), port }))
     }
 }
 

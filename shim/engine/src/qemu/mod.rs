@@ -76,7 +76,8 @@ impl Engine for Qemu {
         }
         let console = Console::open(&spec.console_log).map_err(file("open", &spec.console_log))?;
         let slots = spec.disks.iter().map(make_slot).collect::<Result<Vec<_>, _>>()?;
-        let vsock = Vsock::new(spec.guest_cid).map_err(|source| EngineError::Vsock { cid: spec.guest_cid, source })?;
+        let no_vsock = |source| EngineError::Vsock { cid: spec.guest_cid, source };
+        let vsock = Vsock::new(spec.guest_cid).map_err(no_vsock)?;
 
         let (mut backends, mut devices) = (Vec::new(), Vec::with_capacity(PLACES));
         let mut serve = |kind, name, device| {
@@ -106,7 +107,7 @@ impl Engine for Qemu {
             devices,
             qmp: qemus_end.as_raw_fd(),
         };
-        let link = Arc::new(Link::new(vsock));
+        let link = Arc::new(Link::new(vsock).map_err(no_vsock)?);
         let at_end = {
             let link = Arc::clone(&link);
             move || link.end()

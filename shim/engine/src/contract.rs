@@ -1,1 +1,0 @@
-//! Owns: what every engine must show.

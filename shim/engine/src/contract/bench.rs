@@ -1,0 +1,175 @@
+//! Owns: what the behaviours stand on: a machine with its folder, questions to its guest, counts of what there is.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+
+use crate::machine::{BOOT_PORT, Engine, GuestLink, Machine};
+use crate::{DiskSpec, LinkError, MachineSpec};
+
+/// Longer than anything takes on a slow and busy node: only a defect waits for it.
+pub(super) const LONG: Duration = Duration::from_secs(120);
+/// The port on which the guest listens.
+pub(super) const PORT: u32 = 1025;
+
+/// An engine under test and what goes with it.
+pub trait World {
+    /// The engine.
+    fn engine(&self) -> Box<dyn Engine>;
+    /// A kernel for it.
+    fn kernel(&self) -> PathBuf;
+    /// An initramfs with the guest of this suite.
+    fn initrd(&self) -> PathBuf;
+    /// Makes the machine that lives in this folder die, as an accident would.
+    fn lose(&self, run_dir: &Path);
+    /// Whether its guests read and write their disks (the fake's only see their size).
+    fn has_disks(&self) -> bool;
+}
+
+/// One machine on the bench. Dropping it kills the machine first, then removes its folder.
+pub struct Bench {
+    /// The machine, until somebody takes it.
+    pub machine: Box<dyn Machine>,
+    /// The way to its guest.
+    pub link: Arc<dyn GuestLink>,
+    /// Its folder.
+    pub folder: TempDir,
+}
+
+/// Waits for this process's turn: behaviours that count processes and descriptors cannot run side by side.
+pub fn turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    // A behaviour that failed has dropped its machine.
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A machine of 128 MiB with one processor and these disks.
+pub(super) fn spec(world: &dyn World, folder: &Path, disks: Vec<DiskSpec>) -> MachineSpec {
+    MachineSpec {
+        vcpus: 1,
+        memory_mib: 128,
+        kernel: world.kernel(),
+        initrd: world.initrd(),
+        cmdline: Vec::new(),
+        disks,
+        nics: Vec::new(),
+        run_dir: folder.to_owned(),
+        console_log: folder.join("console.log"),
+        guest_cid: 3,
+    }
+}
+
+impl Bench {
+    /// Starts a machine, after `change` has had its way, and waits for the hello.
+    pub fn start(world: &dyn World, disks: Vec<DiskSpec>, change: impl FnOnce(&mut MachineSpec)) -> Bench {
+        let folder = tempfile::tempdir().expect("a folder for the machine");
+        let mut spec = spec(world, folder.path(), disks);
+        change(&mut spec);
+        let engine = world.engine();
+        let machine = engine.start(spec.check(&engine.limits()).expect("a good spec")).expect("a machine");
+        let link = machine.link();
+        let incoming = link.listen(BOOT_PORT).expect("a port for the hello");
+        match incoming.accept(LONG) {
+            Ok(hello) => assert_eq!(read_all(&hello), b"hello\n"),
+            Err(error) => panic!("no hello: {error}; {:?}", machine.wait(Duration::ZERO)),
+        }
+        Bench { machine, link, folder }
+    }
+
+    /// A connection to the guest's port, with time limits for reading and writing.
+    pub fn connect(&self) -> UnixStream {
+        let stream = self.link.connect(PORT, LONG).expect("a connection to the guest");
+        stream.set_read_timeout(Some(LONG)).expect("a time limit");
+        stream.set_write_timeout(Some(LONG)).expect("a time limit");
+        stream
+    }
+
+    /// The guest's answer to a command, without the end of the line.
+    pub fn ask(&self, command: &str) -> String {
+        let stream = self.connect();
+        tell(&stream, command);
+        String::from_utf8(read_all(&stream)).expect("text").trim_end().to_owned()
+    }
+
+    /// Waits until the guest gives this answer.
+    pub fn ask_until(&self, command: &str, answer: &str) {
+        let mut last = String::new();
+        eventually(&format!("the answer {answer:?} to {command:?}"), || {
+            last = self.ask(command);
+            last == answer
+        });
+    }
+}
+
+/// Writes a command.
+pub(super) fn tell(mut stream: &UnixStream, command: &str) {
+    stream.write_all(format!("{command}\n").as_bytes()).expect("to write a command");
+}
+
+/// Reads to the end.
+pub(super) fn read_all(mut stream: &UnixStream) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    stream.set_read_timeout(Some(LONG)).expect("a time limit");
+    stream.read_to_end(&mut bytes).expect("to read to the end");
+    bytes
+}
+
+/// Polls until it is so.
+pub(super) fn eventually(what: &str, mut so: impl FnMut() -> bool) {
+    let until = Instant::now() + LONG;
+    while !so() {
+        assert!(Instant::now() < until, "waited for {what} in vain");
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Whether this is how a link to an ended machine answers.
+pub(super) fn is_stopped<T>(result: &Result<T, LinkError>) -> bool {
+    matches!(result, Err(LinkError::Stopped))
+}
+
+/// FNV-1a, 64 bits, as the guest computes it.
+pub fn fnv(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
+}
+
+/// What this process has: open descriptors and children. Threads are not counted: those of other tests come and go.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Belongings {
+    descriptors: usize,
+    children: BTreeSet<String>,
+}
+
+impl Belongings {
+    pub fn count() -> io::Result<Belongings> {
+        let mut children = BTreeSet::new();
+        for task in fs::read_dir("/proc/self/task")? {
+            // A thread may end between the two lines.
+            let text = fs::read_to_string(task?.path().join("children")).unwrap_or_default();
+            children.extend(text.split_whitespace().map(str::to_owned));
+        }
+        Ok(Belongings { descriptors: fs::read_dir("/proc/self/fd")?.count(), children })
+    }
+
+    /// Waits until there is no more than this.
+    pub fn eventually_again(&self) {
+        let mut now = None;
+        let until = Instant::now() + LONG;
+        while Instant::now() < until {
+            let count = Belongings::count().expect("to count");
+            if count.descriptors <= self.descriptors && count.children == self.children {
+                return;
+            }
+            now = Some(count);
+            thread::sleep(Duration::from_millis(20));
+        }
+        panic!("left behind: {self:?} before, {now:?} after");
+    }
+}

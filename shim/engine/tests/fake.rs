@@ -1,0 +1,158 @@
+//! Owns: the fake engine under the contract, and its scripted failures.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use nacelle_engine::contract::{World, turn};
+use nacelle_engine::fake::{Fake, Guest, Script};
+use nacelle_engine::{Engine, EngineError, ExitKind, LinkError, MachineSpec, Stop};
+
+const LONG: Duration = Duration::from_secs(60);
+
+/// The guest of the contract suite, without a kernel.
+fn contract_guest(guest: Guest) -> ExitKind {
+    if guest.listen(1025).is_err() {
+        return ExitKind::Killed;
+    }
+    let Ok(mut hello) = guest.connect(1024).map(|stream| stream.try_clone().unwrap()) else {
+        return ExitKind::Panicked;
+    };
+    hello.write_all(b"hello\n").unwrap();
+    drop(hello);
+    while let Ok(stream) = guest.accept(1025) {
+        let guest = guest.clone();
+        thread::spawn(move || serve(&guest, &stream));
+    }
+    ExitKind::Killed
+}
+
+fn serve(guest: &Guest, stream: &UnixStream) -> Option<()> {
+    let (mut line, mut byte, mut out) = (Vec::new(), [0], stream);
+    while out.read(&mut byte).ok()? == 1 && byte != *b"\n" {
+        line.extend(byte);
+    }
+    let line = String::from_utf8(line).ok()?;
+    let words: Vec<&str> = line.split(' ').collect();
+    let answer = match words[..] {
+        ["echo"] => {
+            let mut buffer = [0; 4096];
+            loop {
+                match out.read(&mut buffer).ok()? {
+                    0 => return Some(()),
+                    count => out.write_all(&buffer[..count]).ok()?,
+                }
+            }
+        }
+        ["cpus"] => guest.vcpus.to_string(),
+        ["memory"] => guest.memory_mib.to_string(),
+        ["size", disk] => guest.disks.get(disk.parse::<usize>().ok()?)?.capacity().to_string(),
+        ["call", port] => match guest.connect(port.parse().ok()?) {
+            Ok(host) => (&*host).write_all(b"called\n").map_or("errno 32".into(), |()| "ok".into()),
+            Err(_) => "errno 104".into(),
+        },
+        ["poweroff"] => return Some(guest.end(ExitKind::Shutdown)),
+        ["panic"] => {
+            guest.print("contract: about to panic\nKernel panic - not syncing: Attempted to kill init!\n");
+            return Some(guest.end(ExitKind::Panicked));
+        }
+        _ => "what?".into(),
+    };
+    out.write_all(format!("{answer}\n").as_bytes()).ok()
+}
+
+struct FakeWorld {
+    /// The guests that live: the fake's way to have an accident.
+    guests: Arc<Mutex<Vec<Guest>>>,
+}
+
+impl World for FakeWorld {
+    fn engine(&self) -> Box<dyn Engine> {
+        let guests = Arc::clone(&self.guests);
+        Box::new(Fake::new(move |guest: Guest| {
+            guests.lock().unwrap().push(guest.clone());
+            let how = contract_guest(guest);
+            guests.lock().unwrap().clear();
+            how
+        }))
+    }
+
+    fn kernel(&self) -> PathBuf {
+        "/nowhere/vmlinux".into()
+    }
+
+    fn initrd(&self) -> PathBuf {
+        "/nowhere/initrd".into()
+    }
+
+    fn lose(&self, _run_dir: &Path) {
+        let guest = self.guests.lock().unwrap().pop().unwrap();
+        guest.end(ExitKind::Died { code: None, signal: Some(9), message: "an accident".into() });
+    }
+
+    fn has_disks(&self) -> bool {
+        false
+    }
+}
+
+fn world() -> Option<Box<dyn World>> {
+    Some(Box::new(FakeWorld { guests: Arc::default() }))
+}
+
+nacelle_engine::contract_tests!(world);
+
+fn start(fake: &Fake, folder: &Path) -> Result<Box<dyn nacelle_engine::Machine>, EngineError> {
+    let spec = MachineSpec {
+        vcpus: 1,
+        memory_mib: 64,
+        kernel: "/nowhere/vmlinux".into(),
+        initrd: "/nowhere/initrd".into(),
+        cmdline: vec![],
+        disks: vec![],
+        nics: vec![],
+        run_dir: folder.to_owned(),
+        console_log: folder.join("console.log"),
+        guest_cid: 3,
+    };
+    fake.start(spec.check(&fake.limits()).unwrap())
+}
+
+#[test]
+fn the_script_is_followed() {
+    let _turn = turn();
+    let folder = tempfile::tempdir().unwrap();
+    let patient = |guest: Guest| {
+        guest.listen(7).unwrap();
+        while guest.accept(7).is_ok() {}
+        ExitKind::Killed
+    };
+    let fake = Fake::new(patient).with_script(Script { fail_start: true, ..Script::default() });
+    assert!(matches!(start(&fake, folder.path()), Err(EngineError::Scripted)));
+
+    let dies = Script { die_after: Some(Duration::from_millis(1)), ..Script::default() };
+    let machine = start(&Fake::new(patient).with_script(dies), folder.path()).unwrap();
+    assert!(matches!(machine.wait(LONG).unwrap().how, ExitKind::Died { .. }));
+
+    let refuses = Script { refuse_connections: true, ..Script::default() };
+    let machine = start(&Fake::new(patient).with_script(refuses), folder.path()).unwrap();
+    assert!(matches!(machine.link().connect(7, LONG), Err(LinkError::Refused { port: 7 })));
+    assert_eq!(machine.stop(Stop::Kill).unwrap().how, ExitKind::Killed);
+}
+
+#[test]
+fn the_guest_decides_how_it_ends() {
+    let _turn = turn();
+    let folder = tempfile::tempdir().unwrap();
+    let machine = start(
+        &Fake::new(|guest: Guest| {
+            guest.print("bye\n");
+            ExitKind::Shutdown
+        }),
+        folder.path(),
+    );
+    let exit = machine.unwrap().wait(LONG).unwrap();
+    assert_eq!((exit.how, exit.console_tail.as_str()), (ExitKind::Shutdown, "bye"));
+}

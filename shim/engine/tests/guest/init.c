@@ -1,0 +1,180 @@
+// The guest of the contract suite: PID 1 that says hello to the host's vsock port 1024 and does what it is told on its
+// own port 1025: one line a connection, the answer, the end. The commands are described in src/contract/mod.rs.
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/fs.h>
+#include <linux/vm_sockets.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mount.h>
+#include <sys/reboot.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/sysinfo.h>
+#include <unistd.h>
+
+static void say(int fd, const char *text) {
+    size_t done = 0, length = strlen(text);
+    while (done < length) {
+        ssize_t n = write(fd, text + done, length - done);
+        if (n <= 0) return;
+        done += n;
+    }
+}
+
+static int dial(unsigned port) {
+    struct sockaddr_vm host = { .svm_family = AF_VSOCK, .svm_cid = VMADDR_CID_HOST, .svm_port = port };
+    int fd = socket(AF_VSOCK, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (fd >= 0 && connect(fd, (struct sockaddr *)&host, sizeof host) == 0) return fd;
+    int error = errno;
+    if (fd >= 0) close(fd);
+    errno = error;
+    return -1;
+}
+
+static int disk(int index, int flags) {
+    char path[] = "/dev/vda";
+    path[7] += index;
+    return open(path, flags | O_CLOEXEC);
+}
+
+static void size(int fd, int index) {
+    unsigned long long bytes = 0;
+    char answer[64];
+    int dev = disk(index, O_RDONLY);
+    if (dev < 0 || ioctl(dev, BLKGETSIZE64, &bytes) != 0) snprintf(answer, sizeof answer, "errno %d\n", errno);
+    else snprintf(answer, sizeof answer, "%llu\n", bytes);
+    if (dev >= 0) close(dev);
+    say(fd, answer);
+}
+
+// FNV-1a of what the device says now, not of what the page cache remembers.
+static void sum(int fd, int index, off_t at, off_t length) {
+    static const int piece = 65536;
+    char *buffer = aligned_alloc(4096, piece), answer[64];
+    uint64_t hash = 0xcbf29ce484222325;
+    int dev = disk(index, O_RDONLY | O_DIRECT);
+    while (dev >= 0 && length > 0) {
+        ssize_t n = pread(dev, buffer, length < piece ? length : piece, at);
+        if (n <= 0) break;
+        for (ssize_t i = 0; i < n; i++) hash = (hash ^ (unsigned char)buffer[i]) * 0x100000001b3;
+        at += n, length -= n;
+    }
+    if (length > 0) snprintf(answer, sizeof answer, "errno %d\n", errno);
+    else snprintf(answer, sizeof answer, "%016llx\n", (unsigned long long)hash);
+    if (dev >= 0) close(dev);
+    free(buffer);
+    say(fd, answer);
+}
+
+static void fill(int fd, int index, off_t at, int byte, size_t length) {
+    char answer[64] = "ok\n", *buffer = malloc(length);
+    memset(buffer, byte, length);
+    int dev = disk(index, O_RDWR);
+    if (dev < 0 || pwrite(dev, buffer, length, at) != (ssize_t)length || fsync(dev) != 0)
+        snprintf(answer, sizeof answer, "errno %d\n", errno);
+    if (dev >= 0) close(dev);
+    free(buffer);
+    say(fd, answer);
+}
+
+static void hwrng(int fd) {
+    unsigned char bytes[16];
+    char answer[64] = "";
+    int dev = open("/dev/hwrng", O_RDONLY | O_CLOEXEC);
+    if (dev < 0 || read(dev, bytes, sizeof bytes) != sizeof bytes) snprintf(answer, sizeof answer, "errno %d", errno);
+    else for (unsigned i = 0; i < sizeof bytes; i++) sprintf(answer + 2 * i, "%02x", bytes[i]);
+    if (dev >= 0) close(dev);
+    say(fd, strcat(answer, "\n"));
+}
+
+static void serial(int fd, int index) {
+    char path[] = "/sys/block/vda/serial", answer[64] = "";
+    path[13] += index;
+    int file = open(path, O_RDONLY | O_CLOEXEC);
+    ssize_t n = file < 0 ? -1 : read(file, answer, sizeof answer - 2);
+    if (file >= 0) close(file);
+    if (n < 0) snprintf(answer, sizeof answer, "errno %d", errno);
+    say(fd, strcat(answer, "\n"));
+}
+
+static void call(int fd, unsigned port) {
+    char answer[64] = "ok\n";
+    int out = dial(port);
+    if (out < 0) snprintf(answer, sizeof answer, "errno %d\n", errno);
+    else say(out, "called\n"), close(out);
+    say(fd, answer);
+}
+
+static void echo(int fd) {
+    char buffer[16384];
+    ssize_t n;
+    while ((n = read(fd, buffer, sizeof buffer)) > 0)
+        for (ssize_t done = 0; done < n;) {
+            ssize_t m = write(fd, buffer + done, n - done);
+            if (m <= 0) return;
+            done += m;
+        }
+}
+
+static void *serve(void *arg) {
+    int fd = (int)(intptr_t)arg, index, byte;
+    unsigned port;
+    long long at, length;
+    char line[256], answer[64];
+    size_t n = 0;
+    while (n < sizeof line - 1 && read(fd, line + n, 1) == 1 && line[n] != '\n') n++;
+    line[n] = 0;
+    if (!strcmp(line, "echo")) echo(fd);
+    else if (!strcmp(line, "cpus")) snprintf(answer, sizeof answer, "%d\n", get_nprocs()), say(fd, answer);
+    else if (!strcmp(line, "memory")) {
+        struct sysinfo info;
+        sysinfo(&info);
+        snprintf(answer, sizeof answer, "%llu\n", (unsigned long long)info.totalram * info.mem_unit >> 20), say(fd, answer);
+    }
+    else if (sscanf(line, "size %d", &index) == 1) size(fd, index);
+    else if (sscanf(line, "sum %d %lld %lld", &index, &at, &length) == 3) sum(fd, index, at, length);
+    else if (sscanf(line, "fill %d %lld %d %lld", &index, &at, &byte, &length) == 4) fill(fd, index, at, byte, length);
+    else if (sscanf(line, "serial %d", &index) == 1) serial(fd, index);
+    else if (sscanf(line, "call %u", &port) == 1) call(fd, port);
+    else if (!strcmp(line, "hwrng")) hwrng(fd);
+    else if (!strcmp(line, "poweroff")) reboot(RB_AUTOBOOT);
+    else if (!strcmp(line, "panic")) {
+        printf("contract: about to panic\n");
+        fflush(stdout);
+        _exit(1); // the end of PID 1 is a panic
+    }
+    else say(fd, "what?\n");
+    close(fd);
+    return NULL;
+}
+
+int main(void) {
+    mount("dev", "/dev", "devtmpfs", 0, NULL);
+    mount("sys", "/sys", "sysfs", 0, NULL);
+    struct sockaddr_vm here = { .svm_family = AF_VSOCK, .svm_cid = VMADDR_CID_ANY, .svm_port = 1025 };
+    int listener = socket(AF_VSOCK, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (listener < 0 || bind(listener, (struct sockaddr *)&here, sizeof here) != 0 || listen(listener, 128) != 0) {
+        perror("contract: no vsock");
+        return 1;
+    }
+    int hello = dial(1024);
+    if (hello < 0) {
+        perror("contract: nobody hears the hello");
+        return 1;
+    }
+    say(hello, "hello\n");
+    close(hello);
+    for (;;) {
+        pthread_t thread;
+        int fd = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+        if (fd < 0) continue;
+        if (pthread_create(&thread, NULL, serve, (void *)(intptr_t)fd) == 0) pthread_detach(thread);
+        else close(fd);
+    }
+}

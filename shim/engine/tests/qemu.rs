@@ -1,0 +1,186 @@
+//! Owns: QEMU under the contract, with the guest kernel and a small init of this suite.
+//! Skipped, with the reason, where QEMU, the kernel or a compiler is missing.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use nacelle_engine::contract::{World, turn};
+use nacelle_engine::qemu::{PROGRAM, Qemu};
+use nacelle_engine::{Accelerator, Engine, EngineError, ExitKind, MachineSpec, MachineStatus, choose, probe};
+
+const LONG: Duration = Duration::from_secs(120);
+
+struct QemuWorld {
+    accelerator: Accelerator,
+    kernel: PathBuf,
+    initrd: PathBuf,
+}
+
+impl World for QemuWorld {
+    fn engine(&self) -> Box<dyn Engine> {
+        Box::new(Qemu::new(PROGRAM, self.accelerator))
+    }
+
+    fn kernel(&self) -> PathBuf {
+        self.kernel.clone()
+    }
+
+    fn initrd(&self) -> PathBuf {
+        self.initrd.clone()
+    }
+
+    fn lose(&self, run_dir: &Path) {
+        let [pid] = qemus(run_dir)[..] else { panic!("one QEMU in {run_dir:?}") };
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL).unwrap();
+    }
+
+    fn has_disks(&self) -> bool {
+        true
+    }
+}
+
+/// The QEMU processes whose sockets lie in this folder.
+fn qemus(run_dir: &Path) -> Vec<i32> {
+    let folder = run_dir.to_str().unwrap();
+    let processes = fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+    processes
+        .filter(|pid: &i32| {
+            let cmdline = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            let cmdline = String::from_utf8_lossy(&cmdline);
+            cmdline.starts_with(PROGRAM) && cmdline.contains(folder)
+        })
+        .collect()
+}
+
+fn kernel() -> Option<PathBuf> {
+    if let Some(path) = std::env::var_os("NACELLE_KERNEL") {
+        return Some(path.into());
+    }
+    let cache = match std::env::var_os("NACELLE_CACHE") {
+        Some(cache) => PathBuf::from(cache),
+        None => PathBuf::from(std::env::var_os("HOME")?).join(".cache/nacelle"),
+    };
+    let kernels = fs::read_dir(cache.join("guest")).ok()?.filter_map(|entry| {
+        let path = entry.ok()?.path().join("vmlinux");
+        Some((fs::metadata(&path).ok()?.modified().ok()?, path))
+    });
+    kernels.max().map(|(_, path)| path)
+}
+
+fn output(command: &mut Command) -> Result<Vec<u8>, String> {
+    let output = command.output().map_err(|error| format!("{command:?}: {error}"))?;
+    match output.status.success() {
+        true => Ok(output.stdout),
+        false => Err(format!("{command:?}: {}", String::from_utf8_lossy(&output.stderr))),
+    }
+}
+
+/// The suite's guest, built once for this process.
+fn initrd() -> Result<PathBuf, String> {
+    static INITRD: OnceLock<Result<PathBuf, String>> = OnceLock::new();
+    let build = || {
+        let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("contract-guest-{}", std::process::id()));
+        fs::create_dir_all(&folder).map_err(|error| error.to_string())?;
+        let (init, initrd) = (folder.join("init"), folder.join("initrd"));
+        let source = here.join("tests/guest/init.c");
+        output(Command::new("cc").args(["-static", "-O1", "-pthread", "-o"]).arg(&init).arg(source))?;
+        let archive = output(Command::new(here.join("../../guest/mkinitramfs")).arg(&init))?;
+        fs::write(&initrd, archive).map_err(|error| error.to_string())?;
+        Ok(initrd)
+    };
+    INITRD.get_or_init(build).clone()
+}
+
+fn find() -> Result<QemuWorld, String> {
+    if !Path::new(PROGRAM).exists() {
+        return Err(format!("no {PROGRAM}"));
+    }
+    let kernel = kernel().filter(|path| path.exists()).ok_or("no guest kernel (NACELLE_KERNEL, guest/build kernel)")?;
+    static ACCELERATOR: OnceLock<Accelerator> = OnceLock::new();
+    let accelerator = *ACCELERATOR.get_or_init(|| choose(&probe()));
+    Ok(QemuWorld { accelerator, kernel, initrd: initrd()? })
+}
+
+fn world() -> Option<Box<dyn World>> {
+    match find() {
+        Ok(world) => Some(Box::new(world)),
+        Err(why) => {
+            println!("skipped: {why}");
+            None
+        }
+    }
+}
+
+nacelle_engine::contract_tests!(world);
+
+fn spec(world: &dyn World, folder: &Path) -> MachineSpec {
+    MachineSpec {
+        vcpus: 1,
+        memory_mib: 128,
+        kernel: world.kernel(),
+        initrd: world.initrd(),
+        cmdline: vec![],
+        disks: vec![],
+        nics: vec![],
+        run_dir: folder.to_owned(),
+        console_log: folder.join("console.log"),
+        guest_cid: 3,
+    }
+}
+
+#[test]
+fn what_qemu_says_is_told() {
+    let _turn = turn();
+    let Some(world) = world() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let mut spec = spec(&*world, folder.path());
+    spec.kernel = folder.path().join("no-kernel");
+    fs::write(&spec.kernel, "this is no kernel").unwrap();
+    let engine = world.engine();
+    let machine = engine.start(spec.check(&engine.limits()).unwrap()).unwrap();
+    let exit = machine.wait(LONG).unwrap();
+    let ExitKind::Died { code: Some(1), signal: None, message } = &exit.how else { panic!("{exit:?}") };
+    assert!(!message.is_empty(), "QEMU says why");
+    assert_eq!(machine.status(), MachineStatus::Exited(exit));
+}
+
+#[test]
+fn a_missing_program_or_kernel_is_named() {
+    let _turn = turn();
+    let Some(world) = world() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let missing = folder.path().join("missing");
+    let engine = Qemu::new(&missing, Accelerator::Tcg);
+    let error = engine.start(spec(&*world, folder.path()).check(&engine.limits()).unwrap()).err().unwrap();
+    assert!(matches!(&error, EngineError::Spawn { program, .. } if *program == missing), "{error:?}");
+    let mut spec = spec(&*world, folder.path());
+    spec.kernel = missing.clone();
+    let engine = world.engine();
+    let error = engine.start(spec.check(&engine.limits()).unwrap()).err().unwrap();
+    assert!(matches!(&error, EngineError::File { path, .. } if *path == missing), "{error:?}");
+}
+
+#[test]
+fn qemu_inherits_only_what_it_needs() {
+    let _turn = turn();
+    let Some(world) = world() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    // A descriptor that somebody forgot to mark.
+    let secret = fs::File::create(folder.path().join("secret")).unwrap();
+    nix::fcntl::fcntl(&secret, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::empty())).unwrap();
+    let engine = world.engine();
+    let machine = engine.start(spec(&*world, folder.path()).check(&engine.limits()).unwrap()).unwrap();
+    let link = machine.link();
+    link.listen(1024).unwrap().accept(LONG).unwrap();
+    let [pid] = qemus(folder.path())[..] else { panic!("one QEMU") };
+    for entry in fs::read_dir(format!("/proc/{pid}/fd")).unwrap() {
+        let target = fs::read_link(entry.unwrap().path()).unwrap_or_default();
+        assert!(!target.ends_with("secret"), "QEMU has {target:?}");
+    }
+    let environment = fs::read(format!("/proc/{pid}/environ")).unwrap();
+    assert!(environment.is_empty(), "{:?}", String::from_utf8_lossy(&environment));
+}
