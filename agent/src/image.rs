@@ -112,16 +112,10 @@ impl Disks {
             }
             other => other.map_err(at("add a partition to", &device))?,
         }
-        let point = mount_point(number);
-        let node = PathBuf::from(format!("/dev/{disk}{number}"));
-        let flags = MsFlags::MS_RDONLY | MsFlags::MS_NODEV | MsFlags::MS_NOSUID;
-        let mounted = fs::create_dir_all(&point).and_then(|()| {
-            mount(Some(&node), &point, Some("erofs"), flags, None::<&str>).map_err(io::Error::from)
-        });
-        if let Err(error) = mounted {
+        if let Err(error) = mount_image(&disk, number) {
             // The error that matters is the mount's; a partition that stays is replaced by the next attempt.
             let _ = sys::delete_partition(&file, number);
-            return Err(at("mount the image", &node)(error));
+            return Err(error);
         }
         attached.insert(number, (offset, length));
         Ok(())
@@ -140,13 +134,17 @@ impl Disks {
             Err(nix::Error::EBUSY) => return Err(DiskError::Busy { number }),
             Err(error) => return Err(at("unmount", &point)(error)),
         }
-        let device = Path::new("/dev").join(disk_name(self.image_disk)?);
+        let disk = disk_name(self.image_disk)?;
+        let device = Path::new("/dev").join(&disk);
         let file = File::open(&device).map_err(at("open", &device))?;
-        match sys::delete_partition(&file, number) {
-            Err(error) if error.raw_os_error() != Some(libc::ENXIO) => {
-                return Err(at("remove a partition of", &device)(error));
+        match sys::delete_partition(&file, number).map_err(|error| (error.raw_os_error(), error)) {
+            Ok(()) | Err((Some(libc::ENXIO), _)) => {}
+            // A container's overlay holds it: everything is as before.
+            Err((Some(libc::EBUSY), _)) => {
+                mount_image(&disk, number)?;
+                return Err(DiskError::Busy { number });
             }
-            _ => {}
+            Err((_, error)) => return Err(at("remove a partition of", &device)(error)),
         }
         attached.remove(&number);
         Ok(())
@@ -171,6 +169,16 @@ impl Disks {
         }
         Ok(())
     }
+}
+
+/// Mounts the partition of an image. Nothing runs from this mount itself: containers see it through an overlay.
+fn mount_image(disk: &str, number: u8) -> Result<(), DiskError> {
+    let point = mount_point(number);
+    let node = PathBuf::from(format!("/dev/{disk}{number}"));
+    let flags = MsFlags::MS_RDONLY | MsFlags::MS_NODEV | MsFlags::MS_NOSUID;
+    fs::create_dir_all(&point)
+        .and_then(|()| mount(Some(&node), &point, Some("erofs"), flags, None::<&str>).map_err(io::Error::from))
+        .map_err(at("mount the image", &node))
 }
 
 fn wait_for_size(disk: &str, need: u64) -> Result<(), DiskError> {
@@ -199,7 +207,8 @@ mod tests {
         assert_eq!(disk_name(25).unwrap(), "vdz");
         assert!(disk_name(26).is_err());
         let disks = Disks::new(0, 1);
-        for (partition, offset, length) in [(0, 0, 4096), (256, 0, 4096), (1, 1, 4096), (1, 0, 0), (1, u64::MAX, 4096)] {
+        for (partition, offset, length) in [(0, 0, 4096), (256, 0, 4096), (1, 1, 4096), (1, 0, 0), (1, u64::MAX, 4096)]
+        {
             assert_eq!(disks.attach(partition, offset, length).unwrap_err().kind(), Kind::Invalid);
         }
         assert_eq!(disks.image(3).unwrap_err().kind(), Kind::NotFound);

@@ -132,8 +132,7 @@ pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
 pub fn pidfd_signal(pidfd: impl AsFd, signal: i32) -> io::Result<()> {
     let info: *const c_void = std::ptr::null();
     // SAFETY: a null siginfo is allowed.
-    let result =
-        unsafe { libc::syscall(libc::SYS_pidfd_send_signal, pidfd.as_fd().as_raw_fd(), signal, info, 0) };
+    let result = unsafe { libc::syscall(libc::SYS_pidfd_send_signal, pidfd.as_fd().as_raw_fd(), signal, info, 0) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 

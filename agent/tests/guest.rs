@@ -3,13 +3,21 @@
 mod machine;
 
 use machine::Guest;
+use machine::{LIMIT, place};
 use nacelle_proto::agent::{
-    AttachImageRequest, ContainerRef, DetachImageRequest, Empty, ExecRequest, ResizeRequest, SignalRequest, Stream,
-    WaitRequest,
+    AttachImageRequest, ContainerRef, DetachImageRequest, Empty, ExecRequest, PidMode, ResizeRequest, SignalRequest,
+    Stream, WaitRequest,
 };
 use serde_json::json;
-use std::io::Write;
+use std::io::{Read, Write};
 use tonic::Code;
+
+fn exec(id: &str, exec_id: &str, script: &str) -> ExecRequest {
+    let args = ["/bin/sh", "-c", script].map(str::to_owned).to_vec();
+    ExecRequest { id: id.into(), exec_id: exec_id.into(), args, ..ExecRequest::default() }
+}
+
+const SLEEP: &str = "trap 'exit 0' TERM; while true; do sleep 1; done";
 
 fn runtime() -> tokio::runtime::Runtime {
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime")
@@ -21,7 +29,8 @@ fn containers_run() {
         let Some(mut guest) = Guest::boot(|_| ()).await else { return };
         assert_eq!(guest.hello.protocol, 1);
 
-        let (output, exit) = guest.run("c1", "echo out; echo err >&2; hostname; cat /etc/hostname; exit 7", |_, _| ()).await;
+        let (output, exit) =
+            guest.run("c1", "echo out; echo err >&2; hostname; cat /etc/hostname; exit 7", |_, _| ()).await;
         assert_eq!(output, "out\npod\npod\n");
         assert_eq!(guest.output("c1", "", Stream::Stderr).await, "err\n");
         assert_eq!((exit.code, exit.oom_killed), (7, false));
@@ -34,7 +43,13 @@ fn containers_run() {
         let (output, exit) = guest.run("c2", "kill -TERM $$", |_, request| request.stdin = true).await;
         assert_eq!((output.as_str(), exit.code), ("", 0), "PID 1 of a namespace ignores what it does not handle");
 
-        guest.create("c3", "read line; echo got $line; trap 'exit 3' USR1; echo ready; while true; do sleep 1; done", |_, request| request.stdin = true).await;
+        guest
+            .create(
+                "c3",
+                "read line; echo got $line; trap 'exit 3' USR1; echo ready; while true; do sleep 1; done",
+                |_, request| request.stdin = true,
+            )
+            .await;
         guest.start("c3").await;
         guest.input("c3", "", "hello\n");
         let mut stdout = guest.stream("c3", "", Stream::Stdout);
@@ -53,7 +68,200 @@ fn containers_run() {
         guest.agent.detach_image(DetachImageRequest { partition: 1 }).await.unwrap();
         guest.agent.detach_image(DetachImageRequest { partition: 1 }).await.unwrap();
         guest.agent.shutdown(Empty {}).await.unwrap();
-        let exit = guest.machine.wait(machine::LIMIT).expect("an end");
+        let exit = guest.machine.wait(LIMIT).expect("an end");
         assert_eq!(exit.how, nacelle_engine::ExitKind::Shutdown, "{exit:?}");
+    });
+}
+
+#[test]
+fn processes_join_a_container() {
+    runtime().block_on(async {
+        let Some(mut guest) = Guest::boot(|_| ()).await else { return };
+        guest
+            .create("c1", SLEEP, |spec, request| {
+                request.user = "web".into();
+                request.merge_image_groups = true;
+                spec["process"]["cwd"] = json!("/made/by/the/agent");
+                spec["process"]["noNewPrivileges"] = json!(true);
+                spec["process"]["rlimits"] = json!([{ "type": "RLIMIT_NOFILE", "soft": 77, "hard": 88 }]);
+                spec["linux"]["seccomp"] = json!({
+                    "defaultAction": "SCMP_ACT_ALLOW", "architectures": ["SCMP_ARCH_X86_64"],
+                    "syscalls": [{ "names": ["mkdir", "mkdirat"], "action": "SCMP_ACT_ERRNO", "errnoRet": 95 }]
+                });
+            })
+            .await;
+        let early = guest.agent.exec(exec("c1", "early", "true")).await.unwrap_err();
+        assert_eq!(early.code(), Code::FailedPrecondition, "{early}");
+        guest.start("c1").await;
+        let script = "id; pwd; ulimit -n; echo $HOME; cat /proc/self/cgroup; \
+            grep -E 'Seccomp:|NoNewPrivs|CapEff|CapBnd' /proc/self/status; mkdir /tmp/x; echo $?; ps -o args | grep -c '[t]rap'; cat; exit 5";
+        let request = ExecRequest { stdin: true, ..exec("c1", "e1", script) };
+        guest.agent.exec(request.clone()).await.unwrap();
+        guest.agent.exec(request).await.unwrap();
+        guest.input("c1", "e1", "typed\n");
+        let output = guest.output("c1", "e1", Stream::Stdout).await;
+        let expected = [
+            "uid=101(web) gid=102(web) groups=4(log),102(web)",
+            "/made/by/the/agent",
+            "77",
+            "/srv",
+            "0::/",
+            "CapEff:\t0000000000000000",
+            "CapBnd:\t00000000080000eb",
+            "NoNewPrivs:\t1",
+            "Seccomp:\t2",
+            "1",
+            "1",
+            "typed",
+        ];
+        assert_eq!(output.lines().collect::<Vec<_>>(), expected, "{}", guest.output("c1", "e1", Stream::Stderr).await);
+        assert_eq!(guest.end("c1", "e1").await.code, 5);
+
+        for (program, code) in
+            [("/no/such", Code::NotFound), ("nothing", Code::NotFound), ("/bin/broken", Code::InvalidArgument), ("/etc", Code::InvalidArgument)]
+        {
+            let request = ExecRequest { args: vec![program.into()], ..exec("c1", "e2", "") };
+            let error = guest.agent.exec(request).await.unwrap_err();
+            assert_eq!(error.code(), code, "{program}: {error}");
+        }
+        let error = guest.agent.wait(WaitRequest { id: "c1".into(), exec_id: "e2".into(), timeout_ms: 0 }).await;
+        assert_eq!(error.unwrap_err().code(), Code::NotFound);
+        guest.agent.exec(exec("c1", "e3", "exec sleep 1000")).await.unwrap();
+        let kill = SignalRequest { id: "c1".into(), exec_id: "e3".into(), signal: 9, all: false };
+        guest.agent.signal(kill).await.unwrap();
+        assert_eq!(guest.end("c1", "e3").await.code, 137);
+
+        let request = ExecRequest { tty: true, stdin: true, columns: 91, rows: 33, ..exec("c1", "tty", "tty=$(stty size); echo =$tty=; read line; echo =$line=; stty size") };
+        guest.agent.exec(request).await.unwrap();
+        let mut stdout = guest.stream("c1", "tty", Stream::Stdout);
+        guest.read_until(&mut stdout, "=33 91=");
+        let size = ResizeRequest { id: "c1".into(), exec_id: "tty".into(), columns: 50, rows: 20 };
+        guest.agent.resize(size).await.unwrap();
+        let mut stdin = guest.stream("c1", "tty", Stream::Stdin);
+        stdin.write_all(b"typed\r").unwrap();
+        let mut rest = String::new();
+        stdout.read_to_string(&mut rest).unwrap();
+        assert!(rest.contains("=typed=") && rest.contains("20 50"), "{rest:?}");
+        guest.agent.signal(SignalRequest { id: "c1".into(), signal: 15, ..SignalRequest::default() }).await.unwrap();
+        assert_eq!(guest.end("c1", "").await.code, 0);
+        let late = guest.agent.exec(exec("c1", "late", "true")).await.unwrap_err();
+        assert_eq!(late.code(), Code::FailedPrecondition, "{late}");
+    });
+}
+
+#[test]
+fn limits_hold_and_neighbours_live() {
+    runtime().block_on(async {
+        let Some(mut guest) = Guest::boot(|_| ()).await else { return };
+        guest.create("neighbour", SLEEP, |_, _| ()).await;
+        guest.start("neighbour").await;
+        let (_, exit) = guest
+            .run("hungry", "tail /dev/zero", |spec, _| {
+                spec["linux"]["resources"]["memory"] = json!({ "limit": 16 << 20, "swap": 16 << 20 });
+            })
+            .await;
+        assert_eq!((exit.code, exit.oom_killed), (137, true));
+        let (output, exit) = guest
+            .run("limited", "cd /sys/fs/cgroup; cat memory.max pids.max cpu.max cpu.weight memory.oom.group; kill -9 $$; echo alive", |spec, _| {
+                spec["linux"]["resources"]["memory"] = json!({ "limit": 33_554_432 });
+                spec["linux"]["resources"]["pids"] = json!({ "limit": 50 });
+                spec["linux"]["resources"]["cpu"] = json!({ "shares": 1024, "quota": 50_000, "period": 100_000 });
+                spec["linux"]["resources"]["unified"] = json!({ "memory.oom.group": "1" });
+            })
+            .await;
+        let lines: Vec<&str> = output.lines().collect();
+        assert_eq!(lines[..3], ["33554432", "50", "50000 100000"], "{output}");
+        assert_eq!(lines[4..], ["1", "alive"], "{output}");
+        assert_eq!((exit.code, exit.oom_killed), (0, false));
+
+        let script = "mknod /tmp/vda b 254 0; cat /tmp/vda >/dev/null || echo denied; echo x >/dev/null && echo null; \
+            ls /dev; cat /proc/keys | wc -c; echo 1 >/proc/sys/kernel/panic || echo read-only; touch /x && echo written";
+        let (output, _) = guest.run("devices", script, |spec, _| spec["root"]["readonly"] = json!(true)).await;
+        for word in ["denied\n", "null\n", "ptmx", "\n0\n", "read-only\n"] {
+            assert!(output.contains(word), "{word:?} in {output}");
+        }
+        assert!(!output.contains("written"), "{output}");
+        let (output, _) = guest.run("tty", "test -t 0 && echo terminal; stty size; echo $TERM; echo >/dev/console", |spec, _| {
+            spec["process"]["terminal"] = json!(true);
+            spec["process"]["consoleSize"] = json!({ "height": 11, "width": 22 });
+        })
+        .await;
+        assert!(output.starts_with("terminal\r\n11 22\r\nxterm\r\n"), "{output:?}");
+
+        let (_, mut request) = machine::container("missing", "");
+        let mut spec = machine::container("missing", "").0;
+        spec["process"]["args"] = json!(["no-such-program"]);
+        request.oci_spec = spec.to_string().into_bytes();
+        let error = guest.agent.create_container(request.clone()).await.unwrap_err();
+        assert_eq!(error.code(), Code::NotFound, "{error}");
+        spec["process"]["args"] = json!(["/bin/broken"]);
+        request.oci_spec = spec.to_string().into_bytes();
+        request.user = "nobody-here".into();
+        let error = guest.agent.create_container(request.clone()).await.unwrap_err();
+        assert_eq!(error.code(), Code::InvalidArgument, "{error}");
+        request.user = String::new();
+        let (code, _) = match guest.agent.create_container(request).await {
+            Err(error) => panic!("{error}"),
+            Ok(_) => {
+                guest.start("missing").await;
+                (guest.end("missing", "").await.code, ())
+            }
+        };
+        assert_eq!(code, 126);
+        let neighbour = WaitRequest { id: "neighbour".into(), timeout_ms: 0, ..WaitRequest::default() };
+        assert_eq!(guest.agent.wait(neighbour).await.unwrap().into_inner().exit, None, "the neighbour lives");
+        for id in ["neighbour", "hungry", "limited", "devices", "tty", "missing"] {
+            guest.agent.remove_container(ContainerRef { id: id.into() }).await.unwrap();
+        }
+        let states = guest.agent.list_containers(Empty {}).await.unwrap().into_inner().containers;
+        assert_eq!(states, []);
+    });
+}
+
+#[test]
+fn a_pod_shares_what_it_should() {
+    runtime().block_on(async {
+        let change = |config: &mut nacelle_proto::agent::BootConfig| {
+            config.shared_pid = true;
+            config.sysctls.insert("kernel.shm_rmid_forced".into(), "1".into());
+        };
+        let Some(mut guest) = Guest::boot(change).await else { return };
+        let one = "echo shared >/dev/shm/word; trap 'exit 0' TERM; while true; do sleep 1; done";
+        guest.create("one", one, |_, _| ()).await;
+        guest.start("one").await;
+        let two = "while ! test -e /dev/shm/word; do sleep 0.1; done; cat /dev/shm/word; ps -o args | grep -c 's[h]ared >/dev/shm'; \
+            cat /proc/sys/kernel/shm_rmid_forced; ls -l /proc/1/exe >/dev/null 2>&1 || echo not-mine; sleep 100 & exit 4";
+        let (output, exit) = guest.run("two", two, |_, _| ()).await;
+        assert!(output.starts_with("shared\n") && output.contains("\n1\n"), "{output}");
+        assert_eq!(exit.code, 4, "and its background process was killed, or the output would not have ended");
+        let (output, _) = guest.run("own", "echo $$; ps | wc -l", |_, request| request.pid_mode = PidMode::Container.into()).await;
+        assert!(output.starts_with("1\n"), "{output}");
+        guest.create("alone", SLEEP, |_, request| request.pid_mode = PidMode::Container.into()).await;
+        guest.start("alone").await;
+        let (output, _) = guest.run("debug", "cat /proc/1/cmdline", |_, request| request.pid_of = "alone".into()).await;
+        assert!(output.contains("trap 'exit 0' TERM"), "{output:?}");
+
+        // A second image, on a disk that grows; a stream that is taken up by a second reader.
+        let image = guest.folder.path().join("image.erofs");
+        let length = place(&*guest.machine, &image, 8 << 20);
+        let request = AttachImageRequest { partition: 7, offset: 8 << 20, length };
+        guest.agent.attach_image(request).await.unwrap();
+        guest.agent.attach_image(request).await.unwrap();
+        guest.create("talker", "i=0; while test $i -lt 20000; do i=$((i+1)); echo line $i; done", |_, request| request.partition = 7).await;
+        guest.start("talker").await;
+        let mut first = guest.stream("talker", "", Stream::Stdout);
+        guest.read_until(&mut first, "line 10\n");
+        let mut second = guest.stream("talker", "", Stream::Stdout);
+        let mut rest = String::new();
+        first.read_to_string(&mut rest).unwrap();
+        let mut more = String::new();
+        second.read_to_string(&mut more).unwrap();
+        let all = rest + &more;
+        let numbers: Vec<u32> = all.lines().filter_map(|line| line.strip_prefix("line ")?.parse().ok()).collect();
+        assert_eq!(numbers, (11..=20_000).collect::<Vec<_>>(), "nothing is lost between two readers");
+        let busy = guest.agent.detach_image(DetachImageRequest { partition: 7 }).await.unwrap_err();
+        assert_eq!(busy.code(), Code::FailedPrecondition, "{busy}");
+        guest.agent.remove_container(ContainerRef { id: "talker".into() }).await.unwrap();
+        guest.agent.detach_image(DetachImageRequest { partition: 7 }).await.unwrap();
     });
 }

@@ -18,7 +18,11 @@ pub fn apply(config: &BootConfig) -> Result<(), BootError> {
     network(&config.interfaces, &config.routes)?;
     for (name, value) in &config.sysctls {
         let path = sysctl_path(name).ok_or_else(|| BootError::SysctlName { name: name.clone() })?;
-        fs::write(&path, value).map_err(|source| BootError::Sysctl { name: name.clone(), value: value.clone(), source })?;
+        fs::write(&path, value).map_err(|source| BootError::Sysctl {
+            name: name.clone(),
+            value: value.clone(),
+            source,
+        })?;
     }
     Ok(())
 }
@@ -160,7 +164,10 @@ mod tests {
     #[test]
     fn only_the_pods_own_sysctls_have_a_path() {
         assert_eq!(sysctl_path("net.ipv4.ip_forward"), Some("/proc/sys/net/ipv4/ip_forward".into()));
-        assert_eq!(sysctl_path("net.ipv4.conf.eth0/1.rp_filter"), Some("/proc/sys/net/ipv4/conf/eth0.1/rp_filter".into()));
+        assert_eq!(
+            sysctl_path("net.ipv4.conf.eth0/1.rp_filter"),
+            Some("/proc/sys/net/ipv4/conf/eth0.1/rp_filter".into())
+        );
         assert!(sysctl_path("kernel.shm_rmid_forced").is_some());
         assert!(sysctl_path("kernel.sem").is_some());
         for name in ["kernel.panic", "vm.overcommit_memory", "net.//.x", "net", "", "net..x", "kernel.semx"] {

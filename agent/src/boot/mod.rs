@@ -51,7 +51,9 @@ pub enum BootError {
     Entropy { source: io::Error },
     #[error("cannot set the host name {name:?}")]
     Hostname { name: String, source: nix::Error },
-    #[error("{name:?} is no sysctl that a pod may set: net.*, kernel.shm*, kernel.msg*, kernel.sem and fs.mqueue.* are")]
+    #[error(
+        "{name:?} is no sysctl that a pod may set: net.*, kernel.shm*, kernel.msg*, kernel.sem and fs.mqueue.* are"
+    )]
     SysctlName { name: String },
     #[error("cannot set the sysctl {name} to {value:?}")]
     Sysctl { name: String, value: String, source: io::Error },
@@ -85,9 +87,8 @@ pub struct Ready {
 pub fn boot() -> Result<Ready, BootError> {
     let mut host = File::from(connect_to_host()?);
     let handshake = |source| BootError::Handshake { source };
-    let kernel_release = nix::sys::utsname::uname()
-        .map(|name| name.release().to_string_lossy().into_owned())
-        .unwrap_or_default();
+    let kernel_release =
+        nix::sys::utsname::uname().map(|name| name.release().to_string_lossy().into_owned()).unwrap_or_default();
     let hello = AgentHello { protocol: 1, agent_version: env!("CARGO_PKG_VERSION").to_owned(), kernel_release };
     frame::write(&mut host, &hello).map_err(handshake)?;
     mounts::first()?;
@@ -114,7 +115,11 @@ fn connect_to_host() -> Result<OwnedFd, BootError> {
     let deadline = Instant::now() + Duration::from_secs(30);
     loop {
         let connected = vsock().and_then(|fd| {
-            setsockopt(&fd, sockopt::ReceiveTimeout, &nix::sys::time::TimeVal::new(PATIENCE.as_secs().cast_signed(), 0))?;
+            setsockopt(
+                &fd,
+                sockopt::ReceiveTimeout,
+                &nix::sys::time::TimeVal::new(PATIENCE.as_secs().cast_signed(), 0),
+            )?;
             connect(fd.as_raw_fd(), &VsockAddr::new(libc::VMADDR_CID_HOST, HANDSHAKE_PORT))?;
             Ok(fd)
         });

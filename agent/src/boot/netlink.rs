@@ -225,8 +225,7 @@ pub struct Netlink(OwnedFd);
 impl Netlink {
     /// Opens it.
     pub fn open() -> io::Result<Netlink> {
-        let fd =
-            socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, SockProtocol::NetlinkRoute)?;
+        let fd = socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, SockProtocol::NetlinkRoute)?;
         Ok(Netlink(fd))
     }
 

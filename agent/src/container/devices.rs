@@ -5,8 +5,17 @@ use std::io;
 use std::path::Path;
 
 /// The devices that every container may use, as the runtime specification wants them: major, minor.
-const DEFAULT: [(i64, Option<i64>); 9] =
-    [(1, Some(3)), (1, Some(5)), (1, Some(7)), (1, Some(8)), (1, Some(9)), (5, Some(0)), (5, Some(1)), (5, Some(2)), (136, None)];
+const DEFAULT: [(i64, Option<i64>); 9] = [
+    (1, Some(3)),
+    (1, Some(5)),
+    (1, Some(7)),
+    (1, Some(8)),
+    (1, Some(9)),
+    (5, Some(0)),
+    (5, Some(1)),
+    (5, Some(2)),
+    (136, None),
+];
 
 const ACCESS_MKNOD: u32 = 1;
 const ACCESS_READ: u32 = 2;

@@ -74,7 +74,9 @@ pub enum PodError {
 impl Classify for PodError {
     fn kind(&self) -> Kind {
         match self {
-            PodError::Id { .. } | PodError::Signal { .. } | PodError::NoProgram | PodError::User { .. } => Kind::Invalid,
+            PodError::Id { .. } | PodError::Signal { .. } | PodError::NoProgram | PodError::User { .. } => {
+                Kind::Invalid
+            }
             PodError::NoContainer { .. } | PodError::NoExec { .. } => Kind::NotFound,
             PodError::NotRunning { .. } | PodError::NoTerminal { .. } => Kind::Conflict,
             PodError::Spec { source: spec::SpecError::Unsupported { .. }, .. } => Kind::Unsupported,

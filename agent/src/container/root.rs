@@ -120,7 +120,8 @@ pub fn make_folder(root: &Path, path: &Path) -> Result<(), RootError> {
         match open_in(&directory, &next, OFlag::O_PATH | OFlag::O_DIRECTORY) {
             Ok(_) => {}
             Err(Errno::ENOENT) => {
-                let parent = open_in(&directory, &done, OFlag::O_PATH | OFlag::O_DIRECTORY).map_err(at("open", &done))?;
+                let parent =
+                    open_in(&directory, &done, OFlag::O_PATH | OFlag::O_DIRECTORY).map_err(at("open", &done))?;
                 mkdirat(&parent, name, Mode::from_bits_truncate(0o755)).map_err(at("make", &next))?;
             }
             Err(error) => return Err(at("open", &next)(error)),

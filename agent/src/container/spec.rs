@@ -108,10 +108,9 @@ fn namespaces(asked: &[LinuxNamespace], pid: &PidNamespace) -> Result<Vec<LinuxN
     }
     namespaces.push(match pid {
         PidNamespace::Own => new(LinuxNamespaceType::Pid)?,
-        PidNamespace::Of(pid) => LinuxNamespaceBuilder::default()
-            .typ(LinuxNamespaceType::Pid)
-            .path(format!("/proc/{pid}/ns/pid"))
-            .build()?,
+        PidNamespace::Of(pid) => {
+            LinuxNamespaceBuilder::default().typ(LinuxNamespaceType::Pid).path(format!("/proc/{pid}/ns/pid")).build()?
+        }
     });
     Ok(namespaces)
 }
@@ -175,7 +174,9 @@ fn adjust_process(mut process: Process, place: &Place) -> Result<Process, SpecEr
 pub fn exec_process(container: &Process, args: Vec<String>, tty: bool) -> Process {
     let mut process = container.clone();
     process.set_args(Some(args)).set_terminal(Some(tty));
-    if tty && let Some(env) = process.env_mut().as_mut().filter(|env| !env.iter().any(|entry| entry.starts_with("TERM="))) {
+    if tty
+        && let Some(env) = process.env_mut().as_mut().filter(|env| !env.iter().any(|entry| entry.starts_with("TERM=")))
+    {
         env.push("TERM=xterm".to_owned());
     }
     process

@@ -101,10 +101,12 @@ impl Pod {
         let mut undo = UndoStack::new();
         undo.push("container", {
             let id = id.clone();
-            move || root::remove(&id).and_then(|()| {
-                let path = cgroup::path(&id);
-                cgroup::remove(&path).map_err(|source| root::RootError { what: "remove", path, source })
-            })
+            move || {
+                root::remove(&id).and_then(|()| {
+                    let path = cgroup::path(&id);
+                    cgroup::remove(&path).map_err(|source| root::RootError { what: "remove", path, source })
+                })
+            }
         });
         let pod = Arc::clone(self);
         let stdin = options.stdin;
@@ -116,7 +118,13 @@ impl Pod {
         Ok(response)
     }
 
-    async fn make(self: &Arc<Self>, id: &str, prepared: Prepared, stdin: bool, last: bool) -> Result<Container, PodError> {
+    async fn make(
+        self: &Arc<Self>,
+        id: &str,
+        prepared: Prepared,
+        stdin: bool,
+        last: bool,
+    ) -> Result<Container, PodError> {
         let failed = |what| move |source| PodError::Io { what, id: id.to_owned(), source };
         let Prepared { spec, response } = prepared;
         let missing = |part| PodError::Spec { id: id.to_owned(), source: super::spec::SpecError::Missing { part } };
@@ -138,7 +146,8 @@ impl Pod {
         }
         if let (Some(terminal), Some(size)) = (&init.stdio.terminal, process.console_size()) {
             let cut = |number: u64| u16::try_from(number).unwrap_or(u16::MAX);
-            sys::set_window_size(terminal, cut(size.width()), cut(size.height())).map_err(failed("size the terminal"))?;
+            sys::set_window_size(terminal, cut(size.width()), cut(size.height()))
+                .map_err(failed("size the terminal"))?;
         }
         let namespaces = linux.namespaces().as_deref().unwrap_or_default();
         Ok(Container {
@@ -290,7 +299,11 @@ impl Pod {
         Arc::clone(&execs.entry(exec_id.to_owned()).or_insert_with(|| (count, Arc::default())).1)
     }
 
-    async fn make_exec(self: &Arc<Self>, container: &Container, options: ExecOptions) -> Result<Arc<Process>, PodError> {
+    async fn make_exec(
+        self: &Arc<Self>,
+        container: &Container,
+        options: ExecOptions,
+    ) -> Result<Arc<Process>, PodError> {
         let gone = || PodError::NotRunning { id: options.id.clone() };
         let pidfd = container.init.pidfd.as_ref().ok_or_else(gone)?;
         let failed = |source| PodError::Io { what: "refer to the first process", id: options.id.clone(), source };
@@ -388,8 +401,7 @@ fn prepare(pod: &Pod, options: &CreateOptions, pid: PidNamespace) -> Result<Prep
             groups.push(gid);
         }
     }
-    let response =
-        CreateContainerResponse { uid: user.uid, gid: user.gid, supplemental_groups: groups.clone() };
+    let response = CreateContainerResponse { uid: user.uid, gid: user.gid, supplemental_groups: groups.clone() };
     let place = Place { id, root: &root, pid, user: &user, groups: &groups };
     let spec = adjust(spec, &place).map_err(in_spec)?;
     if let Some(process) = spec.process() {

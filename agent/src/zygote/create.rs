@@ -45,8 +45,7 @@ pub(super) fn create(request: &Create, stdio: Vec<OwnedFd>) -> Result<Made, Refu
             builder = builder.with_stdin(stdin).with_stdout(stdout).with_stderr(stderr);
         }
     }
-    let container =
-        builder.as_init(&bundle).with_systemd(false).with_detach(true).build().map_err(failed)?;
+    let container = builder.as_init(&bundle).with_systemd(false).with_detach(true).build().map_err(failed)?;
     let pid = container.pid().map(|pid| pid.as_raw()).ok_or_else(|| Refusal {
         message: "cannot make the container: it has no process".to_owned(),
         why: Why::Defect,

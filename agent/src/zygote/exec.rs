@@ -49,8 +49,7 @@ pub(super) fn exec(request: &Exec, fds: Vec<OwnedFd>) -> Result<Made, Refusal> {
         terminal = Some(master);
         stdio = vec![slave];
     }
-    let (reason, report) =
-        nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(|error| defect("make a pipe", &error))?;
+    let (reason, report) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(|error| defect("make a pipe", &error))?;
     let pid = match sys::fork().map_err(|error| defect("fork", &error))? {
         Some(pid) => pid,
         None => {
@@ -137,8 +136,7 @@ fn prepare(request: &Exec, stdio: &[OwnedFd], terminal: bool) -> Result<(), (u8,
         None => Ok(()),
     };
     let syscall = create_syscall();
-    let groups: Vec<Gid> =
-        process.user().additional_gids().iter().flatten().map(|gid| Gid::from_raw(*gid)).collect();
+    let groups: Vec<Gid> = process.user().additional_gids().iter().flatten().map(|gid| Gid::from_raw(*gid)).collect();
     nix::unistd::setgroups(&groups).map_err(at(3))?;
     let refused = |step| move |_: libcontainer::syscall::SyscallError| (step, Errno::last());
     let (uid, gid) = (Uid::from_raw(process.user().uid()), Gid::from_raw(process.user().gid()));

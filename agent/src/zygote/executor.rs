@@ -22,8 +22,15 @@ pub(super) struct Program {
 pub(super) fn why(error: Errno) -> Why {
     match error {
         Errno::ENOENT | Errno::ENOTDIR => Why::NoSuchProgram,
-        Errno::EACCES | Errno::EPERM | Errno::ENOEXEC | Errno::EISDIR | Errno::ELOOP | Errno::ENAMETOOLONG
-        | Errno::EINVAL | Errno::E2BIG | Errno::ETXTBSY => Why::Unusable,
+        Errno::EACCES
+        | Errno::EPERM
+        | Errno::ENOEXEC
+        | Errno::EISDIR
+        | Errno::ELOOP
+        | Errno::ENAMETOOLONG
+        | Errno::EINVAL
+        | Errno::E2BIG
+        | Errno::ETXTBSY => Why::Unusable,
         _ => Why::Defect,
     }
 }

@@ -156,8 +156,7 @@ pub struct Zygote {
 impl Zygote {
     /// Forks the zygote. The caller must have one thread.
     pub fn fork() -> io::Result<Zygote> {
-        let (ours, theirs) =
-            socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
+        let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
         match crate::sys::fork()? {
             None => {
                 drop(ours);

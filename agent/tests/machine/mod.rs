@@ -69,7 +69,8 @@ fn make_image(folder: &Path) -> PathBuf {
     }
     fs::copy(path_of("busybox"), root.join("bin/busybox")).expect("busybox");
     fs::set_permissions(root.join("bin/busybox"), fs::Permissions::from_mode(0o755)).expect("a mode");
-    let applets = "sh cat echo id sleep env ps kill head tail stty mknod mount true ls grep mkdir ip hostname stat dd wc uname";
+    let applets =
+        "sh cat echo id sleep env ps kill head tail stty mknod mount true ls grep mkdir ip hostname stat dd wc uname";
     for applet in applets.split(' ') {
         symlink("busybox", root.join("bin").join(applet)).expect("a link");
     }
@@ -132,7 +133,12 @@ impl Guest {
     }
 
     /// Makes a container that runs a shell script; the specification may be changed.
-    pub async fn create(&mut self, id: &str, script: &str, change: impl FnOnce(&mut Value, &mut CreateContainerRequest)) {
+    pub async fn create(
+        &mut self,
+        id: &str,
+        script: &str,
+        change: impl FnOnce(&mut Value, &mut CreateContainerRequest),
+    ) {
         let (mut spec, mut request) = container(id, script);
         change(&mut spec, &mut request);
         request.oci_spec = spec.to_string().into_bytes();
@@ -248,7 +254,8 @@ async fn connect(link: Arc<dyn GuestLink>) -> AgentClient<Channel> {
 
 /// An ordinary container's specification, as a runtime's daemon writes it.
 pub fn container(id: &str, script: &str) -> (Value, CreateContainerRequest) {
-    let capabilities = json!(["CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_KILL", "CAP_MKNOD", "CAP_SETGID", "CAP_SETUID"]);
+    let capabilities =
+        json!(["CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_KILL", "CAP_MKNOD", "CAP_SETGID", "CAP_SETUID"]);
     let spec = json!({
         "ociVersion": "1.2.0",
         "process": {
