@@ -291,10 +291,6 @@ fn check_nics(nics: &[NicSpec]) -> Result<(), SpecError> {
 }
 
 impl CheckedSpec {
-    pub(crate) fn get(&self) -> &MachineSpec {
-        &self.0
-    }
-
     pub(crate) fn into_inner(self) -> MachineSpec {
         self.0
     }
@@ -337,7 +333,7 @@ mod tests {
     #[test]
     fn a_good_spec_passes() {
         let spec = good().check(&LIMITS).unwrap();
-        assert_eq!(spec.get().vcpus, 8);
+        assert_eq!(spec.into_inner().vcpus, 8);
     }
 
     #[test]

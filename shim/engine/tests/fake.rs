@@ -54,10 +54,14 @@ fn serve(guest: &Guest, stream: &UnixStream) -> Option<()> {
             Ok(host) => (&*host).write_all(b"called\n").map_or("errno 32".into(), |()| "ok".into()),
             Err(_) => "errno 104".into(),
         },
-        ["poweroff"] => return Some(guest.end(ExitKind::Shutdown)),
+        ["poweroff"] => {
+            guest.end(ExitKind::Shutdown);
+            return Some(());
+        }
         ["panic"] => {
             guest.print("contract: about to panic\nKernel panic - not syncing: Attempted to kill init!\n");
-            return Some(guest.end(ExitKind::Panicked));
+            guest.end(ExitKind::Panicked);
+            return Some(());
         }
         _ => "what?".into(),
     };

@@ -24,6 +24,8 @@ pub(super) struct MicroVm<'a> {
     pub memory_mib: u32,
     pub kernel: &'a Path,
     pub initrd: &'a Path,
+    /// Kernel parameters that go with the accelerator.
+    pub timers: &'a [String],
     pub cmdline: &'a [String],
     /// At most `PLACES`, in the order in which the guest finds them.
     pub devices: Vec<Device>,
@@ -120,7 +122,7 @@ impl MicroVm<'_> {
         add("global", Some("virtio-mmio.force-legacy=off".to_owned()));
         add("kernel", Some(self.kernel.display().to_string()));
         add("initrd", Some(self.initrd.display().to_string()));
-        let words = CMDLINE.into_iter().chain(self.cmdline.iter().map(String::as_str));
+        let words = CMDLINE.into_iter().chain(self.timers.iter().chain(self.cmdline).map(String::as_str));
         add("append", Some(words.collect::<Vec<_>>().join(" ")));
         // The guest finds the last place first.
         for (device, place) in self.devices.iter().zip((0..PLACES).rev()) {
@@ -164,6 +166,7 @@ mod tests {
             memory_mib: 128,
             kernel: Path::new("/k"),
             initrd: Path::new("/i"),
+            timers: &[],
             cmdline: &[],
             devices: vec![
                 Device::VhostUser {

@@ -6,6 +6,7 @@ mod args;
 mod link;
 mod process;
 mod qmp;
+mod tsc;
 
 pub use qmp::QmpError;
 
@@ -103,6 +104,10 @@ impl Engine for Qemu {
             memory_mib: spec.memory_mib,
             kernel: &spec.kernel,
             initrd: &spec.initrd,
+            timers: match self.accelerator {
+                Accelerator::Tcg => tsc::parameters(),
+                Accelerator::Kvm => &[],
+            },
             cmdline: &spec.cmdline,
             devices,
             qmp: qemus_end.as_raw_fd(),

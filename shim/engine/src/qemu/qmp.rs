@@ -10,7 +10,7 @@ use serde_json::Value;
 
 /// The longest line that is read, in bytes.
 pub(crate) const MAX_LINE: usize = 64 << 10;
-/// The longest piece of QEMU's own words in an error, in bytes.
+/// The longest piece of QEMU's own words in an error, in characters.
 const MAX_WORDS: usize = 200;
 
 /// QEMU did not do what it was told.
@@ -52,7 +52,7 @@ pub enum QmpError {
         command: &'static str,
         /// QEMU's class of error.
         class: String,
-        /// QEMU's words, cut to 200 bytes.
+        /// QEMU's words, cut to 200 characters.
         words: String,
     },
 }
@@ -156,8 +156,7 @@ fn parse(line: &[u8]) -> Result<Message, QmpError> {
     let Some(error) = message.get("error") else { return Ok(Message::Other) };
     let text = |key: &str| {
         let whole = error.get(key).and_then(Value::as_str).unwrap_or_default();
-        let end = whole.floor_char_boundary(MAX_WORDS);
-        whole.get(..end).unwrap_or_default().to_owned()
+        whole.chars().take(MAX_WORDS).collect::<String>()
     };
     Ok(Message::Refusal { class: text("class"), words: text("desc") })
 }
@@ -239,7 +238,7 @@ mod tests {
         fn no_error_object_makes_it_panic(class in ".{0,300}", desc in ".{0,300}") {
             let line = serde_json::json!({ "error": { "class": class, "desc": desc } }).to_string();
             let Message::Refusal { class, words } = parse(line.as_bytes()).unwrap() else { panic!("no refusal") };
-            prop_assert!(class.len() <= MAX_WORDS && words.len() <= MAX_WORDS);
+            prop_assert!(class.chars().count() <= MAX_WORDS && words.chars().count() <= MAX_WORDS);
         }
     }
 }

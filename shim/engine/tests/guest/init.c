@@ -1,10 +1,13 @@
 // The guest of the contract suite: PID 1 that says hello to the host's vsock port 1024 and does what it is told on its
-// own port 1025: one line a connection, the answer, the end. The commands are described in src/contract/mod.rs.
+// own port 1025: one line a connection, the answer, the end. The commands are described in src/contract/mod.rs;
+// `nic` is for the tests of QEMU alone.
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/fs.h>
+#include <linux/if_packet.h>
 #include <linux/vm_sockets.h>
+#include <net/if.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -111,6 +114,30 @@ static void call(int fd, unsigned port) {
     say(fd, answer);
 }
 
+// The address and MTU of eth0; then one broadcast frame of an experimental protocol goes out through it.
+static void nic(int fd) {
+    char answer[128];
+    unsigned char frame[60] = { [0] = 0xff, 0xff, 0xff, 0xff, 0xff, 0xff };
+    struct ifreq mac = { .ifr_name = "eth0" }, mtu = mac, state = mac, index = mac;
+    int sock = socket(AF_PACKET, SOCK_RAW | SOCK_CLOEXEC, 0);
+    ioctl(sock, SIOCGIFFLAGS, &state);
+    state.ifr_flags |= IFF_UP;
+    if (sock < 0 || ioctl(sock, SIOCGIFHWADDR, &mac) || ioctl(sock, SIOCGIFMTU, &mtu) || ioctl(sock, SIOCSIFFLAGS, &state)
+        || ioctl(sock, SIOCGIFINDEX, &index)) {
+        snprintf(answer, sizeof answer, "errno %d\n", errno);
+    } else {
+        unsigned char *a = (unsigned char *)mac.ifr_hwaddr.sa_data;
+        struct sockaddr_ll to = { .sll_family = AF_PACKET, .sll_ifindex = index.ifr_ifindex, .sll_halen = 6 };
+        memcpy(frame + 6, a, 6);
+        frame[12] = 0x88, frame[13] = 0xb5;
+        ssize_t sent = sendto(sock, frame, sizeof frame, 0, (struct sockaddr *)&to, sizeof to);
+        snprintf(answer, sizeof answer, "%02x:%02x:%02x:%02x:%02x:%02x mtu %d sent %zd\n", a[0], a[1], a[2], a[3], a[4], a[5],
+                 mtu.ifr_mtu, sent);
+    }
+    if (sock >= 0) close(sock);
+    say(fd, answer);
+}
+
 static void echo(int fd) {
     char buffer[16384];
     ssize_t n;
@@ -143,6 +170,7 @@ static void *serve(void *arg) {
     else if (sscanf(line, "serial %d", &index) == 1) serial(fd, index);
     else if (sscanf(line, "call %u", &port) == 1) call(fd, port);
     else if (!strcmp(line, "hwrng")) hwrng(fd);
+    else if (!strcmp(line, "nic")) nic(fd);
     else if (!strcmp(line, "poweroff")) reboot(RB_AUTOBOOT);
     else if (!strcmp(line, "panic")) {
         printf("contract: about to panic\n");

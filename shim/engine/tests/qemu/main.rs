@@ -1,15 +1,19 @@
 //! Owns: QEMU under the contract, with the guest kernel and a small init of this suite.
 //! Skipped, with the reason, where QEMU, the kernel or a compiler is missing.
 
+mod tap;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use nacelle_engine::contract::{World, turn};
+use nacelle_engine::contract::{Bench, World, turn};
 use nacelle_engine::qemu::{PROGRAM, Qemu};
-use nacelle_engine::{Accelerator, Engine, EngineError, ExitKind, MachineSpec, MachineStatus, choose, probe};
+use nacelle_engine::{
+    Accelerator, BOOT_PORT, Engine, EngineError, ExitKind, MachineSpec, MachineStatus, NicSpec, choose, probe,
+};
 
 const LONG: Duration = Duration::from_secs(120);
 
@@ -105,7 +109,7 @@ fn find() -> Result<QemuWorld, String> {
     Ok(QemuWorld { accelerator, kernel, initrd: initrd()? })
 }
 
-fn world() -> Option<Box<dyn World>> {
+fn world() -> Option<Box<QemuWorld>> {
     match find() {
         Ok(world) => Some(Box::new(world)),
         Err(why) => {
@@ -175,7 +179,7 @@ fn qemu_inherits_only_what_it_needs() {
     let engine = world.engine();
     let machine = engine.start(spec(&*world, folder.path()).check(&engine.limits()).unwrap()).unwrap();
     let link = machine.link();
-    link.listen(1024).unwrap().accept(LONG).unwrap();
+    link.listen(BOOT_PORT).unwrap().accept(LONG).unwrap();
     let [pid] = qemus(folder.path())[..] else { panic!("one QEMU") };
     for entry in fs::read_dir(format!("/proc/{pid}/fd")).unwrap() {
         let target = fs::read_link(entry.unwrap().path()).unwrap_or_default();
@@ -183,4 +187,59 @@ fn qemu_inherits_only_what_it_needs() {
     }
     let environment = fs::read(format!("/proc/{pid}/environ")).unwrap();
     assert!(environment.is_empty(), "{:?}", String::from_utf8_lossy(&environment));
+}
+
+#[test]
+fn a_tap_is_the_guests_network() {
+    let _turn = turn();
+    let Some(world) = world() else { return };
+    // A thread of its own, because it leaves the namespace of this process.
+    let test = move || {
+        let tap = match tap::tap_in_new_namespace("tap0") {
+            Ok(tap) => tap,
+            Err(why) => return println!("skipped: no tap: {why}"),
+        };
+        let nic = NicSpec { tap, mac: [0x52, 0x54, 0, 0x12, 0x34, 0x56], mtu: 1400 };
+        let bench = Bench::start(&*world, vec![], |spec| spec.nics.push(nic));
+        assert_eq!(bench.ask("nic"), "52:54:00:12:34:56 mtu 1400 sent 60");
+        let until = Instant::now() + LONG;
+        while tap::frames_received("tap0") == 0 {
+            assert!(Instant::now() < until, "the frame has not come out of the tap");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    };
+    std::thread::spawn(test).join().unwrap();
+}
+
+/// The other half of the next test: starts a machine, says which process it is, and dies without a word.
+fn die_with_a_machine(folder: &Path) -> ! {
+    let world = find().unwrap();
+    let engine = world.engine();
+    let machine = engine.start(spec(&world, folder).check(&engine.limits()).unwrap()).unwrap();
+    machine.link().listen(BOOT_PORT).unwrap().accept(LONG).unwrap();
+    nix::sys::signal::raise(nix::sys::signal::Signal::SIGKILL).unwrap();
+    unreachable!("killed")
+}
+
+#[test]
+fn qemu_dies_with_its_process() {
+    const FOLDER: &str = "NACELLE_TEST_DIE_WITH_A_MACHINE";
+    if let Some(folder) = std::env::var_os(FOLDER) {
+        die_with_a_machine(Path::new(&folder));
+    }
+    let _turn = turn();
+    if world().is_none() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "qemu_dies_with_its_process", "--nocapture"]).env(FOLDER, folder.path());
+    let output = command.output().unwrap();
+    assert_eq!(std::os::unix::process::ExitStatusExt::signal(&output.status), Some(9), "{output:?}");
+    assert!(folder.path().join("console.log").exists(), "it had a machine: {output:?}");
+    let until = Instant::now() + LONG;
+    while !qemus(folder.path()).is_empty() {
+        assert!(Instant::now() < until, "QEMU outlives its process");
+        std::thread::sleep(Duration::from_millis(20));
+    }
 }
