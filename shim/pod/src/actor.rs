@@ -2,7 +2,7 @@
 //! effects, records what changed in state.json, and only then publishes it and answers.
 //! Threads: one task; it waits for nothing but its inbox and the writing of the record. Effects run beside it.
 
-use crate::agent::Agent;
+use crate::agent::{self, Agent};
 use crate::boot::{self, Ready};
 use crate::container::{self, Attach, Attached, Ended, ImageUse, Started};
 use crate::error::{Failure, PodError, guest_text};
@@ -253,7 +253,7 @@ impl Actor {
 
     fn assembled(&mut self, assembled: Assembled) {
         let Assembled { machine, mut gone, incoming, netns, undo } = assembled;
-        let own = self.own.clone();
+        let (own, end) = (self.own.clone(), gone.clone());
         tokio::spawn(async move {
             if let Ok(exit) = gone.wait_for(Option::is_some).await
                 && let Some(exit) = exit.clone()
@@ -270,7 +270,7 @@ impl Actor {
         }
         let (spec, network, own) = (Arc::clone(&self.spec), self.network.subscribe(), self.own.clone());
         let greeting = tokio::spawn(async move {
-            let greeted = boot::greet(&spec, incoming, link, netns, network).await;
+            let greeted = boot::greet(&spec, incoming, link, end, netns, network).await;
             send(&own, News::Greeted(greeted));
         });
         self.boot = Some(greeting.abort_handle());
@@ -300,11 +300,12 @@ impl Actor {
     }
 
     fn machine_gone(&mut self, exit: &MachineExit) {
-        let console = tail(&exit.console_tail, 2048);
-        let why = if console.is_empty() { exit.how.to_string() } else { format!("{}; console: {console}", exit.how) };
+        let why = agent::why(exit);
         if matches!(self.record.phase, Phase::Booting | Phase::Ready) {
             tracing::error!("the machine is gone: {why}");
             self.record.failure.clone_from(&why);
+            let failure = Failure::from(PodError::Died { why: why.clone() });
+            self.configuring.drain(..).for_each(|reply| tell(reply, Err(failure.clone())));
         }
         self.lose(&why);
         self.pod(PodAsk::MachineGone, Duration::ZERO);
@@ -621,8 +622,11 @@ impl Actor {
 
     fn removed(&mut self, id: &str, outcome: Result<(), PodError>, answers: &mut Answers) {
         // What the machine took with it when it died is removed all the same.
-        let outcome = outcome.map_err(Failure::from);
-        let outcome = if self.agent.is_none() { Ok(()) } else { outcome };
+        let outcome = match outcome {
+            Err(PodError::Died { .. }) => Ok(()),
+            _ if self.agent.is_none() => Ok(()),
+            other => other.map_err(Failure::from),
+        };
         let ask = if outcome.is_ok() { ContainerAsk::Removed } else { ContainerAsk::RemoveFailed };
         self.step(id, ask);
         let Some(entry) = self.containers.get_mut(id) else { return };
@@ -733,12 +737,6 @@ fn signal_of(request: &pod::CreateContainerRequest) -> u32 {
 fn is_name(id: &str) -> bool {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.');
     (1..=128).contains(&id.len()) && id.bytes().all(plain) && !id.starts_with('.')
-}
-
-/// The end of the guest's console, on one line.
-fn tail(console: &str, most: usize) -> String {
-    let skip = console.chars().count().saturating_sub(most);
-    guest_text(&console.chars().skip(skip).collect::<String>().replace('\n', " | "), most)
 }
 
 /// Answers that must not be given before the record is written.

@@ -6,7 +6,7 @@ use crate::codes;
 use crate::error::{PodError, guest_text};
 use crate::machine::blocking;
 use hyper_util::rt::TokioIo;
-use nacelle_engine::{GuestLink, LinkError};
+use nacelle_engine::{GuestLink, LinkError, MachineExit};
 use nacelle_proto::agent as proto;
 use prost::Message;
 use proto::agent_client::AgentClient;
@@ -15,8 +15,9 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::sync::watch;
 use tonic::transport::{Channel, Endpoint, Uri};
-use tonic::{Response, Status};
+use tonic::{Code, Response, Status};
 
 /// Where the agent's boot handshake arrives on the host.
 pub const BOOT_PORT: u32 = 1024;
@@ -29,6 +30,8 @@ const STREAM_PORT: u32 = 1026;
 const MAX_FRAME: usize = 1 << 20;
 /// The longest text of the agent's that is passed on.
 const MAX_TEXT: usize = 1024;
+/// The most of the console that is passed on.
+const MAX_CONSOLE: usize = 2048;
 /// One long-poll of Wait.
 const WAIT_SLICE: Duration = Duration::from_secs(30);
 
@@ -37,12 +40,19 @@ const WAIT_SLICE: Duration = Duration::from_secs(30);
 pub struct Agent {
     rpc: AgentClient<Channel>,
     link: Arc<dyn GuestLink>,
+    gone: Gone,
     limit: Duration,
 }
 
+/// Says when, and how, the machine has ended.
+pub type Gone = watch::Receiver<Option<MachineExit>>;
+
+/// From a broken connection to the news of the machine's end, if that is what broke it.
+const NEWS: Duration = Duration::from_secs(1);
+
 impl Agent {
     /// For the agent at the end of this link; each request may take `limit`. Connects with the first request.
-    pub fn new(link: Arc<dyn GuestLink>, limit: Duration) -> Self {
+    pub fn new(link: Arc<dyn GuestLink>, gone: Gone, limit: Duration) -> Self {
         let connector = {
             let link = Arc::clone(&link);
             tower::service_fn(move |_: Uri| {
@@ -55,7 +65,7 @@ impl Agent {
         };
         // The address is never looked at: the connector knows where to go.
         let channel = Endpoint::from_static("http://agent").connect_with_connector_lazy(connector);
-        Self { rpc: AgentClient::new(channel), link, limit }
+        Self { rpc: AgentClient::new(channel), link, gone, limit }
     }
 
     async fn call<T>(
@@ -64,13 +74,23 @@ impl Agent {
         limit: Duration,
         answer: impl Future<Output = Result<Response<T>, Status>>,
     ) -> Result<T, PodError> {
-        match tokio::time::timeout(limit, answer).await {
-            Err(_elapsed) => Err(PodError::TooSlow { what, limit }),
-            Ok(Ok(response)) => Ok(response.into_inner()),
-            Ok(Err(status)) => {
-                let message = guest_text(status.message(), MAX_TEXT);
-                Err(PodError::Agent { what, kind: codes::kind(&status), message })
+        let answer = tokio::select! {
+            biased;
+            answer = tokio::time::timeout(limit, answer) => answer,
+            died = died(self.gone.clone()) => return Err(died),
+        };
+        let status = match answer {
+            Err(_elapsed) => return Err(PodError::TooSlow { what, limit }),
+            Ok(Ok(response)) => return Ok(response.into_inner()),
+            Ok(Err(status)) => status,
+        };
+        let error =
+            PodError::Agent { what, kind: codes::kind(&status), message: guest_text(status.message(), MAX_TEXT) };
+        match status.code() {
+            Code::Unknown | Code::Unavailable | Code::Internal | Code::Cancelled => {
+                Err(reason(self.gone.clone(), error).await)
             }
+            _ => Err(error),
         }
     }
 
@@ -132,6 +152,15 @@ impl Agent {
 
     /// Connects one stream of a process. The result is a blocking stream.
     pub async fn open_stream(&self, id: &str, exec_id: &str, stream: proto::Stream) -> Result<UnixStream, PodError> {
+        match self.try_open_stream(id, exec_id, stream).await {
+            Err(error @ (PodError::Link { .. } | PodError::Stream { .. })) => {
+                Err(reason(self.gone.clone(), error).await)
+            }
+            other => other,
+        }
+    }
+
+    async fn try_open_stream(&self, id: &str, exec_id: &str, stream: proto::Stream) -> Result<UnixStream, PodError> {
         let open = proto::StreamOpen { id: id.to_owned(), exec_id: exec_id.to_owned(), stream: stream.into() };
         let mut stream = tokio_stream_of(connect(Arc::clone(&self.link), STREAM_PORT, self.limit).await?)?;
         let failed = |source| PodError::Stream { what: "open a stream", source };
@@ -139,6 +168,30 @@ impl Agent {
         let stream = stream.into_std().map_err(failed)?;
         stream.set_nonblocking(false).map_err(failed)?;
         Ok(stream)
+    }
+}
+
+/// Ends with the machine.
+async fn died(mut gone: Gone) -> PodError {
+    match gone.wait_for(Option::is_some).await.map(|exit| exit.as_ref().map(why)) {
+        Ok(Some(why)) => PodError::Died { why },
+        // The machine's thread is gone without a word, which cannot be.
+        _ => PodError::Ending,
+    }
+}
+
+/// The machine's end if it comes within a moment, else this error.
+pub async fn reason(gone: Gone, error: PodError) -> PodError {
+    tokio::time::timeout(NEWS, died(gone)).await.unwrap_or(error)
+}
+
+/// How a machine ended, with the end of its console on the same line.
+pub fn why(exit: &MachineExit) -> String {
+    let skip = exit.console_tail.chars().count().saturating_sub(MAX_CONSOLE);
+    let console: String = exit.console_tail.trim().chars().skip(skip).collect();
+    match guest_text(&console.replace('\n', " | "), MAX_CONSOLE * 2) {
+        console if console.is_empty() => exit.how.to_string(),
+        console => format!("{}; console: {console}", exit.how),
     }
 }
 

@@ -1,7 +1,7 @@
 //! Owns: the handshake with the agent, from its hello to a configured guest. Holds nothing that must be given back,
 //! so it may be cancelled at any point.
 
-use crate::agent::{Agent, read_frame, tokio_stream_of, write_frame};
+use crate::agent::{self, Agent, Gone, read_frame, tokio_stream_of, write_frame};
 use crate::error::{PodError, guest_text};
 use crate::machine::{IMAGE_DISK, SCRATCH_DISK, blocking, join_taps, random};
 use crate::spec::PodSpec;
@@ -49,9 +49,25 @@ pub async fn greet(
     spec: &PodSpec,
     incoming: Box<dyn Incoming>,
     link: Arc<dyn GuestLink>,
+    gone: Gone,
+    netns: Option<Arc<NetNs>>,
+    network: Network,
+) -> Result<Ready, PodError> {
+    let greeted = shake(spec, incoming, netns, network).await;
+    match greeted {
+        Ok(answer) => Ok(Ready { agent: Agent::new(link, gone, spec.timeouts.call()), answer }),
+        // A connection that breaks, or never comes, is mostly a machine that died.
+        Err(error @ (PodError::Link { .. } | PodError::Stream { .. })) => Err(agent::reason(gone, error).await),
+        Err(error) => Err(error),
+    }
+}
+
+async fn shake(
+    spec: &PodSpec,
+    incoming: Box<dyn Incoming>,
     netns: Option<Arc<NetNs>>,
     mut network: Network,
-) -> Result<Ready, PodError> {
+) -> Result<pod::ConfigureResponse, PodError> {
     let limit = spec.timeouts.boot();
     let hello = async {
         let accepted = blocking("the agent's hello", move || incoming.accept(limit)).await?;
@@ -80,11 +96,10 @@ pub async fn greet(
     if !report.error.is_empty() {
         return Err(PodError::Guest { message: guest_text(&report.error, 1024) });
     }
-    let answer = pod::ConfigureResponse {
+    Ok(pod::ConfigureResponse {
         kernel_release: guest_text(&hello.kernel_release, MAX_NAME),
         agent_version: guest_text(&hello.agent_version, MAX_NAME),
-    };
-    Ok(Ready { agent: Agent::new(link, spec.timeouts.call()), answer })
+    })
 }
 
 fn config(spec: &PodSpec, network: &pod::ConfigureRequest) -> Result<proto::BootConfig, PodError> {

@@ -104,6 +104,12 @@ pub enum PodError {
         /// The agent's text, cut.
         message: String,
     },
+    /// The machine has ended.
+    #[error("the machine is gone: {why}")]
+    Died {
+        /// How, and the end of its console.
+        why: String,
+    },
     /// A wait was too long.
     #[error("could not {what} within {limit:?}")]
     TooSlow {
@@ -181,7 +187,7 @@ impl Classify for PodError {
             PodError::NoContainer { .. } => Kind::NotFound,
             PodError::Container { source, .. } => source.kind(),
             PodError::Phase { .. } | PodError::OtherNetwork | PodError::Served { .. } => Kind::Conflict,
-            PodError::Stream { .. } | PodError::Ending => Kind::Unavailable,
+            PodError::Stream { .. } | PodError::Died { .. } | PodError::Ending => Kind::Unavailable,
             PodError::Thread { .. } => Kind::Exhausted,
             PodError::Garbled { .. } | PodError::Protocol { .. } | PodError::Guest { .. } => Kind::Internal,
         }

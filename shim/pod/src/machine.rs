@@ -4,7 +4,7 @@
 
 use crate::error::PodError;
 use crate::spec::PodSpec;
-use crate::{SCRATCH_FILE, scratch};
+use crate::{SCRATCH_FILE, agent, scratch};
 use nacelle_base::files::remove_if_there;
 use nacelle_base::net::Mac;
 use nacelle_base::undo::UndoStack;
@@ -32,7 +32,7 @@ pub struct Assembled {
     /// The machine.
     pub machine: Arc<dyn Machine>,
     /// Says when, and how, it has ended.
-    pub gone: watch::Receiver<Option<MachineExit>>,
+    pub gone: agent::Gone,
     /// Where the agent will say hello.
     pub incoming: Box<dyn Incoming>,
     /// The pod's namespace, if it has one.
@@ -96,12 +96,14 @@ pub async fn assemble(spec: &PodSpec, dir: &Path, engine: Arc<dyn Engine>) -> Re
         guest_cid: GUEST_CID,
     };
     let (machine, gone) = start(engine, machine).await?;
-    let listened = machine.link().listen(crate::agent::BOOT_PORT);
+    let listened = machine.link().listen(agent::BOOT_PORT);
     let incoming = match listened {
         Ok(incoming) => incoming,
         Err(source) => {
+            let error = PodError::Link { what: "listen for the agent", source };
+            let error = agent::reason(gone, error).await;
             stop(machine, Stop::Kill).await?;
-            return Err(PodError::Link { what: "listen for the agent", source });
+            return Err(error);
         }
     };
     Ok(Assembled { machine, gone, incoming, netns: netns.map(Arc::new), undo })
@@ -130,7 +132,7 @@ pub fn random(bytes: &mut [u8]) -> Result<(), PodError> {
     })
 }
 
-type Started = (Arc<dyn Machine>, watch::Receiver<Option<MachineExit>>);
+type Started = (Arc<dyn Machine>, agent::Gone);
 
 async fn start(engine: Arc<dyn Engine>, spec: MachineSpec) -> Result<Started, PodError> {
     let spec = spec.check(&engine.limits())?;

@@ -154,6 +154,13 @@ impl Shared {
 struct Service(Arc<Shared>);
 
 impl Service {
+    /// How many streams a container has; waiting for them is for the caller.
+    fn connected(&self, id: &str) -> Result<usize, Status> {
+        let processes = self.0.processes.lock().unwrap();
+        let process = processes.get(&(id.to_owned(), String::new()));
+        Ok(process.ok_or_else(|| Status::not_found("no such container"))?.streams.len())
+    }
+
     async fn gate(&self, method: &'static str) -> Result<(), Status> {
         self.0.calls.lock().unwrap().push(method.to_owned());
         let fault = self.0.faults.lock().unwrap().get(method).cloned();
@@ -209,12 +216,9 @@ impl Agent for Service {
     async fn start_container(&self, request: Request<proto::ContainerRef>) -> Answer<proto::Empty> {
         self.gate("start").await?;
         let id = request.into_inner().id;
-        // A process does not exist in the agent before it was created; its streams come after that.
-        let connected = self.0.processes.lock().unwrap().get(&(id.clone(), String::new())).map(|p| p.streams.len());
-        match connected {
-            None => return Err(Status::not_found("no such container")),
-            Some(0) => return Err(Status::failed_precondition("started before its streams")),
-            Some(_) => {}
+        // The streams are on their way, if they come before the start; the test hangs if they are not.
+        while self.connected(&id)? == 0 {
+            tokio::time::sleep(std::time::Duration::from_millis(1)).await;
         }
         let first = {
             let mut processes = self.0.processes.lock().unwrap();
