@@ -5,8 +5,8 @@
 use crate::testing::{Driver, QUEUE_BYTES};
 use crate::transport::vhost_user::harness;
 use crate::virtio::block::{self, Slot};
-use crate::virtio::rng;
 use crate::virtio::ring::Ring;
+use crate::virtio::rng;
 use crate::virtio::vsock::{HOST_CID, Header, Muxer};
 use crate::virtio::{Interrupt, Memory};
 use nix::sys::epoll::{Epoll, EpollCreateFlags};
@@ -206,8 +206,11 @@ pub fn messages(data: &[u8]) {
     harness::converse(data);
 }
 
+/// A harness.
+pub type Target = fn(&[u8]);
+
 /// All harnesses by the names of their corpora.
-pub const TARGETS: [(&str, fn(&[u8])); 5] =
+pub const TARGETS: [(&str, Target); 5] =
     [("queue", queue), ("block", block), ("entropy", entropy), ("packets", packets), ("messages", messages)];
 
 #[cfg(test)]

@@ -22,10 +22,8 @@ enum Way {
 fn transfer(fd: RawFd, slices: &[VolatileSlice<'_>], way: Way) -> io::Result<usize> {
     let slices = slices.get(..MAX_IOVECS).unwrap_or(slices);
     let guards: Vec<_> = slices.iter().map(|slice| slice.ptr_guard_mut()).collect();
-    let mut iovecs: Vec<libc::iovec> = guards
-        .iter()
-        .map(|guard| libc::iovec { iov_base: guard.as_ptr().cast(), iov_len: guard.len() })
-        .collect();
+    let mut iovecs: Vec<libc::iovec> =
+        guards.iter().map(|guard| libc::iovec { iov_base: guard.as_ptr().cast(), iov_len: guard.len() }).collect();
     let offset = |at: u64| libc::off64_t::try_from(at).map_err(|_why| io::Error::from(io::ErrorKind::InvalidInput));
     let count = iovecs.len() as libc::c_int; // at most MAX_IOVECS
     let moved = match way {
@@ -112,4 +110,3 @@ pub(crate) fn own(received: Vec<RawFd>) -> Vec<OwnedFd> {
         .map(|fd| unsafe { OwnedFd::from_raw_fd(fd) })
         .collect()
 }
-

@@ -1,8 +1,8 @@
 //! Owns: a thread that serves one queue, one request after the other.
 //! Threads: itself; it waits for a kick or for [`QueueThread::stop`].
 
-use super::ring::{Request, Ring};
 use super::Memory;
+use super::ring::{Request, Ring};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use std::io;

@@ -17,7 +17,8 @@ fn collect(driver: &mut Driver, head: u16) -> Result<Buffers, BadChain> {
     use virtio_queue::{Queue, QueueOwnedT, QueueState};
     driver.offer(head);
     let (desc_table, avail_ring, used_ring) = driver.addresses();
-    let state = QueueState { max_size: 16, size: 16, ready: true, desc_table, avail_ring, used_ring, ..Default::default() };
+    let state =
+        QueueState { max_size: 16, size: 16, ready: true, desc_table, avail_ring, used_ring, ..Default::default() };
     let mut queue = Queue::try_from(state).unwrap();
     let chain = queue.iter(&*driver.memory).unwrap().last().unwrap();
     Buffers::collect(&driver.memory, chain)
@@ -78,7 +79,7 @@ fn an_indirect_chain_is_put_together_and_a_bad_one_is_not() {
         }
         driver.describe(0, AT, 2000 * 16, INDIRECT, 0);
     };
-    assert!(MAX_PIECES < 2000);
+    const { assert!(MAX_PIECES < 2000) };
     assert_eq!(bad(&long), BadChain::TooLong);
 }
 
@@ -154,7 +155,9 @@ fn a_request_put_back_is_the_next_one_again() {
 fn disk_requests_of_the_wrong_shape_are_answered_as_far_as_can_be() {
     let slot = Slot::read_only("images").unwrap();
     // (readable bytes, writable bytes) -> (bytes written, status)
-    for (readable, writable, expected) in [(16, 0, (0, None)), (15, 1, (1, Some(1))), (0, 1, (1, Some(1))), (0, 0, (0, None))] {
+    for (readable, writable, expected) in
+        [(16, 0, (0, None)), (15, 1, (1, Some(1))), (0, 1, (1, Some(1))), (0, 0, (0, None))]
+    {
         let mut driver = driver();
         driver.memory.write_obj(0xffu8, GuestAddress(AT + 0x100)).unwrap();
         driver.submit(&[(AT, readable, false), (AT + 0x100, writable, true)]);

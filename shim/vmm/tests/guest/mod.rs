@@ -48,8 +48,7 @@ pub fn memory(seals: SealFlag) -> Arc<Memory> {
     file.set_len(2 * REGION).unwrap();
     fcntl(&file, FcntlArg::F_ADD_SEALS(seals)).unwrap();
     let part = |at: u64| Some(FileOffset::new(file.try_clone().unwrap(), at));
-    let ranges =
-        [(GuestAddress(0), REGION as usize, part(0)), (GuestAddress(SECOND), REGION as usize, part(REGION))];
+    let ranges = [(GuestAddress(0), REGION as usize, part(0)), (GuestAddress(SECOND), REGION as usize, part(REGION))];
     Arc::new(Memory::from_ranges_with_files(ranges).unwrap())
 }
 

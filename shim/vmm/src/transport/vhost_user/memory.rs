@@ -56,7 +56,10 @@ fn map(region: Region) -> Result<GuestRegionMmap, WireError> {
         return Err(bad("its file is too short"));
     }
     let size = usize::try_from(length).map_err(|_wide| bad("it is too large"))?;
-    let mapping = MmapRegion::from_file(FileOffset::new(file, offset), size)
-        .map_err(|source| WireError::Map { address, length, source })?;
+    let mapping = MmapRegion::from_file(FileOffset::new(file, offset), size).map_err(|source| WireError::Map {
+        address,
+        length,
+        source,
+    })?;
     GuestRegionMmap::new(mapping, GuestAddress(address)).ok_or_else(|| bad("it wraps around"))
 }

@@ -78,7 +78,8 @@ pub fn serve(device: Box<dyn Device>, listener: UnixListener) -> Result<Server, 
     let kind = device.kind();
     let start = |source| ServeError::Start { device: kind, source };
     listener.set_nonblocking(true).map_err(start)?;
-    let stop = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK).map_err(|error| start(error.into()))?;
+    let stop =
+        EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK).map_err(|error| start(error.into()))?;
     let stop = Arc::new(stop);
     let seen = stop.clone();
     let thread = std::thread::Builder::new()
@@ -126,8 +127,7 @@ fn converse(device: &mut dyn Device, stream: UnixStream, stop: &EventFd) -> Resu
 /// Waits until `fd` is readable; `false`: it is time to stop.
 fn wait(fd: &impl AsFd, stop: &EventFd, limit: PollTimeout) -> bool {
     loop {
-        let mut events =
-            [PollFd::new(stop.as_fd(), PollFlags::POLLIN), PollFd::new(fd.as_fd(), PollFlags::POLLIN)];
+        let mut events = [PollFd::new(stop.as_fd(), PollFlags::POLLIN), PollFd::new(fd.as_fd(), PollFlags::POLLIN)];
         match poll(&mut events, limit) {
             Err(nix::errno::Errno::EINTR) => continue,
             Err(error) => {

@@ -2,10 +2,10 @@
 //! Threads: called from the queue's thread; works on one view of the slot.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
+use super::SECTOR;
 use super::device::{MAX_DISCARD_SECTORS, MAX_RANGES, MAX_ZEROES_SECTORS};
 use super::slot::{SERIAL, Shared, View};
 use super::table::{Here, Table};
-use super::SECTOR;
 use crate::virtio::Memory;
 use crate::virtio::pieces::{BadChain, Buffers, Pieces};
 use crate::virtio::ring::Request;

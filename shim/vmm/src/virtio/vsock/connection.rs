@@ -38,9 +38,14 @@ pub(super) struct Wanted {
 pub(super) enum Next {
     Nothing,
     /// A packet without payload.
-    Control { op: u16, flags: u32 },
+    Control {
+        op: u16,
+        flags: u32,
+    },
     /// At most so many bytes of the host's.
-    Data { most: u32 },
+    Data {
+        most: u32,
+    },
 }
 
 /// What became of data from the guest.

@@ -333,7 +333,9 @@ impl Muxer {
     }
 
     fn established(&mut self, key: Key, header: &Header) {
-        let Some(wanted) = self.connections.get_mut(&key).and_then(|connection| connection.wanted.take()) else { return };
+        let Some(wanted) = self.connections.get_mut(&key).and_then(|connection| connection.wanted.take()) else {
+            return;
+        };
         if wanted.answer.try_send(Ok(wanted.end)).is_err() {
             return self.refuse(header);
         }
