@@ -164,8 +164,16 @@ mod tests {
     fn stored(tags: &[&str], digests: &[&str], user: &str) -> Stored {
         let own = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
         Stored {
-            tags: own(tags), digests: own(digests), user: user.into(), size: 1, added: 0, layers: vec![],
-            tree: Digest([0; 32]), tree_length: 4096, blobs: vec![], removed: false,
+            tags: own(tags),
+            digests: own(digests),
+            user: user.into(),
+            size: 1,
+            added: 0,
+            layers: vec![],
+            tree: Digest([0; 32]),
+            tree_length: 4096,
+            blobs: vec![],
+            removed: false,
         }
     }
 
@@ -176,17 +184,30 @@ mod tests {
         let mut catalogue = Catalogue::open(&path).unwrap();
         let (a, b) = (Digest([0xab; 32]), Digest([0xba; 32]));
         let by_digest = format!("docker.io/library/x@{}", Digest([1; 32]));
-        catalogue.change(|images| {
-            images.insert(a, stored(&["docker.io/library/x:latest", "r.io/y:1"], &[&by_digest], "1000:5"));
-            images.insert(b, stored(&["docker.io/library/abab:latest"], &[], "nobody"));
-        }).unwrap();
+        catalogue
+            .change(|images| {
+                images.insert(a, stored(&["docker.io/library/x:latest", "r.io/y:1"], &[&by_digest], "1000:5"));
+                images.insert(b, stored(&["docker.io/library/abab:latest"], &[], "nobody"));
+            })
+            .unwrap();
         let catalogue = Catalogue::open(&path).unwrap();
         for (name, id) in [
-            ("x", Some(a)), ("x:latest", Some(a)), ("r.io/y:1", Some(a)), ("r.io/y", None), (by_digest.as_str(), Some(a)),
-            (&format!("x:other@{}", Digest([1; 32])), Some(a)), (&format!("x@{}", Digest([2; 32])), None),
-            (&a.to_string(), Some(a)), (&a.hex(), Some(a)), ("sha256:abab", Some(a)), ("ababab", Some(a)),
+            ("x", Some(a)),
+            ("x:latest", Some(a)),
+            ("r.io/y:1", Some(a)),
+            ("r.io/y", None),
+            (by_digest.as_str(), Some(a)),
+            (&format!("x:other@{}", Digest([1; 32])), Some(a)),
+            (&format!("x@{}", Digest([2; 32])), None),
+            (&a.to_string(), Some(a)),
+            (&a.hex(), Some(a)),
+            ("sha256:abab", Some(a)),
+            ("ababab", Some(a)),
             ("abab", Some(b)), // a name goes before an id
-            ("ba", None), ("", None), ("../x", None), ("sha256:", None),
+            ("ba", None),
+            ("", None),
+            ("../x", None),
+            ("sha256:", None),
         ] {
             assert_eq!(catalogue.find(name).unwrap(), id, "{name}");
         }
@@ -202,10 +223,12 @@ mod tests {
         let mut catalogue = Catalogue::open(&folder.path().join("i")).unwrap();
         let (mut one, mut two) = ([7; 32], [7; 32]);
         (one[31], two[31]) = (1, 2);
-        catalogue.change(|images| {
-            images.insert(Digest(one), stored(&[], &[], ""));
-            images.insert(Digest(two), stored(&[], &[], ""));
-        }).unwrap();
+        catalogue
+            .change(|images| {
+                images.insert(Digest(one), stored(&[], &[], ""));
+                images.insert(Digest(two), stored(&[], &[], ""));
+            })
+            .unwrap();
         assert!(matches!(catalogue.find("0707"), Err(ImageError::Ambiguous { .. })));
         assert_eq!(catalogue.find(&Digest(two).hex()).unwrap(), Some(Digest(two)));
     }

@@ -93,9 +93,15 @@ struct Placed<'t> {
 enum Content<'t> {
     None,
     /// Names, inodes and kinds of a folder's entries, sorted, in blocks; and the length of all.
-    Folder { blocks: Vec<Vec<(&'t [u8], Ino, u8)>>, length: usize },
+    Folder {
+        blocks: Vec<Vec<(&'t [u8], Ino, u8)>>,
+        length: usize,
+    },
     Symlink(&'t [u8]),
-    Chunks { count: usize, chunks: &'t [(u32, u32)] },
+    Chunks {
+        count: usize,
+        chunks: &'t [(u32, u32)],
+    },
 }
 
 impl Content<'_> {
@@ -122,10 +128,10 @@ impl<'t> Plan<'t> {
         let mut plan = Plan { inodes: Vec::new(), places: BTreeMap::new(), blocks: 0, used: BTreeMap::new() };
         plan.collect(tree);
         for placed in &plan.inodes {
-            if let Body::File { layer, data } = &placed.inode.body {
-                if data.stored() {
-                    plan.used.insert(*layer, 0);
-                }
+            if let Body::File { layer, data } = &placed.inode.body
+                && data.stored()
+            {
+                plan.used.insert(*layer, 0);
             }
         }
         let mut at = (FIRST_SLOT + plan.used.len()) * SLOT;
@@ -148,15 +154,16 @@ impl<'t> Plan<'t> {
         }
         let mut blocks = at.div_ceil(BLOCK_LEN);
         for placed in plan.inodes.iter_mut().filter(|placed| !placed.inline()) {
-            placed.block = u32::try_from(blocks).map_err(|_| ErofsError::TooLarge)?;
+            placed.block = u32::try_from(blocks).map_err(|_cause| ErofsError::TooLarge)?;
             blocks += placed.content.movable().div_ceil(BLOCK_LEN);
         }
-        let mut next = u32::try_from(blocks).map_err(|_| ErofsError::TooLarge)?;
+        let mut next = u32::try_from(blocks).map_err(|_cause| ErofsError::TooLarge)?;
         plan.blocks = next;
         for (layer, first) in &mut plan.used {
             *first = next;
             let length = blobs.get(*layer).map_or(0, |blob| blob.length / BLOCK);
-            next = u32::try_from(length).ok().and_then(|length| next.checked_add(length)).ok_or(ErofsError::TooLarge)?;
+            next =
+                u32::try_from(length).ok().and_then(|length| next.checked_add(length)).ok_or(ErofsError::TooLarge)?;
         }
         if next == HOLE { Err(ErofsError::TooLarge) } else { Ok(plan) }
     }

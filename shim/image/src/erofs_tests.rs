@@ -1,1 +1,83 @@
 use super::*;
+use crate::layer::index::{Entry, LayerIndex, Meta, What};
+use proptest::prelude::*;
+
+fn merged(names: &[String]) -> Tree {
+    let entry = |name: &String| Entry {
+        path: name.as_bytes().to_vec(),
+        meta: Meta { mode: 0o644, ..Meta::default() },
+        what: What::File(Data::Flat { size: 1, block: 0 }),
+    };
+    Tree::merge([&LayerIndex { blob_length: BLOCK, entries: names.iter().map(entry).collect() }]).unwrap()
+}
+
+fn number<const N: usize>(bytes: &[u8], at: usize) -> u64 {
+    bytes[at..at + N].iter().rev().fold(0, |value, byte| value << 8 | u64::from(*byte))
+}
+
+/// The names in the root folder, read as the format says.
+fn root_names(bytes: &[u8]) -> Vec<Vec<u8>> {
+    let meta = number::<4>(bytes, SUPER_AT + 40) as usize * BLOCK_LEN;
+    let inode = meta + number::<2>(bytes, SUPER_AT + 14) as usize * UNIT;
+    let (format, size) = (number::<2>(bytes, inode), number::<8>(bytes, inode + 8) as usize);
+    let at = if format >> 1 == 2 { inode + INODE } else { number::<4>(bytes, inode + 16) as usize * BLOCK_LEN };
+    let mut names = Vec::new();
+    for start in (0..size).step_by(BLOCK_LEN) {
+        let block = &bytes[at + start..at + size.min(start + BLOCK_LEN)];
+        let count = number::<2>(block, 8) as usize / DIRENT;
+        for entry in 0..count {
+            let from = number::<2>(block, entry * DIRENT + 8) as usize;
+            let to =
+                if entry + 1 < count { number::<2>(block, (entry + 1) * DIRENT + 8) as usize } else { block.len() };
+            names.push(block[from..to].split(|&byte| byte == 0).next().unwrap().to_vec());
+        }
+    }
+    names
+}
+
+#[test]
+fn the_device_table_says_where_the_blobs_are() {
+    let blob = Blob { diff_id: Digest([0xab; 32]), length: 5 * BLOCK };
+    let metadata = write(&merged(&["a".into()]), &[blob]).unwrap();
+    let bytes = &metadata.bytes;
+    assert_eq!(number::<4>(bytes, SUPER_AT), u64::from(MAGIC));
+    assert_eq!((number::<2>(bytes, SUPER_AT + 86), number::<2>(bytes, SUPER_AT + 88)), (1, FIRST_SLOT as u64));
+    let slot = FIRST_SLOT * SLOT;
+    assert_eq!(&bytes[slot..slot + 64], "ab".repeat(32).as_bytes());
+    assert_eq!((number::<4>(bytes, slot + 64), number::<4>(bytes, slot + 68)), (5, bytes.len() as u64 / BLOCK));
+    assert_eq!(metadata.used, [0]);
+}
+
+#[test]
+fn blobs_that_nobody_needs_are_left_out() {
+    let tree = Tree::merge([&LayerIndex::default()]).unwrap();
+    let metadata = write(&tree, &[Blob { diff_id: Digest([1; 32]), length: BLOCK }]).unwrap();
+    assert!(metadata.used.is_empty());
+    assert_eq!(root_names(&metadata.bytes), [b".".as_slice(), b".."]);
+}
+
+#[test]
+fn more_than_16_tib_are_refused() {
+    let blob = Blob { diff_id: Digest([1; 32]), length: u64::from(u32::MAX) * BLOCK };
+    assert_eq!(write(&merged(&["a".into()]), &[blob]).unwrap_err(), ErofsError::TooLarge);
+}
+
+#[test]
+fn device_numbers_have_linuxs_form() {
+    assert_eq!(device_number(Device { major: 259, minor: 0x12345 }), 0x1231_0345);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn folders_hold_their_names_in_order(names in prop::collection::btree_set("[ -.0-9a-zA-Z\u{e9}]{1,120}", 0..150)) {
+        let mut names: Vec<String> = names.into_iter().filter(|name| name != "." && name != "..").collect();
+        let metadata = write(&merged(&names), &[Blob { diff_id: Digest([1; 32]), length: BLOCK }]).unwrap();
+        names.extend([".".to_owned(), "..".to_owned()]);
+        let mut names: Vec<_> = names.into_iter().map(String::into_bytes).collect();
+        names.sort();
+        prop_assert_eq!(root_names(&metadata.bytes), names);
+        prop_assert_eq!(metadata.bytes.len() % BLOCK_LEN, 0);
+    }
+}

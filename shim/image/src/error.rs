@@ -239,7 +239,9 @@ impl Classify for ImageError {
                 408 | 429 | 500.. => Kind::Unavailable,
                 _ => Kind::Invalid,
             },
-            E::Manifest { source: ManifestError::Kind { .. } | ManifestError::Platform { .. }, .. } => Kind::Unsupported,
+            E::Manifest { source: ManifestError::Kind { .. } | ManifestError::Platform { .. }, .. } => {
+                Kind::Unsupported
+            }
             E::Manifest { .. } => Kind::Invalid,
             E::Layer { source, .. } => layer_kind(source),
             E::NoSpace { .. } => Kind::Exhausted,

@@ -82,9 +82,8 @@ impl Drop for Temporary {
 impl Folder {
     /// Makes the folders that are not there, takes the lock, removes what a crash left half done.
     pub fn open(root: &Path) -> Result<Folder, ImageError> {
-        let make = |path: &Path| {
-            fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(at("create", path))
-        };
+        let make =
+            |path: &Path| fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(at("create", path));
         make(root)?;
         let root = root.canonicalize().map_err(at("find", root))?;
         let lock_path = root.join("lock");
@@ -107,7 +106,7 @@ impl Folder {
     fn clear_up(&self) -> Result<(), ImageError> {
         for path in names(&self.root.join("work"))?.into_iter().chain(names(&self.root)?) {
             let name = path.file_name().unwrap_or_default().to_string_lossy();
-            if path.parent() != Some(&self.root) || name.contains(".tmp.") {
+            if path.parent() != Some(&self.root) || name.starts_with("index.tmp.") {
                 remove_if_there(&path)?;
             }
         }
@@ -171,7 +170,8 @@ impl Folder {
     /// An empty file that nobody sees.
     pub fn temporary(&self) -> Result<Temporary, FileError> {
         let path = self.root.join("work").join(self.next.fetch_add(1, Ordering::Relaxed).to_string());
-        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path).map_err(at("create", &path))?;
+        let file =
+            OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path).map_err(at("create", &path))?;
         Ok(Temporary { path, file })
     }
 
@@ -257,7 +257,9 @@ impl Folder {
         for folder in folders.chain([self.root.join("work"), self.root.clone()]) {
             for path in names(&folder)? {
                 // It may be gone by now.
-                if let Ok(metadata) = fs::symlink_metadata(&path) {
+                if let Ok(metadata) = fs::symlink_metadata(&path)
+                    && metadata.is_file()
+                {
                     info.used_bytes += metadata.blocks() * 512;
                     info.inodes_used += 1;
                 }

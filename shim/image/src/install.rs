@@ -48,6 +48,9 @@ pub enum Source {
     Archive(Box<dyn Read + Send>, Option<Digest>),
 }
 
+/// The name of metadata, their length, and the blobs that follow them with theirs.
+type BuiltTree = (Digest, u64, Vec<(Digest, u64)>);
+
 /// The names that an image gets.
 #[derive(Clone, Debug, Default)]
 pub struct Names {
@@ -135,10 +138,11 @@ impl Shared {
     }
 
     fn enough_space(&self, layers: &[(Digest, Source)]) -> Result<(), ImageError> {
-        let needed = layers.iter().filter(|(diff_id, _)| !self.folder.has_layer(*diff_id)).map(|(_, source)| match source {
-            Source::Registry(_, blob) => blob.size,
-            Source::Archive(..) => 0,
-        });
+        let needed =
+            layers.iter().filter(|(diff_id, _)| !self.folder.has_layer(*diff_id)).map(|(_, source)| match source {
+                Source::Registry(_, blob) => blob.size,
+                Source::Archive(..) => 0,
+            });
         let needed = needed.fold(0u64, u64::saturating_add);
         let free = self.folder.free()?;
         if needed > free {
@@ -168,7 +172,9 @@ impl Shared {
                 let (brought, resumed) = self.download(&session, &blob, diff_id, Arc::clone(&making)).await;
                 match brought {
                     // What was here before may have been damaged by a crash: once more, from the start.
-                    Err(ImageError::Digest { .. } | ImageError::Layer { .. }) if resumed && !self.partial_is_here(&blob) => {
+                    Err(ImageError::Digest { .. } | ImageError::Layer { .. })
+                        if resumed && !self.partial_is_here(&blob) =>
+                    {
                         self.download(&session, &blob, diff_id, making).await.0
                     }
                     brought => brought,
@@ -237,12 +243,16 @@ impl Shared {
         let limits = Limits { bytes: self.config.max_layer_bytes, entries: self.config.max_layer_entries };
         let blob = self.folder.temporary()?;
         let name = digest.unwrap_or(diff_id);
-        let ingested = ingest(stream, &blob.file, limits).map_err(|source| ImageError::Layer { digest: name, source })?;
+        let ingested =
+            ingest(stream, &blob.file, limits).map_err(|source| ImageError::Layer { digest: name, source })?;
         if digest.is_some_and(|digest| digest != ingested.digest) {
             return Err(ImageError::Digest { what: format!("layer {name}"), got: ingested.digest });
         }
         if ingested.diff_id != diff_id {
-            return Err(ImageError::Digest { what: format!("the content {diff_id} of layer {name}"), got: ingested.diff_id });
+            return Err(ImageError::Digest {
+                what: format!("the content {diff_id} of layer {name}"),
+                got: ingested.diff_id,
+            });
         }
         Ok(self.folder.keep_layer(diff_id, blob, &ingested.index)?)
     }
@@ -251,11 +261,13 @@ impl Shared {
     fn finish(&self, config: Vec<u8>, diff_ids: Vec<Digest>, names: Names) -> Result<ImageId, ImageError> {
         let id = Digest::of(&config);
         let parsed = manifest::parse_config(&config);
-        let (parsed, _) = parsed.map_err(|source| ImageError::Manifest { what: format!("configuration {id}"), source })?;
+        let (parsed, _) =
+            parsed.map_err(|source| ImageError::Manifest { what: format!("configuration {id}"), source })?;
         let (tree, tree_length, blobs) = self.tree(&diff_ids)?;
         write_whole(&self.folder.path((Part::Config, id)), &config)?;
         let different: HashSet<Digest> = diff_ids.iter().copied().collect();
-        let parts = different.iter().map(|diff_id| (Part::Layer, *diff_id)).chain([(Part::Config, id), (Part::Tree, tree)]);
+        let parts =
+            different.iter().map(|diff_id| (Part::Layer, *diff_id)).chain([(Part::Config, id), (Part::Tree, tree)]);
         let stored = Stored {
             tags: Default::default(),
             digests: Default::default(),
@@ -276,7 +288,7 @@ impl Shared {
     }
 
     /// Blocking: the metadata of these layers, written unless another image has the same.
-    fn tree(&self, diff_ids: &[Digest]) -> Result<(Digest, u64, Vec<(Digest, u64)>), ImageError> {
+    fn tree(&self, diff_ids: &[Digest]) -> Result<BuiltTree, ImageError> {
         let tree = tree_name(diff_ids);
         let same = |catalogue: &Catalogue| catalogue.images().values().find(|stored| stored.tree == tree).cloned();
         if let Some(stored) = same(&self.catalogue()) {

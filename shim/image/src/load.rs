@@ -113,7 +113,8 @@ fn layout_plan(container: &Container, image: &RawDescriptor) -> Result<Plan, Ima
 fn name_in(image: &RawDescriptor) -> Option<Reference> {
     let annotation = |key| image.annotations.as_ref().and_then(|all| all.get(key));
     let whole = annotation("io.containerd.image.name");
-    let name = whole.or_else(|| annotation("org.opencontainers.image.ref.name").filter(|name| name.contains([':', '/'])));
+    let name =
+        whole.or_else(|| annotation("org.opencontainers.image.ref.name").filter(|name| name.contains([':', '/'])));
     name.and_then(|name| Reference::parse(name).ok())
 }
 
@@ -205,7 +206,9 @@ impl Container {
                 let path = folder.join(String::from_utf8_lossy(&parts.join(&b'/')).as_ref());
                 match File::open(&path) {
                     Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-                    file => Ok(Some(Member { file: Arc::new(file.map_err(at("open", &path))?), at: 0, left: u64::MAX })),
+                    file => {
+                        Ok(Some(Member { file: Arc::new(file.map_err(at("open", &path))?), at: 0, left: u64::MAX }))
+                    }
                 }
             }
         }

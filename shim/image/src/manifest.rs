@@ -232,7 +232,8 @@ pub fn parse_config(bytes: &[u8]) -> Result<(ImageConfig, Vec<Digest>), Manifest
         return Err(ManifestError::Platform { architecture: architecture(), has: has.chars().take(300).collect() });
     }
     let diff_ids = raw.rootfs.diff_ids.unwrap_or_default();
-    let digest = |text: &String| text.parse().map_err(|_| ManifestError::Digest { text: text.chars().take(100).collect() });
+    let digest =
+        |text: &String| text.parse().map_err(|_cause| ManifestError::Digest { text: text.chars().take(100).collect() });
     let diff_ids = diff_ids.iter().map(digest).collect::<Result<_, _>>()?;
     let raw = raw.config.unwrap_or_default();
     let config = ImageConfig {
@@ -294,7 +295,8 @@ mod tests {
             let text = format!(
                 r#"{{"schemaVersion":2,"mediaType":"{manifest}","config":{{"mediaType":"{config}","digest":"{}","size":7}},
                 "layers":[{{"digest":"{}","size":9}}]}}"#,
-                digest(1), digest(2)
+                digest(1),
+                digest(2)
             );
             let Document::Manifest(read) = parse(text.as_bytes()).unwrap() else { panic!("no manifest") };
             assert_eq!(read.config, Descriptor { digest: Digest([1; 32]), size: 7 });
@@ -305,7 +307,10 @@ mod tests {
     #[test]
     fn an_index_gives_our_variant_or_says_what_it_has() {
         let variant = |os: &str, architecture: &str, byte| {
-            format!(r#"{{"digest":"{}","size":1,"platform":{{"os":"{os}","architecture":"{architecture}"}}}}"#, digest(byte))
+            format!(
+                r#"{{"digest":"{}","size":1,"platform":{{"os":"{os}","architecture":"{architecture}"}}}}"#,
+                digest(byte)
+            )
         };
         let foreign = [variant("unknown", "unknown", 1), variant("linux", "s390x", 2)].join(",");
         let text = format!(r#"{{"schemaVersion":2,"manifests":[{foreign},{}]}}"#, variant("linux", architecture(), 3));
@@ -317,7 +322,11 @@ mod tests {
     #[test]
     fn what_is_no_image_is_refused() {
         for text in [
-            "", "[]", "{}", r#"{"schemaVersion":1,"fsLayers":[]}"#, r#"{"manifests":[{"digest":"../x","size":1}]}"#,
+            "",
+            "[]",
+            "{}",
+            r#"{"schemaVersion":1,"fsLayers":[]}"#,
+            r#"{"manifests":[{"digest":"../x","size":1}]}"#,
             r#"{"config":{"mediaType":"application/vnd.cncf.helm.config.v1+json","digest":"x","size":1},"layers":[]}"#,
             r#"{"config":{"digest":"sha256:0","size":1},"layers":[]}"#,
             r#"{"config":{"digest":"x","size":-1},"layers":[]}"#,

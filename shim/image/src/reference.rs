@@ -95,7 +95,7 @@ impl Reference {
         let (rest, digest) = match text.split_once('@') {
             Some((rest, digest)) => (
                 rest,
-                Some(digest.parse().map_err(|_: ImageError| {
+                Some(digest.parse().map_err(|_cause: ImageError| {
                     bad(text, "what follows @ is not sha256: and 64 characters from 0-9a-f")
                 })?),
             ),

@@ -155,6 +155,7 @@ impl Store {
         let (shared, others, name) = (Arc::clone(&self.shared), Arc::clone(&self.flights), key.clone());
         let task = tokio::spawn(async move {
             let pulled = pull::pull(&shared, &name.0, auth).await;
+            drop(shared); // Who has the outcome may close the store.
             // Who comes from now on wants a new one.
             others.lock().unwrap_or_else(PoisonError::into_inner).remove(&name);
             sender.send_replace(Some(pulled.map_err(Arc::new)));
@@ -213,8 +214,10 @@ impl Store {
             let stored = stored.ok_or_else(|| ImageError::NotFound { name: id.to_string() })?;
             let tree = (Part::Tree, stored.tree, stored.tree_length);
             let blobs = stored.blobs.iter().map(|&(diff_id, length)| (Part::Layer, diff_id, length));
-            let extents = [tree].into_iter().chain(blobs).map(|(part, digest, length)| {
-                Extent { path: shared.folder.path((part, digest)), offset: 0, length }
+            let extents = [tree].into_iter().chain(blobs).map(|(part, digest, length)| Extent {
+                path: shared.folder.path((part, digest)),
+                offset: 0,
+                length,
             });
             Ok(RootFs { disk: ImageDisk { extents: extents.collect() }, config: shared.image_config(id)? })
         })

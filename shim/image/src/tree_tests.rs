@@ -1,1 +1,185 @@
 use super::*;
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+
+fn entry(path: &str, what: What) -> Entry {
+    Entry { path: path.as_bytes().to_vec(), meta: Meta { mode: 0o644, ..Meta::default() }, what }
+}
+
+fn file(size: u64) -> What {
+    What::File(Data::Flat { size, block: 0 })
+}
+
+fn layer(entries: Vec<Entry>) -> LayerIndex {
+    LayerIndex { blob_length: 0, entries }
+}
+
+/// All paths: folders as none, files as their layer and size.
+fn flat(tree: &Tree) -> BTreeMap<String, Option<(usize, u64)>> {
+    let mut all = BTreeMap::new();
+    let mut todo = vec![(String::new(), 0)];
+    while let Some((path, ino)) = todo.pop() {
+        match &tree.inodes[ino].body {
+            Body::Folder(children) => {
+                for (name, child) in children {
+                    let name = String::from_utf8_lossy(name);
+                    todo.push((if path.is_empty() { name.into_owned() } else { format!("{path}/{name}") }, *child));
+                }
+                all.insert(path, None);
+            }
+            Body::File { layer, data: Data::Flat { size, .. } } => drop(all.insert(path, Some((*layer, *size)))),
+            _ => drop(all.insert(path, Some((usize::MAX, 0)))),
+        }
+    }
+    all
+}
+
+#[test]
+fn whiteouts_are_about_layers_below_wherever_they_stand() {
+    let below = layer(vec![entry("d/old", file(1)), entry("e/old", file(1)), entry("f", file(1))]);
+    let above = layer(vec![
+        entry("d/new", file(2)),
+        entry("d", What::Opaque),
+        entry("e/new", file(2)),
+        entry("e", What::Whiteout),
+        entry("f", file(2)),
+        entry("f", What::Whiteout),
+        entry("nothing/here", What::Whiteout),
+    ]);
+    let tree = Tree::merge([&below, &above]).unwrap();
+    let paths: Vec<_> = flat(&tree).into_keys().collect();
+    assert_eq!(paths, ["", "d", "d/new", "e", "e/new", "f"]);
+}
+
+#[test]
+fn links_are_names_of_one_file_until_one_is_replaced() {
+    let below = layer(vec![entry("a", file(1)), entry("b", What::Hardlink(b"a".to_vec()))]);
+    let above = layer(vec![entry("a", file(2)), entry("c", What::Hardlink(b"b".to_vec()))]);
+    let tree = Tree::merge([&below, &above]).unwrap();
+    let Body::Folder(root) = &tree.inodes[0].body else { panic!("no folder") };
+    assert_eq!(root[b"b".as_slice()], root[b"c".as_slice()]);
+    assert_ne!(root[b"a".as_slice()], root[b"b".as_slice()]);
+}
+
+#[test]
+fn links_in_paths_are_followed_inside_the_root() {
+    let tree = Tree::merge([&layer(vec![
+        entry("l", What::Symlink(b"/../../x/./y".to_vec())),
+        entry("l/f", file(1)),
+        entry("deep/l", What::Symlink(b"../../../z".to_vec())),
+        entry("deep/l/f", file(1)),
+    ])])
+    .unwrap();
+    let all = flat(&tree);
+    assert!(all.contains_key("x/y/f") && all.contains_key("z/f"), "{all:?}");
+}
+
+#[test]
+fn contradictions_are_refused_with_layer_and_path() {
+    let error = Tree::merge([&layer(vec![]), &layer(vec![entry("a", file(1)), entry("a/b", file(1))])]).unwrap_err();
+    assert_eq!((error.layer, error.path.as_str()), (2, "a/b"));
+    let circle =
+        vec![entry("a", What::Symlink(b"b".to_vec())), entry("b", What::Symlink(b"a".to_vec())), entry("a/x", file(1))];
+    assert!(Tree::merge([&layer(circle)]).is_err());
+    let growing = vec![entry("a", What::Symlink(b"a/a".to_vec())), entry("a/x", file(1))];
+    assert!(Tree::merge([&layer(growing)]).is_err());
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    File(String),
+    Folder(String),
+    Whiteout(String),
+    Opaque(String),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let path = prop::collection::vec("[ab]", 1..4).prop_map(|parts| parts.join("/"));
+    (0..4u8, path).prop_map(|(kind, path)| match kind {
+        0 => Step::File(path),
+        1 => Step::Folder(path),
+        2 => Step::Whiteout(path),
+        _ => Step::Opaque(path),
+    })
+}
+
+type Model = BTreeMap<String, Option<(usize, u64)>>;
+
+fn below(model: &mut Model, path: &str) {
+    let prefix = format!("{path}/");
+    model.retain(|other, _| !other.starts_with(&prefix));
+}
+
+/// The same rules over plain paths; none if a file is in the way of a path.
+fn model(layers: &[Vec<Step>]) -> Option<Model> {
+    let mut model = Model::from([(String::new(), None)]);
+    for (number, layer) in layers.iter().enumerate() {
+        for step in layer {
+            match step {
+                Step::Whiteout(path) => {
+                    model.remove(path);
+                    below(&mut model, path);
+                }
+                Step::Opaque(path) => below(&mut model, path),
+                _ => {}
+            }
+        }
+        for (size, step) in layer.iter().enumerate() {
+            let (path, what) = match step {
+                Step::File(path) => (path, Some((number, size as u64))),
+                Step::Folder(path) => (path, None),
+                _ => continue,
+            };
+            for (at, _) in path.match_indices('/') {
+                match model.entry(path[..at].to_owned()).or_insert(None) {
+                    None => {}
+                    Some(_) => return None,
+                }
+            }
+            if what.is_some() {
+                below(&mut model, path);
+            }
+            model.insert(path.clone(), what);
+        }
+    }
+    Some(model)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+
+    #[test]
+    fn merging_follows_the_model(layers in prop::collection::vec(prop::collection::vec(step(), 0..8), 0..4)) {
+        let indexes: Vec<_> = layers.iter().map(|steps| {
+            layer(steps.iter().enumerate().map(|(size, step)| match step {
+                Step::File(path) => entry(path, file(size as u64)),
+                Step::Folder(path) => entry(path, What::Folder),
+                Step::Whiteout(path) => entry(path, What::Whiteout),
+                Step::Opaque(path) => entry(path, What::Opaque),
+            }).collect())
+        }).collect();
+        let ours = Tree::merge(&indexes).ok().map(|tree| flat(&tree));
+        prop_assert_eq!(ours, model(&layers));
+    }
+
+    #[test]
+    fn any_paths_and_targets_are_merged_without_harm(
+        entries in prop::collection::vec(("[ab/.]{0,8}", "[ab/.]{1,8}", 0..5u8), 0..12),
+    ) {
+        let entries = entries.into_iter().map(|(path, target, kind)| {
+            let path = crate::layer::clean(path.as_bytes()).join(&b'/');
+            let what = match kind {
+                _ if path.is_empty() => What::Folder,
+                0 => What::Symlink(target.into_bytes()),
+                1 => What::Hardlink(crate::layer::clean(target.as_bytes()).join(&b'/')),
+                2 => What::Folder,
+                3 => What::Whiteout,
+                _ => file(1),
+            };
+            Entry { path, meta: Meta::default(), what }
+        });
+        if let Ok(tree) = Tree::merge([&layer(entries.collect())]) {
+            let _ = crate::erofs::write(&tree, &[crate::erofs::Blob { diff_id: crate::Digest([0; 32]), length: 4096 }]);
+        }
+    }
+}

@@ -81,7 +81,9 @@ pub fn ingest(source: impl Read, blob: &File, limits: Limits) -> Result<Ingested
         // If the reader stopped, it knows why, and the feeder only knows that nobody listens.
         match (fed, unpacked) {
             (Err(Fed::Failed(error)), _) => Err(error),
-            (_, Err(LayerError::Tar(TarError::Read { source, .. }))) if source.kind() == io::ErrorKind::FileTooLarge => {
+            (_, Err(LayerError::Tar(TarError::Read { source, .. })))
+                if source.kind() == io::ErrorKind::FileTooLarge =>
+            {
                 Err(LayerError::TooLarge { what: "bytes", limit: limits.bytes })
             }
             (_, Err(error)) => Err(error),
@@ -98,7 +100,8 @@ enum Fed {
 
 /// First thread: hashes what comes and sends it decompressed to the second.
 fn feed(source: impl Read, sender: SyncSender<Vec<u8>>) -> Result<Digest, Fed> {
-    let mut source = BufReader::with_capacity(PIECE, Hashing { stream: source, hash: Sha256::new(), count: 0, failed: false });
+    let mut source =
+        BufReader::with_capacity(PIECE, Hashing { stream: source, hash: Sha256::new(), count: 0, failed: false });
     let start = source.fill_buf().map_err(|error| Fed::Failed(LayerError::Source(error)))?;
     let plain = !matches!(start, [0x1f, 0x8b, ..] | [0x28, 0xb5, 0x2f, 0xfd, ..] | [0x50..=0x5f, 0x2a, 0x4d, 0x18, ..]);
     let sent = match start {
@@ -212,7 +215,8 @@ fn entry<R: Read>(
     archive: &mut Archive<R>,
     writer: &mut BlobWriter,
 ) -> Result<Option<Entry>, LayerError> {
-    let wrong = |why| LayerError::Entry { path: String::from_utf8_lossy(&header.path).chars().take(300).collect(), why };
+    let wrong =
+        |why| LayerError::Entry { path: String::from_utf8_lossy(&header.path).chars().take(300).collect(), why };
     if header.path.contains(&0) || header.link.contains(&0) {
         return Err(wrong("the name holds a NUL"));
     }
@@ -267,7 +271,9 @@ fn entry<R: Read>(
 fn clean_xattrs(xattrs: &mut Vec<(Vec<u8>, Vec<u8>)>) -> Result<(), &'static str> {
     xattrs.retain(|(name, _)| {
         let overlay = name.starts_with(b"trusted.overlay.") || name.starts_with(b"user.overlay.");
-        let kept = [b"user.".as_slice(), b"trusted.", b"security."].iter().any(|p| name.len() > p.len() && name.starts_with(p));
+        let kept = [b"user.".as_slice(), b"trusted.", b"security."]
+            .iter()
+            .any(|p| name.len() > p.len() && name.starts_with(p));
         let acl = matches!(name.as_slice(), b"system.posix_acl_access" | b"system.posix_acl_default");
         (kept || acl) && !overlay
     });
@@ -322,7 +328,10 @@ impl BlobWriter<'_> {
         while size.div_ceil(BLOCK << bits) > MAX_CHUNKS {
             bits += 1;
             if bits > 20 {
-                return Err(LayerError::TooLarge { what: "bytes in one sparse file", limit: (BLOCK << 20) * MAX_CHUNKS });
+                return Err(LayerError::TooLarge {
+                    what: "bytes in one sparse file",
+                    limit: (BLOCK << 20) * MAX_CHUNKS,
+                });
             }
         }
         let chunk = BLOCK << bits;

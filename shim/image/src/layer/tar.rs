@@ -299,9 +299,10 @@ impl<R: Read> Archive<R> {
             if offset < end {
                 return Err(self.wrong("the pieces of a sparse file are not in order"));
             }
-            end = offset.checked_add(length).filter(|&end| end <= size).ok_or_else(|| {
-                self.wrong("a piece of a sparse file ends after the file")
-            })?;
+            end = offset
+                .checked_add(length)
+                .filter(|&end| end <= size)
+                .ok_or_else(|| self.wrong("a piece of a sparse file ends after the file"))?;
             stored = stored.saturating_add(length);
         }
         if stored == self.remaining { Ok(()) } else { Err(self.wrong("the pieces of a sparse file are not its data")) }
@@ -313,7 +314,7 @@ impl<R: io::Seek> Archive<io::BufReader<R>> {
     pub fn jump(&mut self) -> Result<(), TarError> {
         let length = self.remaining.saturating_add(std::mem::take(&mut self.padding));
         self.remaining = 0;
-        let jumped = i64::try_from(length).map_err(|_| io::ErrorKind::UnexpectedEof.into());
+        let jumped = i64::try_from(length).map_err(|_cause| io::ErrorKind::UnexpectedEof.into());
         let jumped = jumped.and_then(|length| self.stream.seek_relative(length));
         jumped.map_err(|source| TarError::Read { at: self.at, source })?;
         self.at = self.at.saturating_add(length);

@@ -125,7 +125,7 @@ pub async fn token_for(
 ) -> Result<String, ImageError> {
     let wrong = |why| ImageError::Protocol { url: base.to_owned(), why };
     let realm = challenge.get("realm").ok_or_else(|| wrong("its challenge names no realm"))?;
-    let uri: Uri = realm.parse().map_err(|_| wrong("its challenge's realm is no URL"))?;
+    let uri: Uri = realm.parse().map_err(|_cause| wrong("its challenge's realm is no URL"))?;
     let safe = uri.scheme_str() == Some("https") || base.starts_with("http://") && uri.scheme_str() == Some("http");
     if !safe || uri.authority().is_none() {
         return Err(wrong("its challenge's realm is not an https URL"));
@@ -147,13 +147,13 @@ pub async fn token_for(
             }
             let joint = if uri.query().is_some() { '&' } else { '?' };
             let text = format!("{uri}{joint}{}", encode(&fields));
-            let uri: Uri = text.parse().map_err(|_| wrong("its challenge's realm is no URL"))?;
+            let uri: Uri = text.parse().map_err(|_cause| wrong("its challenge's realm is no URL"))?;
             http.get(&uri, headers).await?
         }
     };
     let bytes = answer.ok().await?.all(MAX_TOKEN, "the token").await?;
     let no_token = || ImageError::Protocol { url: shown(&uri), why: "it gives no token" };
-    let answer: TokenAnswer = serde_json::from_slice(&bytes).map_err(|_| no_token())?;
+    let answer: TokenAnswer = serde_json::from_slice(&bytes).map_err(|_cause| no_token())?;
     let given = [answer.token, answer.access_token].into_iter().flatten().find(|token| !token.is_empty());
     given.ok_or_else(no_token)
 }
@@ -190,27 +190,38 @@ mod tests {
     #[test]
     fn challenges_are_read() {
         let docker = r#"Bearer realm="https://auth.docker.io/token",service="registry.docker.io",scope="repository:a/b:pull,push""#;
-        assert_eq!(challenges(docker), [challenge("Bearer", &[
-            ("realm", "https://auth.docker.io/token"),
-            ("service", "registry.docker.io"),
-            ("scope", "repository:a/b:pull,push"),
-        ])]);
-        assert_eq!(challenges(r#"Basic Realm = x , error="a\"b", Bearer realm=y"#), [
-            challenge("Basic", &[("realm", "x"), ("error", "a\"b")]),
-            challenge("Bearer", &[("realm", "y")]),
-        ]);
+        assert_eq!(
+            challenges(docker),
+            [challenge(
+                "Bearer",
+                &[
+                    ("realm", "https://auth.docker.io/token"),
+                    ("service", "registry.docker.io"),
+                    ("scope", "repository:a/b:pull,push"),
+                ]
+            )]
+        );
+        assert_eq!(
+            challenges(r#"Basic Realm = x , error="a\"b", Bearer realm=y"#),
+            [challenge("Basic", &[("realm", "x"), ("error", "a\"b")]), challenge("Bearer", &[("realm", "y")]),]
+        );
         assert_eq!(challenges(r#"Bearer realm="open"#), [challenge("Bearer", &[])]);
         assert_eq!(challenges("=,\"x"), []);
     }
 
     #[test]
     fn fields_are_escaped() {
-        assert_eq!(encode(&[("scope", "repository:a/b:pull"), ("x", "é ")]), "scope=repository%3Aa%2Fb%3Apull&x=%C3%A9%20");
+        assert_eq!(
+            encode(&[("scope", "repository:a/b:pull"), ("x", "é ")]),
+            "scope=repository%3Aa%2Fb%3Apull&x=%C3%A9%20"
+        );
     }
 
     #[test]
     fn servers_are_hosts() {
-        for (address, host) in [("https://index.docker.io/v1/", "docker.io"), ("a:5000", "a:5000"), ("http://a/b", "a"), ("", "")] {
+        for (address, host) in
+            [("https://index.docker.io/v1/", "docker.io"), ("a:5000", "a:5000"), ("http://a/b", "a"), ("", "")]
+        {
             assert_eq!(server(address), host);
         }
     }

@@ -94,14 +94,14 @@ impl Session {
                 }
                 if !piece.is_empty() {
                     *at += piece.len() as u64;
-                    to.send(Part::Data(piece)).await.map_err(|_| Failure::Unheard)?;
+                    to.send(Part::Data(piece)).await.map_err(|_cause| Failure::Unheard)?;
                 }
             }
             if *at < blob.size {
                 return Err(ImageError::Short { url: answer.url, got: *at, want: blob.size }.into());
             }
         }
-        to.send(Part::End).await.map_err(|_| Failure::Unheard)
+        to.send(Part::End).await.map_err(|_cause| Failure::Unheard)
     }
 
     /// A small blob as a whole, verified.

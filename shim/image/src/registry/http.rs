@@ -54,7 +54,8 @@ pub struct Answer {
 
 /// A header value of text that a stranger may have chosen.
 pub fn header(text: &str) -> Result<HeaderValue, ImageError> {
-    HeaderValue::from_str(text).map_err(|_| ImageError::Protocol { url: String::new(), why: "a token holds control characters" })
+    HeaderValue::from_str(text)
+        .map_err(|_cause| ImageError::Protocol { url: String::new(), why: "a token holds control characters" })
 }
 
 impl Http {
@@ -104,7 +105,7 @@ impl Http {
         request.headers_mut().insert(USER_AGENT, agent);
         let limit = Duration::from_secs(self.config.progress_timeout_seconds.max(1));
         let response = tokio::time::timeout(limit, client.request(request)).await;
-        let response = response.map_err(|_| ImageError::Timeout { url: shown(url), seconds: limit.as_secs() })?;
+        let response = response.map_err(|_cause| ImageError::Timeout { url: shown(url), seconds: limit.as_secs() })?;
         let (parts, body) = response.map_err(|source| ImageError::Request { url: shown(url), source })?.into_parts();
         Ok(Answer { url: shown(url), status: parts.status, headers: parts.headers, body, limit })
     }
@@ -151,7 +152,8 @@ impl Answer {
     pub async fn piece(&mut self) -> Result<Option<Bytes>, ImageError> {
         loop {
             let frame = tokio::time::timeout(self.limit, self.body.frame()).await;
-            let frame = frame.map_err(|_| ImageError::Timeout { url: self.url.clone(), seconds: self.limit.as_secs() })?;
+            let frame =
+                frame.map_err(|_cause| ImageError::Timeout { url: self.url.clone(), seconds: self.limit.as_secs() })?;
             match frame {
                 None => return Ok(None),
                 Some(Err(source)) => return Err(ImageError::Body { url: self.url.clone(), source }),
@@ -181,7 +183,8 @@ impl Answer {
 fn message(body: &[u8]) -> String {
     let json: serde_json::Value = serde_json::from_slice(body).unwrap_or_default();
     let text = json.pointer("/errors/0/message").or_else(|| json.get("details")).and_then(|text| text.as_str());
-    text.map(|text| format!(": {}", text.chars().filter(|c| !c.is_control()).take(300).collect::<String>())).unwrap_or_default()
+    text.map(|text| format!(": {}", text.chars().filter(|c| !c.is_control()).take(300).collect::<String>()))
+        .unwrap_or_default()
 }
 
 /// A URL without what may be secret in it.
@@ -210,7 +213,8 @@ fn join(base: &Uri, location: &str) -> Option<Uri> {
 /// Blocking: reads the system's certificates.
 fn tls(checks: &Checks) -> Result<rustls::ClientConfig, ImageError> {
     let provider = Arc::new(rustls::crypto::ring::default_provider());
-    let builder = rustls::ClientConfig::builder_with_provider(Arc::clone(&provider)).with_safe_default_protocol_versions()?;
+    let builder =
+        rustls::ClientConfig::builder_with_provider(Arc::clone(&provider)).with_safe_default_protocol_versions()?;
     if checks.skip {
         let verifier = Arc::new(Unchecked(provider));
         return Ok(builder.dangerous().with_custom_certificate_verifier(verifier).with_no_client_auth());
@@ -248,7 +252,12 @@ impl ServerCertVerifier for Unchecked {
         certificate: &CertificateDer<'_>,
         signature: &rustls::DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        rustls::crypto::verify_tls12_signature(message, certificate, signature, &self.0.signature_verification_algorithms)
+        rustls::crypto::verify_tls12_signature(
+            message,
+            certificate,
+            signature,
+            &self.0.signature_verification_algorithms,
+        )
     }
 
     fn verify_tls13_signature(
@@ -257,7 +266,12 @@ impl ServerCertVerifier for Unchecked {
         certificate: &CertificateDer<'_>,
         signature: &rustls::DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        rustls::crypto::verify_tls13_signature(message, certificate, signature, &self.0.signature_verification_algorithms)
+        rustls::crypto::verify_tls13_signature(
+            message,
+            certificate,
+            signature,
+            &self.0.signature_verification_algorithms,
+        )
     }
 
     fn supported_verify_schemes(&self) -> Vec<rustls::SignatureScheme> {

@@ -44,7 +44,7 @@ impl Session {
         let special = http.special(registry);
         let endpoint = |base: String, mirror: bool| {
             let base = base.trim_end_matches('/').to_owned();
-            let uri: Uri = base.parse().map_err(|_| ImageError::Url { text: base.clone() })?;
+            let uri: Uri = base.parse().map_err(|_cause| ImageError::Url { text: base.clone() })?;
             let host = uri.authority().map(|authority| authority.as_str().to_owned());
             let host = host.filter(|_| matches!(uri.scheme_str(), Some("http" | "https")));
             let host = host.ok_or_else(|| ImageError::Url { text: base.clone() })?;
@@ -124,7 +124,7 @@ impl Session {
     async fn get(&self, endpoint: &Endpoint, path: &str, headers: HeaderMap) -> Result<Answer, ImageError> {
         let query = if endpoint.mirror { format!("?ns={}", self.registry) } else { String::new() };
         let text = format!("{}/v2/{}/{path}{query}", endpoint.base, self.repository);
-        let url: Uri = text.parse().map_err(|_| ImageError::Url { text })?;
+        let url: Uri = text.parse().map_err(|_cause| ImageError::Url { text })?;
         let used = endpoint.authorization.lock().await.clone();
         let answer = self.http.get(&url, with_authorization(&headers, used.as_ref())).await?;
         if answer.status != StatusCode::UNAUTHORIZED {

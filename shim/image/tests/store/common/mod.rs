@@ -1,5 +1,8 @@
 //! Owns: what the tests of this crate share: building images, servers that misbehave, looking at trees.
 
+pub mod registry;
+pub mod server;
+
 use nacelle_base::machine::ImageDisk;
 use sha2::{Digest as _, Sha256};
 use std::collections::BTreeMap;
@@ -199,15 +202,18 @@ pub fn look(root: &Path) -> BTreeMap<Vec<u8>, Seen> {
             let value = xattr::get(&path, &name).unwrap().unwrap_or_default();
             (name.as_bytes().to_vec(), value)
         });
-        seen.insert(path.strip_prefix(root).unwrap().as_os_str().as_bytes().to_vec(), Seen {
-            mode: metadata.mode(),
-            owner: (metadata.uid(), metadata.gid()),
-            time: (metadata.mtime(), metadata.mtime_nsec()),
-            device: metadata.rdev(),
-            names: metadata.nlink(),
-            content,
-            xattrs: xattrs.collect(),
-        });
+        seen.insert(
+            path.strip_prefix(root).unwrap().as_os_str().as_bytes().to_vec(),
+            Seen {
+                mode: metadata.mode(),
+                owner: (metadata.uid(), metadata.gid()),
+                time: (metadata.mtime(), metadata.mtime_nsec()),
+                device: metadata.rdev(),
+                names: metadata.nlink(),
+                content,
+                xattrs: xattrs.collect(),
+            },
+        );
     }
     seen
 }
@@ -233,7 +239,7 @@ pub struct Mounted {
 
 impl Drop for Mounted {
     fn drop(&mut self) {
-        let _ = Command::new("umount").arg(&self.path).status();
+        let _ = Command::new("umount").arg("-l").arg(&self.path).status();
     }
 }
 

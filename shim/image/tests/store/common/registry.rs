@@ -1,0 +1,133 @@
+//! Owns: a real registry (Debian's docker-registry) on loopback, for as long as a test runs.
+
+use super::{Image, write_layout};
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+/// A running registry.
+pub struct Registry {
+    pub port: u16,
+    child: Child,
+    folder: tempfile::TempDir,
+    password: bool,
+}
+
+impl Drop for Registry {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Why the tools for these tests are not here, if they are not.
+pub fn missing() -> Option<String> {
+    let runs =
+        |tool: &str| Command::new(tool).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok();
+    ["docker-registry", "skopeo", "openssl"]
+        .into_iter()
+        .find(|tool| !runs(tool))
+        .map(|tool| format!("there is no {tool}"))
+}
+
+fn run(command: &mut Command) {
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
+}
+
+impl Registry {
+    /// Over http, or over https with a certificate of our own authority; with the user `u` and password `p:w`.
+    pub fn start(tls: bool, password: bool) -> Registry {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        let mut config = format!(
+            "version: 0.1\nlog: {{level: info}}\nstorage: {{filesystem: {{rootdirectory: {}}}}}\nhttp:\n  addr: 127.0.0.1:0\n",
+            path("data").display()
+        );
+        if tls {
+            authority(folder.path());
+            config += &format!(
+                "  tls: {{certificate: {}, key: {}}}\n",
+                path("cert.pem").display(),
+                path("key.pem").display()
+            );
+        }
+        if password {
+            // bcrypt of "p:w".
+            let line = "u:$2b$04$We21Rhyho6A0TdqyoE./s.NEWTefngY9VZSH80z45ezY2VsaO3ajS\n";
+            std::fs::write(path("htpasswd"), line).unwrap();
+            config += &format!("auth: {{htpasswd: {{realm: r, path: {}}}}}\n", path("htpasswd").display());
+        }
+        std::fs::write(path("config.yml"), config).unwrap();
+        let mut child = Command::new("docker-registry")
+            .arg("serve")
+            .arg(path("config.yml"))
+            .env("OTEL_TRACES_EXPORTER", "none")
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
+        let line = lines.find(|line| line.contains("listening on")).expect("the registry ended");
+        let after = line.split("listening on ").nth(1).unwrap();
+        let address = after.split(['"', ',', ' ']).next().unwrap();
+        let port = address.rsplit(':').next().unwrap().parse().unwrap();
+        // Its pipe must not fill up.
+        std::thread::spawn(move || lines.for_each(drop));
+        Registry { port, child, folder, password }
+    }
+
+    /// `127.0.0.1:port`, or the name in the certificate.
+    pub fn host(&self) -> String {
+        format!("127.0.0.1:{}", self.port)
+    }
+
+    /// The authority that signed the certificate.
+    pub fn ca(&self) -> PathBuf {
+        self.folder.path().join("ca.pem")
+    }
+
+    /// Puts an image there. `more` goes to skopeo.
+    pub fn push(&self, image: &Image, name: &str, more: &[&str]) {
+        let layout = tempfile::tempdir_in(self.folder.path()).unwrap();
+        write_layout(image, layout.path(), "t");
+        let mut skopeo = Command::new("skopeo");
+        skopeo
+            .args(["copy", "--insecure-policy", "--quiet", "--dest-tls-verify=false", "--preserve-digests"])
+            .args(more);
+        if self.password {
+            skopeo.args(["--dest-creds", "u:p:w"]);
+        }
+        skopeo.arg(format!("oci:{}:t", layout.path().display())).arg(format!("docker://{}/{name}", self.host()));
+        run(&mut skopeo);
+    }
+}
+
+/// An authority and a certificate for 127.0.0.1 that it signed.
+fn authority(folder: &Path) {
+    let openssl = |arguments: &[&str]| run(Command::new("openssl").args(arguments).current_dir(folder));
+    let key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"];
+    openssl(
+        &[&["req", "-x509"], &key[..], &["-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=ca", "-days", "2"]]
+            .concat(),
+    );
+    openssl(&[&["req"], &key[..], &["-keyout", "key.pem", "-out", "request.pem", "-subj", "/CN=registry"]].concat());
+    std::fs::write(folder.join("names"), "subjectAltName=IP:127.0.0.1\n").unwrap();
+    openssl(&[
+        "x509",
+        "-req",
+        "-in",
+        "request.pem",
+        "-CA",
+        "ca.pem",
+        "-CAkey",
+        "ca.key",
+        "-CAcreateserial",
+        "-out",
+        "cert.pem",
+        "-days",
+        "2",
+        "-extfile",
+        "names",
+    ]);
+}

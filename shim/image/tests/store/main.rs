@@ -1,0 +1,8 @@
+//! Owns: the tests of this crate that need more than itself: mounts, a registry, servers that misbehave, a
+//! full disk. One program, so that it is linked once.
+
+mod common;
+mod disk_full;
+mod hostile;
+mod registry;
+mod rootfs;

@@ -1,0 +1,207 @@
+//! Owns: pulls from a real registry: http, https, password, mirrors, indexes, names.
+
+use crate::common::registry::{Registry, missing};
+use crate::common::{Image, Packing, Tar, image};
+use nacelle_base::{Classify, Kind};
+use nacelle_image::{Auth, Config, Reference, RegistryConfig, Store};
+use std::collections::HashSet;
+use std::path::Path;
+
+macro_rules! need_registry {
+    () => {
+        if let Some(why) = missing() {
+            eprintln!("skipped: {why}");
+            return;
+        }
+    };
+}
+
+fn store(folder: &Path, special: &[(&str, RegistryConfig)]) -> Store {
+    let registries = special.iter().map(|(host, config)| ((*host).to_owned(), config.clone())).collect();
+    Store::open(folder, Config { registries, ..Config::default() }).unwrap()
+}
+
+fn http() -> RegistryConfig {
+    RegistryConfig { http: true, ..RegistryConfig::default() }
+}
+
+fn sample(text: &str) -> Image {
+    let shared = Tar::new().file("shared", 0o644, &vec![7; 100_000]).done();
+    let own = Tar::new().file("own", 0o644, text.as_bytes()).done();
+    image(&[(shared.clone(), Packing::Gzip), (own, Packing::Zstd), (shared, Packing::Gzip)])
+}
+
+fn reference(host: &str, name: &str) -> Reference {
+    Reference::parse(&format!("{host}/{name}")).unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn images_are_pulled_named_shared_and_removed() {
+    need_registry!();
+    let registry = Registry::start(false, false);
+    let (one, two) = (sample("one"), sample("two"));
+    registry.push(&one, "a/one:1", &[]);
+    registry.push(&one, "a/one:also", &[]);
+    registry.push(&two, "two:1", &[]);
+    let folder = tempfile::tempdir().unwrap();
+    let host = registry.host();
+    let store = store(folder.path(), &[(&host, http())]);
+    let id = store.pull(&reference(&host, "a/one:1"), None).await.unwrap();
+    assert_eq!(id.to_string(), one.config);
+    assert_eq!(store.pull(&reference(&host, "a/one:also"), None).await.unwrap(), id);
+    let by_digest = format!("{host}/a/one@{}", one.manifest);
+    assert_eq!(store.pull(&Reference::parse(&by_digest).unwrap(), None).await.unwrap(), id);
+    let record = store.status(&by_digest).unwrap().unwrap();
+    assert_eq!(record.repo_tags, [format!("{host}/a/one:1"), format!("{host}/a/one:also")]);
+    assert_eq!(record.repo_digests, std::slice::from_ref(&by_digest));
+    let before = store.fs_info().await.unwrap();
+    let other = store.pull(&reference(&host, "two:1"), None).await.unwrap();
+    let after = store.fs_info().await.unwrap();
+    assert!(
+        after.used_bytes > before.used_bytes && after.used_bytes < before.used_bytes + 90_000,
+        "{before:?} {after:?}"
+    );
+    assert_eq!(store.list().len(), 2);
+    // The shared layer stays for the other image.
+    store.remove(&format!("{host}/a/one:1"), &HashSet::new()).await.unwrap();
+    assert_eq!(store.list().iter().map(|record| record.id).collect::<Vec<_>>(), [other]);
+    for extent in store.rootfs(&other).await.unwrap().disk.extents {
+        assert_eq!(std::fs::metadata(&extent.path).unwrap().len(), extent.length);
+    }
+    // A tag that moves takes its name along.
+    registry.push(&one, "two:1", &[]);
+    store.pull(&reference(&host, "two:1"), None).await.unwrap();
+    let tags: Vec<_> = store.list().into_iter().map(|record| (record.id, record.repo_tags.len())).collect();
+    assert!(tags.contains(&(other, 0)) && tags.contains(&(id, 1)), "{tags:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn docker_manifests_and_unknown_names() {
+    need_registry!();
+    let registry = Registry::start(false, false);
+    let tar = Tar::new().file("f", 0o644, b"x").done();
+    let mut docker = image(&[(tar, Packing::Gzip)]);
+    let manifest = String::from_utf8(docker.blobs[&docker.manifest].clone()).unwrap();
+    let manifest = manifest
+        .replace("application/vnd.oci.image.manifest.v1+json", "application/vnd.docker.distribution.manifest.v2+json")
+        .replace("application/vnd.oci.image.config.v1+json", "application/vnd.docker.container.image.v1+json")
+        .replace("application/vnd.oci.image.layer.v1.tar+gzip", "application/vnd.docker.image.rootfs.diff.tar.gzip");
+    let oci = docker.manifest.clone();
+    docker.manifest = crate::common::digest(manifest.as_bytes());
+    docker.blobs.remove(&oci);
+    docker.blobs.insert(docker.manifest.clone(), manifest.into_bytes());
+    registry.push(&docker, "d:1", &["--format", "v2s2"]);
+    let folder = tempfile::tempdir().unwrap();
+    let host = registry.host();
+    let store = store(folder.path(), &[(&host, http())]);
+    let id = store.pull(&reference(&host, "d:1"), None).await.unwrap();
+    assert_eq!(id.to_string(), docker.config);
+    for name in ["d:2", "unknown:1"] {
+        let error = store.pull(&reference(&host, name), None).await.unwrap_err();
+        assert_eq!(error.kind(), Kind::NotFound, "{error:?}");
+        assert!(error.to_string().contains("404"), "{error}");
+    }
+    assert_eq!(store.list().len(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn passwords_are_asked_for_and_https_is_checked() {
+    need_registry!();
+    let registry = Registry::start(true, true);
+    registry.push(&sample("secret"), "s:1", &[]);
+    let host = registry.host();
+    let name = reference(&host, "s:1");
+    let auth = Auth { username: "u".into(), password: "p:w".into(), ..Auth::default() };
+    let folder = tempfile::tempdir().unwrap();
+    let pull = async |special: RegistryConfig, auth: Option<Auth>| {
+        let place = tempfile::tempdir_in(folder.path()).unwrap();
+        store(place.path(), &[(&host, special)]).pull(&name, auth).await.map_err(|error| error.kind())
+    };
+    let trusted = RegistryConfig { ca_file: Some(registry.ca()), ..RegistryConfig::default() };
+    assert_eq!(pull(RegistryConfig::default(), Some(auth.clone())).await, Err(Kind::Unavailable));
+    assert_eq!(pull(trusted.clone(), None).await, Err(Kind::Denied));
+    let wrong = Auth { password: "x".into(), ..auth.clone() };
+    assert_eq!(pull(trusted.clone(), Some(wrong)).await, Err(Kind::Denied));
+    let elsewhere = Auth { server_address: "https://elsewhere.example/v1/".into(), ..auth.clone() };
+    assert_eq!(pull(trusted.clone(), Some(elsewhere)).await, Err(Kind::Denied));
+    let encoded = Auth { auth: "dTpwOnc=".into(), server_address: host.clone(), ..Auth::default() };
+    assert!(pull(trusted.clone(), Some(encoded)).await.is_ok());
+    assert!(pull(trusted, Some(auth.clone())).await.is_ok());
+    let unchecked = RegistryConfig { skip_tls_verify: true, ..RegistryConfig::default() };
+    assert!(pull(unchecked, Some(auth)).await.is_ok());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn mirrors_are_asked_first_and_may_be_down() {
+    need_registry!();
+    let mirror = Registry::start(false, false);
+    let origin = Registry::start(false, false);
+    let (both, only) = (sample("both"), sample("only"));
+    mirror.push(&both, "library/x:1", &[]);
+    origin.push(&only, "library/y:1", &[]);
+    let (mirror_host, origin_host) = (mirror.host(), origin.host());
+    let folder = tempfile::tempdir().unwrap();
+    let down = "http://127.0.0.1:1";
+    let special = RegistryConfig {
+        http: true,
+        mirrors: vec![down.into(), format!("http://{mirror_host}/")],
+        ..RegistryConfig::default()
+    };
+    let store = store(folder.path(), &[(&origin_host, special)]);
+    let id = store.pull(&reference(&origin_host, "library/x:1"), None).await.unwrap();
+    assert_eq!(id.to_string(), both.config);
+    assert_eq!(store.list()[0].repo_tags, [format!("{origin_host}/library/x:1")]);
+    let id = store.pull(&reference(&origin_host, "library/y:1"), None).await.unwrap();
+    assert_eq!(id.to_string(), only.config);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_index_leads_to_the_variant_of_this_machine() {
+    need_registry!();
+    let registry = Registry::start(false, false);
+    let ours = sample("ours");
+    registry.push(&ours, "i:ours", &[]);
+    let index = serde_json::json!({
+        "schemaVersion": 2, "mediaType": "application/vnd.oci.image.index.v1+json", "manifests": [
+            {"mediaType": "application/vnd.oci.image.manifest.v1+json", "digest": ours.manifest,
+             "size": ours.blobs[&ours.manifest].len(), "platform": {"os": "linux", "architecture": "amd64"}},
+        ],
+    });
+    let index = serde_json::to_vec(&index).unwrap();
+    let mut stream = std::net::TcpStream::connect(registry.host()).unwrap();
+    let head = format!(
+        "PUT /v2/i/manifests/all HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {}\r\n\
+         Content-Type: application/vnd.oci.image.index.v1+json\r\n\r\n",
+        index.len()
+    );
+    std::io::Write::write_all(&mut stream, &[head.as_bytes(), &index].concat()).unwrap();
+    let answer = std::io::read_to_string(stream).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 201"), "{answer}");
+    let folder = tempfile::tempdir().unwrap();
+    let host = registry.host();
+    let store = store(folder.path(), &[(&host, http())]);
+    let id = store.pull(&reference(&host, "i:all"), None).await.unwrap();
+    assert_eq!(id.to_string(), ours.config);
+    assert_eq!(store.list()[0].repo_digests, [format!("{host}/i@{}", crate::common::digest(&index))]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_store_is_open_once_and_found_again() {
+    need_registry!();
+    let registry = Registry::start(false, false);
+    registry.push(&sample("x"), "x:1", &[]);
+    let folder = tempfile::tempdir().unwrap();
+    let host = registry.host();
+    let first = store(folder.path(), &[(&host, http())]);
+    let second = Store::open(folder.path(), Config::default()).map(drop).unwrap_err();
+    assert_eq!(second.kind(), Kind::Conflict);
+    first.pull(&reference(&host, "x:1"), None).await.unwrap();
+    let (list, info) = (first.list(), first.fs_info().await.unwrap());
+    drop(first);
+    let again =
+        Store::open(folder.path(), Config { pinned: vec![format!("{host}/x:1")], ..Config::default() }).unwrap();
+    let mut pinned = list;
+    pinned[0].pinned = true;
+    assert_eq!(again.list(), pinned);
+    assert_eq!(again.fs_info().await.unwrap(), info);
+}
