@@ -101,11 +101,12 @@ impl MicroVm<'_> {
         let machine = on(Opt::new("microvm"), &["pit", "pic", "rtc", "isa-serial", "auto-kernel-cmdline"]);
         let machine = off(machine, &["acpi", "graphics", "usb", "mem-merge", "dump-guest-core", "x-option-roms"]);
         add("machine", Some(machine.set("memory-backend", "ram").0));
-        add("accel", Some(self.accelerator.to_string()));
-        let cpu = match self.accelerator {
-            Accelerator::Kvm => "host",
-            Accelerator::Tcg => "max",
+        // One thread for all emulated processors: with several, one may still run text that another has patched.
+        let (accel, cpu) = match self.accelerator {
+            Accelerator::Kvm => ("kvm", "host"),
+            Accelerator::Tcg => ("tcg,thread=single", "max"),
         };
+        add("accel", Some(accel.to_owned()));
         add("cpu", Some(cpu.to_owned()));
         add("smp", Some(self.vcpus.to_string()));
         let memory = format!("{}M", self.memory_mib);
