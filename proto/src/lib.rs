@@ -19,5 +19,10 @@ pub mod pod {
     tonic::include_proto!("nacelle.pod.v1");
 }
 
+/// Between the commands of the node and the daemon, beside CRI.
+pub mod node {
+    tonic::include_proto!("nacelle.node.v1");
+}
+
 /// The compiled descriptors (a `FileDescriptorSet`) of all of them.
 pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/descriptors.bin"));

@@ -1,1 +1,5 @@
-fn main() {}
+//! Owns: the start of the program.
+
+fn main() -> std::process::ExitCode {
+    nacelle_daemon::cli::run()
+}

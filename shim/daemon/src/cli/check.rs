@@ -1,0 +1,158 @@
+//! Owns: `nacelle check`: what this node can do, and what follows from it.
+
+use crate::config::Config;
+use nacelle_base::Chain;
+use nacelle_engine::probe::KvmVerdict;
+use std::fmt;
+use std::path::Path;
+use std::process::{Command, ExitCode};
+
+/// Less than this and the first images do not fit.
+const ENOUGH_DISK: u64 = 2 << 30;
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Level {
+    Good,
+    Worse,
+    /// No pod can run.
+    Bad,
+}
+
+struct Finding {
+    level: Level,
+    what: &'static str,
+    says: String,
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let word = match self.level {
+            Level::Good => "ok",
+            Level::Worse => "note",
+            Level::Bad => "FAIL",
+        };
+        write!(f, "{word:<5}{:<9}{}", self.what, self.says)
+    }
+}
+
+fn finding(level: Level, what: &'static str, says: impl Into<String>) -> Finding {
+    Finding { level, what, says: says.into() }
+}
+
+pub(super) fn check(config: Config) -> anyhow::Result<ExitCode> {
+    let (engine, verdict) = super::serve::engine();
+    let mut findings = vec![user(), kernel(), kvm(&verdict), qemu(&engine.binary)];
+    for (name, handler) in &config.handlers {
+        findings.push(file(name, "kernel", &handler.kernel));
+        findings.push(file(name, "initrd", &handler.initrd));
+    }
+    findings.push(tap());
+    findings.push(network(&config)?);
+    findings.push(cgroups());
+    findings.push(disk(&config.paths.root));
+    for finding in &findings {
+        println!("{finding}");
+    }
+    let bad = findings.iter().filter(|finding| finding.level == Level::Bad).count();
+    Ok(match bad {
+        0 => {
+            println!("check: this node can run pods");
+            ExitCode::SUCCESS
+        }
+        1 => {
+            println!("check: this node cannot run pods: 1 problem");
+            ExitCode::FAILURE
+        }
+        bad => {
+            println!("check: this node cannot run pods: {bad} problems");
+            ExitCode::FAILURE
+        }
+    })
+}
+
+fn user() -> Finding {
+    match nix::unistd::geteuid().is_root() {
+        true => finding(Level::Good, "user", "root"),
+        false => finding(Level::Bad, "user", "not root: network namespaces and taps need it; use sudo"),
+    }
+}
+
+fn kernel() -> Finding {
+    match nix::sys::utsname::uname() {
+        Ok(name) => finding(Level::Good, "host", format!("Linux {}", name.release().to_string_lossy())),
+        Err(error) => finding(Level::Worse, "host", format!("uname: {error}")),
+    }
+}
+
+fn kvm(verdict: &KvmVerdict) -> Finding {
+    let level = if matches!(verdict, KvmVerdict::Hardware { .. }) { Level::Good } else { Level::Worse };
+    finding(level, "kvm", verdict.to_string())
+}
+
+fn qemu(program: &Path) -> Finding {
+    match Command::new(program).arg("--version").output() {
+        Ok(output) if output.status.success() => {
+            let text = String::from_utf8_lossy(&output.stdout);
+            finding(Level::Good, "qemu", text.lines().next().unwrap_or_default())
+        }
+        Ok(output) => finding(Level::Bad, "qemu", format!("{} ended with {}", program.display(), output.status)),
+        Err(error) => {
+            finding(Level::Bad, "qemu", format!("{}: {error}; install qemu-system-x86", program.display()))
+        }
+    }
+}
+
+fn file(handler: &str, what: &'static str, path: &Path) -> Finding {
+    match std::fs::metadata(path) {
+        Ok(data) if data.is_file() => {
+            let size = format!("{} ({} KiB, handler {handler})", path.display(), data.len() >> 10);
+            finding(Level::Good, what, size)
+        }
+        Ok(_) => finding(Level::Bad, what, format!("handler {handler}: {} is no file", path.display())),
+        Err(error) => finding(
+            Level::Bad,
+            what,
+            format!("handler {handler}: {}: {error}; build it with guest/build or set handlers.{handler}.{what}", path.display()),
+        ),
+    }
+}
+
+fn tap() -> Finding {
+    match std::fs::File::options().read(true).write(true).open("/dev/net/tun") {
+        Ok(_) => finding(Level::Good, "tap", "/dev/net/tun can be opened"),
+        Err(error) => finding(Level::Bad, "tap", format!("/dev/net/tun: {error}; load the module tun")),
+    }
+}
+
+fn network(config: &Config) -> anyhow::Result<Finding> {
+    let network = nacelle_net::Network::new(config.network_options());
+    Ok(match super::runtime()?.block_on(network.status()) {
+        Ok(()) => {
+            let dir = config.network.cni_conf_dir.display();
+            finding(Level::Good, "cni", format!("the configuration in {dir} and its plugins are ready"))
+        }
+        Err(error) => finding(Level::Bad, "cni", Chain(&error).to_string()),
+    })
+}
+
+fn cgroups() -> Finding {
+    match std::fs::read_to_string("/sys/fs/cgroup/cgroup.controllers") {
+        Ok(controllers) => finding(Level::Good, "cgroups", format!("v2: {}", controllers.trim())),
+        Err(_v1) => finding(Level::Good, "cgroups", "no unified v2 here; containers are limited by the guest's own"),
+    }
+}
+
+fn disk(root: &Path) -> Finding {
+    let there = root.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
+    match nix::sys::statvfs::statvfs(there) {
+        Ok(stat) => {
+            let free = stat.blocks_available().saturating_mul(stat.fragment_size());
+            let says = format!("{} MiB free for {}", free >> 20, root.display());
+            match free >= ENOUGH_DISK {
+                true => finding(Level::Good, "disk", says),
+                false => finding(Level::Worse, "disk", format!("{says}: images need more; set paths.root")),
+            }
+        }
+        Err(error) => finding(Level::Worse, "disk", format!("{}: {error}", there.display())),
+    }
+}

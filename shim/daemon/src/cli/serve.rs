@@ -1,0 +1,45 @@
+//! Owns: `nacelle serve`.
+
+use crate::config::Config;
+use crate::lifecycle::EngineChoice;
+use crate::lifecycle::seams::Processes;
+use crate::server::{self, Setup};
+use anyhow::Context;
+use nacelle_engine::probe;
+use nacelle_pod::spec::Accelerator;
+use std::process::ExitCode;
+use std::sync::Arc;
+use tokio::signal::unix::{SignalKind, signal};
+
+/// What runs machines here, as the probe of KVM says.
+pub(super) fn engine() -> (EngineChoice, probe::KvmVerdict) {
+    let verdict = probe::probe();
+    let accelerator = match probe::choose(&verdict) {
+        probe::Accelerator::Kvm => Accelerator::Kvm,
+        probe::Accelerator::Tcg => Accelerator::Tcg,
+    };
+    (EngineChoice { binary: nacelle_engine::qemu::PROGRAM.into(), accelerator }, verdict)
+}
+
+pub(super) fn serve(config: Config) -> anyhow::Result<ExitCode> {
+    let (engine, verdict) = engine();
+    let accelerator = probe::choose(&verdict);
+    tracing::info!(engine = "qemu", %accelerator, program = %engine.binary.display(), "{verdict}");
+    let exe = std::env::current_exe().context("cannot find the path of this program, which pods are started with")?;
+    let networks = Arc::new(nacelle_net::Network::new(config.network_options()));
+    let setup = Setup { config, engine, pods: Arc::new(Processes { exe }), networks, observer: None };
+    super::runtime()?.block_on(async {
+        let mut terminate = signal(SignalKind::terminate())?;
+        let mut interrupt = signal(SignalKind::interrupt())?;
+        let node = server::open(setup).await?;
+        let end = async move {
+            tokio::select! {
+                _ = terminate.recv() => {}
+                _ = interrupt.recv() => {}
+            }
+            tracing::info!("ending; pods run on");
+        };
+        server::serve(node, end).await?;
+        Ok(ExitCode::SUCCESS)
+    })
+}

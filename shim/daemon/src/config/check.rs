@@ -1,0 +1,130 @@
+//! Owns: the rules between and within values of the configuration.
+
+use super::Config;
+use std::path::Path;
+
+/// The smallest machine that boots the guest.
+const MIN_MEMORY_MIB: u64 = 64;
+/// What one machine may ask for, far above any node: a typing error shall not start a machine.
+const MAX_MEMORY_MIB: u64 = 16 << 20;
+/// The same for vCPUs.
+const MAX_VCPUS: u32 = 288;
+/// A scratch disk must hold an ext4 with a journal.
+const MIN_SCRATCH_MIB: u64 = 64;
+
+/// A value that breaks a rule.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{key} = {value}: {rule}")]
+pub struct Rule {
+    /// The key, with its sections.
+    pub key: String,
+    /// The value.
+    pub value: String,
+    /// What is allowed.
+    pub rule: &'static str,
+}
+
+fn broken(key: impl Into<String>, value: impl std::fmt::Debug, rule: &'static str) -> Rule {
+    Rule { key: key.into(), value: format!("{value:?}"), rule }
+}
+
+fn in_range<T: PartialOrd + std::fmt::Debug>(
+    key: impl Into<String>,
+    value: T,
+    range: std::ops::RangeInclusive<T>,
+    rule: &'static str,
+) -> Result<(), Rule> {
+    if range.contains(&value) { Ok(()) } else { Err(broken(key, value, rule)) }
+}
+
+fn absolute(key: impl Into<String>, path: &Path) -> Result<(), Rule> {
+    if path.is_absolute() { Ok(()) } else { Err(broken(key, path, "an absolute path is needed")) }
+}
+
+/// A name that can stand in a RuntimeClass: a DNS label.
+fn is_handler_name(name: &str) -> bool {
+    let ok = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-';
+    (1..=63).contains(&name.len()) && name.bytes().all(ok) && !name.starts_with('-') && !name.ends_with('-')
+}
+
+pub(super) fn check(config: &Config) -> Result<(), Rule> {
+    if !config.handlers.contains_key(&config.default_handler) {
+        return Err(broken("default_handler", &config.default_handler, "there is no [handlers.…] of this name"));
+    }
+    let paths = &config.paths;
+    for (key, path) in [("paths.root", &paths.root), ("paths.run", &paths.run), ("paths.socket", &paths.socket)] {
+        absolute(key, path)?;
+    }
+    if paths.socket.as_os_str().len() > 107 {
+        return Err(broken("paths.socket", &paths.socket, "the kernel takes at most 107 bytes for a socket's path"));
+    }
+    // A pod's folder has a name of 13 digits; the pod process and its engine put sockets there.
+    if paths.pods().as_os_str().len() + "/0123456789abc/some-socket.sock".len() > 107 {
+        return Err(broken("paths.run", &paths.run, "too long: the sockets of pods below it may have 107 bytes"));
+    }
+    absolute("network.cni_conf_dir", &config.network.cni_conf_dir)?;
+    absolute("network.netns_dir", &config.network.netns_dir)?;
+    for dir in &config.network.cni_bin_dirs {
+        absolute("network.cni_bin_dirs", dir)?;
+    }
+    let seconds = "1 to 3600 seconds are allowed";
+    let sandbox = &config.sandbox;
+    for (key, value) in [
+        ("network.plugin_seconds", config.network.plugin_seconds),
+        ("images.progress_seconds", config.images.progress_seconds),
+        ("sandbox.boot_seconds", sandbox.boot_seconds),
+        ("sandbox.answer_seconds", sandbox.answer_seconds),
+        ("sandbox.undo_seconds", sandbox.undo_seconds),
+    ] {
+        in_range(key, value, 1..=3600, seconds)?;
+    }
+    in_range("images.parallel_layers", config.images.parallel_layers, 1..=64, "1 to 64 are allowed")?;
+    for (host, registry) in &config.images.registries {
+        if let Some(mirror) = registry.mirrors.iter().find(|m| !m.starts_with("http://") && !m.starts_with("https://")) {
+            return Err(broken(format!("images.registries.{host}.mirrors"), mirror, "a URL (https://… or http://…)"));
+        }
+    }
+    for (name, handler) in &config.handlers {
+        let key = |key: &str| format!("handlers.{name}.{key}");
+        if !is_handler_name(name) {
+            return Err(broken("handlers", name, "a handler's name has 1 to 63 characters from a-z0-9-"));
+        }
+        absolute(key("kernel"), &handler.kernel)?;
+        absolute(key("initrd"), &handler.initrd)?;
+        in_range(key("vcpus"), handler.vcpus, 1..=MAX_VCPUS, "1 to 288 are allowed")?;
+        in_range(key("memory_mib"), handler.memory_mib, MIN_MEMORY_MIB..=MAX_MEMORY_MIB, "64 MiB to 16 TiB are allowed")?;
+        let scratch = MIN_SCRATCH_MIB..=MAX_MEMORY_MIB;
+        in_range(key("scratch_mib"), handler.scratch_mib, scratch, "64 MiB to 16 TiB are allowed")?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_rule_names_key_value_and_what_is_allowed() {
+        for (text, key) in [
+            ("default_handler = \"x\"\n[handlers.y]", "default_handler"),
+            ("[paths]\nroot = \"r\"", "paths.root"),
+            (&format!("[paths]\nsocket = \"/{}\"", "s".repeat(107)), "paths.socket"),
+            (&format!("[paths]\nrun = \"/{}\"", "s".repeat(90)), "paths.run"),
+            ("[network]\ncni_conf_dir = \"x\"", "network.cni_conf_dir"),
+            ("[network]\ncni_bin_dirs = [\"/x\", \"y\"]", "network.cni_bin_dirs"),
+            ("[sandbox]\nboot_seconds = 0", "sandbox.boot_seconds"),
+            ("[images]\nparallel_layers = 0", "images.parallel_layers"),
+            ("[images.registries.r]\nmirrors = [\"m:5000\"]", "images.registries.r.mirrors"),
+            ("default_handler = \"A\"\n[handlers.A]", "handlers"),
+            ("[handlers.nacelle]\nkernel = \"vmlinux\"", "handlers.nacelle.kernel"),
+            ("[handlers.nacelle]\nvcpus = 0", "handlers.nacelle.vcpus"),
+            ("[handlers.nacelle]\nmemory_mib = 63", "handlers.nacelle.memory_mib"),
+            ("[handlers.nacelle]\nscratch_mib = 1", "handlers.nacelle.scratch_mib"),
+        ] {
+            match Config::parse(text, Path::new("c.toml")) {
+                Err(super::super::ConfigError::Rule { source, .. }) => assert_eq!(source.key, key, "{text}"),
+                other => panic!("{text}: {other:?}"),
+            }
+        }
+    }
+}

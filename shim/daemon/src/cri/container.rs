@@ -1,0 +1,119 @@
+//! Owns: the RPCs about containers: convert, ask the lifecycle, convert.
+
+use super::Cri;
+use super::convert::{container_config, report};
+use super::sandbox::needed;
+use super::status::{refuse, status};
+use crate::nouns::ImageOf;
+use nacelle_base::Kind;
+use nacelle_proto::cri;
+use std::collections::HashMap;
+use std::time::Duration;
+use tonic::Status;
+
+/// Bytes of each stream of an ExecSync that are answered, as CRI demands.
+const EXEC_LIMIT: usize = 16 << 20;
+
+impl Cri {
+    pub(super) async fn on_create_container(
+        &self,
+        request: cri::CreateContainerRequest,
+    ) -> Result<cri::CreateContainerResponse, Status> {
+        let pod = needed("pod_sandbox_id", &request.pod_sandbox_id)?;
+        let config = container_config(request.config.as_ref()).map_err(status)?;
+        let image = self.image_of(&config.image)?;
+        let id = self.node.create(pod, config, image).await.map_err(status)?;
+        Ok(cri::CreateContainerResponse { container_id: id.to_string() })
+    }
+
+    /// The image that a container names, which must have been pulled.
+    fn image_of(&self, name: &str) -> Result<ImageOf, Status> {
+        match self.node.parts().images.status(name).map_err(status)? {
+            Some(image) => Ok(ImageOf {
+                id: image.id,
+                reference: image.repo_digests.first().cloned().unwrap_or_else(|| image.id.to_string()),
+            }),
+            None => Err(refuse(
+                Kind::NotFound,
+                &format!("config.image.image is {name:?}: there is no such image here; pull it first"),
+            )),
+        }
+    }
+
+    pub(super) async fn on_start_container(
+        &self,
+        request: cri::StartContainerRequest,
+    ) -> Result<cri::StartContainerResponse, Status> {
+        self.node.start(needed("container_id", &request.container_id)?).await.map_err(status)?;
+        Ok(cri::StartContainerResponse {})
+    }
+
+    pub(super) async fn on_stop_container(
+        &self,
+        request: cri::StopContainerRequest,
+    ) -> Result<cri::StopContainerResponse, Status> {
+        let id = needed("container_id", &request.container_id)?;
+        let grace = Duration::from_secs(u64::try_from(request.timeout).unwrap_or(0));
+        self.node.stop(id, grace).await.map_err(status)?;
+        Ok(cri::StopContainerResponse {})
+    }
+
+    pub(super) async fn on_remove_container(
+        &self,
+        request: cri::RemoveContainerRequest,
+    ) -> Result<cri::RemoveContainerResponse, Status> {
+        self.node.remove(needed("container_id", &request.container_id)?).await.map_err(status)?;
+        Ok(cri::RemoveContainerResponse {})
+    }
+
+    pub(super) async fn on_list_containers(
+        &self,
+        request: cri::ListContainersRequest,
+    ) -> Result<cri::ListContainersResponse, Status> {
+        let views = self.node.views();
+        let all = views.iter().flat_map(|view| view.containers.values());
+        let mut shown: Vec<_> = all
+            .filter(|c| report::container_is_visible(c) && report::container_passes(c, request.filter.as_ref()))
+            .collect();
+        shown.sort_by_key(|container| std::cmp::Reverse(container.created_at));
+        Ok(cri::ListContainersResponse { containers: shown.into_iter().map(report::container).collect() })
+    }
+
+    pub(super) async fn on_container_status(
+        &self,
+        request: cri::ContainerStatusRequest,
+    ) -> Result<cri::ContainerStatusResponse, Status> {
+        let asked = needed("container_id", &request.container_id)?;
+        let (id, view) = self.node.container(asked).map_err(status)?;
+        let gone = || refuse(Kind::NotFound, &format!("container {asked} does not exist"));
+        let container = view.containers.get(&id).ok_or_else(gone)?;
+        let info = || serde_json::json!({ "sandboxID": container.pod, "state": container.state, "config": container.config });
+        Ok(cri::ContainerStatusResponse {
+            status: Some(report::container_status(container)),
+            info: match request.verbose {
+                true => HashMap::from([("info".to_owned(), info().to_string())]),
+                false => HashMap::new(),
+            },
+        })
+    }
+
+    pub(super) async fn on_exec_sync(&self, request: cri::ExecSyncRequest) -> Result<cri::ExecSyncResponse, Status> {
+        let id = needed("container_id", &request.container_id)?;
+        if request.cmd.is_empty() {
+            return Err(refuse(Kind::Invalid, "cmd is missing"));
+        }
+        let limit = u64::try_from(request.timeout).ok().filter(|seconds| *seconds > 0).map(Duration::from_secs);
+        let mut done = self.node.exec(id, request.cmd, limit).await.map_err(status)?;
+        done.stdout.truncate(EXEC_LIMIT);
+        done.stderr.truncate(EXEC_LIMIT);
+        Ok(cri::ExecSyncResponse { stdout: done.stdout, stderr: done.stderr, exit_code: done.exit_code })
+    }
+
+    pub(super) async fn on_reopen_container_log(
+        &self,
+        request: cri::ReopenContainerLogRequest,
+    ) -> Result<cri::ReopenContainerLogResponse, Status> {
+        self.node.reopen_log(needed("container_id", &request.container_id)?).await.map_err(status)?;
+        Ok(cri::ReopenContainerLogResponse {})
+    }
+}

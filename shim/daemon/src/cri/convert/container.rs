@@ -1,0 +1,420 @@
+//! Owns: ContainerConfig → `ContainerConfig` of ours.
+
+use super::{FieldError, apparmor, bad, id_number, name, not_yet, pairs, selinux, user_namespace};
+use crate::nouns::{Capabilities, ContainerConfig, PidMode, Resources, RunAs, Seccomp};
+use crate::oci;
+use nacelle_proto::cri;
+use std::path::{Component, Path};
+
+/// Checks and converts.
+pub fn container_config(config: Option<&cri::ContainerConfig>) -> Result<ContainerConfig, FieldError> {
+    let config = config.ok_or(FieldError::Missing { field: "config" })?;
+    let metadata = config.metadata.as_ref().ok_or(FieldError::Missing { field: "config.metadata" })?;
+    let image = config.image.as_ref().ok_or(FieldError::Missing { field: "config.image" })?;
+    let linux = config.linux.clone().unwrap_or_default();
+    let security = linux.security_context.unwrap_or_default();
+    check_devices(config)?;
+    check_security(&security)?;
+    for word in config.command.iter().chain(&config.args).chain([&config.working_dir]) {
+        if word.contains('\0') {
+            return bad("config.command, args, working_dir", word, "no zero bytes are allowed");
+        }
+    }
+    if !config.working_dir.is_empty() && !config.working_dir.starts_with('/') {
+        return bad("config.working_dir", &config.working_dir, "an absolute path is needed");
+    }
+    Ok(ContainerConfig {
+        name: name("config.metadata.name", &metadata.name)?,
+        attempt: metadata.attempt,
+        image: name_of_image(image)?,
+        user_image: if image.user_specified_image.is_empty() { &image.image } else { &image.user_specified_image }.clone(),
+        command: config.command.clone(),
+        args: config.args.clone(),
+        working_dir: config.working_dir.clone(),
+        envs: config.envs.iter().map(env).collect::<Result<_, _>>()?,
+        labels: pairs(&config.labels),
+        annotations: pairs(&config.annotations),
+        log_path: log_path(&config.log_path)?,
+        stdin: config.stdin,
+        stdin_once: config.stdin_once,
+        tty: config.tty,
+        stop_signal: stop_signal(config.stop_signal)?,
+        resources: resources(&linux.resources.unwrap_or_default())?,
+        privileged: security.privileged,
+        capabilities: capabilities(security.capabilities.as_ref())?,
+        pid: pid(security.namespace_options.as_ref())?,
+        run_as: run_as(&security)?,
+        readonly_rootfs: security.readonly_rootfs,
+        no_new_privs: security.no_new_privs,
+        masked_paths: paths("config.linux.security_context.masked_paths", &security.masked_paths)?,
+        readonly_paths: paths("config.linux.security_context.readonly_paths", &security.readonly_paths)?,
+        seccomp: seccomp(&security)?,
+    })
+}
+
+fn name_of_image(image: &cri::ImageSpec) -> Result<String, FieldError> {
+    if image.image.is_empty() {
+        return Err(FieldError::Missing { field: "config.image.image" });
+    }
+    if image.image.len() > 1024 {
+        return bad("config.image.image", &image.image, "at most 1024 bytes are allowed");
+    }
+    Ok(image.image.clone())
+}
+
+fn check_devices(config: &cri::ContainerConfig) -> Result<(), FieldError> {
+    if let Some(mount) = config.mounts.first() {
+        if let Some(image) = &mount.image {
+            return not_yet("config.mounts.image", &image.image, "image volumes are to come; leave the volume out");
+        }
+        let instead = "volumes of the node are to come; put the files into the image";
+        return not_yet("config.mounts.host_path", &mount.host_path, instead);
+    }
+    if let Some(device) = config.devices.first() {
+        return not_yet("config.devices.host_path", &device.host_path, "devices of the node do not reach a guest");
+    }
+    if let Some(device) = config.cdi_devices.first() {
+        return not_yet("config.CDI_devices.name", &device.name, "devices of the node do not reach a guest");
+    }
+    Ok(())
+}
+
+#[expect(deprecated, reason = "kubelets before 1.30 send the old field")]
+fn check_security(security: &cri::LinuxContainerSecurityContext) -> Result<(), FieldError> {
+    selinux("config.linux.security_context.selinux_options", security.selinux_options.as_ref())?;
+    apparmor(
+        "config.linux.security_context.apparmor",
+        security.apparmor.as_ref(),
+        "config.linux.security_context.apparmor_profile",
+        &security.apparmor_profile,
+    )?;
+    user_namespace(
+        "config.linux.security_context.namespace_options.userns_options",
+        security.namespace_options.as_ref(),
+    )
+}
+
+fn env(pair: &cri::KeyValue) -> Result<(String, String), FieldError> {
+    if pair.key.is_empty() || pair.key.contains(['=', '\0']) {
+        return bad("config.envs.key", &pair.key, "a name without = and zero bytes is needed");
+    }
+    match std::str::from_utf8(&pair.value) {
+        Ok(value) if !value.contains('\0') => Ok((pair.key.clone(), value.to_owned())),
+        _ => bad("config.envs.value", format!("that of {}", pair.key), "UTF-8 without zero bytes is needed"),
+    }
+}
+
+fn log_path(text: &str) -> Result<String, FieldError> {
+    let inside = Path::new(text).components().all(|part| matches!(part, Component::Normal(_)));
+    if inside && !text.contains('\0') && !text.ends_with('/') {
+        Ok(text.to_owned())
+    } else {
+        bad("config.log_path", text, "a path below the pod's log_directory is needed")
+    }
+}
+
+/// None: as the image says.
+fn stop_signal(signal: i32) -> Result<Option<u32>, FieldError> {
+    let unknown = || FieldError::Bad {
+        field: "config.stop_signal",
+        value: signal.to_string(),
+        rule: "a value of CRI's Signal is needed".into(),
+    };
+    match cri::Signal::try_from(signal).map_err(|_unknown| unknown())? {
+        cri::Signal::RuntimeDefault => Ok(None),
+        signal => signal_number(signal).map(Some).ok_or_else(unknown),
+    }
+}
+
+/// The number on Linux of CRI's signal; none for "as the image says".
+pub(super) fn signal_number(signal: cri::Signal) -> Option<u32> {
+    let name = signal.as_str_name().strip_prefix("SIGNAL_SIG")?;
+    crate::signals::number(&name.replace("PLUS", "+").replace("MINUS", "-"))
+}
+
+fn resources(asked: &cri::LinuxContainerResources) -> Result<Resources, FieldError> {
+    for (field, value, range) in [
+        ("config.linux.resources.cpu_period", asked.cpu_period, 0..=1_000_000),
+        ("config.linux.resources.cpu_quota", asked.cpu_quota, -1..=i64::MAX),
+        ("config.linux.resources.cpu_shares", asked.cpu_shares, 0..=262_144),
+        ("config.linux.resources.memory_limit_in_bytes", asked.memory_limit_in_bytes, 0..=i64::MAX),
+        ("config.linux.resources.memory_swap_limit_in_bytes", asked.memory_swap_limit_in_bytes, -1..=i64::MAX),
+        ("config.linux.resources.oom_score_adj", asked.oom_score_adj, -1000..=1000),
+    ] {
+        if !range.contains(&value) {
+            return bad(field, value, format!("{} to {} are allowed", range.start(), range.end()));
+        }
+    }
+    for (field, list) in [
+        ("config.linux.resources.cpuset_cpus", &asked.cpuset_cpus),
+        ("config.linux.resources.cpuset_mems", &asked.cpuset_mems),
+    ] {
+        if !list.is_empty() {
+            return not_yet(field, list, "processors of the node are not those of the guest; leave it out");
+        }
+    }
+    let plain = |key: &str| !key.is_empty() && !key.starts_with('.') && !key.contains(['/', '\0']);
+    if let Some(key) = asked.unified.keys().find(|key| !plain(key)) {
+        return bad("config.linux.resources.unified", key, "the name of a file of cgroup v2 is needed");
+    }
+    Ok(Resources {
+        cpu_period: asked.cpu_period,
+        cpu_quota: asked.cpu_quota,
+        cpu_shares: asked.cpu_shares,
+        memory_limit: asked.memory_limit_in_bytes,
+        memory_swap_limit: asked.memory_swap_limit_in_bytes,
+        oom_score_adj: asked.oom_score_adj,
+        // Limits of 0 are kubelet's way to say that none are given; the guest has no huge pages to give either.
+        hugepages: asked
+            .hugepage_limits
+            .iter()
+            .filter(|limit| limit.limit > 0)
+            .map(|limit| (limit.page_size.clone(), limit.limit))
+            .collect(),
+        unified: pairs(&asked.unified),
+    })
+}
+
+fn capabilities(asked: Option<&cri::Capability>) -> Result<Capabilities, FieldError> {
+    let Some(asked) = asked else { return Ok(Capabilities::default()) };
+    let list = |field, names: &[String]| -> Result<Vec<String>, FieldError> {
+        let known = |name: &String| match oci::normal_capability(name) {
+            normal if oci::is_known_capability(&normal) => Ok(normal),
+            _ => bad(field, name, "a capability of Linux or ALL is needed"),
+        };
+        names.iter().map(known).collect()
+    };
+    Ok(Capabilities {
+        add: list("config.linux.security_context.capabilities.add_capabilities", &asked.add_capabilities)?,
+        drop: list("config.linux.security_context.capabilities.drop_capabilities", &asked.drop_capabilities)?,
+        ambient: list(
+            "config.linux.security_context.capabilities.add_ambient_capabilities",
+            &asked.add_ambient_capabilities,
+        )?,
+    })
+}
+
+fn pid(options: Option<&cri::NamespaceOption>) -> Result<PidMode, FieldError> {
+    let options = options.cloned().unwrap_or_default();
+    for (field, mode) in [
+        ("config.linux.security_context.namespace_options.network", options.network()),
+        ("config.linux.security_context.namespace_options.ipc", options.ipc()),
+    ] {
+        match mode {
+            cri::NamespaceMode::Pod => {}
+            cri::NamespaceMode::Node => return Err(FieldError::HostNamespace { field }),
+            mode => return bad(field, mode.as_str_name(), "containers share the pod's (POD)"),
+        }
+    }
+    match options.pid() {
+        cri::NamespaceMode::Pod => Ok(PidMode::Pod),
+        cri::NamespaceMode::Container => Ok(PidMode::Own),
+        cri::NamespaceMode::Target => {
+            Ok(PidMode::Of(name("config.linux.security_context.namespace_options.target_id", &options.target_id)?))
+        }
+        cri::NamespaceMode::Node => {
+            Err(FieldError::HostNamespace { field: "config.linux.security_context.namespace_options.pid" })
+        }
+    }
+}
+
+fn run_as(security: &cri::LinuxContainerSecurityContext) -> Result<RunAs, FieldError> {
+    let field = "config.linux.security_context.run_as_user";
+    let number = security.run_as_user.as_ref().map(|user| id_number(field, user.value)).transpose()?;
+    let user_name = security.run_as_username.as_str();
+    if user_name.contains([':', '\0', '\n']) {
+        return bad("config.linux.security_context.run_as_username", user_name, "a user's name is needed");
+    }
+    let user = match (number, user_name) {
+        (Some(number), _) => Some(number.to_string()),
+        (None, "") => None,
+        (None, name) => Some(name.to_owned()),
+    };
+    let field = "config.linux.security_context.run_as_group";
+    let group = security.run_as_group.as_ref().map(|group| id_number(field, group.value)).transpose()?;
+    if let (Some(group), None) = (group, &user) {
+        return bad(field, group, "it is allowed together with run_as_user or run_as_username only");
+    }
+    let field = "config.linux.security_context.supplemental_groups";
+    Ok(RunAs {
+        user,
+        group,
+        supplemental: security.supplemental_groups.iter().map(|group| id_number(field, *group)).collect::<Result<_, _>>()?,
+        strict: security.supplemental_groups_policy() == cri::SupplementalGroupsPolicy::Strict,
+    })
+}
+
+fn paths(field: &'static str, paths: &[String]) -> Result<Vec<String>, FieldError> {
+    match paths.iter().find(|path| !path.starts_with('/') || path.contains('\0')) {
+        Some(path) => bad(field, path, "an absolute path is needed"),
+        None => Ok(paths.to_vec()),
+    }
+}
+
+#[expect(deprecated, reason = "kubelets before 1.26 send the old field")]
+fn seccomp(security: &cri::LinuxContainerSecurityContext) -> Result<Seccomp, FieldError> {
+    use cri::security_profile::ProfileType;
+    let instead = "profiles of the node are to come; use RuntimeDefault";
+    match (&security.seccomp, security.seccomp_profile_path.as_str()) {
+        (Some(profile), _) => match profile.profile_type() {
+            ProfileType::RuntimeDefault => Ok(Seccomp::RuntimeDefault),
+            ProfileType::Unconfined => Ok(Seccomp::Unconfined),
+            ProfileType::Localhost => {
+                not_yet("config.linux.security_context.seccomp.localhost_ref", &profile.localhost_ref, instead)
+            }
+        },
+        (None, "runtime/default" | "docker/default") => Ok(Seccomp::RuntimeDefault),
+        (None, "" | "unconfined") => Ok(Seccomp::Unconfined),
+        (None, path) => not_yet("config.linux.security_context.seccomp_profile_path", path, instead),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nacelle_base::{Classify, Kind};
+    use proptest::prelude::*;
+
+    fn sample() -> cri::ContainerConfig {
+        cri::ContainerConfig {
+            metadata: Some(cri::ContainerMetadata { name: "c".into(), attempt: 1 }),
+            image: Some(cri::ImageSpec { image: "sha256:aa".into(), ..Default::default() }),
+            log_path: "c/0.log".into(),
+            linux: Some(cri::LinuxContainerConfig::default()),
+            ..Default::default()
+        }
+    }
+
+    fn converted(change: impl FnOnce(&mut cri::ContainerConfig)) -> Result<ContainerConfig, FieldError> {
+        let mut config = sample();
+        change(&mut config);
+        container_config(Some(&config))
+    }
+
+    fn security(config: &mut cri::ContainerConfig) -> &mut cri::LinuxContainerSecurityContext {
+        config.linux.get_or_insert_default().security_context.get_or_insert_default()
+    }
+
+    fn limits(config: &mut cri::ContainerConfig) -> &mut cri::LinuxContainerResources {
+        config.linux.get_or_insert_default().resources.get_or_insert_default()
+    }
+
+    #[test]
+    fn what_kubelet_sends_is_taken_over() {
+        let container = converted(|config| {
+            config.envs = vec![cri::KeyValue { key: "A".into(), value: "ä=b".into() }];
+            config.stop_signal = cri::Signal::Sigrtminplus3.into();
+            limits(config).hugepage_limits = vec![cri::HugepageLimit { page_size: "2MB".into(), limit: 0 }];
+            limits(config).unified.insert("memory.oom.group".into(), "1".into());
+            let security = security(config);
+            security.capabilities = Some(cri::Capability {
+                add_capabilities: vec!["net_admin".into()],
+                drop_capabilities: vec!["ALL".into()],
+                ..Default::default()
+            });
+            security.run_as_user = Some(cri::Int64Value { value: 1000 });
+            security.run_as_group = Some(cri::Int64Value { value: 1001 });
+            security.supplemental_groups = vec![5];
+            security.supplemental_groups_policy = 1;
+            security.namespace_options = Some(cri::NamespaceOption { pid: 1, ..Default::default() });
+            security.seccomp = Some(cri::SecurityProfile::default());
+        })
+        .unwrap();
+        assert_eq!(container.envs, [("A".to_owned(), "ä=b".to_owned())]);
+        assert_eq!(container.stop_signal, Some(37));
+        assert!(container.resources.hugepages.is_empty());
+        assert_eq!((container.capabilities.add, container.capabilities.drop), (vec!["NET_ADMIN".to_owned()], vec!["ALL".into()]));
+        let run_as = RunAs { user: Some("1000".into()), group: Some(1001), supplemental: vec![5], strict: true };
+        assert_eq!(container.run_as, run_as);
+        assert_eq!((container.pid, container.seccomp), (PidMode::Own, Seccomp::RuntimeDefault));
+        let plain = converted(|_| ()).unwrap();
+        assert_eq!((plain.pid, plain.seccomp, plain.stop_signal), (PidMode::Pod, Seccomp::Unconfined, None));
+    }
+
+    #[test]
+    fn every_refusal_names_field_and_rule() {
+        type Change = fn(&mut cri::ContainerConfig);
+        let rows: [(Change, Kind, &str); 27] = [
+            (|c| c.metadata = None, Kind::Invalid, "config.metadata is missing"),
+            (|c| c.metadata.as_mut().unwrap().name.clear(), Kind::Invalid, "name is missing"),
+            (|c| c.image = None, Kind::Invalid, "config.image is missing"),
+            (|c| c.image.as_mut().unwrap().image.clear(), Kind::Invalid, "config.image.image is missing"),
+            (|c| c.log_path = "../x".into(), Kind::Invalid, "log_path"),
+            (|c| c.log_path = "/x".into(), Kind::Invalid, "log_path"),
+            (|c| c.log_path = "x/".into(), Kind::Invalid, "log_path"),
+            (|c| c.working_dir = "x".into(), Kind::Invalid, "working_dir"),
+            (|c| c.command = vec!["a\0".into()], Kind::Invalid, "command"),
+            (|c| c.mounts = vec![cri::Mount { host_path: "/etc".into(), ..Default::default() }], Kind::Unsupported, "/etc"),
+            (
+                |c| c.mounts = vec![cri::Mount { image: Some(Default::default()), ..Default::default() }],
+                Kind::Unsupported,
+                "image volumes",
+            ),
+            (
+                |c| c.devices = vec![cri::Device { host_path: "/dev/fuse".into(), ..Default::default() }],
+                Kind::Unsupported,
+                "/dev/fuse",
+            ),
+            (|c| c.cdi_devices = vec![cri::CdiDevice { name: "v/c=d".into() }], Kind::Unsupported, "v/c=d"),
+            (|c| c.envs = vec![cri::KeyValue { key: "a=".into(), value: vec![] }], Kind::Invalid, "envs.key"),
+            (|c| c.envs = vec![cri::KeyValue { key: "a".into(), value: vec![0xff] }], Kind::Invalid, "UTF-8"),
+            (|c| c.stop_signal = 99, Kind::Invalid, "stop_signal"),
+            (|c| limits(c).cpu_shares = -1, Kind::Invalid, "cpu_shares"),
+            (|c| limits(c).oom_score_adj = 1001, Kind::Invalid, "oom_score_adj"),
+            (|c| limits(c).cpuset_cpus = "0-3".into(), Kind::Unsupported, "cpuset_cpus"),
+            (|c| limits(c).unified.extend([("../x".into(), "1".into())]), Kind::Invalid, "unified"),
+            (
+                |c| security(c).capabilities =
+                    Some(cri::Capability { add_capabilities: vec!["FLY".into()], ..Default::default() }),
+                Kind::Invalid,
+                "FLY",
+            ),
+            (|c| security(c).run_as_group = Some(cri::Int64Value { value: 1 }), Kind::Invalid, "run_as_user"),
+            (|c| security(c).run_as_user = Some(cri::Int64Value { value: -1 }), Kind::Invalid, "run_as_user"),
+            (|c| security(c).masked_paths = vec!["proc".into()], Kind::Invalid, "masked_paths"),
+            (
+                |c| security(c).namespace_options = Some(cri::NamespaceOption { network: 2, ..Default::default() }),
+                Kind::Conflict,
+                "network is NODE",
+            ),
+            (
+                |c| security(c).seccomp =
+                    Some(cri::SecurityProfile { profile_type: 2, localhost_ref: "p.json".into() }),
+                Kind::Unsupported,
+                "p.json",
+            ),
+            (
+                |c| security(c).apparmor =
+                    Some(cri::SecurityProfile { profile_type: 2, localhost_ref: "x".into() }),
+                Kind::Unsupported,
+                "AppArmor",
+            ),
+        ];
+        for (change, kind, words) in rows {
+            let error = converted(change).unwrap_err();
+            assert_eq!(error.kind(), kind, "{error}");
+            assert!(error.to_string().contains(words), "{error}");
+        }
+    }
+
+    #[test]
+    fn every_signal_of_cri_has_a_number() {
+        for number in 1..=65 {
+            let signal = cri::Signal::try_from(number).unwrap();
+            assert!(signal_number(signal).is_some(), "{signal:?}");
+        }
+        assert_eq!(signal_number(cri::Signal::Sigrtmaxminus14), Some(50));
+        assert_eq!(signal_number(cri::Signal::Sigcld), Some(17));
+    }
+
+    proptest! {
+        #[test]
+        fn a_log_never_leaves_its_folder(text in "[a./]{0,12}") {
+            if let Ok(path) = log_path(&text) {
+                let whole = Path::new("/logs").join(path);
+                prop_assert!(whole.components().all(|part| part != Component::ParentDir));
+                prop_assert!(whole.starts_with("/logs"));
+            }
+        }
+    }
+}

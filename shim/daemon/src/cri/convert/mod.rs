@@ -1,0 +1,132 @@
+//! Owns: the border between CRI and the daemon: requests become checked nouns here, records become answers here.
+//! No other module of the daemon sees a CRI type except the services that call these functions.
+
+mod container;
+mod pod;
+pub mod report;
+
+pub use container::container_config;
+pub use pod::pod_config;
+
+use crate::nouns::Pairs;
+use nacelle_base::{Classify, Kind};
+use nacelle_proto::cri;
+use std::collections::HashMap;
+
+/// A field of a request that cannot be taken.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum FieldError {
+    /// It is not there.
+    #[error("{field} is missing")]
+    Missing {
+        /// Its path in the request.
+        field: &'static str,
+    },
+    /// Its value breaks a rule.
+    #[error("{field} is {value:?}: {rule}")]
+    Bad {
+        /// Its path in the request.
+        field: &'static str,
+        /// Its value, cut.
+        value: String,
+        /// What is allowed.
+        rule: String,
+    },
+    /// It asks for something that Nacelle does not do yet.
+    #[error("{field} is {value:?}, which Nacelle does not support yet: {instead}")]
+    NotYet {
+        /// Its path in the request.
+        field: &'static str,
+        /// Its value, cut.
+        value: String,
+        /// What to do instead.
+        instead: &'static str,
+    },
+    /// It asks for a namespace of the node.
+    #[error(
+        "{field} is NODE, a namespace of the host: a pod of Nacelle is a machine of its own and cannot share the host's; \
+         run pods with host namespaces by another runtime"
+    )]
+    HostNamespace {
+        /// Its path in the request.
+        field: &'static str,
+    },
+}
+
+impl Classify for FieldError {
+    fn kind(&self) -> Kind {
+        match self {
+            FieldError::Missing { .. } | FieldError::Bad { .. } => Kind::Invalid,
+            FieldError::NotYet { .. } => Kind::Unsupported,
+            FieldError::HostNamespace { .. } => Kind::Conflict,
+        }
+    }
+}
+
+fn cut(value: impl ToString) -> String {
+    value.to_string().chars().take(200).collect()
+}
+
+fn bad<T>(field: &'static str, value: impl ToString, rule: impl Into<String>) -> Result<T, FieldError> {
+    Err(FieldError::Bad { field, value: cut(value), rule: rule.into() })
+}
+
+fn not_yet<T>(field: &'static str, value: impl ToString, instead: &'static str) -> Result<T, FieldError> {
+    Err(FieldError::NotYet { field, value: cut(value), instead })
+}
+
+fn pairs(map: &HashMap<String, String>) -> Pairs {
+    map.iter().map(|(key, value)| (key.clone(), value.clone())).collect()
+}
+
+/// A name: something, without control characters.
+fn name(field: &'static str, value: &str) -> Result<String, FieldError> {
+    if value.is_empty() {
+        return Err(FieldError::Missing { field });
+    }
+    if value.chars().any(char::is_control) || value.len() > 253 {
+        return bad(field, value, "1 to 253 bytes without control characters are allowed");
+    }
+    Ok(value.to_owned())
+}
+
+/// A number that Linux takes for a user or a group.
+fn id_number(field: &'static str, value: i64) -> Result<u32, FieldError> {
+    match u32::try_from(value) {
+        Ok(id) if id != u32::MAX => Ok(id),
+        _ => bad(field, value, "0 to 4294967294 are allowed"),
+    }
+}
+
+/// Profiles of AppArmor: the guest's kernel has none, which is what RuntimeDefault and Unconfined come to.
+fn apparmor(
+    field: &'static str,
+    profile: Option<&cri::SecurityProfile>,
+    old_field: &'static str,
+    old: &str,
+) -> Result<(), FieldError> {
+    if let Some(profile) = profile.filter(|p| p.profile_type() == cri::security_profile::ProfileType::Localhost) {
+        return not_yet(field, &profile.localhost_ref, "the guest's kernel has no AppArmor; leave it out");
+    }
+    if !matches!(old, "" | "runtime/default" | "unconfined") {
+        return not_yet(old_field, old, "the guest's kernel has no AppArmor; leave it out");
+    }
+    Ok(())
+}
+
+fn selinux(field: &'static str, options: Option<&cri::SeLinuxOption>) -> Result<(), FieldError> {
+    match options.filter(|options| **options != cri::SeLinuxOption::default()) {
+        Some(options) => not_yet(field, format!("{options:?}"), "the guest's kernel has no SELinux; leave it out"),
+        None => Ok(()),
+    }
+}
+
+/// User namespaces: POD asks for one, NODE is none.
+fn user_namespace(field: &'static str, options: Option<&cri::NamespaceOption>) -> Result<(), FieldError> {
+    let Some(userns) = options.and_then(|options| options.userns_options.as_ref()) else { return Ok(()) };
+    match userns.mode() {
+        cri::NamespaceMode::Node if userns.uids.is_empty() && userns.gids.is_empty() => Ok(()),
+        cri::NamespaceMode::Pod => not_yet(field, "POD", "the machine keeps the pod apart from the node already"),
+        mode => bad(field, mode.as_str_name(), "POD, or NODE without mappings, are allowed"),
+    }
+}

@@ -1,0 +1,301 @@
+//! Owns: PodSandboxConfig → `PodConfig`.
+
+use super::{FieldError, apparmor, bad, id_number, name, not_yet, pairs, selinux, user_namespace};
+use crate::nouns::{PodConfig, PodName};
+use nacelle_net::{Dns, PortMapping, Protocol};
+use nacelle_proto::cri;
+use std::path::PathBuf;
+
+/// Sysctls that are a pod's own; the agent keeps the same list.
+const SYSCTLS: [&str; 5] = ["net.", "kernel.shm", "kernel.msg", "kernel.sem", "fs.mqueue."];
+/// Longest host name that Linux takes.
+const HOSTNAME: usize = 64;
+
+/// Checks and converts. `handler` is the request's runtime_handler, whose existence the caller checks.
+pub fn pod_config(config: Option<&cri::PodSandboxConfig>, handler: &str) -> Result<PodConfig, FieldError> {
+    let config = config.ok_or(FieldError::Missing { field: "config" })?;
+    let metadata = config.metadata.as_ref().ok_or(FieldError::Missing { field: "config.metadata" })?;
+    let name = PodName {
+        name: name("config.metadata.name", &metadata.name)?,
+        namespace: name("config.metadata.namespace", &metadata.namespace)?,
+        uid: name("config.metadata.uid", &metadata.uid)?,
+        attempt: metadata.attempt,
+    };
+    let linux = config.linux.clone().unwrap_or_default();
+    let security = linux.security_context.clone().unwrap_or_default();
+    let namespaces = security.namespace_options.clone().unwrap_or_default();
+    check_namespaces(&namespaces)?;
+    check_security(&security)?;
+    let resources = linux.resources.unwrap_or_default();
+    Ok(PodConfig {
+        hostname: hostname(&config.hostname, &name.name)?,
+        name,
+        handler: handler.to_owned(),
+        log_directory: log_directory(&config.log_directory)?,
+        dns: dns(config.dns_config.as_ref())?,
+        ports: config.port_mappings.iter().filter_map(port).collect::<Result<_, _>>()?,
+        labels: pairs(&config.labels),
+        annotations: pairs(&config.annotations),
+        sysctls: linux.sysctls.iter().map(|(key, value)| sysctl(key, value)).collect::<Result<_, _>>()?,
+        shared_pid: namespaces.pid() == cri::NamespaceMode::Pod,
+        privileged: security.privileged,
+        memory_limit: u64::try_from(resources.memory_limit_in_bytes).ok().filter(|limit| *limit > 0),
+        cpu_limit_milli: cpu_milli(&resources),
+    })
+}
+
+fn cpu_milli(resources: &cri::LinuxContainerResources) -> Option<u64> {
+    let quota = u64::try_from(resources.cpu_quota).ok().filter(|quota| *quota > 0)?;
+    let period = u64::try_from(resources.cpu_period).ok().filter(|period| *period > 0)?;
+    Some(quota.saturating_mul(1000).div_ceil(period))
+}
+
+fn check_namespaces(namespaces: &cri::NamespaceOption) -> Result<(), FieldError> {
+    use cri::NamespaceMode::{Container, Node, Pod};
+    for (field, mode, allowed) in [
+        ("config.linux.security_context.namespace_options.network", namespaces.network(), &[Pod][..]),
+        ("config.linux.security_context.namespace_options.ipc", namespaces.ipc(), &[Pod][..]),
+        ("config.linux.security_context.namespace_options.pid", namespaces.pid(), &[Pod, Container][..]),
+    ] {
+        if mode == Node {
+            return Err(FieldError::HostNamespace { field });
+        }
+        if !allowed.contains(&mode) {
+            return bad(field, mode.as_str_name(), "a pod has one of its own (POD); pid can be CONTAINER too");
+        }
+    }
+    user_namespace("config.linux.security_context.namespace_options.userns_options", Some(namespaces))
+}
+
+fn check_security(security: &cri::LinuxSandboxSecurityContext) -> Result<(), FieldError> {
+    if let Some(group) = &security.run_as_group {
+        let field = "config.linux.security_context.run_as_group";
+        if security.run_as_user.is_none() {
+            return bad(field, group.value, "it is allowed together with run_as_user only");
+        }
+        id_number(field, group.value)?;
+    }
+    if let Some(user) = &security.run_as_user {
+        id_number("config.linux.security_context.run_as_user", user.value)?;
+    }
+    selinux("config.linux.security_context.selinux_options", security.selinux_options.as_ref())?;
+    apparmor(
+        "config.linux.security_context.apparmor",
+        security.apparmor.as_ref(),
+        "config.linux.security_context.apparmor",
+        "",
+    )
+}
+
+fn hostname(hostname: &str, pod: &str) -> Result<String, FieldError> {
+    if hostname.is_empty() {
+        // A host name has no other characters than these, and a pod's name is nothing else in Kubernetes.
+        let usable = |c: &char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.');
+        let name: String = pod.chars().filter(usable).take(HOSTNAME - 1).collect();
+        return Ok(if name.is_empty() { "pod".to_owned() } else { name });
+    }
+    let ok = |b: u8| b.is_ascii_alphanumeric() || b"-._".contains(&b);
+    if hostname.len() > HOSTNAME || !hostname.bytes().all(ok) {
+        return bad("config.hostname", hostname, "1 to 64 characters from A-Za-z0-9-._ are allowed");
+    }
+    Ok(hostname.to_owned())
+}
+
+fn log_directory(text: &str) -> Result<Option<PathBuf>, FieldError> {
+    let path = PathBuf::from(text);
+    let plain = |part| !matches!(part, std::path::Component::ParentDir);
+    if text.is_empty() {
+        Ok(None)
+    } else if path.is_absolute() && path.components().all(plain) && !text.contains('\0') {
+        Ok(Some(path))
+    } else {
+        bad("config.log_directory", text, "an absolute path without .. is needed")
+    }
+}
+
+fn dns(dns: Option<&cri::DnsConfig>) -> Result<Option<Dns>, FieldError> {
+    let Some(dns) = dns.filter(|dns| **dns != cri::DnsConfig::default()) else { return Ok(None) };
+    for (field, words) in [
+        ("config.dns_config.servers", &dns.servers),
+        ("config.dns_config.searches", &dns.searches),
+        ("config.dns_config.options", &dns.options),
+    ] {
+        if let Some(word) = words.iter().find(|w| w.is_empty() || w.chars().any(|c| c.is_whitespace() || c.is_control())) {
+            return bad(field, word, "one word without spaces is needed");
+        }
+    }
+    if let Some(server) = dns.servers.iter().find(|server| server.parse::<std::net::IpAddr>().is_err()) {
+        return bad("config.dns_config.servers", server, "an IP address is needed");
+    }
+    Ok(Some(Dns { servers: dns.servers.clone(), searches: dns.searches.clone(), options: dns.options.clone() }))
+}
+
+/// None: a port of the pod that no port of the node leads to.
+fn port(port: &cri::PortMapping) -> Option<Result<PortMapping, FieldError>> {
+    (port.host_port != 0).then(|| {
+        let number = |field, value: i32| match u16::try_from(value) {
+            Ok(number) if number > 0 => Ok(number),
+            _ => bad(field, value, "1 to 65535 are allowed"),
+        };
+        let host_ip = match port.host_ip.as_str() {
+            "" => None,
+            text => match text.parse::<std::net::IpAddr>() {
+                Ok(ip) => Some(ip),
+                Err(_no_address) => return bad("config.port_mappings.host_ip", text, "an IP address is needed"),
+            },
+        };
+        let protocol = match cri::Protocol::try_from(port.protocol) {
+            Ok(cri::Protocol::Tcp) => Protocol::Tcp,
+            Ok(cri::Protocol::Udp) => Protocol::Udp,
+            Ok(cri::Protocol::Sctp) => Protocol::Sctp,
+            Err(_unknown) => return bad("config.port_mappings.protocol", port.protocol, "TCP, UDP and SCTP are allowed"),
+        };
+        Ok(PortMapping {
+            host_port: number("config.port_mappings.host_port", port.host_port)?,
+            container_port: number("config.port_mappings.container_port", port.container_port)?,
+            protocol,
+            host_ip,
+        })
+    })
+}
+
+fn sysctl(key: &str, value: &str) -> Result<(String, String), FieldError> {
+    let field = "config.linux.sysctls";
+    // Both spellings, a.b and a/b, are in use.
+    let dotted = key.replace('/', ".");
+    let clean = dotted.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b))
+        && dotted.split('.').all(|part| !part.is_empty());
+    if !clean || !SYSCTLS.iter().any(|start| dotted.starts_with(start)) {
+        let rule = "a pod may set net.*, kernel.shm*, kernel.msg*, kernel.sem and fs.mqueue.*";
+        return bad(field, key, rule);
+    }
+    if value.chars().any(char::is_control) || value.len() > 4096 {
+        return not_yet(field, value, "a value has one line of at most 4096 bytes");
+    }
+    Ok((dotted, value.to_owned()))
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use nacelle_base::{Classify, Kind};
+
+    pub(crate) fn sample() -> cri::PodSandboxConfig {
+        cri::PodSandboxConfig {
+            metadata: Some(cri::PodSandboxMetadata {
+                name: "web".into(),
+                uid: "u1".into(),
+                namespace: "default".into(),
+                attempt: 2,
+            }),
+            hostname: "web-0".into(),
+            log_directory: "/var/log/pods/web".into(),
+            linux: Some(cri::LinuxPodSandboxConfig::default()),
+            ..Default::default()
+        }
+    }
+
+    fn converted(change: impl FnOnce(&mut cri::PodSandboxConfig)) -> Result<PodConfig, FieldError> {
+        let mut config = sample();
+        change(&mut config);
+        pod_config(Some(&config), "h")
+    }
+
+    fn security(config: &mut cri::PodSandboxConfig) -> &mut cri::LinuxSandboxSecurityContext {
+        config.linux.get_or_insert_default().security_context.get_or_insert_default()
+    }
+
+    fn namespaces(config: &mut cri::PodSandboxConfig) -> &mut cri::NamespaceOption {
+        security(config).namespace_options.get_or_insert_default()
+    }
+
+    #[test]
+    fn what_kubelet_sends_is_taken_over() {
+        let pod = converted(|config| {
+            config.dns_config = Some(cri::DnsConfig {
+                servers: vec!["10.96.0.10".into()],
+                searches: vec!["cluster.local".into()],
+                options: vec!["ndots:5".into()],
+            });
+            config.labels.insert("app".into(), "web".into());
+            config.annotations.insert("a".into(), "b\nc".into());
+            config.port_mappings = vec![
+                cri::PortMapping { protocol: 1, container_port: 53, host_port: 5353, host_ip: "::1".into() },
+                cri::PortMapping { protocol: 0, container_port: 80, host_port: 0, host_ip: String::new() },
+            ];
+            let linux = config.linux.get_or_insert_default();
+            linux.sysctls.insert("net/ipv4/ip_forward".into(), "1".into());
+            linux.resources = Some(cri::LinuxContainerResources {
+                cpu_period: 100_000,
+                cpu_quota: 150_000,
+                memory_limit_in_bytes: 1 << 28,
+                ..Default::default()
+            });
+        })
+        .unwrap();
+        assert_eq!((pod.name.attempt, pod.handler.as_str(), pod.hostname.as_str()), (2, "h", "web-0"));
+        assert_eq!(pod.dns.unwrap().options, ["ndots:5"]);
+        assert_eq!(pod.ports.len(), 1);
+        assert_eq!((pod.ports[0].protocol, pod.ports[0].container_port), (Protocol::Udp, 53));
+        assert_eq!(pod.sysctls["net.ipv4.ip_forward"], "1");
+        assert_eq!((pod.memory_limit, pod.cpu_limit_milli), (Some(1 << 28), Some(1500)));
+        assert!(pod.shared_pid);
+        assert_eq!(pod.annotations["a"], "b\nc");
+    }
+
+    #[test]
+    fn every_refusal_names_field_and_rule() {
+        type Change = fn(&mut cri::PodSandboxConfig);
+        let rows: [(Change, Kind, &str); 17] = [
+            (|c| c.metadata = None, Kind::Invalid, "config.metadata is missing"),
+            (|c| c.metadata.as_mut().unwrap().name.clear(), Kind::Invalid, "config.metadata.name is missing"),
+            (|c| c.metadata.as_mut().unwrap().namespace.clear(), Kind::Invalid, "namespace"),
+            (|c| c.metadata.as_mut().unwrap().uid = "a\n".into(), Kind::Invalid, "uid"),
+            (|c| c.hostname = "a b".into(), Kind::Invalid, "config.hostname"),
+            (|c| c.log_directory = "logs".into(), Kind::Invalid, "config.log_directory"),
+            (|c| c.log_directory = "/a/../b".into(), Kind::Invalid, "config.log_directory"),
+            (|c| namespaces(c).network = 2, Kind::Conflict, "network is NODE"),
+            (|c| namespaces(c).pid = 2, Kind::Conflict, "pid is NODE"),
+            (|c| namespaces(c).ipc = 2, Kind::Conflict, "ipc is NODE"),
+            (|c| namespaces(c).network = 1, Kind::Invalid, "network"),
+            (|c| namespaces(c).userns_options = Some(Default::default()), Kind::Unsupported, "userns_options"),
+            (|c| security(c).run_as_group = Some(cri::Int64Value { value: 5 }), Kind::Invalid, "run_as_user"),
+            (
+                |c| security(c).selinux_options = Some(cri::SeLinuxOption { level: "s0".into(), ..Default::default() }),
+                Kind::Unsupported,
+                "SELinux",
+            ),
+            (
+                |c| c.linux.as_mut().unwrap().sysctls.extend([("kernel.core_pattern".into(), "x".into())]),
+                Kind::Invalid,
+                "kernel.core_pattern",
+            ),
+            (
+                |c| c.dns_config = Some(cri::DnsConfig { servers: vec!["dns".into()], ..Default::default() }),
+                Kind::Invalid,
+                "servers",
+            ),
+            (
+                |c| c.port_mappings = vec![cri::PortMapping { host_port: 70000, container_port: 1, ..Default::default() }],
+                Kind::Invalid,
+                "host_port",
+            ),
+        ];
+        for (change, kind, words) in rows {
+            let error = converted(change).unwrap_err();
+            assert_eq!(error.kind(), kind, "{error}");
+            assert!(error.to_string().contains(words), "{error}");
+        }
+        assert_eq!(pod_config(None, "").unwrap_err(), FieldError::Missing { field: "config" });
+    }
+
+    #[test]
+    fn a_pod_without_a_host_name_is_called_by_its_own() {
+        assert_eq!(converted(|c| c.hostname.clear()).unwrap().hostname, "web");
+    }
+
+    #[test]
+    fn a_pid_namespace_per_container() {
+        assert!(!converted(|c| namespaces(c).pid = 1).unwrap().shared_pid);
+    }
+}

@@ -1,0 +1,302 @@
+//! Owns: records → CRI: what lists and statuses say, and which of them a filter lets through.
+
+use super::container::signal_number;
+use crate::lifecycle::View;
+use crate::lifecycle::state::{Container, Pod};
+use crate::nouns::{Pairs, Resources};
+use crate::store::{ContainerRecord, PodRecord};
+use nacelle_image::{ImageRecord, RunAs};
+use nacelle_proto::cri;
+use std::collections::HashMap;
+
+fn map(pairs: &Pairs) -> HashMap<String, String> {
+    pairs.iter().map(|(key, value)| (key.clone(), value.clone())).collect()
+}
+
+fn selected(labels: &Pairs, selector: &HashMap<String, String>) -> bool {
+    selector.iter().all(|(key, value)| labels.get(key) == Some(value))
+}
+
+fn pod_state(pod: &PodRecord) -> cri::PodSandboxState {
+    match pod.state {
+        Pod::Ready => cri::PodSandboxState::SandboxReady,
+        _ => cri::PodSandboxState::SandboxNotready,
+    }
+}
+
+fn pod_metadata(pod: &PodRecord) -> cri::PodSandboxMetadata {
+    let name = &pod.config.name;
+    cri::PodSandboxMetadata {
+        name: name.name.clone(),
+        uid: name.uid.clone(),
+        namespace: name.namespace.clone(),
+        attempt: name.attempt,
+    }
+}
+
+/// Whether a pod is shown: one that boots for the first time, or is undone after that, is nobody's yet.
+pub fn is_visible(pod: &PodRecord) -> bool {
+    pod.was_ready || pod.state == Pod::Unclean
+}
+
+/// Whether the filter lets the pod through.
+pub fn pod_passes(pod: &PodRecord, filter: Option<&cri::PodSandboxFilter>) -> bool {
+    let Some(filter) = filter else { return true };
+    pod.id.as_str().starts_with(&filter.id)
+        && filter.state.as_ref().is_none_or(|state| state.state() == pod_state(pod))
+        && selected(&pod.config.labels, &filter.label_selector)
+}
+
+/// A pod in a list.
+pub fn pod(pod: &PodRecord) -> cri::PodSandbox {
+    cri::PodSandbox {
+        id: pod.id.to_string(),
+        metadata: Some(pod_metadata(pod)),
+        state: pod_state(pod).into(),
+        created_at: pod.created_at,
+        labels: map(&pod.config.labels),
+        annotations: map(&pod.config.annotations),
+        runtime_handler: pod.config.handler.clone(),
+    }
+}
+
+/// A pod's status.
+pub fn pod_status(pod: &PodRecord) -> cri::PodSandboxStatus {
+    let mut ips = pod.ips.iter().map(ToString::to_string);
+    let pid = if pod.config.shared_pid { cri::NamespaceMode::Pod } else { cri::NamespaceMode::Container };
+    let options = cri::NamespaceOption { pid: pid.into(), ..Default::default() };
+    cri::PodSandboxStatus {
+        id: pod.id.to_string(),
+        metadata: Some(pod_metadata(pod)),
+        state: pod_state(pod).into(),
+        created_at: pod.created_at,
+        network: Some(cri::PodSandboxNetworkStatus {
+            ip: ips.next().unwrap_or_default(),
+            additional_ips: ips.map(|ip| cri::PodIp { ip }).collect(),
+        }),
+        linux: Some(cri::LinuxPodSandboxStatus { namespaces: Some(cri::Namespace { options: Some(options) }) }),
+        labels: map(&pod.config.labels),
+        annotations: map(&pod.config.annotations),
+        runtime_handler: pod.config.handler.clone(),
+    }
+}
+
+/// What `crictl inspectp` shows beside the status: JSON.
+pub fn pod_info(view: &View) -> serde_json::Value {
+    let pod = &view.pod;
+    let left: Vec<_> = pod.left.iter().map(|left| serde_json::json!({ "what": left.what, "why": left.why })).collect();
+    serde_json::json!({
+        "state": pod.state,
+        "handler": pod.handler,
+        "kernelRelease": pod.kernel_release,
+        "failure": pod.failure,
+        "left": left,
+        "hostname": pod.config.hostname,
+        "containers": view.containers.len(),
+    })
+}
+
+fn container_state(container: &ContainerRecord) -> cri::ContainerState {
+    match container.state {
+        Container::Creating | Container::Created | Container::Starting => cri::ContainerState::ContainerCreated,
+        Container::Running => cri::ContainerState::ContainerRunning,
+        Container::Exited => cri::ContainerState::ContainerExited,
+        // It may have been in any state; that it is going is no state of CRI.
+        Container::Removing if container.started_at == 0 && container.finished_at == 0 => {
+            cri::ContainerState::ContainerCreated
+        }
+        Container::Removing => cri::ContainerState::ContainerExited,
+    }
+}
+
+/// Whether a container is shown: one that is being made is nobody's yet.
+pub fn container_is_visible(container: &ContainerRecord) -> bool {
+    container.state != Container::Creating && !(container.state == Container::Removing && container.user.is_none())
+}
+
+/// Whether the filter lets the container through.
+pub fn container_passes(container: &ContainerRecord, filter: Option<&cri::ContainerFilter>) -> bool {
+    let Some(filter) = filter else { return true };
+    container.id.as_str().starts_with(&filter.id)
+        && container.pod.as_str().starts_with(&filter.pod_sandbox_id)
+        && filter.state.as_ref().is_none_or(|state| state.state() == container_state(container))
+        && selected(&container.config.labels, &filter.label_selector)
+}
+
+fn image_spec(container: &ContainerRecord) -> cri::ImageSpec {
+    cri::ImageSpec {
+        image: container.config.image.clone(),
+        user_specified_image: container.config.user_image.clone(),
+        ..Default::default()
+    }
+}
+
+fn metadata(container: &ContainerRecord) -> cri::ContainerMetadata {
+    cri::ContainerMetadata { name: container.config.name.clone(), attempt: container.config.attempt }
+}
+
+/// A container in a list.
+pub fn container(container: &ContainerRecord) -> cri::Container {
+    let id = container.image.id.to_string();
+    cri::Container {
+        id: container.id.to_string(),
+        pod_sandbox_id: container.pod.to_string(),
+        metadata: Some(metadata(container)),
+        image: Some(image_spec(container)),
+        image_ref: id.clone(),
+        state: container_state(container).into(),
+        created_at: container.created_at,
+        labels: map(&container.config.labels),
+        annotations: map(&container.config.annotations),
+        image_id: id,
+    }
+}
+
+/// The word that kubelet and people look for.
+fn reason(container: &ContainerRecord) -> &'static str {
+    match container.state {
+        Container::Exited if container.oom_killed => "OOMKilled",
+        Container::Exited if container.start_failed => "StartError",
+        Container::Exited if container.exit_code == 0 => "Completed",
+        Container::Exited => "Error",
+        _ => "",
+    }
+}
+
+/// A container's status.
+pub fn container_status(container: &ContainerRecord) -> cri::ContainerStatus {
+    let config = &container.config;
+    let signal = |number: u32| {
+        (1..=65).filter_map(|value| cri::Signal::try_from(value).ok()).find(|s| signal_number(*s) == Some(number))
+    };
+    let user = container.user.as_ref().map(|user| cri::ContainerUser {
+        linux: Some(cri::LinuxContainerUser {
+            uid: user.uid.into(),
+            gid: user.gid.into(),
+            supplemental_groups: user.groups.iter().map(|group| (*group).into()).collect(),
+        }),
+    });
+    let id = container.image.id.to_string();
+    cri::ContainerStatus {
+        id: container.id.to_string(),
+        metadata: Some(metadata(container)),
+        state: container_state(container).into(),
+        created_at: container.created_at,
+        started_at: container.started_at,
+        finished_at: container.finished_at,
+        exit_code: container.exit_code,
+        image: Some(image_spec(container)),
+        image_ref: container.image.reference.clone(),
+        reason: reason(container).to_owned(),
+        message: container.message.clone(),
+        labels: map(&config.labels),
+        annotations: map(&config.annotations),
+        mounts: Vec::new(),
+        log_path: container.log_path.as_ref().map(|path| path.display().to_string()).unwrap_or_default(),
+        resources: Some(cri::ContainerResources { linux: Some(resources(&config.resources)), windows: None }),
+        image_id: id,
+        user,
+        stop_signal: config.stop_signal.and_then(signal).unwrap_or(cri::Signal::RuntimeDefault).into(),
+    }
+}
+
+fn resources(resources: &Resources) -> cri::LinuxContainerResources {
+    cri::LinuxContainerResources {
+        cpu_period: resources.cpu_period,
+        cpu_quota: resources.cpu_quota,
+        cpu_shares: resources.cpu_shares,
+        memory_limit_in_bytes: resources.memory_limit,
+        memory_swap_limit_in_bytes: resources.memory_swap_limit,
+        oom_score_adj: resources.oom_score_adj,
+        hugepage_limits: resources
+            .hugepages
+            .iter()
+            .map(|(page_size, limit)| cri::HugepageLimit { page_size: page_size.clone(), limit: *limit })
+            .collect(),
+        unified: map(&resources.unified),
+        ..Default::default()
+    }
+}
+
+/// An image.
+pub fn image(image: &ImageRecord) -> cri::Image {
+    let (uid, username) = match &image.user {
+        RunAs::Uid(uid) => (Some(cri::Int64Value { value: *uid }), String::new()),
+        RunAs::Name(name) => (None, name.clone()),
+    };
+    cri::Image {
+        id: image.id.to_string(),
+        repo_tags: image.repo_tags.clone(),
+        repo_digests: image.repo_digests.clone(),
+        size: image.size,
+        uid,
+        username,
+        spec: None,
+        pinned: image.pinned,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::tests_support::{container as container_record, pod as pod_record};
+
+    #[test]
+    fn filters_are_all_of_them_together() {
+        let record = pod_record(1);
+        let filter = |id: &str, state: Option<i32>, label: Option<(&str, &str)>| cri::PodSandboxFilter {
+            id: id.into(),
+            state: state.map(|state| cri::PodSandboxStateValue { state }),
+            label_selector: label.map(|(k, v)| (k.to_owned(), v.to_owned())).into_iter().collect(),
+        };
+        let passes = |f| pod_passes(&record, Some(&f));
+        assert!(pod_passes(&record, None));
+        assert!(passes(filter("", None, None)));
+        assert!(passes(filter("0101", Some(0), Some(("app", "web")))));
+        assert!(!passes(filter("0101", Some(1), Some(("app", "web")))));
+        assert!(!passes(filter("02", Some(0), None)));
+        assert!(!passes(filter("", None, Some(("app", "db")))));
+        assert!(!passes(filter("", None, Some(("none", "")))));
+
+        let record = container_record(2, 1);
+        let filter = |pod: &str, state| cri::ContainerFilter {
+            pod_sandbox_id: pod.into(),
+            state: Some(cri::ContainerStateValue { state }),
+            ..Default::default()
+        };
+        assert!(container_passes(&record, Some(&filter("01", 2))));
+        assert!(!container_passes(&record, Some(&filter("02", 2))));
+        assert!(!container_passes(&record, Some(&filter("01", 1))));
+    }
+
+    #[test]
+    fn ends_have_the_words_that_kubelet_looks_for() {
+        let ended = |change: fn(&mut ContainerRecord)| {
+            let mut record = container_record(2, 1);
+            change(&mut record);
+            container_status(&record)
+        };
+        assert_eq!(ended(|r| r.exit_code = 0).reason, "Completed");
+        assert_eq!(ended(|r| r.exit_code = 3).reason, "Error");
+        assert_eq!(ended(|r| (r.exit_code, r.oom_killed) = (137, true)).reason, "OOMKilled");
+        assert_eq!(ended(|r| r.start_failed = true).reason, "StartError");
+        assert_eq!(ended(|r| r.state = Container::Running).reason, "");
+        let status = ended(|r| r.config.stop_signal = Some(3));
+        assert_eq!(status.stop_signal(), cri::Signal::Sigquit);
+        assert_eq!(status.image_id, container(&container_record(2, 1)).image_id);
+        assert_eq!(status.log_path, "/var/log/pods/web/c/0.log");
+        assert_eq!(status.user.unwrap().linux.unwrap().supplemental_groups, [5]);
+    }
+
+    #[test]
+    fn annotations_and_addresses_come_back_as_they_were() {
+        let mut record = pod_record(1);
+        record.ips.push(std::net::IpAddr::from([0xfd00, 0, 0, 0, 0, 0, 0, 2]));
+        record.config.annotations.insert("k".into(), "v\n é".into());
+        let status = pod_status(&record);
+        assert_eq!(status.annotations["k"], "v\n é");
+        let network = status.network.unwrap();
+        assert_eq!((network.ip.as_str(), network.additional_ips[0].ip.as_str()), ("10.1.2.3", "fd00::2"));
+        assert_eq!(status.runtime_handler, "");
+    }
+}

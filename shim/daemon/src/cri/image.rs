@@ -1,0 +1,94 @@
+//! Owns: the RPCs about images: convert, ask the image store, convert.
+
+use super::convert::report;
+use super::sandbox::needed;
+use super::status::{refuse, status};
+use super::Cri;
+use crate::lifecycle::now;
+use nacelle_base::Kind;
+use nacelle_image::{Auth, Reference};
+use nacelle_proto::cri;
+use std::collections::HashMap;
+use tonic::Status;
+
+impl Cri {
+    pub(super) async fn on_list_images(&self, request: cri::ListImagesRequest) -> Result<cri::ListImagesResponse, Status> {
+        let store = &self.node.parts().images;
+        let name = request.filter.and_then(|filter| filter.image).map(|image| image.image).unwrap_or_default();
+        let images = match name.as_str() {
+            "" => store.list(),
+            name => store.status(name).map_err(status)?.into_iter().collect(),
+        };
+        Ok(cri::ListImagesResponse { images: images.iter().map(report::image).collect() })
+    }
+
+    pub(super) async fn on_image_status(
+        &self,
+        request: cri::ImageStatusRequest,
+    ) -> Result<cri::ImageStatusResponse, Status> {
+        let name = image_name(request.image.as_ref())?;
+        let store = &self.node.parts().images;
+        let image = store.status(name).map_err(status)?;
+        let info = match (&image, request.verbose) {
+            (Some(image), true) => {
+                let root = store.rootfs(&image.id).await.map_err(status)?;
+                let config = root.config;
+                let spec = serde_json::json!({ "config": {
+                    "Entrypoint": config.entrypoint, "Cmd": config.cmd, "Env": config.env, "User": config.user,
+                    "WorkingDir": config.working_dir, "StopSignal": config.stop_signal, "Labels": config.labels,
+                }});
+                let info = serde_json::json!({ "imageSpec": spec, "pieces": root.disk.extents.len() });
+                HashMap::from([("info".to_owned(), info.to_string())])
+            }
+            _ => HashMap::new(),
+        };
+        Ok(cri::ImageStatusResponse { image: image.as_ref().map(report::image), info })
+    }
+
+    pub(super) async fn on_pull_image(&self, request: cri::PullImageRequest) -> Result<cri::PullImageResponse, Status> {
+        let reference = Reference::parse(image_name(request.image.as_ref())?).map_err(status)?;
+        let auth = request.auth.map(|auth| Auth {
+            username: auth.username,
+            password: auth.password,
+            auth: auth.auth,
+            server_address: auth.server_address,
+            identity_token: auth.identity_token,
+            registry_token: auth.registry_token,
+        });
+        // Dropped with the request: kubelet's cancel ends the download, and the next pull goes on with it.
+        let id = self.node.parts().images.pull(&reference, auth).await.map_err(status)?;
+        tracing::info!(image = %reference, %id, "pulled");
+        Ok(cri::PullImageResponse { image_ref: id.to_string() })
+    }
+
+    pub(super) async fn on_remove_image(
+        &self,
+        request: cri::RemoveImageRequest,
+    ) -> Result<cri::RemoveImageResponse, Status> {
+        let name = image_name(request.image.as_ref())?.to_owned();
+        let (store, in_use) = (self.node.parts().images.clone(), self.node.images_in_use());
+        // Goes on if the caller goes away.
+        let removing = tokio::spawn(async move { store.remove(&name, &in_use).await });
+        let removed = removing.await.map_err(|_panic| refuse(Kind::Internal, "the removal of the image was given up"))?;
+        removed.map_err(status)?;
+        Ok(cri::RemoveImageResponse {})
+    }
+
+    pub(super) async fn on_image_fs_info(
+        &self,
+        _: cri::ImageFsInfoRequest,
+    ) -> Result<cri::ImageFsInfoResponse, Status> {
+        let info = self.node.parts().images.fs_info().await.map_err(status)?;
+        let usage = cri::FilesystemUsage {
+            timestamp: now(),
+            fs_id: Some(cri::FilesystemIdentifier { mountpoint: info.path.display().to_string() }),
+            used_bytes: Some(cri::UInt64Value { value: info.used_bytes }),
+            inodes_used: Some(cri::UInt64Value { value: info.inodes_used }),
+        };
+        Ok(cri::ImageFsInfoResponse { image_filesystems: vec![usage.clone()], container_filesystems: vec![usage] })
+    }
+}
+
+fn image_name(image: Option<&cri::ImageSpec>) -> Result<&str, Status> {
+    needed("image.image", image.map(|image| image.image.as_str()).unwrap_or_default())
+}

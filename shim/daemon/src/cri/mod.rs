@@ -1,0 +1,219 @@
+//! Owns: the two services of CRI: which function answers which RPC. The answers are in the files beside it, one
+//! per group; RPCs that are to come are refused by name.
+//! May use: the lifecycle, the image store. Holds no state of its own.
+
+mod container;
+pub mod convert;
+mod image;
+mod runtime;
+mod sandbox;
+pub mod status;
+
+use crate::lifecycle::Node;
+use nacelle_proto::cri;
+use status::not_yet;
+use tonic::{Request, Response, Status};
+
+/// Both services of CRI on one node.
+#[derive(Clone)]
+pub struct Cri {
+    node: Node,
+}
+
+impl Cri {
+    /// The services for this node.
+    pub fn new(node: Node) -> Cri {
+        Cri { node }
+    }
+}
+
+type Answer<T> = Result<Response<T>, Status>;
+/// What streams that are to come would be made of.
+type Stream<T> = tokio_stream::Empty<Result<T, Status>>;
+
+#[tonic::async_trait]
+impl cri::runtime_service_server::RuntimeService for Cri {
+    type StreamPodSandboxesStream = Stream<cri::StreamPodSandboxesResponse>;
+    type StreamContainersStream = Stream<cri::StreamContainersResponse>;
+    type StreamContainerStatsStream = Stream<cri::StreamContainerStatsResponse>;
+    type StreamPodSandboxStatsStream = Stream<cri::StreamPodSandboxStatsResponse>;
+    type GetContainerEventsStream = Stream<cri::ContainerEventResponse>;
+    type StreamPodSandboxMetricsStream = Stream<cri::StreamPodSandboxMetricsResponse>;
+
+    async fn version(&self, request: Request<cri::VersionRequest>) -> Answer<cri::VersionResponse> {
+        self.on_version(request.into_inner()).await.map(Response::new)
+    }
+
+    async fn run_pod_sandbox(&self, request: Request<cri::RunPodSandboxRequest>) -> Answer<cri::RunPodSandboxResponse> {
+        self.on_run_pod_sandbox(request.into_inner()).await.map(Response::new)
+    }
+
+    async fn stop_pod_sandbox(&self, request: Request<cri::StopPodSandboxRequest>) -> Answer<cri::StopPodSandboxResponse> {
+        self.on_stop_pod_sandbox(request.into_inner()).await.map(Response::new)
+    }
+
+    async fn remove_pod_sandbox(&self, request: Request<cri::RemovePodSandboxRequest>) -> Answer<cri::RemovePodSandboxResponse> {
+        self.on_remove_pod_sandbox(request.into_inner()).await.map(Response::new)
+    }
+
+    async fn pod_sandbox_status(&self, request: Request<cri::PodSandboxStatusRequest>) -> Answer<cri::PodSandboxStatusResponse> {
+        self.on_pod_sandbox_status(request.into_inner()).await.map(Response::new)
+    }
+
+    async fn list_pod_sandbox(&self, request: Request<cri::ListPodSandboxRequest>) -> Answer<cri::ListPodSandboxResponse> {
+        self.on_list_pod_sandbox(request.into_inner()).await.map(Response::new)
+    }
+
+    async fn stream_pod_sandboxes(&self, _: Request<cri::StreamPodSandboxesRequest>) -> Answer<Self::StreamPodSandboxesStream> {
+        Err(not_yet("StreamPodSandboxes"))
+    }
+
+    async fn create_container(&self, request: Request<cri::CreateContainerRequest>) -> Answer<cri::CreateContainerResponse> {
+        self.on_create_container(request.into_inner()).await.map(Response::new)
+    }
+
+    async fn start_container(&self, request: Request<cri::StartContainerRequest>) -> Answer<cri::StartContainerResponse> {
+        self.on_start_container(request.into_inner()).await.map(Response::new)
+    }
+
+    async fn stop_container(&self, request: Request<cri::StopContainerRequest>) -> Answer<cri::StopContainerResponse> {
+        self.on_stop_container(request.into_inner()).await.map(Response::new)
+    }
+
+    async fn remove_container(&self, request: Request<cri::RemoveContainerRequest>) -> Answer<cri::RemoveContainerResponse> {
+        self.on_remove_container(request.into_inner()).await.map(Response::new)
+    }
+
+    async fn list_containers(&self, request: Request<cri::ListContainersRequest>) -> Answer<cri::ListContainersResponse> {
+        self.on_list_containers(request.into_inner()).await.map(Response::new)
+    }
+
+    async fn stream_containers(&self, _: Request<cri::StreamContainersRequest>) -> Answer<Self::StreamContainersStream> {
+        Err(not_yet("StreamContainers"))
+    }
+
+    async fn container_status(&self, request: Request<cri::ContainerStatusRequest>) -> Answer<cri::ContainerStatusResponse> {
+        self.on_container_status(request.into_inner()).await.map(Response::new)
+    }
+
+    async fn update_container_resources(&self, _: Request<cri::UpdateContainerResourcesRequest>) -> Answer<cri::UpdateContainerResourcesResponse> {
+        Err(not_yet("UpdateContainerResources"))
+    }
+
+    async fn reopen_container_log(&self, request: Request<cri::ReopenContainerLogRequest>) -> Answer<cri::ReopenContainerLogResponse> {
+        self.on_reopen_container_log(request.into_inner()).await.map(Response::new)
+    }
+
+    async fn exec_sync(&self, request: Request<cri::ExecSyncRequest>) -> Answer<cri::ExecSyncResponse> {
+        self.on_exec_sync(request.into_inner()).await.map(Response::new)
+    }
+
+    async fn exec(&self, _: Request<cri::ExecRequest>) -> Answer<cri::ExecResponse> {
+        Err(not_yet("Exec"))
+    }
+
+    async fn attach(&self, _: Request<cri::AttachRequest>) -> Answer<cri::AttachResponse> {
+        Err(not_yet("Attach"))
+    }
+
+    async fn port_forward(&self, _: Request<cri::PortForwardRequest>) -> Answer<cri::PortForwardResponse> {
+        Err(not_yet("PortForward"))
+    }
+
+    async fn container_stats(&self, _: Request<cri::ContainerStatsRequest>) -> Answer<cri::ContainerStatsResponse> {
+        Err(not_yet("ContainerStats"))
+    }
+
+    async fn list_container_stats(&self, _: Request<cri::ListContainerStatsRequest>) -> Answer<cri::ListContainerStatsResponse> {
+        Err(not_yet("ListContainerStats"))
+    }
+
+    async fn stream_container_stats(&self, _: Request<cri::StreamContainerStatsRequest>) -> Answer<Self::StreamContainerStatsStream> {
+        Err(not_yet("StreamContainerStats"))
+    }
+
+    async fn pod_sandbox_stats(&self, _: Request<cri::PodSandboxStatsRequest>) -> Answer<cri::PodSandboxStatsResponse> {
+        Err(not_yet("PodSandboxStats"))
+    }
+
+    async fn list_pod_sandbox_stats(&self, _: Request<cri::ListPodSandboxStatsRequest>) -> Answer<cri::ListPodSandboxStatsResponse> {
+        Err(not_yet("ListPodSandboxStats"))
+    }
+
+    async fn stream_pod_sandbox_stats(&self, _: Request<cri::StreamPodSandboxStatsRequest>) -> Answer<Self::StreamPodSandboxStatsStream> {
+        Err(not_yet("StreamPodSandboxStats"))
+    }
+
+    async fn update_runtime_config(&self, request: Request<cri::UpdateRuntimeConfigRequest>) -> Answer<cri::UpdateRuntimeConfigResponse> {
+        self.on_update_runtime_config(request.into_inner()).await.map(Response::new)
+    }
+
+    async fn status(&self, request: Request<cri::StatusRequest>) -> Answer<cri::StatusResponse> {
+        self.on_status(request.into_inner()).await.map(Response::new)
+    }
+
+    async fn checkpoint_container(&self, _: Request<cri::CheckpointContainerRequest>) -> Answer<cri::CheckpointContainerResponse> {
+        Err(not_yet("CheckpointContainer"))
+    }
+
+    async fn checkpoint_pod(&self, _: Request<cri::CheckpointPodRequest>) -> Answer<cri::CheckpointPodResponse> {
+        Err(not_yet("CheckpointPod"))
+    }
+
+    async fn restore_pod(&self, _: Request<cri::RestorePodRequest>) -> Answer<cri::RestorePodResponse> {
+        Err(not_yet("RestorePod"))
+    }
+
+    async fn get_container_events(&self, _: Request<cri::GetEventsRequest>) -> Answer<Self::GetContainerEventsStream> {
+        Err(not_yet("GetContainerEvents"))
+    }
+
+    async fn list_metric_descriptors(&self, _: Request<cri::ListMetricDescriptorsRequest>) -> Answer<cri::ListMetricDescriptorsResponse> {
+        Err(not_yet("ListMetricDescriptors"))
+    }
+
+    async fn list_pod_sandbox_metrics(&self, _: Request<cri::ListPodSandboxMetricsRequest>) -> Answer<cri::ListPodSandboxMetricsResponse> {
+        Err(not_yet("ListPodSandboxMetrics"))
+    }
+
+    async fn stream_pod_sandbox_metrics(&self, _: Request<cri::StreamPodSandboxMetricsRequest>) -> Answer<Self::StreamPodSandboxMetricsStream> {
+        Err(not_yet("StreamPodSandboxMetrics"))
+    }
+
+    async fn runtime_config(&self, request: Request<cri::RuntimeConfigRequest>) -> Answer<cri::RuntimeConfigResponse> {
+        self.on_runtime_config(request.into_inner()).await.map(Response::new)
+    }
+
+    async fn update_pod_sandbox_resources(&self, _: Request<cri::UpdatePodSandboxResourcesRequest>) -> Answer<cri::UpdatePodSandboxResourcesResponse> {
+        Err(not_yet("UpdatePodSandboxResources"))
+    }
+}
+
+#[tonic::async_trait]
+impl cri::image_service_server::ImageService for Cri {
+    type StreamImagesStream = Stream<cri::StreamImagesResponse>;
+
+    async fn list_images(&self, request: Request<cri::ListImagesRequest>) -> Answer<cri::ListImagesResponse> {
+        self.on_list_images(request.into_inner()).await.map(Response::new)
+    }
+
+    async fn stream_images(&self, _: Request<cri::StreamImagesRequest>) -> Answer<Self::StreamImagesStream> {
+        Err(not_yet("StreamImages"))
+    }
+
+    async fn image_status(&self, request: Request<cri::ImageStatusRequest>) -> Answer<cri::ImageStatusResponse> {
+        self.on_image_status(request.into_inner()).await.map(Response::new)
+    }
+
+    async fn pull_image(&self, request: Request<cri::PullImageRequest>) -> Answer<cri::PullImageResponse> {
+        self.on_pull_image(request.into_inner()).await.map(Response::new)
+    }
+
+    async fn remove_image(&self, request: Request<cri::RemoveImageRequest>) -> Answer<cri::RemoveImageResponse> {
+        self.on_remove_image(request.into_inner()).await.map(Response::new)
+    }
+
+    async fn image_fs_info(&self, request: Request<cri::ImageFsInfoRequest>) -> Answer<cri::ImageFsInfoResponse> {
+        self.on_image_fs_info(request.into_inner()).await.map(Response::new)
+    }
+}

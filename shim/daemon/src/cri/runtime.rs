@@ -1,0 +1,115 @@
+//! Owns: the RPCs about the runtime itself.
+
+use super::Cri;
+use super::status::{refuse, status};
+use crate::config::CgroupDriver;
+use nacelle_base::{Chain, Kind};
+use nacelle_proto::cri;
+use serde_json::json;
+use std::collections::HashMap;
+use tonic::Status;
+
+/// The version of kubelet's runtime API in Version's first field, a constant since its beginning.
+const KUBE_API: &str = "0.1.0";
+/// The version of CRI.
+const CRI_API: &str = "v1";
+
+impl Cri {
+    pub(super) async fn on_version(&self, _: cri::VersionRequest) -> Result<cri::VersionResponse, Status> {
+        Ok(cri::VersionResponse {
+            version: KUBE_API.to_owned(),
+            runtime_name: "nacelle".to_owned(),
+            runtime_version: env!("CARGO_PKG_VERSION").to_owned(),
+            runtime_api_version: CRI_API.to_owned(),
+        })
+    }
+
+    pub(super) async fn on_status(&self, request: cri::StatusRequest) -> Result<cri::StatusResponse, Status> {
+        let parts = self.node.parts();
+        let network = match parts.networks.status().await {
+            Ok(()) => condition("NetworkReady", None),
+            Err(error) => condition("NetworkReady", Some(("NetworkPluginNotReady", Chain(&error).to_string()))),
+        };
+        let missing = missing_parts(parts).await;
+        let runtime = match missing {
+            None => condition("RuntimeReady", None),
+            Some(why) => condition("RuntimeReady", Some(("GuestMissing", why))),
+        };
+        // What the handlers can do of what CRI lets them announce: nothing yet. The empty name is the default one.
+        let names = std::iter::once(String::new()).chain(parts.config.handlers.keys().cloned());
+        let features = cri::RuntimeHandlerFeatures::default();
+        Ok(cri::StatusResponse {
+            status: Some(cri::RuntimeStatus { conditions: vec![runtime, network] }),
+            info: if request.verbose { self.info() } else { HashMap::new() },
+            runtime_handlers: names.map(|name| cri::RuntimeHandler { name, features: Some(features) }).collect(),
+            features: Some(cri::RuntimeFeatures { supplemental_groups_policy: true, ..Default::default() }),
+        })
+    }
+
+    fn info(&self) -> HashMap<String, String> {
+        let parts = self.node.parts();
+        let info = json!({
+            "version": env!("CARGO_PKG_VERSION"),
+            "engine": { "binary": parts.engine.binary, "accelerator": parts.engine.accelerator },
+            "config": parts.config,
+            "pods": self.node.views().len(),
+        });
+        HashMap::from([("config".to_owned(), info.to_string())])
+    }
+
+    pub(super) async fn on_runtime_config(
+        &self,
+        _: cri::RuntimeConfigRequest,
+    ) -> Result<cri::RuntimeConfigResponse, Status> {
+        let driver = match self.node.parts().config.sandbox.cgroup_driver {
+            CgroupDriver::Cgroupfs => cri::CgroupDriver::Cgroupfs,
+            CgroupDriver::Systemd => cri::CgroupDriver::Systemd,
+        };
+        Ok(cri::RuntimeConfigResponse {
+            linux: Some(cri::LinuxRuntimeConfiguration { cgroup_driver: driver.into() }),
+        })
+    }
+
+    pub(super) async fn on_update_runtime_config(
+        &self,
+        request: cri::UpdateRuntimeConfigRequest,
+    ) -> Result<cri::UpdateRuntimeConfigResponse, Status> {
+        let config = request.runtime_config.and_then(|config| config.network_config).unwrap_or_default();
+        let parsed = config.pod_cidr.split(',').filter(|cidr| !cidr.is_empty()).map(|cidr| {
+            cidr.trim().parse().map_err(|_no_network| {
+                let message = format!(
+                    "runtime_config.network_config.pod_cidr is {cidr:?}: networks like 10.0.0.0/24, divided by commas, \
+                     are allowed"
+                );
+                refuse(Kind::Invalid, &message)
+            })
+        });
+        let cidrs: Vec<ipnet::IpNet> = parsed.collect::<Result<_, _>>()?;
+        if !cidrs.is_empty() {
+            self.node.set_pod_cidrs(cidrs).await.map_err(status)?;
+        }
+        Ok(cri::UpdateRuntimeConfigResponse {})
+    }
+}
+
+/// What no pod could be started without, if it is missing.
+async fn missing_parts(parts: &crate::lifecycle::Parts) -> Option<String> {
+    let config = &parts.config;
+    let mut needed = vec![("sandbox", "the engine", parts.engine.binary.clone())];
+    if let Some((name, handler)) = config.handler("") {
+        needed.push((name, "the guest's kernel", handler.kernel.clone()));
+        needed.push((name, "the guest's initrd", handler.initrd.clone()));
+    }
+    for (whose, what, path) in needed {
+        if tokio::fs::metadata(&path).await.is_err() {
+            return Some(format!("{what} {} is not there (handler {whose})", path.display()));
+        }
+    }
+    None
+}
+
+fn condition(name: &str, problem: Option<(&str, String)>) -> cri::RuntimeCondition {
+    let status = problem.is_none();
+    let (reason, message) = problem.unwrap_or_default();
+    cri::RuntimeCondition { r#type: name.to_owned(), status, reason: reason.to_owned(), message }
+}

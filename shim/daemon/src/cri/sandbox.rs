@@ -1,0 +1,95 @@
+//! Owns: the RPCs about pods: convert, ask the lifecycle, convert.
+
+use super::Cri;
+use super::convert::{pod_config, report};
+use super::status::{refuse, status};
+use crate::lifecycle::now;
+use nacelle_base::Kind;
+use nacelle_proto::cri;
+use std::collections::HashMap;
+use tonic::Status;
+
+/// Prefix of annotations that mean something to Nacelle.
+const ANNOTATIONS: &str = "vm.nacelle.dev/";
+
+impl Cri {
+    pub(super) async fn on_run_pod_sandbox(
+        &self,
+        request: cri::RunPodSandboxRequest,
+    ) -> Result<cri::RunPodSandboxResponse, Status> {
+        let asked = &request.runtime_handler;
+        let config = &self.node.parts().config;
+        let Some((name, handler)) = config.handler(asked) else {
+            let known: Vec<&str> = config.handlers.keys().map(String::as_str).collect();
+            let message = format!("runtime_handler is {asked:?}: this node has the handlers {}", known.join(", "));
+            return Err(refuse(Kind::Invalid, &message));
+        };
+        let pod = pod_config(request.config.as_ref(), asked).map_err(status)?;
+        if let Some(key) = pod.annotations.keys().find(|key| {
+            key.starts_with(ANNOTATIONS) && !handler.allowed_annotations.contains(key)
+        }) {
+            let message = format!(
+                "config.annotations has {key:?}: handler {name} allows {:?} of the annotations of Nacelle",
+                handler.allowed_annotations
+            );
+            return Err(refuse(Kind::Invalid, &message));
+        }
+        let name = name.to_owned();
+        let id = self.node.run_pod(pod, name).await.map_err(status)?;
+        Ok(cri::RunPodSandboxResponse { pod_sandbox_id: id.to_string() })
+    }
+
+    pub(super) async fn on_stop_pod_sandbox(
+        &self,
+        request: cri::StopPodSandboxRequest,
+    ) -> Result<cri::StopPodSandboxResponse, Status> {
+        let id = needed("pod_sandbox_id", &request.pod_sandbox_id)?;
+        self.node.stop_pod(id).await.map_err(status)?;
+        Ok(cri::StopPodSandboxResponse {})
+    }
+
+    pub(super) async fn on_remove_pod_sandbox(
+        &self,
+        request: cri::RemovePodSandboxRequest,
+    ) -> Result<cri::RemovePodSandboxResponse, Status> {
+        let id = needed("pod_sandbox_id", &request.pod_sandbox_id)?;
+        self.node.remove_pod(id).await.map_err(status)?;
+        Ok(cri::RemovePodSandboxResponse {})
+    }
+
+    pub(super) async fn on_pod_sandbox_status(
+        &self,
+        request: cri::PodSandboxStatusRequest,
+    ) -> Result<cri::PodSandboxStatusResponse, Status> {
+        let view = self.node.pod(needed("pod_sandbox_id", &request.pod_sandbox_id)?).map_err(status)?;
+        let shown = view.containers.values().filter(|container| report::container_is_visible(container));
+        Ok(cri::PodSandboxStatusResponse {
+            status: Some(report::pod_status(&view.pod)),
+            info: match request.verbose {
+                true => HashMap::from([("info".to_owned(), report::pod_info(&view).to_string())]),
+                false => HashMap::new(),
+            },
+            containers_statuses: shown.map(report::container_status).collect(),
+            timestamp: now(),
+        })
+    }
+
+    pub(super) async fn on_list_pod_sandbox(
+        &self,
+        request: cri::ListPodSandboxRequest,
+    ) -> Result<cri::ListPodSandboxResponse, Status> {
+        let filter = request.filter.as_ref();
+        let mut views = self.node.views();
+        views.retain(|view| report::is_visible(&view.pod) && report::pod_passes(&view.pod, filter));
+        views.sort_by_key(|view| std::cmp::Reverse(view.pod.created_at));
+        Ok(cri::ListPodSandboxResponse { items: views.iter().map(|view| report::pod(&view.pod)).collect() })
+    }
+}
+
+/// A field that must say something.
+pub(super) fn needed<'a>(field: &str, value: &'a str) -> Result<&'a str, Status> {
+    match value {
+        "" => Err(refuse(Kind::Invalid, &format!("{field} is missing"))),
+        value => Ok(value),
+    }
+}

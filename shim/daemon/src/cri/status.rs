@@ -1,0 +1,50 @@
+//! Owns: the one place where failures become gRPC statuses: the kind gives the code, the error with all its causes
+//! on one line is the message.
+
+use nacelle_base::{Chain, Classify, Kind};
+use std::error::Error;
+use tonic::{Code, Status};
+
+/// gRPC sends messages in a header, which clients limit to some kilobytes.
+const LIMIT: usize = 4000;
+
+/// The status of a failure.
+pub fn status<E: Error + Classify>(error: E) -> Status {
+    refuse(error.kind(), &Chain(&error).to_string())
+}
+
+/// The status of a refusal.
+pub fn refuse(kind: Kind, message: &str) -> Status {
+    let message: String = message.chars().map(|c| if c.is_control() { ' ' } else { c }).take(LIMIT).collect();
+    Status::new(Code::from_i32(kind.grpc_code()), message)
+}
+
+/// The answer of an RPC that is not there yet.
+pub fn not_yet(rpc: &str) -> Status {
+    refuse(Kind::Unsupported, &format!("{rpc} is not implemented by this version of Nacelle; see docs/cri-coverage.md"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_kind_has_its_code_and_a_message_is_one_line() {
+        for (kind, code) in [
+            (Kind::NotFound, Code::NotFound),
+            (Kind::Invalid, Code::InvalidArgument),
+            (Kind::AlreadyExists, Code::AlreadyExists),
+            (Kind::Conflict, Code::FailedPrecondition),
+            (Kind::Exhausted, Code::ResourceExhausted),
+            (Kind::Unavailable, Code::Unavailable),
+            (Kind::Timeout, Code::DeadlineExceeded),
+            (Kind::Unsupported, Code::Unimplemented),
+            (Kind::Denied, Code::PermissionDenied),
+            (Kind::Internal, Code::Internal),
+        ] {
+            assert_eq!(refuse(kind, "x").code(), code);
+        }
+        let status = refuse(Kind::Internal, &"a\nb".repeat(5000));
+        assert!(!status.message().contains('\n') && status.message().len() <= LIMIT);
+    }
+}

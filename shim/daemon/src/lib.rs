@@ -1,0 +1,14 @@
+//! Owns: the daemon of a node: CRI on a unix socket, pods and containers, their records, and the commands of the
+//! program. docs/architecture.md is the map.
+//! May use: `proto`, `base`, `engine` (its probe), `image`, `net`, `pod` (specification and client).
+
+pub mod cli;
+pub mod config;
+pub mod cri;
+pub mod lifecycle;
+mod node_service;
+pub mod nouns;
+pub mod oci;
+pub mod server;
+mod signals;
+pub mod store;

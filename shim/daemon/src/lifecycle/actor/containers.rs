@@ -1,0 +1,356 @@
+//! Owns: the containers of a pod's actor: what is asked of them and what happens to them.
+
+use super::super::error::LifecycleError;
+use super::super::make::{self, Told, told};
+use super::super::state::{self, Container, ContainerAct, ContainerAsk};
+use super::super::{clip, new_id, now};
+use super::{Actor, Answer, Entry, Message, tell};
+use crate::nouns::{ContainerConfig, ImageOf, PidMode, User};
+use crate::store::{Change, ContainerRecord};
+use nacelle_base::{Chain, ContainerId};
+use nacelle_pod::record::LOST;
+use nacelle_proto::pod as proto;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// The exit code of a container that could not be started, as other runtimes have it.
+const START_FAILED: i32 = 128;
+
+fn lost_code() -> i32 {
+    i32::try_from(LOST).unwrap_or(i32::MAX)
+}
+
+impl Actor {
+    pub(super) async fn create(&mut self, config: ContainerConfig, image: ImageOf, answer: Answer<ContainerId>) {
+        let same_name = |entry: &&mut Entry| {
+            entry.record.config.name == config.name && entry.record.config.attempt == config.attempt
+        };
+        if let Some(entry) = self.containers.values_mut().find(same_name) {
+            let same = entry.record.config == config && entry.record.image.id == image.id;
+            match entry.record.state {
+                Container::Creating if same => return entry.made.push(answer),
+                Container::Created if same => return drop(answer.send(Ok(entry.record.id.clone()))),
+                _ => {}
+            }
+            let name = format!("{} (attempt {})", config.name, config.attempt);
+            let id = entry.record.id.to_string();
+            return drop(answer.send(Err(LifecycleError::NameTaken { what: "container", name, id })));
+        }
+        let record = match self.check_new(config, image) {
+            Ok(record) => record,
+            Err(error) => return drop(answer.send(Err(error))),
+        };
+        let Some(client) = self.client.clone() else { return drop(answer.send(Err(self.not_ready()))) };
+        if let Err(error) = self.commit(vec![Change::Container(record.clone().into())]).await {
+            return drop(answer.send(Err(error)));
+        }
+        let id = record.id.clone();
+        let mut entry = Entry::new(record.clone());
+        entry.made.push(answer);
+        self.containers.insert(id.clone(), entry);
+        self.publish();
+        let making = make::make(Arc::clone(&self.parts), client, self.pod.config.clone(), record);
+        self.effect(async move { Message::Made(id, making.await) });
+    }
+
+    /// The record of a container that may be made.
+    fn check_new(&self, config: ContainerConfig, image: ImageOf) -> Result<ContainerRecord, LifecycleError> {
+        if self.pod.state != state::Pod::Ready {
+            return Err(self.not_ready());
+        }
+        if config.privileged && !self.pod.config.privileged {
+            return Err(LifecycleError::NotPrivileged { name: config.name });
+        }
+        match &config.pid {
+            PidMode::Pod if !self.pod.config.shared_pid => {
+                return Err(LifecycleError::NoPodPid { name: config.name });
+            }
+            PidMode::Of(target) => {
+                let known = self.containers.values().find(|entry| entry.record.id.as_str() == target);
+                let Some(entry) = known else {
+                    return Err(LifecycleError::NotFound { what: "target container", id: target.clone() });
+                };
+                if entry.record.state != Container::Running {
+                    return Err(LifecycleError::NotRunning { id: target.clone() });
+                }
+            }
+            PidMode::Pod | PidMode::Own => {}
+        }
+        let below = |folder: &std::path::PathBuf| folder.join(&config.log_path);
+        let log_path = self.pod.config.log_directory.as_ref().filter(|_| !config.log_path.is_empty()).map(below);
+        Ok(ContainerRecord {
+            id: ContainerId::from_bytes(new_id()),
+            pod: self.pod.id.clone(),
+            config,
+            image,
+            log_path,
+            state: Container::Creating,
+            created_at: now(),
+            started_at: 0,
+            finished_at: 0,
+            exit_code: 0,
+            oom_killed: false,
+            start_failed: false,
+            message: String::new(),
+            user: None,
+        })
+    }
+
+    pub(super) async fn made(&mut self, id: ContainerId, result: Result<User, LifecycleError>) {
+        let Some(entry) = self.containers.get_mut(&id) else { return };
+        let ask = match result {
+            Ok(user) => {
+                entry.record.user = Some(user);
+                ContainerAsk::Made
+            }
+            Err(error) => {
+                tracing::warn!(pod = %self.pod.id, container = %id, "not made: {}", Chain(&error));
+                entry.record.message = clip(&Chain(&error).to_string());
+                // Told when what was half made is gone, so that asking again meets nothing of it.
+                entry.make_error = Some(error);
+                ContainerAsk::MakeFailed
+            }
+        };
+        if self.step_container(&id, ask).await == Some(ContainerAct::Remove) {
+            return self.begin_remove(id);
+        }
+        if let Some(entry) = self.containers.get_mut(&id) {
+            tell(&mut entry.made, &Ok(id));
+        }
+    }
+
+    pub(super) async fn start(&mut self, id: ContainerId, answer: Answer<()>) {
+        let client = self.client.clone();
+        let Some(entry) = self.containers.get_mut(&id) else {
+            return drop(answer.send(Err(LifecycleError::NotFound { what: "container", id: id.to_string() })));
+        };
+        match (entry.record.state.step(ContainerAsk::Start), client) {
+            (Err(source), _) => {
+                let error = LifecycleError::Refused { whose: "container", id: id.to_string(), source };
+                drop(answer.send(Err(error)));
+            }
+            (Ok((Container::Running, _)), _) => drop(answer.send(Ok(()))),
+            (Ok((_, ContainerAct::Start)), Some(client)) => {
+                let mut next = entry.record.clone();
+                next.state = Container::Starting;
+                if let Err(error) = self.commit(vec![Change::Container(next.clone().into())]).await {
+                    return drop(answer.send(Err(error)));
+                }
+                let Some(entry) = self.containers.get_mut(&id) else { return };
+                entry.record = next;
+                entry.started.push(answer);
+                self.publish();
+                let starting = make::start(Arc::clone(&self.parts), client, id.clone());
+                self.effect(async move { Message::Started(id, starting.await) });
+            }
+            (Ok((_, ContainerAct::Start)), None) => drop(answer.send(Err(self.not_ready()))),
+            (Ok(_), _) => entry.started.push(answer),
+        }
+    }
+
+    pub(super) async fn started(&mut self, id: ContainerId, result: Result<(), LifecycleError>) {
+        let Some(entry) = self.containers.get_mut(&id) else { return };
+        let ask = match &result {
+            Ok(()) => {
+                if entry.record.started_at == 0 {
+                    entry.record.started_at = now();
+                }
+                ContainerAsk::Started
+            }
+            Err(error) => {
+                if entry.record.started_at == 0 {
+                    entry.record.start_failed = true;
+                    entry.record.message = clip(&Chain(error).to_string());
+                    if entry.record.exit_code == 0 {
+                        entry.record.exit_code = START_FAILED;
+                    }
+                    entry.record.finished_at = now();
+                }
+                ContainerAsk::StartFailed
+            }
+        };
+        self.step_container(&id, ask).await;
+        if let Some(entry) = self.containers.get_mut(&id) {
+            tell(&mut entry.started, &result);
+        }
+    }
+
+    pub(super) async fn stop_container(&mut self, id: ContainerId, grace: Duration, answer: Answer<()>) {
+        let client = self.client.clone();
+        let Some(entry) = self.containers.get_mut(&id) else { return drop(answer.send(Ok(()))) };
+        match (entry.record.state.step(ContainerAsk::Stop), client) {
+            (Ok((_, ContainerAct::Stop)), Some(client)) => {
+                let stopping = make::stop(Arc::clone(&self.parts), client, id.clone(), grace);
+                self.effect(async move { Message::Stopped(id, stopping.await, answer) });
+            }
+            // It ends with its machine, which is on its way down.
+            (Ok((_, ContainerAct::Stop)), None) => self.wait_stopped.push(answer),
+            _ => drop(answer.send(Ok(()))),
+        }
+    }
+
+    pub(super) async fn stopped(
+        &mut self,
+        id: ContainerId,
+        result: Result<Option<proto::PodState>, LifecycleError>,
+        answer: Answer<()>,
+    ) {
+        let result = match result {
+            Ok(Some(state)) => {
+                self.apply(&state).await;
+                Ok(())
+            }
+            Ok(None) => {
+                self.lose(&id, "the pod process does not know the container").await;
+                Ok(())
+            }
+            Err(error) => Err(error),
+        };
+        // Whatever was said: it counts that it does not run.
+        let runs = self.containers.get(&id).is_some_and(|entry| {
+            matches!(entry.record.state, Container::Running | Container::Starting)
+        });
+        drop(answer.send(match result {
+            Err(_) if !runs => Ok(()),
+            Ok(()) if runs => {
+                let why = "the pod process said that the container has stopped, but it has not".to_owned();
+                Err(LifecycleError::NotReady { id: self.pod.id.to_string(), why })
+            }
+            other => other,
+        }));
+    }
+
+    pub(super) async fn remove_container(&mut self, id: ContainerId, answer: Option<Answer<()>>) {
+        let Some(entry) = self.containers.get_mut(&id) else {
+            if let Some(answer) = answer {
+                drop(answer.send(Ok(())));
+            }
+            return;
+        };
+        entry.removed.extend(answer);
+        if self.step_container(&id, ContainerAsk::Remove).await == Some(ContainerAct::Remove) {
+            self.begin_remove(id);
+        }
+    }
+
+    fn begin_remove(&mut self, id: ContainerId) {
+        if self.pod.state == state::Pod::Ready && self.client.is_none() {
+            let error = self.not_ready();
+            return self.effect(async move { Message::Removed(id, Err(error)) });
+        }
+        let removing = make::remove(Arc::clone(&self.parts), self.client.clone(), id.clone());
+        self.effect(async move { Message::Removed(id, removing.await) });
+    }
+
+    pub(super) async fn removed(&mut self, id: ContainerId, result: Result<(), LifecycleError>) {
+        // Without a machine there is nothing left of it but the record.
+        let result = if self.pod.state == state::Pod::Ready { result } else { Ok(()) };
+        let result = match result {
+            Ok(()) => self.commit(vec![Change::ForgetContainer(id.clone())]).await,
+            failed => failed,
+        };
+        match result {
+            Ok(()) => {
+                let Some(mut entry) = self.containers.remove(&id) else { return };
+                self.publish();
+                tell(&mut entry.removed, &Ok(()));
+                let gone = LifecycleError::NotFound { what: "container", id: id.to_string() };
+                tell(&mut entry.made, &Err(entry.make_error.take().unwrap_or_else(|| gone.clone())));
+                tell(&mut entry.started, &Err(gone));
+                self.parts.collect_images(&self.table);
+            }
+            Err(error) => {
+                if let Some(entry) = self.containers.get_mut(&id) {
+                    if entry.record.finished_at == 0 {
+                        entry.record.finished_at = now();
+                        entry.record.exit_code = lost_code();
+                    }
+                }
+                self.step_container(&id, ContainerAsk::RemoveFailed).await;
+                if let Some(entry) = self.containers.get_mut(&id) {
+                    tell(&mut entry.made, &Err(entry.make_error.take().unwrap_or_else(|| error.clone())));
+                    tell(&mut entry.removed, &Err(error));
+                }
+            }
+        }
+    }
+
+    /// Takes over what a pod process says of its containers; what cannot be is passed over.
+    pub(super) async fn apply(&mut self, state: &proto::PodState) {
+        for container in &state.containers {
+            let Ok(id) = container.id.parse::<ContainerId>() else { continue };
+            let Some(entry) = self.containers.get_mut(&id) else { continue };
+            let told = told(container, entry.record.created_at, now());
+            match told.phase {
+                proto::ContainerPhase::Running => {
+                    if matches!(entry.record.state, Container::Created | Container::Starting) {
+                        entry.record.started_at = if told.started_at == 0 { now() } else { told.started_at };
+                        self.step_container(&id, ContainerAsk::Started).await;
+                    }
+                }
+                proto::ContainerPhase::Exited => self.exited(&id, told).await,
+                proto::ContainerPhase::Created | proto::ContainerPhase::Unspecified => {}
+            }
+        }
+    }
+
+    async fn exited(&mut self, id: &ContainerId, told: Told) {
+        let Some(entry) = self.containers.get_mut(id) else { return };
+        if !matches!(entry.record.state, Container::Created | Container::Starting | Container::Running) {
+            return;
+        }
+        let record = &mut entry.record;
+        if record.started_at == 0 {
+            record.started_at = told.started_at;
+        }
+        record.finished_at = told.finished_at;
+        record.exit_code = told.exit_code;
+        record.oom_killed = told.oom_killed;
+        record.message = told.message;
+        self.step_container(id, ContainerAsk::Exit).await;
+    }
+
+    async fn lose(&mut self, id: &ContainerId, why: &str) {
+        let now = now();
+        let told = Told {
+            phase: proto::ContainerPhase::Exited,
+            started_at: 0,
+            finished_at: now,
+            exit_code: lost_code(),
+            oom_killed: false,
+            message: why.to_owned(),
+        };
+        self.exited(id, told).await;
+    }
+
+    /// What still ran has ended with the machine.
+    pub(super) async fn lose_running(&mut self, why: &str) {
+        let ids: Vec<_> = self.containers.keys().cloned().collect();
+        for id in ids {
+            self.lose(&id, why).await;
+        }
+    }
+
+    /// Takes a step of a container, records and shows it. None: refused, which for what happens is a defect or a lie.
+    async fn step_container(&mut self, id: &ContainerId, ask: ContainerAsk) -> Option<ContainerAct> {
+        let entry = self.containers.get_mut(id)?;
+        let from = entry.record.state;
+        match from.step(ask) {
+            Ok((next, act)) => {
+                entry.record.state = next;
+                let record = entry.record.clone();
+                if next != from {
+                    tracing::info!(pod = %self.pod.id, container = %id, ?from, to = ?next, "container");
+                }
+                let kept = self.parts.store.commit(vec![Change::Container(record.into())]).await;
+                self.log_unkept(kept);
+                self.publish();
+                Some(act)
+            }
+            Err(refused) => {
+                tracing::error!(pod = %self.pod.id, container = %id, %refused, "a step that cannot be");
+                None
+            }
+        }
+    }
+}

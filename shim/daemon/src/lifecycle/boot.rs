@@ -1,0 +1,238 @@
+//! Owns: making a pod's machine and network, and giving them back: the effects behind `Booting` and `Stopping`.
+//! Nothing here remembers anything: what was taken is found by the pod's id, so giving back works after a crash too.
+//! Threads: run as tasks of their own; they answer to the pod's actor.
+
+use super::error::{LifecycleError, at};
+use super::{Parts, clip};
+use crate::config::Handler;
+use crate::nouns::PodConfig;
+use crate::store::Left;
+use nacelle_base::{Chain, PodId, files};
+use nacelle_net::{Attachment, Dns, PodRef};
+use nacelle_pod::client::PodClient;
+use nacelle_pod::record::PodRecord as LastRecord;
+use nacelle_pod::spec::{self, EngineSpec, NetworkSpec, PodSpec, ScratchSpec, Timeouts};
+use nacelle_proto::pod as proto;
+use std::net::IpAddr;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+
+/// A pod that is up.
+pub(super) struct Up {
+    pub client: PodClient,
+    pub ips: Vec<IpAddr>,
+    pub kernel_release: String,
+}
+
+/// The name of the interface that CNI makes first.
+const INTERFACE: &str = "eth0";
+
+/// Makes folder, namespace, machine and network, and waits until the guest is configured. On failure the caller
+/// undoes everything. `cancel` ends it at the next step.
+pub(super) async fn boot(
+    parts: Arc<Parts>,
+    id: PodId,
+    config: PodConfig,
+    handler: Handler,
+    cancel: CancellationToken,
+) -> Result<Up, LifecycleError> {
+    let dir = parts.pod_dir(&id);
+    make_folders(dir.clone(), config.log_directory.clone()).await?;
+    let netns = parts.networks.create(&id).await.map_err(at("make the network namespace of the pod"))?;
+    if cancel.is_cancelled() {
+        return Err(LifecycleError::Cancelled);
+    }
+    let spec = pod_spec(&parts, &id, &config, &handler, netns);
+    let pod = PodRef {
+        id: id.clone(),
+        name: config.name.name.clone(),
+        namespace: config.name.namespace.clone(),
+        uid: config.name.uid.clone(),
+        port_mappings: config.ports.clone(),
+        bandwidth: None,
+        dns: config.dns.clone(),
+        pod_cidrs: parts.pod_cidrs(),
+    };
+    // The machine boots while the plugins run. Both are awaited to their end, so that undoing meets nothing half-done.
+    let limit = Duration::from_secs(parts.config.sandbox.boot_seconds);
+    let (client, attached) =
+        tokio::join!(parts.pods.spawn(&dir, &spec), async { timeout(limit, parts.networks.setup(&pod)).await });
+    let client = client.map_err(at("start the machine of the pod"))?;
+    let attached = attached
+        .map_err(|_elapsed| LifecycleError::TooSlow { step: "attach the pod to its network", limit })?
+        .map_err(at("attach the pod to its network"))?;
+    let node = blocking(|| std::fs::read_to_string("/etc/resolv.conf")).await.unwrap_or_default();
+    let request = configuration(&config, &attached, &node);
+    let step = "boot the machine of the pod";
+    let configured = tokio::select! {
+        () = cancel.cancelled() => return Err(LifecycleError::Cancelled),
+        configured = timeout(limit, client.configure(request)) => configured,
+    };
+    let configured = configured.map_err(|_elapsed| LifecycleError::TooSlow { step, limit })?.map_err(at(step))?;
+    Ok(Up { client, ips: attached.ips, kernel_release: clip(&configured.kernel_release) })
+}
+
+async fn make_folders(dir: PathBuf, logs: Option<PathBuf>) -> Result<(), LifecycleError> {
+    let make = move || {
+        if let Some(logs) = logs {
+            std::fs::create_dir_all(&logs).map_err(files::at("create", &logs))?;
+        }
+        std::fs::DirBuilder::new().mode(0o700).create(&dir).map_err(files::at("create", &dir))
+    };
+    blocking(make).await.map_err(at("make the folder of the pod"))
+}
+
+/// Runs file work off the async threads. A panic in it is a defect, and goes on.
+pub(super) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(done) => done,
+        Err(error) => match error.try_into_panic() {
+            Ok(panic) => std::panic::resume_unwind(panic),
+            // The runtime is shutting down: nobody waits any more.
+            Err(_cancelled) => std::future::pending().await,
+        },
+    }
+}
+
+fn pod_spec(parts: &Parts, id: &PodId, config: &PodConfig, handler: &Handler, netns: PathBuf) -> PodSpec {
+    let limit_mib = config.memory_limit.map_or(0, |bytes| bytes.div_ceil(1 << 20));
+    let cpus = config.cpu_limit_milli.map_or(0, |milli| milli.div_ceil(1000));
+    let narrow = |value: u64| u32::try_from(value).unwrap_or(u32::MAX);
+    PodSpec {
+        version: spec::VERSION,
+        id: id.clone(),
+        engine: EngineSpec {
+            kind: handler.engine,
+            binary: parts.engine.binary.clone(),
+            accelerator: parts.engine.accelerator,
+        },
+        vcpus: handler.vcpus.max(narrow(cpus)),
+        memory_mib: narrow(handler.memory_mib.saturating_add(limit_mib)),
+        kernel: handler.kernel.clone(),
+        initrd: handler.initrd.clone(),
+        kernel_args: handler.kernel_args.clone(),
+        network: Some(NetworkSpec { netns, interfaces: vec![INTERFACE.into()] }),
+        hostname: config.hostname.clone(),
+        sysctls: config.sysctls.clone(),
+        shared_pid: config.shared_pid,
+        shm_bytes: 0,
+        log_directory: config.log_directory.clone(),
+        scratch: ScratchSpec { size_mib: handler.scratch_mib, templates: parts.config.paths.scratch() },
+        timeouts: Timeouts { boot_ms: parts.config.sandbox.boot_seconds * 1000, ..Timeouts::default() },
+    }
+}
+
+fn configuration(config: &PodConfig, attached: &Attachment, resolv_conf: &str) -> proto::ConfigureRequest {
+    let interfaces = attached.network.interfaces.iter().map(|interface| proto::Interface {
+        name: interface.name.clone(),
+        mac: interface.mac.to_vec(),
+        mtu: interface.mtu,
+        addresses: interface.addresses.iter().map(ToString::to_string).collect(),
+    });
+    let routes = attached.network.routes.iter().map(|route| proto::Route {
+        destination: route.destination.to_string(),
+        gateway: route.gateway.map(|gateway| gateway.to_string()).unwrap_or_default(),
+        interface: route.interface.clone(),
+        metric: route.metric,
+    });
+    let dns = match &config.dns {
+        Some(dns) => dns.clone(),
+        None if attached.dns != Dns::default() => attached.dns.clone(),
+        None => node_dns(resolv_conf),
+    };
+    proto::ConfigureRequest {
+        interfaces: interfaces.collect(),
+        routes: routes.collect(),
+        dns: Some(proto::Dns { servers: dns.servers, searches: dns.searches, options: dns.options }),
+    }
+}
+
+/// The node's own resolver configuration, for pods that bring none. Its loopback servers cannot be reached from a
+/// guest and are left out.
+fn node_dns(text: &str) -> Dns {
+    let mut dns = Dns::default();
+    for line in text.lines() {
+        let mut words = line.split_whitespace().map(str::to_owned);
+        match words.next().as_deref() {
+            Some("nameserver") => dns.servers.extend(words.next().filter(|server| {
+                server.parse::<IpAddr>().is_ok_and(|address| !address.is_loopback())
+            })),
+            Some("search") => dns.searches = words.collect(),
+            Some("options") => dns.options.extend(words),
+            _ => {}
+        }
+    }
+    dns
+}
+
+/// What came of giving back.
+pub(super) struct Undone {
+    /// What the pod process last recorded.
+    pub last: Option<LastRecord>,
+    /// What is still there.
+    pub left: Vec<Left>,
+}
+
+/// Gives machine and network back. Every step is tried, whatever came of those before, and all can be tried again.
+pub(super) async fn undo(parts: Arc<Parts>, id: PodId, client: Option<PodClient>) -> Undone {
+    let limit = Duration::from_secs(parts.config.sandbox.undo_seconds);
+    let dir = parts.pod_dir(&id);
+    let mut left = Vec::new();
+    if let Some(client) = client {
+        let orderly = async {
+            client.stop(Duration::ZERO).await?;
+            client.ended().await
+        };
+        match timeout(limit, orderly).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => tracing::warn!(pod = %id, "the pod process did not stop: {}", Chain(&error)),
+            Err(_elapsed) => tracing::warn!(pod = %id, "the pod process did not stop in time"),
+        }
+    }
+    let mut failed = |what: &str, why: String| {
+        tracing::error!(pod = %id, what, why, "could not be given back; the next stop tries again");
+        left.push(Left { what: what.to_owned(), why });
+    };
+    // Kills what has not stopped by itself.
+    let last = match timeout(limit, parts.pods.clean_up(&dir)).await {
+        Ok(Ok(last)) => last,
+        Ok(Err(error)) => {
+            failed("machine", Chain(&error).to_string());
+            None
+        }
+        Err(_elapsed) => {
+            failed("machine", format!("it still lives after {} s", limit.as_secs()));
+            None
+        }
+    };
+    match timeout(limit, parts.networks.teardown(&id)).await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => failed("network", Chain(&error).to_string()),
+        Err(_elapsed) => failed("network", format!("no end after {} s", limit.as_secs())),
+    }
+    Undone { last, left }
+}
+
+/// Removes the pod's folder.
+pub(super) async fn remove_folder(parts: &Parts, id: &PodId) -> Result<(), LifecycleError> {
+    let dir = parts.pod_dir(id);
+    let removed = blocking(move || files::remove_tree_if_there(&dir)).await;
+    removed.map_err(at("remove the folder of the pod"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_nodes_resolver_without_what_a_guest_cannot_reach() {
+        let dns = node_dns("# x\nnameserver 127.0.0.53\nnameserver 10.0.0.1\nnameserver bad\nsearch a b\noptions ndots:5\n");
+        assert_eq!(dns.servers, ["10.0.0.1"]);
+        assert_eq!(dns.searches, ["a", "b"]);
+        assert_eq!(dns.options, ["ndots:5"]);
+    }
+}

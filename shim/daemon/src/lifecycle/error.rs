@@ -1,0 +1,187 @@
+//! Owns: why something asked of a pod or container did not happen, and what that means to the caller.
+
+use super::state::Refused;
+use crate::oci::OciError;
+use crate::store::{Left, StoreError};
+use nacelle_base::files::FileError;
+use nacelle_base::{Classify, Kind};
+use nacelle_image::ImageError;
+use nacelle_net::NetError;
+use nacelle_pod::client::ClientError;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Why it did not happen. Cheap to clone: several callers may wait for one answer.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum LifecycleError {
+    /// There is no such thing.
+    #[error("{what} {id} does not exist")]
+    NotFound {
+        /// "pod", "container", "image".
+        what: &'static str,
+        /// As it was named.
+        id: String,
+    },
+    /// The beginning of several ids.
+    #[error("{id} is the beginning of the ids of several {what}s; give more digits")]
+    Ambiguous {
+        /// "pod", "container".
+        what: &'static str,
+        /// As it was named.
+        id: String,
+    },
+    /// The name belongs to another.
+    #[error("the name {name} belongs to {what} {id} already; remove that one or ask with another attempt")]
+    NameTaken {
+        /// "pod", "container".
+        what: &'static str,
+        /// The name.
+        name: String,
+        /// Whose it is.
+        id: String,
+    },
+    /// Not in this state.
+    #[error("{whose} {id}")]
+    Refused {
+        /// "pod", "container".
+        whose: &'static str,
+        /// Which.
+        id: String,
+        /// What and why.
+        source: Refused,
+    },
+    /// A pod without a machine to ask.
+    #[error("pod {id} is not ready: {why}")]
+    NotReady {
+        /// Which.
+        id: String,
+        /// What is known of it.
+        why: String,
+    },
+    /// A container that would have to run.
+    #[error("container {id} does not run")]
+    NotRunning {
+        /// Which.
+        id: String,
+    },
+    /// The start was told to give up.
+    #[error("the pod was stopped while it was booting")]
+    Cancelled,
+    /// Machine or network could not be made.
+    #[error("cannot {step}")]
+    Step {
+        /// "start the machine of the pod", ...
+        step: &'static str,
+        /// Why.
+        source: StepError,
+    },
+    /// Something took too long.
+    #[error("cannot {step}: it took longer than {} s", limit.as_secs())]
+    TooSlow {
+        /// What.
+        step: &'static str,
+        /// The limit.
+        limit: Duration,
+    },
+    /// Something could not be given back; the next stop tries again.
+    #[error("not everything of pod {id} could be given back: {left}")]
+    Unclean {
+        /// Which.
+        id: String,
+        /// What is left, and why.
+        left: String,
+    },
+    /// The container needs a privileged pod.
+    #[error("container {name} is privileged and its pod is not: set linux.security_context.privileged of the pod too")]
+    NotPrivileged {
+        /// The container's name.
+        name: String,
+    },
+    /// The PID namespaces do not fit.
+    #[error("container {name} asks for the PID namespace of the pod, but the pod was made without one (pid: CONTAINER)")]
+    NoPodPid {
+        /// The container's name.
+        name: String,
+    },
+    /// The pod's task has ended; asking again finds what is so now.
+    #[error("the pod has just been removed")]
+    Ended,
+}
+
+/// The cause of a step that failed.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum StepError {
+    /// The pod process.
+    #[error(transparent)]
+    Pod(#[from] Arc<ClientError>),
+    /// The network.
+    #[error(transparent)]
+    Net(#[from] Arc<NetError>),
+    /// The image store.
+    #[error(transparent)]
+    Image(#[from] Arc<ImageError>),
+    /// The state store.
+    #[error(transparent)]
+    Store(#[from] Arc<StoreError>),
+    /// A file.
+    #[error(transparent)]
+    File(#[from] Arc<FileError>),
+    /// The OCI specification.
+    #[error(transparent)]
+    Oci(#[from] Arc<OciError>),
+}
+
+macro_rules! from {
+    ($($error:ty => $variant:ident),*) => {$(
+        impl From<$error> for StepError {
+            fn from(error: $error) -> Self {
+                StepError::$variant(Arc::new(error))
+            }
+        }
+    )*};
+}
+from!(ClientError => Pod, NetError => Net, ImageError => Image, StoreError => Store, FileError => File, OciError => Oci);
+
+/// Says which step failed: `.map_err(at("start the machine"))`.
+pub fn at<E: Into<StepError>>(step: &'static str) -> impl FnOnce(E) -> LifecycleError {
+    move |error| LifecycleError::Step { step, source: error.into() }
+}
+
+/// What is left of a pod, on one line.
+pub fn left_line(left: &[Left]) -> String {
+    let each: Vec<String> = left.iter().map(|left| format!("{}: {}", left.what, left.why)).collect();
+    each.join("; ")
+}
+
+impl Classify for StepError {
+    fn kind(&self) -> Kind {
+        match self {
+            StepError::Pod(error) => error.kind(),
+            StepError::Net(error) => error.kind(),
+            StepError::Image(error) => error.kind(),
+            StepError::Store(error) => error.kind(),
+            StepError::File(error) => error.kind(),
+            StepError::Oci(error) => error.kind(),
+        }
+    }
+}
+
+impl Classify for LifecycleError {
+    fn kind(&self) -> Kind {
+        match self {
+            LifecycleError::NotFound { .. } => Kind::NotFound,
+            LifecycleError::Ambiguous { .. } | LifecycleError::NotPrivileged { .. } | LifecycleError::NoPodPid { .. } => {
+                Kind::Invalid
+            }
+            LifecycleError::NameTaken { .. } => Kind::AlreadyExists,
+            LifecycleError::Refused { .. }
+            | LifecycleError::NotReady { .. }
+            | LifecycleError::NotRunning { .. }
+            | LifecycleError::Cancelled => Kind::Conflict,
+            LifecycleError::Step { source, .. } => source.kind(),
+            LifecycleError::TooSlow { .. } => Kind::Timeout,
+            LifecycleError::Unclean { .. } => Kind::Internal,
+            LifecycleError::Ended => Kind::NotFound,
+        }
+    }
+}

@@ -1,0 +1,177 @@
+//! Owns: the effects on containers: making, starting, stopping, removing them in the guest. Each has a deadline.
+//! Threads: run as tasks of their own; they answer to the pod's actor.
+
+use super::boot::blocking;
+use super::error::{LifecycleError, StepError, at};
+use super::{Parts, clip};
+use crate::nouns::{PidMode, PodConfig, User};
+use crate::oci;
+use crate::store::ContainerRecord;
+use nacelle_base::{Classify, ContainerId, Kind};
+use nacelle_pod::client::{ClientError, PodClient};
+use nacelle_proto::pod as proto;
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::timeout;
+
+/// Groups that a pod process may report of one user; Linux allows 65536.
+const MAX_GROUPS: usize = 65536;
+
+async fn ask<T>(
+    step: &'static str,
+    limit: Duration,
+    call: impl Future<Output = Result<T, ClientError>>,
+) -> Result<T, LifecycleError> {
+    timeout(limit, call).await.map_err(|_elapsed| LifecycleError::TooSlow { step, limit })?.map_err(at(step))
+}
+
+/// Whether the pod process says that it does not know the container.
+fn is_unknown(error: &LifecycleError) -> bool {
+    matches!(error, LifecycleError::Step { source: StepError::Pod(_), .. }) && error.kind() == Kind::NotFound
+}
+
+/// Makes the container in the guest.
+pub(super) async fn make(
+    parts: Arc<Parts>,
+    client: PodClient,
+    pod: PodConfig,
+    record: ContainerRecord,
+) -> Result<User, LifecycleError> {
+    let config = &record.config;
+    let root = parts.images.rootfs(&record.image.id).await.map_err(at("read the image of the container"))?;
+    let spec = oci::spec(&pod, config, &root.config).map_err(at("describe the container"))?;
+    let stop_signal = oci::stop_signal(config, &root.config).map_err(at("describe the container"))?;
+    if let Some(folder) = record.log_path.as_deref().and_then(std::path::Path::parent).map(ToOwned::to_owned) {
+        let made = blocking(move || std::fs::create_dir_all(&folder).map_err(nacelle_base::files::at("create", &folder)));
+        made.await.map_err(at("make the folder of the container's log"))?;
+    }
+    let text = |path: &std::path::Path| path.to_string_lossy().into_owned();
+    let request = proto::CreateContainerRequest {
+        id: record.id.to_string(),
+        oci_spec: spec,
+        image_key: record.image.id.to_string(),
+        image: root
+            .disk
+            .extents
+            .iter()
+            .map(|extent| proto::Extent { path: text(&extent.path), offset: extent.offset, length: extent.length })
+            .collect(),
+        user: oci::user(config, &root.config),
+        merge_image_groups: !config.run_as.strict,
+        tty: config.tty,
+        stdin: config.stdin,
+        stdin_once: config.stdin_once,
+        log_path: record.log_path.as_deref().map(text).unwrap_or_default(),
+        stop_signal,
+        pid_of: match &config.pid {
+            PidMode::Of(target) => target.clone(),
+            PidMode::Pod | PidMode::Own => String::new(),
+        },
+        own_pid_namespace: config.pid == PidMode::Own,
+    };
+    let made = ask("make the container", parts.answer_limit(), client.create_container(request)).await?;
+    let groups = made.supplemental_groups.into_iter().take(MAX_GROUPS).collect();
+    Ok(User { uid: made.uid, gid: made.gid, groups })
+}
+
+/// Starts it.
+pub(super) async fn start(parts: Arc<Parts>, client: PodClient, id: ContainerId) -> Result<(), LifecycleError> {
+    ask("start the container", parts.answer_limit(), client.start_container(id.as_str())).await
+}
+
+/// Stops it and asks how it ended. None: the pod process does not know it any more.
+pub(super) async fn stop(
+    parts: Arc<Parts>,
+    client: PodClient,
+    id: ContainerId,
+    grace: Duration,
+) -> Result<Option<proto::PodState>, LifecycleError> {
+    let limit = grace.saturating_add(parts.answer_limit());
+    match ask("stop the container", limit, client.stop_container(id.as_str(), grace)).await {
+        Ok(()) => ask("ask the pod for its state", parts.answer_limit(), client.state()).await.map(Some),
+        Err(error) if is_unknown(&error) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Removes it; one that the guest does not know is no failure.
+pub(super) async fn remove(
+    parts: Arc<Parts>,
+    client: Option<PodClient>,
+    id: ContainerId,
+) -> Result<(), LifecycleError> {
+    // Without a machine there is nothing in a guest to remove.
+    let Some(client) = client else { return Ok(()) };
+    match ask("remove the container", parts.answer_limit(), client.remove_container(id.as_str())).await {
+        Err(error) if is_unknown(&error) => Ok(()),
+        other => other,
+    }
+}
+
+/// Runs a command in it to its end.
+pub(super) async fn exec(
+    parts: &Parts,
+    client: PodClient,
+    id: &ContainerId,
+    args: Vec<String>,
+    limit: Option<Duration>,
+) -> Result<proto::ExecSyncResponse, LifecycleError> {
+    let step = "run the command";
+    let call = client.exec_sync(id.as_str(), args, limit);
+    match limit {
+        // The caller asked for no limit; dropping the request ends it.
+        None => call.await.map_err(at(step)),
+        Some(limit) => ask(step, limit.saturating_add(parts.answer_limit()), call).await,
+    }
+}
+
+/// Closes its log and opens it again by its name.
+pub(super) async fn reopen(parts: &Parts, client: PodClient, id: &ContainerId) -> Result<(), LifecycleError> {
+    ask("open the log again", parts.answer_limit(), client.reopen_log(id.as_str())).await
+}
+
+/// What a pod process says of a container, made harmless: times between `from` and now, codes in range.
+pub(super) struct Told {
+    pub phase: proto::ContainerPhase,
+    pub started_at: i64,
+    pub finished_at: i64,
+    pub exit_code: i32,
+    pub oom_killed: bool,
+    pub message: String,
+}
+
+pub(super) fn told(state: &proto::ContainerState, from: i64, now: i64) -> Told {
+    let sane = |time: i64| if (from..=now).contains(&time) { time } else { now };
+    let started_at = if state.started_at == 0 { 0 } else { sane(state.started_at) };
+    Told {
+        phase: state.phase(),
+        started_at,
+        finished_at: sane(state.finished_at).max(started_at),
+        exit_code: i32::try_from(state.exit_code).unwrap_or(i32::MAX),
+        oom_killed: state.oom_killed,
+        message: clip(&state.message),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn whatever_a_pod_process_says_times_stay_in_order(
+            created: i64, started: i64, finished: i64, code: u32, phase: i32, message in ".{0,5000}",
+        ) {
+            let state = proto::ContainerState {
+                id: String::new(), phase, created_at: created, started_at: started, finished_at: finished,
+                exit_code: code, oom_killed: false, message, uid: 0, gid: 0, supplemental_groups: vec![],
+            };
+            let told = told(&state, 100, 200);
+            prop_assert!(told.started_at == 0 || (100..=200).contains(&told.started_at));
+            prop_assert!((100..=200).contains(&told.finished_at) && told.finished_at >= told.started_at);
+            prop_assert!(told.exit_code >= 0 && told.message.len() <= crate::lifecycle::CLIP + 3);
+        }
+    }
+}

@@ -1,0 +1,398 @@
+//! Owns: the pods of this node: finding them, making them, and asking them. Each pod is an actor; this is the table
+//! of their inboxes and of what they last showed.
+//! May use: the state store, the image store, pod processes and networks (through `seams`). Knows no CRI.
+//! Threads: `Node` is shared by all requests. The table's lock is held for look-ups only, never while waiting.
+
+mod actor;
+mod boot;
+mod error;
+mod make;
+pub mod recover;
+pub mod seams;
+pub mod state;
+
+pub use error::{LifecycleError, StepError};
+
+use crate::config::Config;
+use crate::nouns::{ContainerConfig, ImageOf, PodConfig, PodName};
+use crate::store::{ContainerRecord, PodRecord, Store};
+use actor::{Answer, Begin, Message};
+use ipnet::IpNet;
+use nacelle_base::{Chain, ContainerId, PodId};
+use nacelle_image::ImageId;
+use nacelle_pod::client::PodClient;
+use nacelle_pod::spec::Accelerator;
+use nacelle_proto::pod as proto;
+use seams::{Networks, Pods};
+use std::collections::{BTreeMap, HashSet};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::Duration;
+use tokio::sync::{mpsc, oneshot, watch};
+
+/// Texts of pod processes are cut after this many bytes.
+pub(crate) const CLIP: usize = 2000;
+
+/// What runs machines on this node.
+#[derive(Clone, Debug)]
+pub struct EngineChoice {
+    /// QEMU.
+    pub binary: PathBuf,
+    /// What it runs guests with.
+    pub accelerator: Accelerator,
+}
+
+/// All that the pods of a node share.
+pub struct Parts {
+    /// The configuration.
+    pub config: Config,
+    /// What runs machines.
+    pub engine: EngineChoice,
+    /// The state store.
+    pub store: Store,
+    /// The image store.
+    pub images: nacelle_image::Store,
+    /// Pod processes.
+    pub pods: Arc<dyn Pods>,
+    /// Networks.
+    pub networks: Arc<dyn Networks>,
+    /// The node's pod CIDRs.
+    pub cidrs: RwLock<Vec<IpNet>>,
+}
+
+impl Parts {
+    /// The folder of a pod.
+    pub fn pod_dir(&self, id: &PodId) -> PathBuf {
+        self.config.paths.pods().join(id.short())
+    }
+
+    fn pod_cidrs(&self) -> Vec<IpNet> {
+        self.cidrs.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn answer_limit(&self) -> Duration {
+        Duration::from_secs(self.config.sandbox.answer_seconds)
+    }
+
+    /// Lets go of images that nobody needs any more, in the background.
+    fn collect_images(&self, table: &Table) {
+        let (images, in_use) = (self.images.clone(), table.images_in_use());
+        tokio::spawn(async move {
+            if let Err(error) = images.collect(&in_use).await {
+                tracing::warn!("cannot collect images: {}", Chain(&error));
+            }
+        });
+    }
+}
+
+/// A pod as its actor last showed it.
+#[derive(Clone, Debug)]
+pub struct View {
+    /// The pod.
+    pub pod: PodRecord,
+    /// Its containers.
+    pub containers: BTreeMap<ContainerId, ContainerRecord>,
+    client: Option<PodClient>,
+}
+
+impl View {
+    fn new<'a>(
+        pod: &PodRecord,
+        containers: impl Iterator<Item = &'a ContainerRecord>,
+        client: Option<PodClient>,
+    ) -> View {
+        View { pod: pod.clone(), containers: containers.map(|c| (c.id.clone(), c.clone())).collect(), client }
+    }
+}
+
+#[derive(Clone)]
+struct Handle {
+    inbox: mpsc::Sender<Message>,
+    view: watch::Receiver<Arc<View>>,
+}
+
+#[derive(Default)]
+struct Rows {
+    pods: BTreeMap<PodId, Handle>,
+    names: BTreeMap<PodName, PodId>,
+}
+
+/// Who is there.
+#[derive(Default)]
+pub(crate) struct Table(Mutex<Rows>);
+
+impl Table {
+    fn rows(&self) -> MutexGuard<'_, Rows> {
+        // Rows are changed by single inserts and removals: a panic in between leaves them whole.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn forget(&self, pod: &PodRecord) {
+        let mut rows = self.rows();
+        rows.pods.remove(&pod.id);
+        if rows.names.get(&pod.config.name) == Some(&pod.id) {
+            rows.names.remove(&pod.config.name);
+        }
+    }
+
+    fn views(&self) -> Vec<Arc<View>> {
+        self.rows().pods.values().map(|handle| Arc::clone(&handle.view.borrow())).collect()
+    }
+
+    fn images_in_use(&self) -> HashSet<ImageId> {
+        self.views().iter().flat_map(|view| view.containers.values().map(|c| c.image.id)).collect()
+    }
+
+    /// The one pod whose id begins so.
+    fn find(&self, id: &str) -> Result<(PodId, Handle), LifecycleError> {
+        let rows = self.rows();
+        let mut fitting = rows.pods.iter().filter(|(known, _)| !id.is_empty() && known.as_str().starts_with(id));
+        match (fitting.next(), fitting.next()) {
+            (Some((id, handle)), None) => Ok((id.clone(), handle.clone())),
+            (None, _) => Err(LifecycleError::NotFound { what: "pod", id: clip(id) }),
+            (Some(_), Some(_)) => Err(LifecycleError::Ambiguous { what: "pod", id: clip(id) }),
+        }
+    }
+
+    /// The one container whose id begins so, with its pod.
+    fn find_container(&self, id: &str) -> Result<(ContainerId, Handle, Arc<View>), LifecycleError> {
+        let mut found = None;
+        for handle in self.rows().pods.values() {
+            let view = Arc::clone(&handle.view.borrow());
+            for known in view.containers.keys().filter(|known| !id.is_empty() && known.as_str().starts_with(id)) {
+                if found.is_some() {
+                    return Err(LifecycleError::Ambiguous { what: "container", id: clip(id) });
+                }
+                found = Some((known.clone(), handle.clone(), Arc::clone(&view)));
+            }
+        }
+        found.ok_or_else(|| LifecycleError::NotFound { what: "container", id: clip(id) })
+    }
+}
+
+/// The pods of this node.
+#[derive(Clone)]
+pub struct Node {
+    parts: Arc<Parts>,
+    table: Arc<Table>,
+}
+
+impl Node {
+    /// What the pods share.
+    pub fn parts(&self) -> &Parts {
+        &self.parts
+    }
+
+    /// All pods as they are.
+    pub fn views(&self) -> Vec<Arc<View>> {
+        self.table.views()
+    }
+
+    /// One pod, by its id or the beginning of it.
+    pub fn pod(&self, id: &str) -> Result<Arc<View>, LifecycleError> {
+        Ok(Arc::clone(&self.table.find(id)?.1.view.borrow()))
+    }
+
+    /// One container, by its id or the beginning of it, with its pod.
+    pub fn container(&self, id: &str) -> Result<(ContainerId, Arc<View>), LifecycleError> {
+        self.table.find_container(id).map(|(id, _, view)| (id, view))
+    }
+
+    /// Images that containers are made of.
+    pub fn images_in_use(&self) -> HashSet<ImageId> {
+        self.table.images_in_use()
+    }
+
+    /// Makes a pod and waits until it is ready. The same pod asked for again, while it boots or is ready, is the
+    /// same pod.
+    pub async fn run_pod(&self, config: PodConfig, handler: String) -> Result<PodId, LifecycleError> {
+        let (answer, ready) = oneshot::channel();
+        let (id, known) = self.place(config, handler, answer)?;
+        if let Some((inbox, answer)) = known {
+            inbox.send(Message::WaitReady(answer)).await.map_err(|_closed| LifecycleError::Ended)?;
+        }
+        ready.await.map_err(|_dropped| LifecycleError::Ended)??;
+        Ok(id)
+    }
+
+    /// Finds the pod of this name, or starts one: then `answer` is its actor's already.
+    #[allow(clippy::type_complexity, reason = "one caller")]
+    fn place(
+        &self,
+        config: PodConfig,
+        handler: String,
+        answer: Answer<()>,
+    ) -> Result<(PodId, Option<(mpsc::Sender<Message>, Answer<()>)>), LifecycleError> {
+        let mut rows = self.table.rows();
+        if let Some(id) = rows.names.get(&config.name) {
+            let taken = || LifecycleError::NameTaken { what: "pod", name: config.name.to_string(), id: id.to_string() };
+            let handle = rows.pods.get(id).ok_or_else(taken)?;
+            let view = Arc::clone(&handle.view.borrow());
+            let alive = matches!(view.pod.state, state::Pod::Booting | state::Pod::Ready);
+            if !alive || view.pod.config != config {
+                return Err(taken());
+            }
+            return Ok((id.clone(), Some((handle.inbox.clone(), answer))));
+        }
+        let id = loop {
+            let id = PodId::from_bytes(new_id());
+            // The folder's name is the beginning of the id.
+            if !rows.pods.keys().any(|known| known.short() == id.short()) {
+                break id;
+            }
+        };
+        let record = PodRecord {
+            id: id.clone(),
+            config,
+            handler,
+            state: state::Pod::Booting,
+            created_at: now(),
+            was_ready: false,
+            ips: Vec::new(),
+            kernel_release: String::new(),
+            failure: String::new(),
+            left: Vec::new(),
+        };
+        rows.names.insert(record.config.name.clone(), id.clone());
+        let (actor, inbox, view) = actor::new(Arc::clone(&self.parts), Arc::clone(&self.table), record, Vec::new());
+        rows.pods.insert(id.clone(), Handle { inbox, view });
+        tokio::spawn(actor.run(Begin::New(answer)));
+        Ok((id, None))
+    }
+
+    /// Stops a pod; one that does not exist is stopped.
+    pub async fn stop_pod(&self, id: &str) -> Result<(), LifecycleError> {
+        match self.table.find(id) {
+            Ok((_, handle)) => asked(&handle, Message::Stop).await.or_else(fine_if_gone),
+            Err(error) => fine_if_gone(error),
+        }
+    }
+
+    /// Stops and forgets a pod; one that does not exist is forgotten.
+    pub async fn remove_pod(&self, id: &str) -> Result<(), LifecycleError> {
+        match self.table.find(id) {
+            Ok((_, handle)) => asked(&handle, Message::Remove).await.or_else(fine_if_gone),
+            Err(error) => fine_if_gone(error),
+        }
+    }
+
+    /// Makes a container of an image that is in the store.
+    pub async fn create(
+        &self,
+        pod: &str,
+        config: ContainerConfig,
+        image: ImageOf,
+    ) -> Result<ContainerId, LifecycleError> {
+        let (_, handle) = self.table.find(pod)?;
+        asked(&handle, |answer| Message::Create { config: Box::new(config), image, answer }).await
+    }
+
+    /// Starts a container; one that runs is started.
+    pub async fn start(&self, id: &str) -> Result<(), LifecycleError> {
+        let (id, handle, _) = self.table.find_container(id)?;
+        asked(&handle, |answer| Message::Start(id, answer)).await
+    }
+
+    /// Stops a container; one that does not run or exist is stopped.
+    pub async fn stop(&self, id: &str, grace: Duration) -> Result<(), LifecycleError> {
+        match self.table.find_container(id) {
+            Ok((id, handle, _)) => {
+                asked(&handle, |answer| Message::StopContainer(id, grace, answer)).await.or_else(fine_if_gone)
+            }
+            Err(error) => fine_if_gone(error),
+        }
+    }
+
+    /// Stops and forgets a container; one that does not exist is forgotten.
+    pub async fn remove(&self, id: &str) -> Result<(), LifecycleError> {
+        match self.table.find_container(id) {
+            Ok((id, handle, _)) => {
+                asked(&handle, |answer| Message::RemoveContainer(id, answer)).await.or_else(fine_if_gone)
+            }
+            Err(error) => fine_if_gone(error),
+        }
+    }
+
+    /// Runs a command in a running container to its end.
+    pub async fn exec(
+        &self,
+        id: &str,
+        args: Vec<String>,
+        limit: Option<Duration>,
+    ) -> Result<proto::ExecSyncResponse, LifecycleError> {
+        let (id, client) = self.running(id)?;
+        make::exec(&self.parts, client, &id, args, limit).await
+    }
+
+    /// Closes the log of a running container and opens it again by its name.
+    pub async fn reopen_log(&self, id: &str) -> Result<(), LifecycleError> {
+        let (id, client) = self.running(id)?;
+        make::reopen(&self.parts, client, &id).await
+    }
+
+    fn running(&self, id: &str) -> Result<(ContainerId, PodClient), LifecycleError> {
+        let (id, _, view) = self.table.find_container(id)?;
+        let runs = view.containers.get(&id).is_some_and(|record| record.state == state::Container::Running);
+        match &view.client {
+            Some(client) if runs => Ok((id, client.clone())),
+            _ => Err(LifecycleError::NotRunning { id: id.to_string() }),
+        }
+    }
+
+    /// Remembers the node's pod CIDRs.
+    pub async fn set_pod_cidrs(&self, cidrs: Vec<IpNet>) -> Result<(), LifecycleError> {
+        let text: Vec<String> = cidrs.iter().map(ToString::to_string).collect();
+        let change = crate::store::Change::Setting(recover::POD_CIDRS, text.join(","));
+        self.parts.store.commit(vec![change]).await.map_err(error::at("record the pod CIDR"))?;
+        *self.parts.cidrs.write().unwrap_or_else(PoisonError::into_inner) = cidrs;
+        Ok(())
+    }
+}
+
+async fn asked<T>(handle: &Handle, message: impl FnOnce(Answer<T>) -> Message) -> Result<T, LifecycleError> {
+    asked_inbox(&handle.inbox, message).await
+}
+
+async fn asked_inbox<T>(
+    inbox: &mpsc::Sender<Message>,
+    message: impl FnOnce(Answer<T>) -> Message,
+) -> Result<T, LifecycleError> {
+    let (answer, answered) = oneshot::channel();
+    inbox.send(message(answer)).await.map_err(|_closed| LifecycleError::Ended)?;
+    answered.await.map_err(|_dropped| LifecycleError::Ended)?
+}
+
+/// Stop and Remove of what is not there have succeeded.
+fn fine_if_gone(error: LifecycleError) -> Result<(), LifecycleError> {
+    match error {
+        LifecycleError::NotFound { .. } | LifecycleError::Ended => Ok(()),
+        error => Err(error),
+    }
+}
+
+/// Now, in nanoseconds since 1970.
+pub(crate) fn now() -> i64 {
+    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(since.as_nanos()).unwrap_or(i64::MAX)
+}
+
+/// The bytes of an id.
+fn new_id() -> [u8; 32] {
+    let mut bytes = [0; 32];
+    // Linux gives random bytes to everybody once it has booted; without them nothing here could be named.
+    getrandom::fill(&mut bytes).expect("the kernel gives random bytes");
+    bytes
+}
+
+/// A text of a stranger, on one line and of limited length.
+pub(crate) fn clip(text: &str) -> String {
+    let mut short = String::new();
+    for c in text.chars().map(|c| if c.is_control() { ' ' } else { c }) {
+        if short.len() + c.len_utf8() > CLIP {
+            short.push('…');
+            break;
+        }
+        short.push(c);
+    }
+    short
+}

@@ -1,0 +1,289 @@
+//! Owns: the start of a daemon on a node that others have used before: record and live process together say how
+//! each pod goes on (`plan`, pure); what belongs to no record is removed.
+
+use super::actor::{self, Begin, Message};
+use super::boot::blocking;
+use super::state::{Container, Pod};
+use super::{Handle, Node, Parts, Table};
+use crate::store::{Contents, ContainerRecord, PodRecord};
+use nacelle_base::{Chain, ContainerId, PodId};
+use nacelle_pod::client::{ClientError, PodClient};
+use nacelle_proto::pod as proto;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+
+/// The name under which the node's pod CIDRs are stored.
+pub(super) const POD_CIDRS: &str = "pod_cidrs";
+
+/// What became of a pod's process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Found {
+    /// It answers.
+    Alive,
+    /// It is there and does not answer.
+    Silent,
+    /// It is gone.
+    Dead,
+}
+
+/// How a pod goes on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Plan {
+    /// As if nothing had happened.
+    Adopt,
+    /// It is looked for.
+    Search,
+    /// It ended meanwhile: its last record is read, and the rest is given back.
+    Lost,
+    /// What was taken is given back.
+    Undo,
+    /// The same, and it is forgotten: nobody knows it.
+    Discard,
+    /// Nothing to do.
+    Rest,
+}
+
+/// How a pod in this state goes on.
+pub fn plan(state: Pod, was_ready: bool, found: Found) -> Plan {
+    match (state, found) {
+        // Its id was never answered: whoever asked for it asks again.
+        (Pod::Booting | Pod::Removing, _) => Plan::Discard,
+        (Pod::Stopping | Pod::Unclean | Pod::Stopped, _) if !was_ready => Plan::Discard,
+        (Pod::Stopping | Pod::Unclean, _) => Plan::Undo,
+        (Pod::Stopped, _) => Plan::Rest,
+        (Pod::Ready, Found::Alive) => Plan::Adopt,
+        (Pod::Ready, Found::Silent) => Plan::Search,
+        (Pod::Ready, Found::Dead) => Plan::Lost,
+    }
+}
+
+/// How a container of an adopted pod goes on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ContainerPlan {
+    /// In this state; the pod process tells the rest.
+    As(Container),
+    /// It is removed: nobody knows it, or it was being removed.
+    Remove,
+    /// The pod process does not know it: it ended, nobody knows how.
+    Lost,
+}
+
+/// How a container in this state goes on, if its pod process says this of it; none: that it does not know it.
+pub fn container_plan(state: Container, told: Option<proto::ContainerPhase>) -> ContainerPlan {
+    match (state, told) {
+        (Container::Creating | Container::Removing, _) => ContainerPlan::Remove,
+        (Container::Starting, Some(proto::ContainerPhase::Created)) => ContainerPlan::As(Container::Created),
+        (Container::Created | Container::Starting | Container::Running, None) => ContainerPlan::Lost,
+        (state, _) => ContainerPlan::As(state),
+    }
+}
+
+/// Time for all pods to be brought in order before the daemon serves; what takes longer goes on beside it.
+const LIMIT: Duration = Duration::from_secs(150);
+
+impl Node {
+    /// Brings the node in order and takes its pods over.
+    pub async fn recover(parts: Parts, contents: Contents) -> Node {
+        let cidrs = contents.settings.get(POD_CIDRS).map(String::as_str).unwrap_or_default();
+        let cidrs = cidrs.split(',').filter_map(|cidr| cidr.parse().ok()).collect();
+        *parts.cidrs.write().unwrap_or_else(PoisonError::into_inner) = cidrs;
+        let node = Node { parts: Arc::new(parts), table: Arc::new(Table::default()) };
+        remove_orphans(&node.parts, &contents.pods).await;
+        let mut containers: BTreeMap<PodId, Vec<ContainerRecord>> = BTreeMap::new();
+        for container in contents.containers {
+            containers.entry(container.pod.clone()).or_default().push(container);
+        }
+        let mut work = JoinSet::new();
+        for pod in contents.pods {
+            let containers = containers.remove(&pod.id).unwrap_or_default();
+            let node = node.clone();
+            work.spawn(async move { node.take_over(pod, containers).await });
+        }
+        if timeout(LIMIT, async { while work.join_next().await.is_some() {} }).await.is_err() {
+            tracing::warn!("some pods take long to be brought in order; the daemon serves meanwhile");
+        }
+        work.detach_all();
+        node.parts.collect_images(&node.table);
+        node
+    }
+
+    async fn take_over(&self, mut pod: PodRecord, mut containers: Vec<ContainerRecord>) {
+        let (found, client, last) = look(&self.parts, &pod).await;
+        let plan = plan(pod.state, pod.was_ready, found);
+        tracing::info!(pod = %pod.id, state = ?pod.state, ?found, ?plan, "found again");
+        let mut remove = Vec::new();
+        if let (Plan::Adopt, Some(state)) = (plan, &last) {
+            for container in &mut containers {
+                let told = state.containers.iter().find(|told| told.id == container.id.as_str());
+                match container_plan(container.state, told.map(proto::ContainerState::phase)) {
+                    ContainerPlan::As(state) => container.state = state,
+                    ContainerPlan::Remove => {
+                        container.state = Container::Exited;
+                        remove.push(container.id.clone());
+                    }
+                    ContainerPlan::Lost => {
+                        container.state = Container::Exited;
+                        container.finished_at = super::now();
+                        container.exit_code = i32::try_from(nacelle_pod::record::LOST).unwrap_or(i32::MAX);
+                        container.message = "the pod process does not know the container".to_owned();
+                    }
+                }
+            }
+        }
+        let first = match plan {
+            Plan::Adopt => client.map(Message::Found),
+            Plan::Search => Some(Message::Lost),
+            Plan::Lost => Some(Message::Gone(last.clone())),
+            Plan::Undo | Plan::Discard => {
+                // As after an attempt that failed: asked to stop, it tries again.
+                pod.state = Pod::Unclean;
+                None
+            }
+            Plan::Rest => None,
+        };
+        pod.was_ready &= plan != Plan::Discard;
+        let inbox = self.enter(pod.clone(), containers, first);
+        let id = pod.id.as_str();
+        let done = match plan {
+            Plan::Adopt => self.catch_up(&inbox, last, remove).await,
+            Plan::Undo => self.stop_pod(id).await,
+            Plan::Discard => self.remove_pod(id).await,
+            Plan::Lost => {
+                // Answered after the loss was taken over.
+                let _ = super::asked_inbox(&inbox, Message::WaitReady).await;
+                Ok(())
+            }
+            Plan::Search | Plan::Rest => Ok(()),
+        };
+        if let Err(error) = done {
+            tracing::error!(pod = %pod.id, "not brought in order: {}", Chain(&error));
+        }
+    }
+
+    /// Puts a pod into the table and starts its actor.
+    fn enter(&self, pod: PodRecord, containers: Vec<ContainerRecord>, first: Option<Message>) -> mpsc::Sender<Message> {
+        let (id, name) = (pod.id.clone(), pod.config.name.clone());
+        let (actor, inbox, view) = actor::new(Arc::clone(&self.parts), Arc::clone(&self.table), pod, containers);
+        let mut rows = self.table.rows();
+        rows.names.insert(name, id.clone());
+        rows.pods.insert(id, Handle { inbox: inbox.clone(), view });
+        tokio::spawn(actor.run(Begin::Known(first)));
+        inbox
+    }
+
+    /// Tells an adopted pod what its process says, and has it remove what was half made or half removed.
+    async fn catch_up(
+        &self,
+        inbox: &mpsc::Sender<Message>,
+        state: Option<proto::PodState>,
+        remove: Vec<ContainerId>,
+    ) -> Result<(), super::LifecycleError> {
+        if let Some(state) = state {
+            // A closed inbox: the pod is gone already.
+            let _ = inbox.send(Message::Report(state)).await;
+            let _ = super::asked_inbox(inbox, Message::WaitReady).await;
+        }
+        for id in remove {
+            self.remove(id.as_str()).await?;
+        }
+        Ok(())
+    }
+}
+
+/// What became of a pod's process, and what it says or said last.
+async fn look(parts: &Parts, pod: &PodRecord) -> (Found, Option<PodClient>, Option<proto::PodState>) {
+    let dir = parts.pod_dir(&pod.id);
+    match parts.pods.connect(&dir).await {
+        Ok(client) => match timeout(parts.answer_limit(), client.state()).await {
+            Ok(Ok(state)) => (Found::Alive, Some(client), Some(state)),
+            Ok(Err(_)) | Err(_) => (Found::Silent, None, None),
+        },
+        Err(ClientError::Gone { .. }) => match parts.pods.clean_up(&dir).await {
+            Ok(last) => (Found::Dead, None, last.as_ref().map(Into::into)),
+            Err(error) => {
+                tracing::warn!(pod = %pod.id, "cannot read what is left of it: {}", Chain(&error));
+                (Found::Dead, None, None)
+            }
+        },
+        Err(error) => {
+            tracing::warn!(pod = %pod.id, "the pod process is silent: {}", Chain(&error));
+            (Found::Silent, None, None)
+        }
+    }
+}
+
+/// Removes folders, processes and networks that belong to no record.
+async fn remove_orphans(parts: &Parts, known: &[PodRecord]) {
+    let folders: BTreeSet<PathBuf> = known.iter().map(|pod| parts.pod_dir(&pod.id)).collect();
+    let pods = parts.config.paths.pods();
+    let list = move || -> std::io::Result<Vec<PathBuf>> {
+        std::fs::read_dir(pods)?.map(|entry| Ok(entry?.path())).collect()
+    };
+    let there = match blocking(list).await {
+        Ok(there) => there,
+        Err(error) => {
+            tracing::error!(%error, "cannot list the folders of pods");
+            Vec::new()
+        }
+    };
+    for dir in there.into_iter().filter(|dir| !folders.contains(dir)) {
+        tracing::warn!(dir = %dir.display(), "a pod without a record is removed");
+        match parts.pods.clean_up(&dir).await {
+            Ok(_) => {
+                let removed = blocking(move || nacelle_base::files::remove_tree_if_there(&dir)).await;
+                if let Err(error) = removed {
+                    tracing::error!("cannot remove it: {}", Chain(&error));
+                }
+            }
+            Err(error) => tracing::error!("cannot end its process: {}", Chain(&error)),
+        }
+    }
+    let keep = known.iter().map(|pod| pod.id.clone()).collect();
+    if let Err(error) = parts.networks.gc(&keep).await {
+        tracing::error!("cannot remove networks without a pod: {}", Chain(&error));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_that_lives_is_killed_and_nothing_dead_is_kept() {
+        for was_ready in [false, true] {
+            for state in Pod::ALL {
+                for found in [Found::Alive, Found::Silent, Found::Dead] {
+                    let plan = plan(state, was_ready, found);
+                    if state == Pod::Ready && found != Found::Dead {
+                        assert!(matches!(plan, Plan::Adopt | Plan::Search), "{state:?} {found:?}");
+                    }
+                    if state != Pod::Ready && state != Pod::Stopped {
+                        assert!(matches!(plan, Plan::Undo | Plan::Discard), "{state:?} {found:?}");
+                    }
+                }
+            }
+        }
+        assert_eq!(plan(Pod::Ready, true, Found::Dead), Plan::Lost);
+        assert_eq!(plan(Pod::Stopped, true, Found::Dead), Plan::Rest);
+        assert_eq!(plan(Pod::Booting, false, Found::Alive), Plan::Discard);
+    }
+
+    #[test]
+    fn a_container_whose_start_was_cut_is_what_the_pod_says() {
+        use proto::ContainerPhase as Phase;
+        let starting = |told| container_plan(Container::Starting, told);
+        assert_eq!(starting(Some(Phase::Created)), ContainerPlan::As(Container::Created));
+        assert_eq!(starting(Some(Phase::Running)), ContainerPlan::As(Container::Starting));
+        assert_eq!(starting(None), ContainerPlan::Lost);
+        for told in [None, Some(Phase::Created), Some(Phase::Running)] {
+            assert_eq!(container_plan(Container::Creating, told), ContainerPlan::Remove);
+            assert_eq!(container_plan(Container::Exited, told), ContainerPlan::As(Container::Exited));
+        }
+        assert_eq!(container_plan(Container::Running, Some(Phase::Exited)), ContainerPlan::As(Container::Running));
+    }
+}

@@ -1,0 +1,80 @@
+//! Owns: what the lifecycle needs of the node besides the image store: pod processes and networks, as two narrow
+//! traits, and the real ones behind them.
+//! Threads: implementations are shared by all pods.
+
+use nacelle_base::PodId;
+use nacelle_net::{Attachment, NetError, Network, PodRef};
+use nacelle_pod::client::{self, ClientError, PodClient};
+use nacelle_pod::record::PodRecord;
+use nacelle_pod::spec::PodSpec;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+/// Pod processes. Each lives in its folder.
+#[tonic::async_trait]
+pub trait Pods: Send + Sync + 'static {
+    /// Starts the process of this folder; on failure nothing runs. Must be awaited to its end.
+    async fn spawn(&self, dir: &Path, spec: &PodSpec) -> Result<PodClient, ClientError>;
+
+    /// Finds the process that serves this folder; `ClientError::Gone` if there is none.
+    async fn connect(&self, dir: &Path) -> Result<PodClient, ClientError> {
+        client::connect(dir).await
+    }
+
+    /// Ends what is left of the process and returns what it last recorded. Can be said twice.
+    async fn clean_up(&self, dir: &Path) -> Result<Option<PodRecord>, ClientError> {
+        client::clean_up(dir).await
+    }
+}
+
+/// Networks of pods. Calls for one pod come one after the other.
+#[tonic::async_trait]
+pub trait Networks: Send + Sync + 'static {
+    /// Makes the pod's namespace; returns the file that names it.
+    async fn create(&self, id: &PodId) -> Result<PathBuf, NetError>;
+    /// Attaches the pod.
+    async fn setup(&self, pod: &PodRef) -> Result<Attachment, NetError>;
+    /// Takes attachment and namespace away. Can be said twice, and of a pod that has neither.
+    async fn teardown(&self, id: &PodId) -> Result<(), NetError>;
+    /// Why pods could not get a network now, if they could not.
+    async fn status(&self) -> Result<(), NetError>;
+    /// Takes away what belongs to no pod in `keep`.
+    async fn gc(&self, keep: &BTreeSet<PodId>) -> Result<(), NetError>;
+}
+
+/// `nacelle pod` processes of this program.
+pub struct Processes {
+    /// The program.
+    pub exe: PathBuf,
+}
+
+#[tonic::async_trait]
+impl Pods for Processes {
+    async fn spawn(&self, dir: &Path, spec: &PodSpec) -> Result<PodClient, ClientError> {
+        client::spawn(&self.exe, dir, spec).await
+    }
+}
+
+#[tonic::async_trait]
+impl Networks for Network {
+    async fn create(&self, id: &PodId) -> Result<PathBuf, NetError> {
+        self.create_netns(id).await?;
+        Ok(self.netns_path(id))
+    }
+
+    async fn setup(&self, pod: &PodRef) -> Result<Attachment, NetError> {
+        Network::setup(self, pod).await
+    }
+
+    async fn teardown(&self, id: &PodId) -> Result<(), NetError> {
+        Network::teardown(self, id).await
+    }
+
+    async fn status(&self) -> Result<(), NetError> {
+        Network::status(self).await
+    }
+
+    async fn gc(&self, keep: &BTreeSet<PodId>) -> Result<(), NetError> {
+        Network::gc(self, keep).await
+    }
+}

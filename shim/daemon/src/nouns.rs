@@ -1,0 +1,204 @@
+//! Owns: pods and containers as the daemon understands them after everything was checked: plain data, stored as
+//! it is. No CRI type, no effect.
+
+use nacelle_image::ImageId;
+use nacelle_net::{Dns, PortMapping};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::PathBuf;
+
+/// String to string, as labels and annotations are.
+pub type Pairs = BTreeMap<String, String>;
+
+/// The name of a PodSandbox: one of these exists once on a node.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct PodName {
+    /// The pod's name.
+    pub name: String,
+    /// Its Kubernetes namespace.
+    pub namespace: String,
+    /// Its UID.
+    pub uid: String,
+    /// How often kubelet has tried before.
+    pub attempt: u32,
+}
+
+impl fmt::Display for PodName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{} (uid {}, attempt {})", self.namespace, self.name, self.uid, self.attempt)
+    }
+}
+
+/// A PodSandbox as it was asked for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PodConfig {
+    /// Its name.
+    pub name: PodName,
+    /// The handler as the caller wrote it; empty: the default one.
+    pub handler: String,
+    /// The guest's host name.
+    pub hostname: String,
+    /// Where logs go, if anywhere.
+    pub log_directory: Option<PathBuf>,
+    /// The resolver configuration, if the caller has one.
+    pub dns: Option<Dns>,
+    /// Ports of the node that lead to the pod.
+    pub ports: Vec<PortMapping>,
+    /// Returned as they came.
+    pub labels: Pairs,
+    /// Returned as they came.
+    pub annotations: Pairs,
+    /// Sysctls of the guest.
+    pub sysctls: Pairs,
+    /// All containers share one PID namespace.
+    pub shared_pid: bool,
+    /// Containers may be privileged (in the guest).
+    pub privileged: bool,
+    /// Memory that all containers together may use, in bytes, if it is limited.
+    pub memory_limit: Option<u64>,
+    /// Processors that all containers together may use, in thousandths, if they are limited.
+    pub cpu_limit_milli: Option<u64>,
+}
+
+/// A container's limits, as CRI writes them; 0 and empty mean "not set".
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Resources {
+    /// CFS period, µs.
+    pub cpu_period: i64,
+    /// CFS quota, µs; negative: none.
+    pub cpu_quota: i64,
+    /// Relative weight, cgroup v1's scale.
+    pub cpu_shares: i64,
+    /// Bytes.
+    pub memory_limit: i64,
+    /// Bytes; memory and swap together.
+    pub memory_swap_limit: i64,
+    /// -1000 to 1000.
+    pub oom_score_adj: i64,
+    /// Page size ("2MB") and bytes.
+    pub hugepages: Vec<(String, u64)>,
+    /// Files of cgroup v2 and what is written to them.
+    pub unified: Pairs,
+}
+
+/// Who a container runs as, as the caller said.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RunAs {
+    /// A number or a name; none: what the image says.
+    pub user: Option<String>,
+    /// A group's number.
+    pub group: Option<u32>,
+    /// Further groups.
+    pub supplemental: Vec<u32>,
+    /// The image's /etc/group does not add groups.
+    pub strict: bool,
+}
+
+/// Which system calls a container may use.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Seccomp {
+    /// All.
+    #[default]
+    Unconfined,
+    /// Those of the default profile.
+    RuntimeDefault,
+}
+
+/// Capabilities that are added to and taken from the default set; names without "CAP_", "ALL" is all.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Capabilities {
+    /// Added.
+    pub add: Vec<String>,
+    /// Taken away.
+    pub drop: Vec<String>,
+    /// Kept by programs that are not root.
+    pub ambient: Vec<String>,
+}
+
+/// The PID namespace of a container.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum PidMode {
+    /// As the pod has it.
+    Pod,
+    /// Its own.
+    Own,
+    /// That of another container, by its id.
+    Of(String),
+}
+
+/// A container as it was asked for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ContainerConfig {
+    /// Its name, unique in the pod together with `attempt`.
+    pub name: String,
+    /// How often kubelet has tried before.
+    pub attempt: u32,
+    /// The image as kubelet wrote it: an id or a reference.
+    pub image: String,
+    /// The image as the user wrote it.
+    pub user_image: String,
+    /// Replaces the image's entry point if not empty.
+    pub command: Vec<String>,
+    /// Replaces the image's arguments if not empty.
+    pub args: Vec<String>,
+    /// Replaces the image's if not empty.
+    pub working_dir: String,
+    /// Added to the image's environment.
+    pub envs: Vec<(String, String)>,
+    /// Returned as they came.
+    pub labels: Pairs,
+    /// Returned as they came.
+    pub annotations: Pairs,
+    /// The log file as kubelet wrote it, below the pod's log folder.
+    pub log_path: String,
+    /// Keep an input open.
+    pub stdin: bool,
+    /// Close it after the first client.
+    pub stdin_once: bool,
+    /// A terminal.
+    pub tty: bool,
+    /// The number of the signal that asks it to end; none: what the image says, else SIGTERM.
+    pub stop_signal: Option<u32>,
+    /// Limits.
+    pub resources: Resources,
+    /// All rights (in the guest).
+    pub privileged: bool,
+    /// Added and dropped rights.
+    pub capabilities: Capabilities,
+    /// Its PID namespace.
+    pub pid: PidMode,
+    /// Who it runs as.
+    pub run_as: RunAs,
+    /// The root file system is read-only.
+    pub readonly_rootfs: bool,
+    /// No rights by setuid programs.
+    pub no_new_privs: bool,
+    /// Paths that appear empty.
+    pub masked_paths: Vec<String>,
+    /// Paths that cannot be written.
+    pub readonly_paths: Vec<String>,
+    /// System calls.
+    pub seccomp: Seccomp,
+}
+
+/// The user of a container as found in its image.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct User {
+    /// User.
+    pub uid: u32,
+    /// Group.
+    pub gid: u32,
+    /// Further groups.
+    pub groups: Vec<u32>,
+}
+
+/// The image of a container.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImageOf {
+    /// Its id.
+    pub id: ImageId,
+    /// A reference by digest, if the store knew one, else the id.
+    pub reference: String,
+}

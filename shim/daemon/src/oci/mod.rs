@@ -1,0 +1,360 @@
+//! Owns: the OCI runtime specification of a container, from its configuration and its image's.
+//! May use: nouns. Knows no CRI, no pod process. What `agent.proto` reserves to the agent (root, namespaces' paths,
+//! cgroup path, /etc/hosts and its like) is left to it.
+
+mod capabilities;
+mod seccomp;
+
+pub use capabilities::{is_known as is_known_capability, normal as normal_capability};
+
+use crate::nouns::{ContainerConfig, PodConfig, Resources, Seccomp};
+use nacelle_base::{Classify, Kind};
+use nacelle_image::ImageConfig;
+use oci_spec::runtime::Spec;
+use serde_json::{Map, Value, json};
+
+/// Where programs are looked for if neither image nor configuration says.
+const DEFAULT_PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+/// The number of SIGTERM on Linux.
+const SIGTERM: u32 = 15;
+
+/// Why there is no specification.
+#[derive(Debug, thiserror::Error)]
+pub enum OciError {
+    /// Neither the container nor its image names a program.
+    #[error("container {container} has no command, and its image {image} has no entrypoint and no cmd either")]
+    NoCommand {
+        /// The container's name.
+        container: String,
+        /// The image as it was asked for.
+        image: String,
+    },
+    /// The image names a signal that Linux does not have.
+    #[error("image {image} has the stop signal {signal:?}, which is none of Linux")]
+    StopSignal {
+        /// The image as it was asked for.
+        image: String,
+        /// The signal.
+        signal: String,
+    },
+    /// What was made is no OCI specification: a defect of Nacelle.
+    #[error("the specification of container {container} is not valid")]
+    Invalid {
+        /// The container's name.
+        container: String,
+        /// Where and why.
+        source: serde_json::Error,
+    },
+}
+
+impl Classify for OciError {
+    fn kind(&self) -> Kind {
+        match self {
+            OciError::NoCommand { .. } | OciError::StopSignal { .. } => Kind::Invalid,
+            OciError::Invalid { .. } => Kind::Internal,
+        }
+    }
+}
+
+/// The specification as JSON.
+pub fn spec(pod: &PodConfig, container: &ContainerConfig, image: &ImageConfig) -> Result<Vec<u8>, OciError> {
+    let invalid = |source| OciError::Invalid { container: container.name.clone(), source };
+    // Through the typed specification, so that nothing leaves here that another runtime would not read.
+    let spec: Spec = serde_json::from_value(document(pod, container, image)?).map_err(invalid)?;
+    serde_json::to_vec(&spec).map_err(invalid)
+}
+
+/// The user for the agent to look up ("name", "uid", "uid:gid"); empty: root. The image's group counts only
+/// together with the image's user.
+pub fn user(container: &ContainerConfig, image: &ImageConfig) -> String {
+    let run_as = &container.run_as;
+    match (&run_as.user, run_as.group) {
+        (None, None) => image.user.clone(),
+        (None, Some(group)) => {
+            let user = image.user.split(':').next().filter(|user| !user.is_empty()).unwrap_or("0");
+            format!("{user}:{group}")
+        }
+        (Some(user), None) => user.clone(),
+        (Some(user), Some(group)) => format!("{user}:{group}"),
+    }
+}
+
+/// The number of the signal that asks the container to end.
+pub fn stop_signal(container: &ContainerConfig, image: &ImageConfig) -> Result<u32, OciError> {
+    match (container.stop_signal, image.stop_signal.as_deref()) {
+        (Some(number), _) => Ok(number),
+        (None, None | Some("")) => Ok(SIGTERM),
+        (None, Some(signal)) => crate::signals::number(signal)
+            .ok_or_else(|| OciError::StopSignal { image: container.image.clone(), signal: signal.chars().take(40).collect() }),
+    }
+}
+
+fn document(pod: &PodConfig, container: &ContainerConfig, image: &ImageConfig) -> Result<Value, OciError> {
+    let privileged = container.privileged;
+    let capabilities = capabilities::of(container);
+    let mut linux = Map::new();
+    linux.insert("namespaces".into(), namespaces());
+    linux.insert("resources".into(), resources(&container.resources, privileged));
+    linux.insert("rootfsPropagation".into(), json!("rprivate"));
+    if !privileged {
+        linux.insert("maskedPaths".into(), json!(container.masked_paths));
+        linux.insert("readonlyPaths".into(), json!(container.readonly_paths));
+    }
+    if container.seccomp == Seccomp::RuntimeDefault && !privileged {
+        linux.insert("seccomp".into(), seccomp::default_profile(&capabilities.bounding));
+    }
+    Ok(json!({
+        "ociVersion": "1.0.2",
+        "hostname": pod.hostname,
+        "root": { "path": "rootfs", "readonly": container.readonly_rootfs },
+        "process": process(pod, container, image, &capabilities)?,
+        "mounts": mounts(privileged),
+        "linux": linux,
+    }))
+}
+
+fn process(
+    pod: &PodConfig,
+    container: &ContainerConfig,
+    image: &ImageConfig,
+    capabilities: &capabilities::Sets,
+) -> Result<Value, OciError> {
+    let args = command(container, image);
+    if args.is_empty() {
+        return Err(OciError::NoCommand { container: container.name.clone(), image: container.image.clone() });
+    }
+    let cwd = [&container.working_dir, &image.working_dir].into_iter().find(|dir| !dir.is_empty());
+    let mut process = json!({
+        "terminal": container.tty,
+        // The agent looks the user up in the image; these are the groups that are added.
+        "user": { "uid": 0, "gid": 0, "additionalGids": container.run_as.supplemental },
+        "args": args,
+        "env": environment(pod, container, image),
+        "cwd": cwd.map_or("/", |dir| dir.as_str()),
+        "noNewPrivileges": container.no_new_privs,
+        "capabilities": {
+            "bounding": capabilities.bounding, "effective": capabilities.bounding,
+            "permitted": capabilities.bounding, "inheritable": capabilities.ambient,
+            "ambient": capabilities.ambient,
+        },
+    });
+    if container.resources.oom_score_adj != 0 {
+        process["oomScoreAdj"] = json!(container.resources.oom_score_adj);
+    }
+    Ok(process)
+}
+
+/// As Kubernetes has it: a command replaces entry point and arguments of the image, arguments alone replace its
+/// arguments.
+fn command(container: &ContainerConfig, image: &ImageConfig) -> Vec<String> {
+    let (program, args) = match (container.command.is_empty(), container.args.is_empty()) {
+        (true, true) => (&image.entrypoint, &image.cmd),
+        (true, false) => (&image.entrypoint, &container.args),
+        (false, _) => (&container.command, &container.args),
+    };
+    program.iter().chain(args).cloned().collect()
+}
+
+/// The image's environment and then the container's, which wins.
+fn environment(pod: &PodConfig, container: &ContainerConfig, image: &ImageConfig) -> Vec<String> {
+    let mut env: Vec<String> = Vec::new();
+    let mut set = |line: String| {
+        let name = line.split('=').next().unwrap_or_default().to_owned();
+        match env.iter_mut().find(|known| known.split('=').next() == Some(name.as_str())) {
+            Some(known) => *known = line,
+            None => env.push(line),
+        }
+    };
+    set(DEFAULT_PATH.to_owned());
+    if container.tty {
+        set("TERM=xterm".to_owned());
+    }
+    set(format!("HOSTNAME={}", pod.hostname));
+    // An image is somebody else's data: what is no variable is left out.
+    let usable = |line: &&String| !line.starts_with('=') && line.contains('=') && !line.contains('\0');
+    image.env.iter().filter(usable).for_each(|line| set(line.clone()));
+    container.envs.iter().for_each(|(name, value)| set(format!("{name}={value}")));
+    env
+}
+
+fn namespaces() -> Value {
+    // Which of these the containers of a pod share is the agent's work; network, IPC and UTS always are.
+    json!([
+        { "type": "pid" }, { "type": "network" }, { "type": "ipc" }, { "type": "uts" }, { "type": "mount" },
+        { "type": "cgroup" },
+    ])
+}
+
+fn mounts(privileged: bool) -> Value {
+    let write = if privileged { "rw" } else { "ro" };
+    json!([
+        { "destination": "/proc", "type": "proc", "source": "proc", "options": ["nosuid", "noexec", "nodev"] },
+        { "destination": "/dev", "type": "tmpfs", "source": "tmpfs",
+          "options": ["nosuid", "strictatime", "mode=755", "size=65536k"] },
+        { "destination": "/dev/pts", "type": "devpts", "source": "devpts",
+          "options": ["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"] },
+        { "destination": "/dev/mqueue", "type": "mqueue", "source": "mqueue", "options": ["nosuid", "noexec", "nodev"] },
+        { "destination": "/dev/shm", "type": "bind", "source": "/dev/shm", "options": ["rbind", "rw"] },
+        { "destination": "/sys", "type": "sysfs", "source": "sysfs", "options": ["nosuid", "noexec", "nodev", write] },
+        { "destination": "/sys/fs/cgroup", "type": "cgroup", "source": "cgroup",
+          "options": ["nosuid", "noexec", "nodev", "relatime", write] },
+    ])
+}
+
+fn resources(asked: &Resources, privileged: bool) -> Value {
+    let mut resources = Map::new();
+    let devices = if privileged {
+        json!([{ "allow": true, "access": "rwm" }])
+    } else {
+        // Character devices that every container has, and the terminals.
+        let device = |major: i64, minor: Option<i64>| match minor {
+            Some(minor) => json!({ "allow": true, "type": "c", "major": major, "minor": minor, "access": "rwm" }),
+            None => json!({ "allow": true, "type": "c", "major": major, "access": "rwm" }),
+        };
+        let mut list = vec![json!({ "allow": false, "access": "rwm" })];
+        list.extend([3, 5, 7, 8, 9].map(|minor| device(1, Some(minor))));
+        list.extend([device(5, Some(0)), device(5, Some(2)), device(136, None)]);
+        Value::Array(list)
+    };
+    resources.insert("devices".into(), devices);
+    let mut cpu = Map::new();
+    if asked.cpu_shares > 0 {
+        cpu.insert("shares".into(), json!(asked.cpu_shares));
+    }
+    if asked.cpu_quota != 0 {
+        cpu.insert("quota".into(), json!(asked.cpu_quota));
+    }
+    if asked.cpu_period > 0 {
+        cpu.insert("period".into(), json!(asked.cpu_period));
+    }
+    resources.insert("cpu".into(), Value::Object(cpu));
+    if asked.memory_limit > 0 {
+        // The guest has no swap, so a limit of memory and swap together is the limit of memory.
+        resources.insert("memory".into(), json!({ "limit": asked.memory_limit }));
+    }
+    if !asked.hugepages.is_empty() {
+        let limit = |(size, limit): &(String, u64)| json!({ "pageSize": size, "limit": limit });
+        resources.insert("hugepageLimits".into(), asked.hugepages.iter().map(limit).collect());
+    }
+    if !asked.unified.is_empty() {
+        resources.insert("unified".into(), json!(asked.unified));
+    }
+    Value::Object(resources)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::nouns::RunAs;
+    use crate::store::tests_support::{container, pod};
+
+    fn image() -> ImageConfig {
+        ImageConfig {
+            entrypoint: vec!["/entry".into()],
+            cmd: vec!["cmd".into()],
+            env: vec!["PATH=/bin".into(), "A=image".into(), "broken".into(), "=x".into()],
+            user: "app:staff".into(),
+            working_dir: "/work".into(),
+            ..ImageConfig::default()
+        }
+    }
+
+    fn built(change: impl FnOnce(&mut ContainerConfig)) -> Value {
+        let mut config = container(1, 1).config;
+        change(&mut config);
+        serde_json::from_slice(&spec(&pod(1).config, &config, &image()).unwrap()).unwrap()
+    }
+
+    #[test]
+    fn commands_replace_what_kubernetes_says() {
+        let args = |command: &[&str], args: &[&str]| {
+            let list = |list: &[&str]| list.iter().map(|s| (*s).to_owned()).collect();
+            let built = built(|config| (config.command, config.args) = (list(command), list(args)));
+            built["process"]["args"].as_array().unwrap().iter().map(|v| v.as_str().unwrap().to_owned()).collect::<Vec<_>>()
+        };
+        assert_eq!(args(&[], &[]), ["/entry", "cmd"]);
+        assert_eq!(args(&[], &["x"]), ["/entry", "x"]);
+        assert_eq!(args(&["c"], &[]), ["c"]);
+        assert_eq!(args(&["c"], &["x"]), ["c", "x"]);
+        let mut config = container(1, 1).config;
+        (config.command, config.args) = (vec![], vec![]);
+        let error = spec(&pod(1).config, &config, &ImageConfig::default()).unwrap_err();
+        assert_eq!(error.kind(), Kind::Invalid);
+        assert!(error.to_string().contains("busybox"), "{error}");
+    }
+
+    #[test]
+    fn the_container_wins_over_the_image() {
+        let built = built(|config| config.envs = vec![("A".into(), "mine".into()), ("B".into(), String::new())]);
+        let process = &built["process"];
+        assert_eq!(process["env"], json!(["PATH=/bin", "HOSTNAME=web", "A=mine", "B="]));
+        assert_eq!(process["cwd"], "/work");
+        assert_eq!(process["noNewPrivileges"], true);
+        assert_eq!(built["linux"]["maskedPaths"], json!(["/proc/kcore"]));
+        assert_eq!(built["hostname"], "web");
+    }
+
+    #[test]
+    fn users_are_joined_as_cri_says() {
+        let user = |user: Option<&str>, group: Option<u32>, in_image: &str| {
+            let mut config = container(1, 1).config;
+            config.run_as = RunAs { user: user.map(str::to_owned), group, ..RunAs::default() };
+            super::user(&config, &ImageConfig { user: in_image.into(), ..ImageConfig::default() })
+        };
+        assert_eq!(user(None, None, "app:staff"), "app:staff");
+        assert_eq!(user(None, Some(5), "app:staff"), "app:5");
+        assert_eq!(user(None, Some(5), ""), "0:5");
+        assert_eq!(user(Some("7"), None, "app:staff"), "7");
+        assert_eq!(user(Some("7"), Some(8), "app"), "7:8");
+        assert_eq!(user(None, None, ""), "");
+    }
+
+    #[test]
+    fn the_stop_signal_is_the_containers_then_the_images() {
+        let image = |signal: &str| ImageConfig { stop_signal: Some(signal.into()), ..ImageConfig::default() };
+        let mut config = container(1, 1).config;
+        assert_eq!(stop_signal(&config, &ImageConfig::default()).unwrap(), 15);
+        assert_eq!(stop_signal(&config, &image("SIGQUIT")).unwrap(), 3);
+        assert_eq!(stop_signal(&config, &image("RTMIN+3")).unwrap(), 37);
+        assert_eq!(stop_signal(&config, &image("10")).unwrap(), 10);
+        for bad in ["SIGNOTHING", "0", "65", "-1"] {
+            assert_eq!(stop_signal(&config, &image(bad)).unwrap_err().kind(), Kind::Invalid, "{bad}");
+        }
+        config.stop_signal = Some(12);
+        assert_eq!(stop_signal(&config, &image("SIGQUIT")).unwrap(), 12);
+    }
+
+    #[test]
+    fn limits_arrive_and_what_is_not_set_does_not() {
+        let empty = built(|config| config.resources = Resources::default());
+        assert_eq!(empty["linux"]["resources"]["memory"], Value::Null);
+        assert_eq!(empty["process"]["oomScoreAdj"], Value::Null);
+        let full = built(|config| {
+            config.resources = Resources {
+                cpu_period: 100_000,
+                cpu_quota: 50_000,
+                cpu_shares: 512,
+                memory_limit: 1 << 26,
+                memory_swap_limit: 1 << 27,
+                oom_score_adj: 500,
+                hugepages: vec![("2MB".into(), 1 << 21)],
+                unified: [("memory.oom.group".to_owned(), "1".to_owned())].into(),
+            };
+        });
+        let resources = &full["linux"]["resources"];
+        assert_eq!(resources["cpu"], json!({ "shares": 512, "quota": 50_000, "period": 100_000 }));
+        assert_eq!(resources["memory"], json!({ "limit": 1 << 26 }));
+        assert_eq!(resources["hugepageLimits"], json!([{ "pageSize": "2MB", "limit": 1 << 21 }]));
+        assert_eq!(resources["unified"], json!({ "memory.oom.group": "1" }));
+        assert_eq!(full["process"]["oomScoreAdj"], 500);
+    }
+
+    #[test]
+    fn privileged_means_all_rights_in_the_guest() {
+        let built = built(|config| config.privileged = true);
+        assert_eq!(built["linux"]["seccomp"], Value::Null);
+        assert_eq!(built["linux"]["maskedPaths"], Value::Null);
+        assert_eq!(built["process"]["capabilities"]["bounding"].as_array().unwrap().len(), 41);
+        assert_eq!(built["linux"]["resources"]["devices"][0]["allow"], true);
+    }
+}

@@ -1,0 +1,110 @@
+//! Owns: the default seccomp profile: what RuntimeDefault means. The list is data (`seccomp.json`), each group with
+//! the reason why it is there.
+
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+/// CLONE_NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET: asking for a namespace.
+const CLONE_NAMESPACES: u64 = 0x7e02_0000;
+/// Kernel crypto, and the machine's channel to its host.
+const AF_ALG: u64 = 38;
+const AF_VSOCK: u64 = 40;
+const ENOSYS: u32 = 38;
+const EPERM: u32 = 1;
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Group {
+    why: String,
+    /// A capability of which the container must have one; none: always.
+    #[serde(default)]
+    with: Vec<String>,
+    names: Vec<String>,
+}
+
+fn groups() -> Vec<Group> {
+    serde_json::from_str(include_str!("seccomp.json")).unwrap_or_default()
+}
+
+/// The profile for a container that may have these capabilities ("CAP_...").
+pub fn default_profile(capabilities: &[String]) -> Value {
+    let allow = |names: Value, args: Value| json!({ "names": names, "action": "SCMP_ACT_ALLOW", "args": args });
+    let has = |name: &str| capabilities.iter().any(|each| each.strip_prefix("CAP_") == Some(name));
+    let mut calls: Vec<Value> = groups()
+        .into_iter()
+        // A call that nobody can give a reason for is not allowed.
+        .filter(|group| !group.why.is_empty())
+        .filter(|group| group.with.is_empty() || group.with.iter().any(|name| has(name)))
+        .map(|group| allow(json!(group.names), json!([])))
+        .collect();
+    let argument = |value: u64, op: &str| json!([{ "index": 0, "value": value, "op": op }]);
+    // The families between and around the two that are refused.
+    calls.push(allow(json!(["socket"]), argument(AF_ALG, "SCMP_CMP_LT")));
+    calls.push(allow(json!(["socket"]), argument(AF_ALG + 1, "SCMP_CMP_EQ")));
+    calls.push(allow(json!(["socket"]), argument(AF_VSOCK, "SCMP_CMP_GT")));
+    for persona in [0, 0x8, 0x2_0000, 0x2_0008, 0xffff_ffff] {
+        calls.push(allow(json!(["personality"]), argument(persona, "SCMP_CMP_EQ")));
+    }
+    if has("SYS_ADMIN") {
+        calls.push(allow(json!(["clone", "clone3"]), json!([])));
+    } else {
+        let masked = json!([{ "index": 0, "value": CLONE_NAMESPACES, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ" }]);
+        calls.push(allow(json!(["clone"]), masked));
+        // Its flags lie in memory, where no filter sees them; ENOSYS makes libraries fall back to clone.
+        calls.push(json!({ "names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": ENOSYS }));
+    }
+    json!({
+        "defaultAction": "SCMP_ACT_ERRNO",
+        "defaultErrnoRet": EPERM,
+        "architectures": ["SCMP_ARCH_X86_64", "SCMP_ARCH_X86", "SCMP_ARCH_X32"],
+        "syscalls": calls,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    fn names(profile: &Value) -> BTreeSet<String> {
+        let calls = profile["syscalls"].as_array().unwrap();
+        let allowed = calls.iter().filter(|call| call["action"] == "SCMP_ACT_ALLOW");
+        allowed.flat_map(|call| call["names"].as_array().unwrap()).map(|n| n.as_str().unwrap().to_owned()).collect()
+    }
+
+    #[test]
+    fn every_group_has_a_reason_and_no_call_stands_twice() {
+        let groups = groups();
+        assert!(!groups.is_empty());
+        let mut seen = BTreeSet::new();
+        for group in &groups {
+            assert!(!group.why.is_empty() && !group.names.is_empty());
+            for name in group.with.iter() {
+                assert!(super::super::is_known_capability(name), "{name}");
+            }
+            if group.with.is_empty() {
+                group.names.iter().for_each(|name| assert!(seen.insert(name.clone()), "{name} twice"));
+            }
+        }
+    }
+
+    #[test]
+    fn what_every_program_needs_is_there_and_what_none_may_is_not() {
+        let plain = names(&default_profile(&[]));
+        for name in ["read", "execve", "openat2", "futex", "rseq", "statx", "epoll_pwait2", "landlock_add_rule", "clone"] {
+            assert!(plain.contains(name), "{name}");
+        }
+        for name in ["mount", "reboot", "init_module", "bpf", "ptrace_me", "kexec_load", "unshare", "setns", "clone3",
+            "add_key", "keyctl", "userfaultfd", "open_by_handle_at", "swapon", "settimeofday"] {
+            assert!(!plain.contains(name), "{name}");
+        }
+        let admin = names(&default_profile(&["CAP_SYS_ADMIN".into()]));
+        assert!(admin.contains("mount") && admin.contains("clone3") && !admin.contains("reboot"));
+    }
+
+    #[test]
+    fn it_is_an_oci_profile() {
+        let profile: oci_spec::runtime::LinuxSeccomp = serde_json::from_value(default_profile(&[])).unwrap();
+        assert_eq!(profile.default_errno_ret(), Some(1));
+    }
+}

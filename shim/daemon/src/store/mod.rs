@@ -1,0 +1,289 @@
+//! Owns: the state store: one redb file, one thread that writes it, records of pods and containers as tagged JSON.
+//! May use: records. Knows no pod process, no CRI.
+//! Threads: the writer owns the database; `Store` is a handle on its queue. A commit is on the disk when it returns.
+
+mod record;
+
+#[cfg(test)]
+pub(crate) use record::tests as tests_support;
+pub use record::{ContainerRecord, Left, PodRecord, RecordError};
+
+use nacelle_base::{Classify, ContainerId, Kind, PodId};
+use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, TableDefinition};
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::sync::{mpsc, oneshot};
+
+const PODS: TableDefinition<&str, &[u8]> = TableDefinition::new("pods");
+const CONTAINERS: TableDefinition<&str, &[u8]> = TableDefinition::new("containers");
+const SETTINGS: TableDefinition<&str, &str> = TableDefinition::new("settings");
+
+/// Commits that wait for the writer; more callers wait for a place.
+const QUEUE: usize = 256;
+/// A daemon that was killed may hold the file for a moment longer than its process is seen.
+const OPEN_LIMIT: Duration = Duration::from_secs(10);
+
+/// Why the store cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    /// The file cannot be opened or made.
+    #[error("cannot open the state store {path}", path = path.display())]
+    Open {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: Box<redb::Error>,
+    },
+    /// Another process has it open.
+    #[error("the state store {path} is in use: another nacelle serve runs with this root", path = path.display())]
+    InUse {
+        /// The file.
+        path: PathBuf,
+    },
+    /// It cannot be read or written: the disk is full, for example.
+    #[error("cannot {what} the state store")]
+    Access {
+        /// "read", "write".
+        what: &'static str,
+        /// Why.
+        source: Box<redb::Error>,
+    },
+    /// A record in it is not one of ours.
+    #[error(transparent)]
+    Record(#[from] RecordError),
+    /// The writer has ended.
+    #[error("the state store is closed")]
+    Closed,
+}
+
+impl Classify for StoreError {
+    fn kind(&self) -> Kind {
+        match self {
+            StoreError::InUse { .. } => Kind::Conflict,
+            StoreError::Access { source, .. } | StoreError::Open { source, .. } => match source.as_ref() {
+                redb::Error::Io(error) => Kind::from(error.kind()),
+                _ => Kind::Internal,
+            },
+            StoreError::Record(_) | StoreError::Closed => Kind::Internal,
+        }
+    }
+}
+
+/// One step of a commit.
+#[derive(Clone, Debug)]
+pub enum Change {
+    /// Writes a pod.
+    Pod(Box<PodRecord>),
+    /// Writes a container.
+    Container(Box<ContainerRecord>),
+    /// Removes a pod.
+    ForgetPod(PodId),
+    /// Removes a container.
+    ForgetContainer(ContainerId),
+    /// Writes a setting of the node.
+    Setting(&'static str, String),
+}
+
+/// Called before (`false`) and after (`true`) each commit with the commit's number. `Break`: the writer closes the
+/// file and answers nobody any more, as if the process had been killed at that moment.
+pub type Observer = Box<dyn FnMut(u64, bool) -> ControlFlow<()> + Send>;
+
+struct Commit {
+    changes: Vec<Change>,
+    done: oneshot::Sender<Result<(), StoreError>>,
+}
+
+/// A handle on the store.
+#[derive(Clone)]
+pub struct Store {
+    queue: Arc<mpsc::Sender<Commit>>,
+}
+
+/// All that the store holds.
+#[derive(Debug, Default)]
+pub struct Contents {
+    /// Pods.
+    pub pods: Vec<PodRecord>,
+    /// Containers.
+    pub containers: Vec<ContainerRecord>,
+    /// Settings of the node.
+    pub settings: std::collections::BTreeMap<String, String>,
+}
+
+impl Store {
+    /// Opens or makes the store, reads it, and starts its writer. Blocking; retries while another process holds it.
+    pub fn open(path: &Path, observer: Option<Observer>) -> Result<(Store, Contents), StoreError> {
+        let database = open_retrying(path)?;
+        let contents = read(&database)?;
+        let (queue, commits) = mpsc::channel(QUEUE);
+        let writer = std::thread::Builder::new().name("store".into());
+        let spawned = writer.spawn(move || write_all(database, commits, observer));
+        spawned.map_err(|error| StoreError::Open { path: path.to_owned(), source: Box::new(redb::Error::Io(error)) })?;
+        Ok((Store { queue: Arc::new(queue) }, contents))
+    }
+
+    /// Writes these changes, all or none; on the disk when this returns.
+    pub async fn commit(&self, changes: Vec<Change>) -> Result<(), StoreError> {
+        let (done, answer) = oneshot::channel();
+        self.queue.send(Commit { changes, done }).await.map_err(|_closed| StoreError::Closed)?;
+        answer.await.map_err(|_closed| StoreError::Closed)?
+    }
+}
+
+fn open_retrying(path: &Path) -> Result<Database, StoreError> {
+    let deadline = Instant::now() + OPEN_LIMIT;
+    loop {
+        match Database::create(path) {
+            Ok(database) => return Ok(database),
+            Err(DatabaseError::DatabaseAlreadyOpen) if Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            Err(DatabaseError::DatabaseAlreadyOpen) => return Err(StoreError::InUse { path: path.to_owned() }),
+            Err(error) => {
+                return Err(StoreError::Open { path: path.to_owned(), source: Box::new(error.into()) });
+            }
+        }
+    }
+}
+
+fn access<E: Into<redb::Error>>(what: &'static str) -> impl Fn(E) -> StoreError {
+    move |error| StoreError::Access { what, source: Box::new(error.into()) }
+}
+
+fn read(database: &Database) -> Result<Contents, StoreError> {
+    // The first transaction makes the tables, so that reading finds them.
+    write(database, &[])?;
+    let mut contents = Contents::default();
+    let transaction = database.begin_read().map_err(access("read"))?;
+    let pods = transaction.open_table(PODS).map_err(access("read"))?;
+    for row in pods.iter().map_err(access("read"))? {
+        let (id, bytes) = row.map_err(access("read"))?;
+        contents.pods.push(PodRecord::decode(id.value(), bytes.value())?);
+    }
+    let containers = transaction.open_table(CONTAINERS).map_err(access("read"))?;
+    for row in containers.iter().map_err(access("read"))? {
+        let (id, bytes) = row.map_err(access("read"))?;
+        contents.containers.push(ContainerRecord::decode(id.value(), bytes.value())?);
+    }
+    let settings = transaction.open_table(SETTINGS).map_err(access("read"))?;
+    for row in settings.iter().map_err(access("read"))? {
+        let (name, value) = row.map_err(access("read"))?;
+        contents.settings.insert(name.value().to_owned(), value.value().to_owned());
+    }
+    Ok(contents)
+}
+
+fn write(database: &Database, changes: &[Change]) -> Result<(), StoreError> {
+    let transaction = database.begin_write().map_err(access("write"))?;
+    {
+        let mut pods = transaction.open_table(PODS).map_err(access("write"))?;
+        let mut containers = transaction.open_table(CONTAINERS).map_err(access("write"))?;
+        let mut settings = transaction.open_table(SETTINGS).map_err(access("write"))?;
+        for change in changes {
+            match change {
+                Change::Pod(record) => {
+                    pods.insert(record.id.as_str(), record.encode()?.as_slice()).map_err(access("write"))?;
+                }
+                Change::Container(record) => {
+                    containers.insert(record.id.as_str(), record.encode()?.as_slice()).map_err(access("write"))?;
+                }
+                Change::ForgetPod(id) => {
+                    pods.remove(id.as_str()).map_err(access("write"))?;
+                }
+                Change::ForgetContainer(id) => {
+                    containers.remove(id.as_str()).map_err(access("write"))?;
+                }
+                Change::Setting(name, value) => {
+                    settings.insert(*name, value.as_str()).map_err(access("write"))?;
+                }
+            }
+        }
+    }
+    transaction.commit().map_err(access("write"))
+}
+
+/// The writer: one transaction per commit, in their order.
+fn write_all(database: Database, mut commits: mpsc::Receiver<Commit>, mut observer: Option<Observer>) {
+    let mut number = 0;
+    let mut seen = |number, after| observer.as_mut().map_or(ControlFlow::Continue(()), |see| see(number, after));
+    while let Some(Commit { changes, done }) = commits.blocking_recv() {
+        number += 1;
+        if seen(number, false).is_break() {
+            return silence(database, commits, done);
+        }
+        let written = write(&database, &changes);
+        if seen(number, true).is_break() {
+            return silence(database, commits, done);
+        }
+        // Whoever asked may have been dropped; the state is written all the same.
+        let _ = done.send(written);
+    }
+}
+
+/// As after a kill: the file is closed, and those who wait get no answer until they are dropped.
+fn silence(database: Database, mut commits: mpsc::Receiver<Commit>, done: oneshot::Sender<Result<(), StoreError>>) {
+    drop(database);
+    let mut unanswered = vec![done];
+    while let Some(commit) = commits.blocking_recv() {
+        unanswered.push(commit.done);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::record::tests::{container, pod};
+    use super::*;
+
+    #[tokio::test]
+    async fn what_was_committed_is_found_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s.redb");
+        let (store, contents) = Store::open(&path, None).unwrap();
+        assert!(contents.pods.is_empty());
+        let (pod, container) = (pod(1), container(2, 1));
+        let changes = vec![Change::Pod(pod.clone().into()), Change::Container(container.clone().into())];
+        store.commit(changes).await.unwrap();
+        store.commit(vec![Change::Setting("pod_cidr", "10.0.0.0/24".into())]).await.unwrap();
+        drop(store);
+        let (store, contents) = Store::open(&path, None).unwrap();
+        assert_eq!((contents.pods, contents.containers), (vec![pod.clone()], vec![container.clone()]));
+        assert_eq!(contents.settings["pod_cidr"], "10.0.0.0/24");
+        store.commit(vec![Change::ForgetContainer(container.id), Change::ForgetPod(pod.id)]).await.unwrap();
+        drop(store);
+        let (_, contents) = Store::open(&path, None).unwrap();
+        assert!(contents.pods.is_empty() && contents.containers.is_empty());
+    }
+
+    #[test]
+    fn a_file_that_is_no_store_is_refused_by_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s.redb");
+        std::fs::write(&path, "hello, I am a text").unwrap();
+        let error = Store::open(&path, None).err().unwrap();
+        assert!(error.to_string().contains("s.redb"), "{error}");
+    }
+
+    #[tokio::test]
+    async fn a_commit_cut_before_it_is_not_there_and_cut_after_it_is() {
+        for after in [false, true] {
+            let dir = tempfile::tempdir().unwrap();
+            let path = dir.path().join("s.redb");
+            let cut = move |number: u64, is_after: bool| match number == 2 && is_after == after {
+                true => ControlFlow::Break(()),
+                false => ControlFlow::Continue(()),
+            };
+            let (store, _) = Store::open(&path, Some(Box::new(cut))).unwrap();
+            store.commit(vec![Change::Pod(pod(1).into())]).await.unwrap();
+            let second = tokio::spawn({
+                let store = store.clone();
+                async move { store.commit(vec![Change::Pod(pod(2).into())]).await }
+            });
+            let (_store, contents) = tokio::task::spawn_blocking(move || Store::open(&path, None)).await.unwrap().unwrap();
+            assert_eq!(contents.pods.len(), if after { 2 } else { 1 });
+            assert!(!second.is_finished());
+            second.abort();
+        }
+    }
+}

@@ -1,0 +1,244 @@
+//! Owns: what is stored of a pod and of a container: tagged with a version, golden files beside the tests.
+//! A new field has a default; a new version is another variant and a conversion.
+
+use crate::lifecycle::state;
+use crate::nouns::{ContainerConfig, ImageOf, PodConfig, User};
+use nacelle_base::{ContainerId, PodId};
+use serde::{Deserialize, Serialize};
+use std::net::IpAddr;
+
+/// Something that could not be given back.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Left {
+    /// "machine", "network".
+    pub what: String,
+    /// Why, on one line.
+    pub why: String,
+}
+
+/// A pod. Times are nanoseconds since 1970; 0: not yet.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PodRecord {
+    /// Its id.
+    pub id: PodId,
+    /// As it was asked for.
+    pub config: PodConfig,
+    /// The handler that was chosen.
+    pub handler: String,
+    /// Its state.
+    pub state: state::Pod,
+    /// When it was asked for.
+    pub created_at: i64,
+    /// It was ready once.
+    #[serde(default)]
+    pub was_ready: bool,
+    /// Its addresses, the default one first.
+    #[serde(default)]
+    pub ips: Vec<IpAddr>,
+    /// `uname -r` of the guest.
+    #[serde(default)]
+    pub kernel_release: String,
+    /// Why the machine is gone, if it ended by itself.
+    #[serde(default)]
+    pub failure: String,
+    /// In state Unclean: what is still there.
+    #[serde(default)]
+    pub left: Vec<Left>,
+}
+
+/// A container. Times are nanoseconds since 1970; 0: not yet.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ContainerRecord {
+    /// Its id.
+    pub id: ContainerId,
+    /// Its pod.
+    pub pod: PodId,
+    /// As it was asked for.
+    pub config: ContainerConfig,
+    /// Its image.
+    pub image: ImageOf,
+    /// Its log file, absolute; none: no log.
+    pub log_path: Option<std::path::PathBuf>,
+    /// Its state.
+    pub state: state::Container,
+    /// When it was asked for.
+    pub created_at: i64,
+    /// When it started.
+    #[serde(default)]
+    pub started_at: i64,
+    /// When it ended.
+    #[serde(default)]
+    pub finished_at: i64,
+    /// With state Exited.
+    #[serde(default)]
+    pub exit_code: i32,
+    /// The kernel's OOM killer ended it.
+    #[serde(default)]
+    pub oom_killed: bool,
+    /// It could not be started.
+    #[serde(default)]
+    pub start_failed: bool,
+    /// Why it could not be started or was lost.
+    #[serde(default)]
+    pub message: String,
+    /// Who it runs as.
+    #[serde(default)]
+    pub user: Option<User>,
+}
+
+/// A record that this version cannot read or write.
+#[derive(Debug, thiserror::Error)]
+#[error("the record of {what} {id} is not one that this version of Nacelle knows")]
+pub struct RecordError {
+    /// "pod", "container".
+    pub what: &'static str,
+    /// Its key.
+    pub id: String,
+    /// Where and why.
+    pub source: serde_json::Error,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(tag = "version")]
+enum Stored<T> {
+    #[serde(rename = "1")]
+    V1(T),
+}
+
+#[derive(Serialize)]
+#[serde(tag = "version")]
+enum StoredRef<'a, T> {
+    #[serde(rename = "1")]
+    V1(&'a T),
+}
+
+macro_rules! stored {
+    ($record:ty, $what:literal) => {
+        impl $record {
+            pub(super) fn encode(&self) -> Result<Vec<u8>, RecordError> {
+                let id = self.id.to_string();
+                serde_json::to_vec(&StoredRef::V1(self)).map_err(|source| RecordError { what: $what, id, source })
+            }
+
+            pub(super) fn decode(id: &str, bytes: &[u8]) -> Result<Self, RecordError> {
+                let Stored::V1(record) = serde_json::from_slice(bytes)
+                    .map_err(|source| RecordError { what: $what, id: id.to_owned(), source })?;
+                Ok(record)
+            }
+        }
+    };
+}
+
+stored!(PodRecord, "pod");
+stored!(ContainerRecord, "container");
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::nouns::*;
+    use nacelle_image::Digest;
+
+    pub(crate) fn pod(n: u8) -> PodRecord {
+        PodRecord {
+            id: PodId::from_bytes([n; 32]),
+            config: PodConfig {
+                name: PodName { name: "web".into(), namespace: "default".into(), uid: format!("u{n}"), attempt: 1 },
+                handler: String::new(),
+                hostname: "web".into(),
+                log_directory: Some("/var/log/pods/web".into()),
+                dns: Some(nacelle_net::Dns { servers: vec!["10.0.0.10".into()], searches: vec![], options: vec![] }),
+                ports: vec![nacelle_net::PortMapping {
+                    host_port: 8080,
+                    container_port: 80,
+                    protocol: nacelle_net::Protocol::Tcp,
+                    host_ip: None,
+                }],
+                labels: [("app".to_owned(), "web".to_owned())].into(),
+                annotations: Pairs::new(),
+                sysctls: Pairs::new(),
+                shared_pid: true,
+                privileged: false,
+                memory_limit: Some(1 << 28),
+                cpu_limit_milli: None,
+            },
+            handler: "nacelle".into(),
+            state: state::Pod::Ready,
+            created_at: 5,
+            was_ready: true,
+            ips: vec![IpAddr::from([10, 1, 2, 3])],
+            kernel_release: "6.12.0".into(),
+            failure: String::new(),
+            left: vec![],
+        }
+    }
+
+    pub(crate) fn container(n: u8, of: u8) -> ContainerRecord {
+        ContainerRecord {
+            id: ContainerId::from_bytes([n; 32]),
+            pod: PodId::from_bytes([of; 32]),
+            config: ContainerConfig {
+                name: "c".into(),
+                attempt: 0,
+                image: "busybox".into(),
+                user_image: "busybox".into(),
+                command: vec!["/bin/sh".into()],
+                args: vec!["-c".into(), "true".into()],
+                working_dir: String::new(),
+                envs: vec![("A".into(), "b".into())],
+                labels: Pairs::new(),
+                annotations: Pairs::new(),
+                log_path: "c/0.log".into(),
+                stdin: false,
+                stdin_once: false,
+                tty: false,
+                stop_signal: None,
+                resources: Resources::default(),
+                privileged: false,
+                capabilities: Capabilities::default(),
+                pid: PidMode::Pod,
+                run_as: RunAs::default(),
+                readonly_rootfs: false,
+                no_new_privs: true,
+                masked_paths: vec!["/proc/kcore".into()],
+                readonly_paths: vec![],
+                seccomp: Seccomp::RuntimeDefault,
+            },
+            image: ImageOf { id: Digest([7; 32]), reference: "docker.io/library/busybox@sha256:aa".into() },
+            log_path: Some("/var/log/pods/web/c/0.log".into()),
+            state: state::Container::Exited,
+            created_at: 6,
+            started_at: 7,
+            finished_at: 8,
+            exit_code: 3,
+            oom_killed: false,
+            start_failed: false,
+            message: String::new(),
+            user: Some(User { uid: 1000, gid: 1000, groups: vec![5] }),
+        }
+    }
+
+    /// The files were written once and never change: what a node has stored stays readable.
+    #[test]
+    fn version_1_stays_readable() {
+        let text = include_str!("../../tests/golden/pod-v1.json");
+        assert_eq!(PodRecord::decode("x", text.as_bytes()).unwrap(), pod(1));
+        let text = include_str!("../../tests/golden/container-v1.json");
+        assert_eq!(ContainerRecord::decode("x", text.as_bytes()).unwrap(), container(2, 1));
+    }
+
+    #[test]
+    fn what_is_written_is_what_version_1_says() {
+        let value = |bytes: &[u8]| serde_json::from_slice::<serde_json::Value>(bytes).unwrap();
+        let text = include_str!("../../tests/golden/pod-v1.json");
+        assert_eq!(value(&pod(1).encode().unwrap()), value(text.as_bytes()));
+        let text = include_str!("../../tests/golden/container-v1.json");
+        assert_eq!(value(&container(2, 1).encode().unwrap()), value(text.as_bytes()));
+    }
+
+    #[test]
+    fn another_version_is_refused_by_name() {
+        let text = include_str!("../../tests/golden/pod-v1.json").replace(r#""version": "1""#, r#""version": "9""#);
+        let error = PodRecord::decode("abc", text.as_bytes()).unwrap_err();
+        assert!(error.to_string().contains("pod abc"), "{error}");
+    }
+}
