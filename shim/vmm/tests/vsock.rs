@@ -5,6 +5,7 @@ mod guest;
 
 use guest::{LIMIT, Machine, eventually};
 use nacelle_vmm::vsock::{BACKLOG, MAX_CONNECTIONS, Vsock, VsockError, WINDOW};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use std::collections::VecDeque;
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -459,6 +460,9 @@ fn what_belongs_to_nothing_is_reset() {
 
 #[test]
 fn connections_are_many_but_bounded() {
+    // Two descriptors a connection: more than the usual soft limit of 1024.
+    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    setrlimit(Resource::RLIMIT_NOFILE, hard, hard).unwrap();
     let vsock = Vsock::new(CID).unwrap();
     let mut guest = Guest::new(&vsock);
     let listener = vsock.listen(1024).unwrap();

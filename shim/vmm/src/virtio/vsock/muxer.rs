@@ -129,6 +129,8 @@ impl Muxer {
     pub(crate) fn forget(&mut self) {
         self.connections.retain(|_, connection| connection.wanted.is_some());
         self.connections.values_mut().for_each(Connection::ask_again);
+        let connections = &self.connections;
+        self.ready.retain(|key| connections.contains_key(key));
         self.replies.clear();
         let keys: Vec<Key> = self.connections.keys().copied().collect();
         keys.into_iter().for_each(|key| self.enqueue(key));
@@ -375,6 +377,10 @@ impl Muxer {
     /// Ends a connection; the host's end sees its end, a caller who waits for it learns that it is refused.
     fn remove(&mut self, key: Key, tell_guest: bool) {
         let Some(mut connection) = self.connections.remove(&key) else { return };
+        if connection.queued {
+            // Or a guest that connects and resets, and takes no packets, would make the list grow for ever.
+            self.ready.retain(|other| *other != key);
+        }
         if let Some(wanted) = connection.wanted.take() {
             drop(wanted.answer.try_send(Err(VsockError::Refused { port: key.guest })));
         }
@@ -470,4 +476,47 @@ fn pair() -> Result<(UnixStream, UnixStream), VsockError> {
         Ok((ours, end))
     };
     make().map_err(|source| VsockError::Resources { source })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
+    use super::*;
+    use crate::fuzz::{memory, ring};
+    use crate::testing::Driver;
+    use nix::sys::epoll::EpollCreateFlags;
+    use std::sync::mpsc::sync_channel;
+    use vm_memory::{Bytes, GuestAddress};
+
+    #[test]
+    fn a_guest_that_connects_and_resets_and_takes_no_packets_costs_no_memory() {
+        const AT: u64 = 0x10000;
+        let epoll = Arc::new(Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).unwrap());
+        let mut muxer = Muxer::new(3, epoll, Arc::default());
+        let (incoming, accepted) = sync_channel(1);
+        assert!(muxer.listen(1024, incoming));
+        let memory = memory();
+        let mut driver = Driver::new(memory.clone(), 0, 16);
+        *muxer.ring(TX).unwrap() = Some(ring(&driver, TX));
+        for _ in 0..1000 {
+            for op in [Op::REQUEST, Op::RST] {
+                let header = Header {
+                    src_cid: 3,
+                    dst_cid: HOST_CID,
+                    src_port: 1,
+                    dst_port: 1024,
+                    kind: STREAM,
+                    op,
+                    ..Header::default()
+                };
+                memory.write_slice(&header.encode(), GuestAddress(AT)).unwrap();
+                driver.submit(&[(AT, 44, false)]);
+                muxer.run();
+                assert!(driver.take_used().is_some());
+                assert_eq!(muxer.ready.len(), muxer.connections.len());
+            }
+            assert!(accepted.try_recv().is_ok());
+        }
+        assert!(muxer.ready.is_empty() && muxer.replies.is_empty());
+    }
 }
