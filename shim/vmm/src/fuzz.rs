@@ -107,7 +107,9 @@ pub fn queue(data: &[u8]) {
         let buffers = &mut request.buffers;
         let _ = buffers.readable.read(memory, &mut [0; 64]);
         let back = buffers.writable.take_back(1);
-        let _ = buffers.writable.zero(memory);
+        if buffers.writable.len() < MEMORY {
+            let _ = buffers.writable.zero(memory);
+        }
         back.map_or(0, |_| 1)
     });
 }

@@ -102,3 +102,69 @@ impl Table {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const SECTORS: u64 = 64;
+
+    /// What lies in one sector: the image and the sector of its file; nothing.
+    type Model = Vec<Option<(u64, u64)>>;
+
+    fn look(table: &Table, sector: u64) -> Option<u64> {
+        match table.at(sector * SECTOR) {
+            Here::File(_, offset, length) => {
+                assert!(length > 0 && offset.is_multiple_of(SECTOR));
+                Some(offset / SECTOR)
+            }
+            Here::Hole(length) => {
+                assert!(length > 0);
+                None
+            }
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 100, failure_persistence: None, ..ProptestConfig::default() })]
+
+        /// Against a list with one entry for each sector.
+        #[test]
+        fn a_table_shows_what_was_placed(
+            asks in prop::collection::vec((0..SECTORS, prop::collection::vec((0..100u64, 1..8u64), 0..4)), 1..40)
+        ) {
+            let file = Arc::new(File::open("/dev/null").unwrap());
+            let mut table = Table::default();
+            let mut model: Model = vec![None; 2 * SECTORS as usize];
+            for (at, parts) in asks {
+                if parts.is_empty() {
+                    let there = model.iter().any(|here| here.is_some_and(|(image, _)| image == at));
+                    let without = table.without(at * SECTOR);
+                    prop_assert_eq!(without.is_some(), there);
+                    table = without.unwrap_or(table);
+                    model.iter_mut().filter(|here| here.is_some_and(|(image, _)| image == at)).for_each(|here| *here = None);
+                } else {
+                    let sources = parts.iter().map(|(offset, length)| Source {
+                        file: file.clone(),
+                        offset: offset * SECTOR,
+                        length: length * SECTOR,
+                    });
+                    let sectors: Vec<u64> = parts.iter().flat_map(|(offset, length)| *offset..offset + length).collect();
+                    let range = at as usize..at as usize + sectors.len();
+                    let free = model[range.clone()].iter().all(Option::is_none);
+                    let with = table.with(at * SECTOR, sources.collect());
+                    prop_assert_eq!(with.is_ok(), free);
+                    if let Ok(with) = with {
+                        prop_assert!(with.capacity() >= table.capacity() && with.capacity() >= range.end as u64 * SECTOR);
+                        table = with;
+                        model[range].iter_mut().zip(sectors).for_each(|(here, sector)| *here = Some((at, sector)));
+                    }
+                }
+                for (sector, here) in model.iter().enumerate() {
+                    prop_assert_eq!(look(&table, sector as u64), here.map(|(_, sector)| sector));
+                }
+            }
+        }
+    }
+}
