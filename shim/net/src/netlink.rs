@@ -180,7 +180,7 @@ impl Netlink {
         let mut bytes = vec![0; packet.buffer_len()];
         packet.serialize(&mut bytes);
         sendto(self.socket.as_raw_fd(), &bytes, &NetlinkAddr::new(0, 0), MsgFlags::empty())?;
-        let mut answers = Vec::new();
+        let (mut answers, mut interrupted) = (Vec::new(), false);
         let mut buffer = vec![0; BUFFER];
         loop {
             let length = match recv(self.socket.as_raw_fd(), &mut buffer, MsgFlags::empty()) {
@@ -198,14 +198,16 @@ impl Netlink {
                 if answer.header.sequence_number != self.sequence {
                     continue;
                 }
-                if answer.header.flags & NLM_F_DUMP_INTR != 0 {
-                    return Err(io::ErrorKind::Interrupted.into());
-                }
+                // Read on to its end: while a dump goes on the kernel begins no other for this socket.
+                interrupted |= answer.header.flags & NLM_F_DUMP_INTR != 0;
                 match answer.payload {
                     NetlinkPayload::InnerMessage(message) => answers.push(message),
                     NetlinkPayload::Error(error) if error.code.is_some() => return Err(error.to_io()),
                     NetlinkPayload::Done(done) if done.code < 0 => {
                         return Err(io::Error::from_raw_os_error(done.code.saturating_neg()));
+                    }
+                    NetlinkPayload::Error(_) | NetlinkPayload::Done(_) if interrupted => {
+                        return Err(io::ErrorKind::Interrupted.into());
                     }
                     NetlinkPayload::Error(_) | NetlinkPayload::Done(_) => return Ok(answers),
                     _ => (),
