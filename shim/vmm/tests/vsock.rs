@@ -589,4 +589,12 @@ fn the_event_queue_tells_of_a_reset() {
     vsock.reset_transport().unwrap();
     assert_eq!(machine.queues[2].wait_used().1, 4);
     assert_eq!(machine.memory.read_obj::<u32>(GuestAddress(at)).unwrap(), 0);
+    // Nobody goes on waiting for an answer.
+    let caller = vsock.clone();
+    let thread = std::thread::spawn(move || caller.connect(9, 2 * LIMIT));
+    eventually("the caller to be told", || {
+        vsock.reset_transport().unwrap();
+        thread.is_finished()
+    });
+    assert!(matches!(thread.join().unwrap(), Err(VsockError::Stopped)));
 }

@@ -44,7 +44,7 @@ impl Vsock {
                 self.control.send(Command::GiveUp(id))?;
                 Err(VsockError::Timeout { port, limit })
             }
-            // Dropped without an answer: the guest's driver or the device has gone.
+            // Dropped without an answer: the transport was reset or the device has gone.
             Err(RecvTimeoutError::Disconnected) => Err(VsockError::Stopped),
         }
     }
@@ -62,6 +62,7 @@ impl Vsock {
     }
 
     /// Drops all connections and tells the guest so (as after a snapshot is restored); it keeps its listeners.
+    /// Whoever waits in [`connect`](Vsock::connect) gets [`VsockError::Stopped`].
     pub fn reset_transport(&self) -> Result<(), VsockError> {
         self.control.send(Command::ResetTransport)
     }

@@ -136,8 +136,9 @@ impl Muxer {
         keys.into_iter().for_each(|key| self.enqueue(key));
     }
 
-    /// Drops all connections and tells the guest so.
+    /// Drops all connections, also those not answered yet, and tells the guest so.
     pub(crate) fn reset_transport(&mut self) {
+        self.connections.clear();
         self.forget();
         let Some(Some(ring)) = self.ring(EVENT) else { return };
         let Some(request) = ring.pop() else { return };
