@@ -28,8 +28,7 @@ impl Console {
 
     /// Takes what the guest has printed.
     pub fn push(&mut self, bytes: &[u8]) {
-        let newest = &bytes[bytes.len().saturating_sub(TAIL)..];
-        self.tail.extend_from_slice(newest);
+        self.tail.extend_from_slice(last(bytes, TAIL));
         if self.tail.len() >= 2 * TAIL {
             self.tail.drain(..self.tail.len() - TAIL);
         }
@@ -78,24 +77,34 @@ impl Console {
     }
 }
 
+fn last(bytes: &[u8], count: usize) -> &[u8] {
+    bytes.get(bytes.len().saturating_sub(count)..).unwrap_or_default()
+}
+
 /// The last `limit` bytes as text without control characters, from the start of a line if it is not all.
 pub(crate) fn printable_tail(bytes: &[u8], limit: usize) -> String {
-    let newest = &bytes[bytes.len().saturating_sub(limit)..];
+    let newest = last(bytes, limit);
     let whole = match newest.iter().position(|byte| *byte == b'\n') {
-        Some(end) if newest.len() < bytes.len() => &newest[end + 1..],
+        Some(end) if newest.len() < bytes.len() => newest.get(end + 1..).unwrap_or_default(),
         _ => newest,
     };
-    let printable = |c: char| if c == '\n' || c == '\t' || !c.is_control() { Some(c) } else { None };
-    String::from_utf8_lossy(whole).chars().filter_map(printable).collect::<String>().trim_end().to_owned()
+    let text = String::from_utf8_lossy(whole);
+    let printable = text.chars().filter_map(|c| match c {
+        char::REPLACEMENT_CHARACTER => Some('?'),
+        '\n' | '\t' => Some(c),
+        _ => (!c.is_control()).then_some(c),
+    });
+    printable.collect::<String>().trim_end().to_owned()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
 
     #[test]
     fn the_tail_has_whole_printable_lines() {
-        assert_eq!(printable_tail(b"one\ntwo\r\nth\x1b[mree\xff\n", 100), "one\ntwo\nth[mree\u{fffd}");
+        assert_eq!(printable_tail(b"one\ntwo\r\nth\x1b[mree\xff\n", 100), "one\ntwo\nth[mree?");
         assert_eq!(printable_tail(b"one\ntwo\nthree", 9), "three");
         assert_eq!(printable_tail(b"one long line", 4), "line");
         assert_eq!(printable_tail(b"", 4), "");
@@ -117,5 +126,20 @@ mod tests {
         assert_eq!(console.tail(), "the end");
         assert!(console.says("the end") && !console.says("panic"));
         assert!(console.tail.capacity() <= 4 * TAIL);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(128))]
+        #[test]
+        fn no_output_is_too_much(pieces in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..9000), 0..8)) {
+            let folder = tempfile::tempdir().unwrap();
+            let mut console = Console::open(&folder.path().join("log")).unwrap();
+            for piece in &pieces {
+                console.push(piece);
+                prop_assert!(console.tail.len() <= 3 * TAIL);
+                let tail = console.tail();
+                prop_assert!(tail.len() <= TAIL && !tail.contains('\x1b'));
+            }
+        }
     }
 }

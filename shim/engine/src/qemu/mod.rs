@@ -50,7 +50,7 @@ pub struct Qemu {
 }
 
 impl Qemu {
-    /// An engine that runs `program` (see [`PROGRAM`]) with `accelerator` (see [`choose`](crate::choose)).
+    /// An engine that runs `program` (an absolute path; see [`PROGRAM`]) with `accelerator` (see [`choose`](crate::choose)).
     pub fn new(program: impl Into<PathBuf>, accelerator: Accelerator) -> Qemu {
         Qemu { program: program.into(), accelerator }
     }
@@ -117,6 +117,7 @@ impl Engine for Qemu {
             let link = Arc::clone(&link);
             move || link.end()
         };
+        tracing::debug!(program = %self.program.display(), ?machine, "starting QEMU");
         let (process, warden) = Process::start(&self.program, machine.args(), machine.inherited(), console, at_end)?;
         Ok(Box::new(QemuMachine {
             process,

@@ -193,7 +193,7 @@ fn ready(out: Option<&ChildStdout>, err: Option<&ChildStderr>) -> nix::Result<[b
 fn read_some(from: &mut Option<impl Read>, buffer: &mut [u8], take: impl FnOnce(&[u8])) -> bool {
     match from.as_mut().map(|from| from.read(buffer)) {
         Some(Ok(count)) if count > 0 => {
-            take(&buffer[..count]);
+            take(buffer.get(..count).unwrap_or_default());
             true
         }
         Some(Err(error)) if error.kind() == io::ErrorKind::Interrupted => true,

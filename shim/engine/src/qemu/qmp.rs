@@ -134,7 +134,7 @@ impl Qmp {
             let mut piece = [0; 4096];
             match self.stream.read(&mut piece) {
                 Ok(0) => return Err(QmpError::Closed),
-                Ok(count) => self.buffer.extend_from_slice(&piece[..count]),
+                Ok(count) => self.buffer.extend_from_slice(piece.get(..count).unwrap_or_default()),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Err(timeout),
                 Err(source) => return Err(QmpError::Io { source }),

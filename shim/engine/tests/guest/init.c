@@ -19,6 +19,7 @@
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/sysinfo.h>
+#include <sys/time.h>
 #include <unistd.h>
 
 static void say(int fd, const char *text) {
@@ -32,7 +33,10 @@ static void say(int fd, const char *text) {
 
 static int dial(unsigned port) {
     struct sockaddr_vm host = { .svm_family = AF_VSOCK, .svm_cid = VMADDR_CID_HOST, .svm_port = port };
+    // The default of two seconds is not enough on a busy node.
+    struct timeval limit = { .tv_sec = 120 };
     int fd = socket(AF_VSOCK, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    setsockopt(fd, AF_VSOCK, SO_VM_SOCKETS_CONNECT_TIMEOUT, &limit, sizeof limit);
     if (fd >= 0 && connect(fd, (struct sockaddr *)&host, sizeof host) == 0) return fd;
     int error = errno;
     if (fd >= 0) close(fd);
