@@ -236,11 +236,11 @@ mod tests {
     fn bytes() -> impl Strategy<Value = Vec<u8>> {
         // Small numbers are common in what parsers read, so they are common here.
         let byte = prop_oneof![3 => 0..20u8, 1 => any::<u8>(), 2 => Just(0)];
-        prop::collection::vec(byte, 0..1200)
+        prop::collection::vec(byte, 0..600)
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig { cases: 100, failure_persistence: None, ..ProptestConfig::default() })]
+        #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
 
         #[test]
         fn random_queues(data in bytes()) {
@@ -258,7 +258,7 @@ mod tests {
         }
 
         #[test]
-        fn random_packets(data in prop_oneof![bytes(), prop::collection::vec(any::<u8>(), 0..1200)]) {
+        fn random_packets(data in prop_oneof![bytes(), prop::collection::vec(any::<u8>(), 0..600)]) {
             packets(&data);
         }
 

@@ -12,6 +12,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// How long the test waits for anything: a guest in emulation on a busy machine is slow.
@@ -130,6 +131,15 @@ impl Drop for Qemu {
     }
 }
 
+/// Says that something is over, also when the test fails.
+struct OnDrop<'f>(&'f AtomicBool);
+
+impl Drop for OnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
 /// The guest's init.
 struct Init(BufReader<UnixStream>);
 
@@ -175,11 +185,13 @@ fn a_real_guest_uses_every_device() {
     std::fs::write(&scratch_path, []).unwrap();
     let images = Slot::read_only("images").unwrap();
     let scratch = Slot::read_write("scratch", &scratch_path, 8 * MIB as u64).unwrap();
+    let early = Slot::read_only("early").unwrap();
     let vsock = Vsock::new(3).unwrap();
     let listener = vsock.listen(1024).unwrap();
     let devices = [
         ("images", images.device()),
         ("scratch", scratch.device()),
+        ("early", early.device()),
         ("vsock", vsock.device()),
         ("rng", Rng::new().device()),
     ];
@@ -193,19 +205,38 @@ fn a_real_guest_uses_every_device() {
         &[
             ("images", "vhost-user-blk"),
             ("scratch", "vhost-user-blk"),
+            ("early", "vhost-user-blk"),
             ("vsock", "vhost-user-vsock-device"),
             ("rng", "vhost-user-rng"),
         ],
     );
-    let stream = qemu.first(&listener);
-    stream.set_read_timeout(Some(LIMIT)).unwrap();
-    let mut guest = Init(BufReader::new(stream));
-
-    // A disk that begins as nothing and grows.
-    assert_eq!(guest.ask("size images"), "0");
     let content: Vec<u8> = (0..3 * MIB).map(|at| (at * 7 + at / 509) as u8).collect();
     let blob = dir.path().join("blob");
     std::fs::write(&blob, &content).unwrap();
+    // One disk grows all the time while QEMU starts and the guest boots: it ends with the size it has.
+    let (up, growing) = (AtomicBool::new(false), Extent { path: blob.clone(), offset: 0, length: 512 });
+    let (stream, grown) = std::thread::scope(|scope| {
+        let grower = scope.spawn(|| {
+            let mut places = 0;
+            while !up.load(Ordering::Acquire) || places == 0 {
+                early.place((places * MIB) as u64, &ImageDisk { extents: vec![growing.clone()] }).unwrap();
+                places += 1;
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            places * MIB
+        });
+        let over = OnDrop(&up);
+        let stream = qemu.first(&listener);
+        drop(over);
+        (stream, grower.join().unwrap())
+    });
+    stream.set_read_timeout(Some(LIMIT)).unwrap();
+    let mut guest = Init(BufReader::new(stream));
+    guest.wait_size("early", grown);
+    assert_eq!(guest.ask(&format!("sum early {} 512", grown - MIB)), sum(&content[..512]));
+
+    // A disk that begins as nothing and grows.
+    assert_eq!(guest.ask("size images"), "0");
     let half = |offset: usize| Extent { path: blob.clone(), offset: offset as u64, length: 3 * MIB as u64 / 2 };
     images.place(MIB as u64, &ImageDisk { extents: vec![half(3 * MIB / 2), half(0)] }).unwrap();
     guest.wait_size("images", 4 * MIB);
