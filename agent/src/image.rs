@@ -90,7 +90,9 @@ impl Disks {
     pub fn attach(&self, partition: u32, offset: u64, length: u64) -> Result<(), DiskError> {
         let number = number_of(partition)?;
         let shape = || DiskError::Shape { offset, length };
-        let end = offset.checked_add(length).filter(|_| length > 0 && offset % 4096 == 0 && length % 4096 == 0);
+        let end = offset
+            .checked_add(length)
+            .filter(|_| length > 0 && offset.is_multiple_of(4096) && length.is_multiple_of(4096));
         let end = end.ok_or_else(shape)?;
         let start = i64::try_from(offset).ok().ok_or_else(shape)?;
         let size = i64::try_from(length).ok().ok_or_else(shape)?;

@@ -37,6 +37,9 @@ async fn run(ready: Ready) -> io::Result<()> {
             }
         }
     });
+    // The first container will want it; if it fails, that container's creation says why.
+    let early = Arc::clone(&pod);
+    tokio::task::spawn_blocking(move || early.disks.scratch());
     tokio::spawn(streams::serve(sys::vsock_listener(ready.streams), Arc::clone(&pod)));
     let service = Service { pod: Arc::clone(&pod), end: Arc::clone(&end) };
     let server = tonic::transport::Server::builder()

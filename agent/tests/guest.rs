@@ -4,9 +4,10 @@ mod machine;
 
 use machine::Guest;
 use machine::{LIMIT, place};
+use nacelle_engine::NicSpec;
 use nacelle_proto::agent::{
-    AttachImageRequest, ContainerRef, DetachImageRequest, Empty, ExecRequest, PidMode, ResizeRequest, SignalRequest,
-    Stream, WaitRequest,
+    AttachImageRequest, BootConfig, ContainerRef, DetachImageRequest, Dns, Empty, ExecRequest, Interface, PidMode,
+    ResizeRequest, Route, SignalRequest, Stream, WaitRequest,
 };
 use serde_json::json;
 use std::io::{Read, Write};
@@ -221,7 +222,7 @@ fn limits_hold_and_neighbours_live() {
 #[test]
 fn a_pod_shares_what_it_should() {
     runtime().block_on(async {
-        let change = |config: &mut nacelle_proto::agent::BootConfig| {
+        let change = |config: &mut BootConfig| {
             config.shared_pid = true;
             config.sysctls.insert("kernel.shm_rmid_forced".into(), "1".into());
         };
@@ -263,5 +264,85 @@ fn a_pod_shares_what_it_should() {
         assert_eq!(busy.code(), Code::FailedPrecondition, "{busy}");
         guest.agent.remove_container(ContainerRef { id: "talker".into() }).await.unwrap();
         guest.agent.detach_image(DetachImageRequest { partition: 7 }).await.unwrap();
+    });
+}
+
+#[test]
+fn the_network_is_as_told() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("netns");
+    let taps = nacelle_net::netns::create(&path).and_then(|netns| {
+        let taps = ["tap0", "tap1"].map(|name| nacelle_net::tap::create(&netns, name));
+        taps.into_iter().collect::<Result<Vec<_>, _>>()
+    });
+    let taps = match taps {
+        Ok(taps) => taps,
+        Err(error) => {
+            let _ = nacelle_net::netns::remove(&path);
+            return println!("skipped: no tap can be made here: {error}");
+        }
+    };
+    let nic = |(number, tap): (u8, nacelle_net::Tap)| NicSpec { tap: tap.fd, mac: [2, 0, 0, 0, 0, number], mtu: 1500 };
+    let nics = (1..).zip(taps).map(nic).collect();
+    runtime().block_on(async {
+        // The names are the other way round than the kernel's, and the first has another MAC than the device.
+        let interface = |name: &str, mac: u8, addresses: &[&str]| Interface {
+            name: name.into(),
+            mac: vec![2, 0, 0, 0, 0, mac],
+            mtu: 1400,
+            addresses: addresses.iter().map(|address| (*address).to_owned()).collect(),
+        };
+        let route = |destination: &str, gateway: &str, interface: &str| Route {
+            destination: destination.into(),
+            gateway: gateway.into(),
+            interface: interface.into(),
+            metric: None,
+        };
+        let change = |config: &mut BootConfig| {
+            config.interfaces = vec![interface("eth1", 9, &["10.1.0.2/24", "fd00::2/64"]), interface("eth0", 2, &["10.2.0.2/32"])];
+            config.routes = vec![
+                route("169.254.1.1/32", "", "eth0"),
+                route("0.0.0.0/0", "169.254.1.1", "eth0"),
+                route("10.9.0.0/16", "10.1.0.1", "eth1"),
+                route("::/0", "fd00::1", "eth1"),
+            ];
+            config.dns = Some(Dns { servers: vec!["10.96.0.10".into()], ..Dns::default() });
+            config.sysctls.insert("net.ipv4.ip_unprivileged_port_start".into(), "7".into());
+        };
+        let Some(mut guest) = Guest::boot_with(nics, change).await else { return };
+        let script = "ip -o addr; ip route; ip -6 route; ip link; cat /etc/resolv.conf /etc/hosts /proc/sys/net/ipv4/ip_unprivileged_port_start";
+        let (output, exit) = guest.run("c1", script, |_, _| ()).await;
+        assert_eq!(exit.code, 0, "{output}");
+        let words: String = output.split_whitespace().collect::<Vec<_>>().join(" ");
+        for expected in [
+            "eth1 inet 10.1.0.2/24 brd 10.1.0.255",
+            "eth1 inet6 fd00::2/64",
+            "eth0 inet 10.2.0.2/32",
+            "lo inet 127.0.0.1/8",
+            "default via 169.254.1.1 dev eth0",
+            "10.9.0.0/16 via 10.1.0.1 dev eth1",
+            "default via fd00::1 dev eth1",
+            "link/ether 02:00:00:00:00:09",
+            "mtu 1400",
+            "nameserver 10.96.0.10",
+            "10.1.0.2 pod",
+            " 7",
+        ] {
+            assert!(words.contains(expected), "{expected:?} in {output}");
+        }
+    });
+    nacelle_net::netns::remove(&path).expect("to remove the namespace");
+}
+
+#[test]
+fn a_guest_that_cannot_be_configured_says_why() {
+    runtime().block_on(async {
+        let Some((report, exit)) =
+            Guest::fail(|config| drop(config.sysctls.insert("kernel.panic".into(), "1".into()))).await
+        else {
+            return;
+        };
+        assert!(report.error.contains("\"kernel.panic\" is no sysctl that a pod may set"), "{}", report.error);
+        assert_eq!(exit.how, nacelle_engine::ExitKind::Shutdown, "{exit:?}");
     });
 }

@@ -76,7 +76,7 @@ fn network(interfaces: &[Interface], routes: &[Route]) -> Result<(), BootError> 
         let up = LinkChange { up: true, ..LinkChange::default() };
         netlink.ask(&set_link(lo.index, &up)).map_err(failed("set lo up".to_owned()))?;
     }
-    let nics: Vec<Link> = links.into_iter().filter(|link| link.ethernet).collect();
+    let nics: Vec<Link> = links.into_iter().filter(|link| link.virtio).collect();
     // Names may be permuted, so all that change go to a name that nobody has first.
     for (at, (nic, interface)) in nics.iter().zip(interfaces).enumerate() {
         if nic.name != interface.name && nics.iter().any(|other| other.name == interface.name) {

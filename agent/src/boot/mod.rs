@@ -158,6 +158,12 @@ fn own_cgroup() -> Result<(), BootError> {
     }
     write("pod/cgroup.subtree_control", &all.join(" "))?;
     write("agent/memory.min", "33554432")?;
+    write("agent/cpu.weight", "10000")?;
+    // A fork bomb must leave the agent enough to kill it.
+    let path = PathBuf::from("/proc/sys/kernel/threads-max");
+    let threads = fs::read_to_string(&path).map_err(|source| BootError::File { path, source })?;
+    let threads: u64 = threads.trim().parse().unwrap_or(0);
+    write("pod/pids.max", &(threads / 4 * 3).max(64).to_string())?;
     write("agent/cgroup.procs", "1")?;
     let path = PathBuf::from("/proc/self/oom_score_adj");
     fs::write(&path, "-1000").map_err(|source| BootError::File { path, source })

@@ -19,7 +19,7 @@ const DUMP: u16 = 0x300;
 const IFLA_ADDRESS: u16 = 1;
 const IFLA_IFNAME: u16 = 3;
 const IFLA_MTU: u16 = 4;
-const ARPHRD_ETHER: u16 = 1;
+const IFLA_PARENT_DEV_BUS_NAME: u16 = 57;
 
 /// A link of the guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,8 +30,8 @@ pub struct Link {
     pub name: String,
     /// Its hardware address.
     pub mac: Vec<u8>,
-    /// It is an Ethernet device (not the loopback).
-    pub ethernet: bool,
+    /// It is a device of the machine, and not one that the kernel made up.
+    pub virtio: bool,
 }
 
 /// What to change on a link.
@@ -206,13 +206,14 @@ fn read_link(message: &[u8]) -> Option<Link> {
         index: u32_at(message, 20)?,
         name: String::new(),
         mac: Vec::new(),
-        ethernet: u16_at(message, 18)? == ARPHRD_ETHER,
+        virtio: false,
     };
     for attribute in pieces(message.get(32..)?, 2, 4) {
         let value = attribute.get(4..)?;
         match u16_at(attribute, 2)? {
             IFLA_IFNAME => link.name = String::from_utf8_lossy(value).trim_end_matches('\0').to_owned(),
             IFLA_ADDRESS => link.mac = value.to_vec(),
+            IFLA_PARENT_DEV_BUS_NAME => link.virtio = value == b"virtio\0",
             _ => {}
         }
     }
@@ -284,7 +285,7 @@ mod tests {
             Ok(links) => links,
             Err(error) => return println!("skipped: no rtnetlink here: {error}"),
         };
-        assert!(links.iter().any(|link| link.name == "lo" && !link.ethernet), "{links:?}");
+        assert!(links.iter().any(|link| link.name == "lo" && !link.virtio), "{links:?}");
     }
 
     proptest! {

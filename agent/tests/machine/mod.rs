@@ -4,7 +4,7 @@ use hyper_util::rt::TokioIo;
 use nacelle_agent::frame;
 use nacelle_base::machine::{Extent, ImageDisk};
 use nacelle_engine::qemu::Qemu;
-use nacelle_engine::{Accelerator, DiskSpec, Engine, GuestLink, Machine, MachineSpec};
+use nacelle_engine::{Accelerator, DiskSpec, Engine, GuestLink, Machine, MachineExit, MachineSpec, NicSpec};
 use nacelle_proto::agent::agent_client::AgentClient;
 use nacelle_proto::agent::{
     AgentHello, AttachImageRequest, BootConfig, BootReport, ContainerRef, CreateContainerRequest, Exit, Stream,
@@ -18,7 +18,7 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use tonic::transport::{Channel, Endpoint, Uri};
@@ -34,6 +34,17 @@ pub struct Guest {
     pub agent: AgentClient<Channel>,
     pub hello: AgentHello,
     pub folder: TempDir,
+    // Dropped last. One machine at a time: an emulated one fills a processor.
+    _turn: MutexGuard<'static, ()>,
+}
+
+/// A machine after the handshake, whatever it reported.
+struct Raw {
+    machine: Box<dyn Machine>,
+    link: Arc<dyn GuestLink>,
+    hello: AgentHello,
+    folder: TempDir,
+    turn: MutexGuard<'static, ()>,
 }
 
 /// What a test needs, or why it cannot run.
@@ -62,7 +73,7 @@ fn path_of(program: &str) -> PathBuf {
 }
 
 /// An image with busybox and the accounts that tests look up.
-fn make_image(folder: &Path) -> PathBuf {
+fn make_image(folder: &Path) {
     let root = folder.join("image");
     for name in ["bin", "etc", "proc", "dev", "sys", "tmp", "root"] {
         fs::create_dir_all(root.join(name)).expect("a folder");
@@ -80,12 +91,33 @@ fn make_image(folder: &Path) -> PathBuf {
     fs::set_permissions(root.join("bin/broken"), fs::Permissions::from_mode(0o755)).expect("a mode");
     let image = folder.join("image.erofs");
     run("mkfs.erofs", &["--quiet", "--all-root", &image.display().to_string(), &root.display().to_string()]);
-    image
 }
 
 impl Guest {
     /// Boots a machine and attaches the image as partition 1; `None` after saying why not.
     pub async fn boot(change: impl FnOnce(&mut BootConfig)) -> Option<Guest> {
+        Guest::boot_with(Vec::new(), change).await
+    }
+
+    /// Boots a machine with network interfaces.
+    pub async fn boot_with(nics: Vec<NicSpec>, change: impl FnOnce(&mut BootConfig)) -> Option<Guest> {
+        let (guest, report) = Guest::shake_hands(nics, change)?;
+        assert_eq!(report.error, "", "{}", console(guest.folder.path()));
+        let Raw { machine, link, hello, folder, turn } = guest;
+        let mut agent = connect(Arc::clone(&link)).await;
+        let length = place(&*machine, &folder.path().join("image.erofs"), 0);
+        agent.attach_image(AttachImageRequest { partition: 1, offset: 0, length }).await.expect("an image");
+        Some(Guest { machine, link, agent, hello, folder, _turn: turn })
+    }
+
+    /// Boots a machine that reports a failure, and waits for its end.
+    pub async fn fail(change: impl FnOnce(&mut BootConfig)) -> Option<(BootReport, MachineExit)> {
+        let (guest, report) = Guest::shake_hands(Vec::new(), change)?;
+        let exit = guest.machine.wait(LIMIT);
+        Some((report, exit.unwrap_or_else(|| panic!("no end; {}", console(guest.folder.path())))))
+    }
+
+    fn shake_hands(nics: Vec<NicSpec>, change: impl FnOnce(&mut BootConfig)) -> Option<(Raw, BootReport)> {
         let (kernel, initrd) = match needs() {
             Ok(files) => files,
             Err(why) => {
@@ -93,11 +125,13 @@ impl Guest {
                 return None;
             }
         };
+        static TURN: Mutex<()> = Mutex::new(());
+        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let folder = tempfile::tempdir().expect("a folder");
         let scratch = folder.path().join("scratch");
         fs::File::create(&scratch).and_then(|file| file.set_len(256 * MIB)).expect("a scratch disk");
         run("mkfs.ext4", &["-q", "-F", "-O", "^has_journal", &scratch.display().to_string()]);
-        let image = make_image(folder.path());
+        make_image(folder.path());
         let spec = MachineSpec {
             vcpus: 1,
             memory_mib: 256,
@@ -108,7 +142,7 @@ impl Guest {
                 DiskSpec::Growing { serial: "images".into() },
                 DiskSpec::File { path: scratch, read_only: false, serial: "scratch".into() },
             ],
-            nics: Vec::new(),
+            nics,
             run_dir: folder.path().to_owned(),
             console_log: folder.path().join("console.log"),
             guest_cid: 3,
@@ -125,11 +159,7 @@ impl Guest {
         };
         change(&mut config);
         let (hello, report) = handshake(&*link, &config, folder.path());
-        assert_eq!(report.error, "", "{}", console(folder.path()));
-        let mut agent = connect(Arc::clone(&link)).await;
-        let length = place(&*machine, &image, 0);
-        agent.attach_image(AttachImageRequest { partition: 1, offset: 0, length }).await.expect("an image");
-        Some(Guest { machine, link, agent, hello, folder })
+        Some((Raw { machine, link, hello, folder, turn }, report))
     }
 
     /// Makes a container that runs a shell script; the specification may be changed.
