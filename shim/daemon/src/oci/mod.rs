@@ -95,7 +95,7 @@ fn document(pod: &PodConfig, container: &ContainerConfig, image: &ImageConfig) -
     let mut linux = Map::new();
     linux.insert("namespaces".into(), namespaces());
     linux.insert("resources".into(), resources(&container.resources, privileged));
-    linux.insert("rootfsPropagation".into(), json!("rprivate"));
+    linux.insert("rootfsPropagation".into(), json!("private"));
     if !privileged {
         linux.insert("maskedPaths".into(), json!(container.masked_paths));
         linux.insert("readonlyPaths".into(), json!(container.readonly_paths));
