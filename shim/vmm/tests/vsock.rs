@@ -373,6 +373,22 @@ fn each_direction_ends_on_its_own() {
     stream.read_to_string(&mut got).unwrap();
     assert_eq!(got, "last words");
 
+    // The guest closes before it has taken everything: the host sees the end, no failure.
+    let (_other, mut guest, mut stream, host) = connected();
+    let mut full = packet(host, 5000, CREDIT_UPDATE);
+    full.buf_alloc = 0;
+    guest.send(&full);
+    stream.write_all(b"too late").unwrap();
+    let mut last = packet(host, 5000, RW);
+    (last.buf_alloc, last.payload) = (0, b"last words".to_vec());
+    guest.send(&last);
+    let mut end = packet(host, 5000, SHUTDOWN);
+    end.flags = 3;
+    guest.send(&end);
+    let mut got = String::new();
+    stream.read_to_string(&mut got).unwrap();
+    assert_eq!(got, "last words");
+
     // The guest receives no more: the host cannot write.
     let (_other, mut guest, mut stream, host) = connected();
     let mut deaf = packet(host, 5000, SHUTDOWN);

@@ -9,7 +9,7 @@ use crate::virtio::Memory;
 use crate::virtio::pieces::{BadChain, Pieces};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use std::collections::VecDeque;
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::net::Shutdown;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -316,6 +316,13 @@ impl Connection {
         }
         let both = SHUT_SEND | SHUT_RECEIVE;
         (self.guest_shut == both && (self.waiting.is_empty() || self.deaf)) || self.host_shut == both
+    }
+
+    /// Throws away what the host sent and the guest will not take: closed with bytes unread, our end would give
+    /// the host a reset instead of the end. It sends no more, so this ends with its socket's buffer.
+    pub(super) fn drop_unread(&mut self) {
+        let mut bytes = [0; 4096];
+        while self.guest_shut & SHUT_RECEIVE != 0 && matches!(self.stream.read(&mut bytes), Ok(1..)) {}
     }
 
     /// Whether the guest is to hear that the connection is over.

@@ -360,6 +360,7 @@ impl Muxer {
     fn after(&mut self, key: Key) {
         let Some(connection) = self.connections.get_mut(&key) else { return };
         if connection.settle() {
+            connection.drop_unread();
             let owes = connection.owes_reset();
             self.remove(key, owes);
         } else if connection.next() != Next::Nothing {
