@@ -57,6 +57,9 @@ fn missing(needs: &[&str]) -> Option<String> {
     if let Some(plugin) = needs.iter().find(|plugin| !Path::new(PLUGINS).join(plugin).exists()) {
         return Some(format!("no CNI plugin {PLUGINS}/{plugin}"));
     }
+    if needs.contains(&"host-local") && !Path::new("/proc/sys/net/ipv6").exists() {
+        return Some("no IPv6 in this kernel".to_owned());
+    }
     // On a thread of its own: the question must not change this one.
     let allowed = std::thread::spawn(|| unshare(CloneFlags::CLONE_NEWNS | CloneFlags::CLONE_NEWNET)).join().unwrap();
     allowed.err().map(|errno| format!("no namespaces of our own: {errno}"))
