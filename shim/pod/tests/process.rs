@@ -1,65 +1,29 @@
 //! Owns: what happens between processes: start, reconnection, identity, kill -9, SIGTERM. This program is its own pod
-//! process: `process pod --dir DIR` serves on the fake engine, as `nacelle pod` does on a real one.
+//! process (see common/harness.rs): `process pod --dir DIR` serves on the fake engine.
 
 mod common;
 
-use common::{LIMIT, exited, network, spec, until};
+use common::{LIMIT, exited, harness, network, spec, until};
 use nacelle_pod::client::{self, ClientError, PodClient};
 use nacelle_pod::identity::Identity;
 use nacelle_pod::record::{self, Phase};
 use nacelle_proto::pod;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 const GRACE: Duration = Duration::from_secs(60);
 
 fn main() -> ExitCode {
-    let args: Vec<String> = std::env::args().collect();
-    if let [_, verb, flag, dir] = args.as_slice()
-        && (verb.as_str(), flag.as_str()) == ("pod", "--dir")
-    {
-        let shared = Arc::default();
-        return nacelle_pod::run_with(Path::new(dir), |_| Arc::new(common::engine(&shared)));
-    }
-    // As cargo's own test programs: names filter, and a list is asked for.
-    let tests: [(&str, Start); 6] = [
-        ("a_pod_outlives_its_client", |place| Box::pin(outlives(place))),
-        ("kill_9_is_cleared_away", |place| Box::pin(killed(place))),
-        ("sigterm_stops_the_pod", |place| Box::pin(terminated(place))),
-        ("a_foreign_process_is_left_alone", |place| Box::pin(foreign(place))),
-        ("what_does_not_start_says_why", |place| Box::pin(no_start(place))),
-        ("one_process_serves_a_pod", |place| Box::pin(served_once(place))),
-    ];
-    let filters: Vec<&String> = args.iter().skip(1).filter(|arg| !arg.starts_with('-')).collect();
-    let wanted = |name: &str| filters.is_empty() || filters.iter().any(|filter| name.contains(filter.as_str()));
-    let tests: Vec<_> = tests.into_iter().filter(|(name, _)| wanted(name)).collect();
-    if args.iter().any(|arg| arg == "--list") {
-        tests.iter().for_each(|(name, _)| println!("{name}: test"));
-        return ExitCode::SUCCESS;
-    }
-    println!("\nrunning {} tests", tests.len());
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let mut failed = 0;
-    for (name, test) in &tests {
-        let passed = runtime.block_on(async {
-            let local = tokio::task::LocalSet::new();
-            local.run_until(async { tokio::task::spawn_local(test(Place::new())).await.is_ok() }).await
-        });
-        println!("test {name} ... {}", if passed { "ok" } else { "FAILED" });
-        failed += usize::from(!passed);
-    }
-    let word = if failed == 0 { "ok" } else { "FAILED" };
-    println!(
-        "\ntest result: {word}. {} passed; {failed} failed; 0 ignored; 0 measured; 0 filtered out\n",
-        tests.len() - failed
-    );
-    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    harness::main(&[
+        ("a_pod_outlives_its_client", || Box::pin(outlives(Place::new()))),
+        ("kill_9_is_cleared_away", || Box::pin(killed(Place::new()))),
+        ("sigterm_stops_the_pod", || Box::pin(terminated(Place::new()))),
+        ("a_foreign_process_is_left_alone", || Box::pin(foreign(Place::new()))),
+        ("what_does_not_start_says_why", || Box::pin(no_start(Place::new()))),
+        ("one_process_serves_a_pod", || Box::pin(served_once(Place::new()))),
+    ])
 }
-
-type Start = fn(Place) -> Test;
-type Test = std::pin::Pin<Box<dyn Future<Output = ()>>>;
 
 /// A run directory; dropping it ends whatever serves there.
 struct Place {
@@ -101,12 +65,7 @@ impl Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        if let Ok(Some(identity)) = Identity::read(&self.dir)
-            && identity.is_alive().unwrap_or(false)
-            && identity.pid != i32::try_from(std::process::id()).unwrap_or_default()
-        {
-            signal(&identity, nix::sys::signal::Signal::SIGKILL);
-        }
+        harness::end(&self.dir);
     }
 }
 

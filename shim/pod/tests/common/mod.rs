@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "each test program uses a part of this")]
 
 pub mod agent;
+pub mod harness;
 
 use agent::Shared;
 use nacelle_base::PodId;
@@ -24,11 +25,7 @@ pub fn spec(root: &Path) -> PodSpec {
     PodSpec {
         version: VERSION,
         id: PodId::from_bytes([9; 32]),
-        engine: EngineSpec {
-            kind: EngineKind::Qemu,
-            binary: "/usr/bin/qemu-system-x86_64".into(),
-            accelerator: Accelerator::Tcg,
-        },
+        engine: EngineSpec { kind: EngineKind::Qemu, binary: harness::FAKE.into(), accelerator: Accelerator::Tcg },
         vcpus: 1,
         memory_mib: 64,
         kernel: "/none/vmlinux".into(),

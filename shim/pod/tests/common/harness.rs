@@ -1,0 +1,68 @@
+//! Owns: the `main` of test programs that are their own pod process: `TEST pod --dir DIR` serves, everything else is
+//! as with cargo's test programs.
+
+use nacelle_pod::identity::Identity;
+use nacelle_pod::spec::PodSpec;
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+/// The engine's program in specifications that mean the fake engine.
+pub const FAKE: &str = "/fake";
+
+pub type Test = std::pin::Pin<Box<dyn Future<Output = ()>>>;
+pub type Start = fn() -> Test;
+
+/// Serves a pod, or runs the tests one after the other.
+pub fn main(tests: &[(&str, Start)]) -> ExitCode {
+    let args: Vec<String> = std::env::args().collect();
+    if let [_, verb, flag, dir] = args.as_slice()
+        && (verb.as_str(), flag.as_str()) == ("pod", "--dir")
+    {
+        return serve(Path::new(dir));
+    }
+    let filters: Vec<&String> = args.iter().skip(1).filter(|arg| !arg.starts_with('-')).collect();
+    let wanted = |name: &str| filters.is_empty() || filters.iter().any(|filter| name.contains(filter.as_str()));
+    let tests: Vec<_> = tests.iter().filter(|(name, _)| wanted(name)).collect();
+    if args.iter().any(|arg| arg == "--list") {
+        tests.iter().for_each(|(name, _)| println!("{name}: test"));
+        return ExitCode::SUCCESS;
+    }
+    println!("\nrunning {} tests", tests.len());
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let mut failed = 0;
+    for (name, test) in &tests {
+        let passed = runtime.block_on(async {
+            let local = tokio::task::LocalSet::new();
+            local.run_until(async { tokio::task::spawn_local(test()).await.is_ok() }).await
+        });
+        println!("test {name} ... {}", if passed { "ok" } else { "FAILED" });
+        failed += usize::from(!passed);
+    }
+    let (word, passed) = (if failed == 0 { "ok" } else { "FAILED" }, tests.len() - failed);
+    println!("\ntest result: {word}. {passed} passed; {failed} failed; 0 ignored; 0 measured; 0 filtered out\n");
+    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn serve(dir: &Path) -> ExitCode {
+    tracing_subscriber::fmt().with_ansi(false).init();
+    let fake = PodSpec::read(dir).is_ok_and(|spec| spec.engine.binary == Path::new(FAKE));
+    if fake {
+        let shared = Arc::default();
+        nacelle_pod::run_with(dir, |_| Arc::new(super::engine(&shared)))
+    } else {
+        nacelle_pod::run(dir)
+    }
+}
+
+/// Kills the pod process of a directory, if it is not this one.
+pub fn end(dir: &Path) {
+    if let Ok(Some(identity)) = Identity::read(dir)
+        && identity.is_alive().unwrap_or(false)
+        && identity.pid != i32::try_from(std::process::id()).unwrap_or_default()
+    {
+        let pid = nix::unistd::Pid::from_raw(identity.pid);
+        // One that ended meanwhile is as good.
+        let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL);
+    }
+}
