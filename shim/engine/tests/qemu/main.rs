@@ -9,7 +9,7 @@ use std::process::Command;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use nacelle_engine::contract::{Bench, World, turn};
+use nacelle_engine::contract::{Bench, World, fnv, turn};
 use nacelle_engine::qemu::{PROGRAM, Qemu};
 use nacelle_engine::{
     Accelerator, BOOT_PORT, Engine, EngineError, ExitKind, MachineSpec, MachineStatus, NicSpec, choose, probe,
@@ -82,19 +82,24 @@ fn output(command: &mut Command) -> Result<Vec<u8>, String> {
     }
 }
 
-/// The suite's guest, built once for this process.
+/// The suite's guest: built once for each version of its sources, and kept in the target directory.
 fn initrd() -> Result<PathBuf, String> {
     static INITRD: OnceLock<Result<PathBuf, String>> = OnceLock::new();
     let build = || {
+        let text = |error: std::io::Error| error.to_string();
         let here = Path::new(env!("CARGO_MANIFEST_DIR"));
-        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("contract-guest-{}", std::process::id()));
-        fs::create_dir_all(&folder).map_err(|error| error.to_string())?;
-        let (init, initrd) = (folder.join("init"), folder.join("initrd"));
-        let source = here.join("tests/guest/init.c");
+        let (source, pack) = (here.join("tests/guest/init.c"), here.join("../../guest/mkinitramfs"));
+        let key = [fs::read(&source).map_err(text)?, fs::read(&pack).map_err(text)?].concat();
+        let kept = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("contract-{:016x}.cpio", fnv(&key)));
+        if kept.exists() {
+            return Ok(kept);
+        }
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).map_err(text)?;
+        let (init, initrd) = (folder.path().join("init"), folder.path().join("initrd"));
         output(Command::new("cc").args(["-static", "-O1", "-pthread", "-o"]).arg(&init).arg(source))?;
-        let archive = output(Command::new(here.join("../../guest/mkinitramfs")).arg(&init))?;
-        fs::write(&initrd, archive).map_err(|error| error.to_string())?;
-        Ok(initrd)
+        fs::write(&initrd, output(Command::new(pack).arg(&init))?).map_err(text)?;
+        fs::rename(initrd, &kept).map_err(text)?;
+        Ok(kept)
     };
     INITRD.get_or_init(build).clone()
 }
