@@ -5,6 +5,7 @@ use nacelle_base::files::{at, write_whole};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
 
 const VERSION: u64 = 1;
 
@@ -49,10 +50,25 @@ struct FileIn {
     images: serde_json::Value,
 }
 
+/// The list as it was after the last change, for readers, who never wait for a disk.
+#[derive(Clone, Default)]
+pub struct Published(Arc<Mutex<Arc<Images>>>);
+
+impl Published {
+    /// The images.
+    pub fn images(&self) -> Arc<Images> {
+        Arc::clone(&self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn set(&self, images: Arc<Images>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = images;
+    }
+}
+
 /// The list, in memory and on disk.
 pub struct Catalogue {
     path: PathBuf,
-    images: Images,
+    published: Published,
 }
 
 impl Catalogue {
@@ -60,7 +76,7 @@ impl Catalogue {
     pub fn open(path: &Path) -> Result<Catalogue, ImageError> {
         let bytes = match std::fs::read(path) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                return Ok(Catalogue { path: path.to_owned(), images: Images::new() });
+                return Ok(Catalogue { path: path.to_owned(), published: Published::default() });
             }
             other => other.map_err(at("read", path))?,
         };
@@ -69,52 +85,59 @@ impl Catalogue {
         if file.version != VERSION {
             return Err(ImageError::Version { path: path.to_owned(), version: file.version, known: VERSION });
         }
-        let images = serde_json::from_value(file.images).map_err(damaged)?;
-        Ok(Catalogue { path: path.to_owned(), images })
+        let published = Published::default();
+        published.set(Arc::new(serde_json::from_value(file.images).map_err(damaged)?));
+        Ok(Catalogue { path: path.to_owned(), published })
     }
 
     /// The images.
-    pub fn images(&self) -> &Images {
-        &self.images
+    pub fn images(&self) -> Arc<Images> {
+        self.published.images()
+    }
+
+    /// Where readers find the images.
+    pub fn published(&self) -> Published {
+        self.published.clone()
     }
 
     /// Changes the list, on disk and then in memory; neither if that fails.
     pub fn change(&mut self, change: impl FnOnce(&mut Images)) -> Result<(), ImageError> {
-        let mut images = self.images.clone();
+        let before = self.images();
+        let mut images = Images::clone(&before);
         change(&mut images);
-        if images != self.images {
+        if images != *before {
             let file = FileOut { version: VERSION, images: &images };
             let damaged = |source| ImageError::Catalogue { path: self.path.clone(), source };
             write_whole(&self.path, &serde_json::to_vec(&file).map_err(damaged)?)?;
-            self.images = images;
+            self.published.set(Arc::new(images));
         }
         Ok(())
     }
+}
 
-    /// The image of this reference, id, or beginning of an id. One that was removed is not found.
-    pub fn find(&self, name: &str) -> Result<Option<ImageId>, ImageError> {
-        let here = || self.images.iter().filter(|(_, stored)| !stored.removed);
-        if let Ok(reference) = Reference::parse(name) {
-            let tag = reference.to_string();
-            let digest = reference.digest().map(|digest| reference.with_digest(digest).to_string());
-            let named = here().find(|(_, stored)| match &digest {
-                Some(digest) => stored.digests.contains(digest),
-                None => stored.tags.contains(&tag),
-            });
-            if let Some((id, _)) = named {
-                return Ok(Some(*id));
-            }
+/// The image of this reference, id, or beginning of an id. One that was removed is not found.
+pub fn find(images: &Images, name: &str) -> Result<Option<ImageId>, ImageError> {
+    let here = || images.iter().filter(|(_, stored)| !stored.removed);
+    if let Ok(reference) = Reference::parse(name) {
+        let tag = reference.to_string();
+        let digest = reference.digest().map(|digest| reference.with_digest(digest).to_string());
+        let named = here().find(|(_, stored)| match &digest {
+            Some(digest) => stored.digests.contains(digest),
+            None => stored.tags.contains(&tag),
+        });
+        if let Some((id, _)) = named {
+            return Ok(Some(*id));
         }
-        let digits = name.strip_prefix("sha256:").unwrap_or(name);
-        let hex = digits.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte));
-        if !hex || !(3..=64).contains(&digits.len()) {
-            return Ok(None);
-        }
-        let mut fitting = here().filter(|(id, _)| id.hex().starts_with(digits)).map(|(id, _)| *id);
-        match (fitting.next(), fitting.next()) {
-            (Some(_), Some(_)) => Err(ImageError::Ambiguous { name: name.to_owned() }),
-            (first, _) => Ok(first),
-        }
+    }
+    let digits = name.strip_prefix("sha256:").unwrap_or(name);
+    let hex = digits.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte));
+    if !hex || !(3..=64).contains(&digits.len()) {
+        return Ok(None);
+    }
+    let mut fitting = here().filter(|(id, _)| id.hex().starts_with(digits)).map(|(id, _)| *id);
+    match (fitting.next(), fitting.next()) {
+        (Some(_), Some(_)) => Err(ImageError::Ambiguous { name: name.to_owned() }),
+        (first, _) => Ok(first),
     }
 }
 
@@ -209,7 +232,7 @@ mod tests {
             ("../x", None),
             ("sha256:", None),
         ] {
-            assert_eq!(catalogue.find(name).unwrap(), id, "{name}");
+            assert_eq!(find(&catalogue.images(), name).unwrap(), id, "{name}");
         }
         let pinned = HashSet::from(["r.io/y:1".to_owned()]);
         let record_of = |id| record(id, &catalogue.images()[id], &pinned);
@@ -229,8 +252,8 @@ mod tests {
                 images.insert(Digest(two), stored(&[], &[], ""));
             })
             .unwrap();
-        assert!(matches!(catalogue.find("0707"), Err(ImageError::Ambiguous { .. })));
-        assert_eq!(catalogue.find(&Digest(two).hex()).unwrap(), Some(Digest(two)));
+        assert!(matches!(find(&catalogue.images(), "0707"), Err(ImageError::Ambiguous { .. })));
+        assert_eq!(find(&catalogue.images(), &Digest(two).hex()).unwrap(), Some(Digest(two)));
     }
 
     #[test]

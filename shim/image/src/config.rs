@@ -31,7 +31,7 @@ impl Default for Config {
             parallel_layers: 4,
             progress_timeout_seconds: 60,
             max_layer_bytes: 64 << 30,
-            max_layer_entries: 4_000_000,
+            max_layer_entries: 1_000_000,
             pinned: Vec::new(),
         }
     }

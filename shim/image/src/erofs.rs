@@ -20,6 +20,8 @@ const COMPAT_MTIME: u32 = 2;
 const INCOMPAT_CHUNKED: u32 = 4;
 const INCOMPAT_DEVICES: u32 = 8;
 const HOLE: u32 = u32::MAX;
+/// Bytes of metadata.
+const MAX_METADATA: usize = 512 << 20;
 /// Inodes begin at multiples of this; their number is the place in such units.
 const UNIT: usize = 32;
 const INODE: usize = 64;
@@ -39,7 +41,10 @@ pub struct Blob {
 pub enum ErofsError {
     /// More than 2^32 blocks of metadata and blobs.
     #[error("the image is larger than 16 TiB")]
-    TooLarge,
+    Oversize,
+    /// Too many files, names, attributes or holes.
+    #[error("the image's metadata are larger than 512 MiB")]
+    MetadataTooLarge,
     /// A file has more names than the format can count.
     #[error("a file has too many names")]
     TooManyLinks,
@@ -151,21 +156,27 @@ impl<'t> Plan<'t> {
                 at = at.next_multiple_of(4) + count * 4;
             }
             at = at.next_multiple_of(UNIT);
+            if at > MAX_METADATA {
+                return Err(ErofsError::MetadataTooLarge);
+            }
         }
         let mut blocks = at.div_ceil(BLOCK_LEN);
         for placed in plan.inodes.iter_mut().filter(|placed| !placed.inline()) {
-            placed.block = u32::try_from(blocks).map_err(|_cause| ErofsError::TooLarge)?;
+            placed.block = u32::try_from(blocks).map_err(|_cause| ErofsError::Oversize)?;
             blocks += placed.content.movable().div_ceil(BLOCK_LEN);
         }
-        let mut next = u32::try_from(blocks).map_err(|_cause| ErofsError::TooLarge)?;
+        if blocks > MAX_METADATA / BLOCK_LEN {
+            return Err(ErofsError::MetadataTooLarge);
+        }
+        let mut next = u32::try_from(blocks).map_err(|_cause| ErofsError::Oversize)?;
         plan.blocks = next;
         for (layer, first) in &mut plan.used {
             *first = next;
             let length = blobs.get(*layer).map_or(0, |blob| blob.length / BLOCK);
             next =
-                u32::try_from(length).ok().and_then(|length| next.checked_add(length)).ok_or(ErofsError::TooLarge)?;
+                u32::try_from(length).ok().and_then(|length| next.checked_add(length)).ok_or(ErofsError::Oversize)?;
         }
-        if next == HOLE { Err(ErofsError::TooLarge) } else { Ok(plan) }
+        if next == HOLE { Err(ErofsError::Oversize) } else { Ok(plan) }
     }
 
     /// Lists the inodes in use, folders before what is in them, and counts their names.

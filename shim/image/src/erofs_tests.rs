@@ -1,3 +1,5 @@
+//! Owns: the tests of the EROFS writer that need no kernel; those that mount are in `tests/store`.
+
 use super::*;
 use crate::layer::index::{Entry, LayerIndex, Meta, What};
 use proptest::prelude::*;
@@ -59,7 +61,18 @@ fn blobs_that_nobody_needs_are_left_out() {
 #[test]
 fn more_than_16_tib_are_refused() {
     let blob = Blob { diff_id: Digest([1; 32]), length: u64::from(u32::MAX) * BLOCK };
-    assert_eq!(write(&merged(&["a".into()]), &[blob]).unwrap_err(), ErofsError::TooLarge);
+    assert_eq!(write(&merged(&["a".into()]), &[blob]).unwrap_err(), ErofsError::Oversize);
+}
+
+#[test]
+fn holes_cannot_make_the_metadata_huge() {
+    let hole = |number: u32| Entry {
+        path: number.to_string().into_bytes(),
+        meta: Meta::default(),
+        what: What::File(Data::Chunks { size: 1 << 28, bits: 0, chunks: vec![] }),
+    };
+    let tree = Tree::merge([&LayerIndex { blob_length: 0, entries: (0..2100).map(hole).collect() }]).unwrap();
+    assert_eq!(write(&tree, &[]).unwrap_err(), ErofsError::MetadataTooLarge);
 }
 
 #[test]

@@ -188,6 +188,12 @@ impl Folder {
         kept
     }
 
+    /// Bytes of a layer's index.
+    pub fn index_length(&self, diff_id: Digest) -> Result<u64, FileError> {
+        let path = self.index_path(diff_id);
+        Ok(fs::metadata(&path).map_err(at("read", &path))?.len())
+    }
+
     /// A layer's index.
     pub fn layer(&self, diff_id: Digest) -> Result<LayerIndex, ImageError> {
         let path = self.index_path(diff_id);

@@ -3,7 +3,7 @@
 //! bounded over the whole store. A dropped future stops its downloads; the threads end by themselves and keep
 //! their locks until then.
 
-use crate::catalogue::{Catalogue, Images, Stored, give_tag, take_away};
+use crate::catalogue::{Catalogue, Images, Published, Stored, find, give_tag, take_away};
 use crate::erofs::{self, Blob};
 use crate::folder::{Folder, Part, Pin, delete};
 use crate::layer::ingest::{LayerError, Limits, ingest};
@@ -23,6 +23,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use tokio::sync::mpsc::Receiver;
 use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio::task::{JoinSet, spawn_blocking};
+use tokio_util::task::TaskTracker;
+
+/// Bytes of all indexes of an image: about what merging them takes in memory.
+const MAX_INDEXES: u64 = 512 << 20;
 
 /// What all handles of a store share.
 pub struct Shared {
@@ -36,8 +40,10 @@ pub struct Shared {
     pub http: Arc<Http>,
     /// Layers at a time.
     pub layers: Semaphore,
-    /// The list of images.
+    /// The list of images, for those who change it: on blocking threads only.
     pub catalogue: Mutex<Catalogue>,
+    /// The list of images, for those who read it.
+    pub published: Published,
 }
 
 /// Where a layer comes from.
@@ -73,8 +79,8 @@ impl Names {
 }
 
 impl Shared {
-    /// The list of images.
-    pub fn catalogue(&self) -> MutexGuard<'_, Catalogue> {
+    /// The list of images, to change it.
+    fn catalogue(&self) -> MutexGuard<'_, Catalogue> {
         self.catalogue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -102,11 +108,11 @@ impl Shared {
         let keys = diff_ids.iter().map(|diff_id| (Part::Layer, *diff_id));
         let keys: Vec<_> = keys.chain([(Part::Config, id), (Part::Tree, tree)]).collect();
         let pins: Vec<Pin> = keys.iter().map(|key| self.folder.pin(*key)).collect();
-        let installed = self.install_pinned(config, layers, names).await;
+        let threads = TaskTracker::new();
+        let installed = self.install_pinned(config, layers, names, &threads).await;
         if installed.as_ref().is_err_and(|error| error.kind() == Kind::Exhausted) {
-            for pin in &pins {
-                drop(pin.lock().await); // Threads of layers that were given up may still run.
-            }
+            threads.close();
+            threads.wait().await; // Those of layers that were given up may still have run.
             drop(pins);
             self.folder.forget_unfinished();
             self.sweep(None).await?;
@@ -119,6 +125,7 @@ impl Shared {
         config: Vec<u8>,
         layers: Vec<(Digest, Source)>,
         names: Names,
+        threads: &TaskTracker,
     ) -> Result<ImageId, ImageError> {
         let diff_ids: Vec<Digest> = layers.iter().map(|(diff_id, _)| *diff_id).collect();
         self.enough_space(&layers)?;
@@ -126,12 +133,14 @@ impl Shared {
         let mut seen = HashSet::new();
         for (diff_id, source) in layers {
             if seen.insert(diff_id) {
-                let shared = Arc::clone(self);
-                bringing.spawn(async move { shared.bring(diff_id, source).await });
+                bringing.spawn(Arc::clone(self).bring(diff_id, source, threads.clone()));
             }
         }
         while let Some(brought) = bringing.join_next().await {
-            brought??;
+            if let Err(error) = brought.map_err(ImageError::from).flatten() {
+                bringing.shutdown().await;
+                return Err(error);
+            }
         }
         let shared = Arc::clone(self);
         spawn_blocking(move || shared.finish(config, diff_ids, names)).await?
@@ -152,7 +161,7 @@ impl Shared {
     }
 
     /// Brings one layer, unless it is here or somebody else is bringing it.
-    async fn bring(self: Arc<Self>, diff_id: Digest, source: Source) -> Result<(), ImageError> {
+    async fn bring(self: Arc<Self>, diff_id: Digest, source: Source, threads: TaskTracker) -> Result<(), ImageError> {
         let making = self.folder.pin((Part::Layer, diff_id)).lock_owned().await;
         if self.folder.has_layer(diff_id) {
             return Ok(());
@@ -161,21 +170,22 @@ impl Shared {
         match source {
             Source::Archive(stream, digest) => {
                 let shared = Arc::clone(&self);
-                spawn_blocking(move || {
-                    let _making = making;
-                    shared.take(diff_id, digest, stream)
-                })
-                .await?
+                threads
+                    .spawn_blocking(move || {
+                        let _making = making;
+                        shared.take(diff_id, digest, stream)
+                    })
+                    .await?
             }
             Source::Registry(session, blob) => {
                 let making = Arc::new(making);
-                let (brought, resumed) = self.download(&session, &blob, diff_id, Arc::clone(&making)).await;
+                let (brought, resumed) = self.download(&session, &blob, diff_id, Arc::clone(&making), &threads).await;
                 match brought {
                     // What was here before may have been damaged by a crash: once more, from the start.
                     Err(ImageError::Digest { .. } | ImageError::Layer { .. })
                         if resumed && !self.partial_is_here(&blob) =>
                     {
-                        self.download(&session, &blob, diff_id, making).await.0
+                        self.download(&session, &blob, diff_id, making, &threads).await.0
                     }
                     brought => brought,
                 }
@@ -194,12 +204,13 @@ impl Shared {
         blob: &Descriptor,
         diff_id: Digest,
         making: Arc<tokio::sync::OwnedMutexGuard<()>>,
+        threads: &TaskTracker,
     ) -> (Result<(), ImageError>, bool) {
         let partial = self.folder.pin((Part::Partial, blob.digest)).lock_owned().await;
         let (sender, receiver) = mpsc::channel(64);
         let (start_sender, start) = oneshot::channel();
         let (shared, wanted) = (Arc::clone(self), blob.clone());
-        let taking = spawn_blocking(move || {
+        let taking = threads.spawn_blocking(move || {
             let _locks = (making, partial);
             shared.take_download(diff_id, &wanted, start_sender, receiver)
         });
@@ -290,9 +301,16 @@ impl Shared {
     /// Blocking: the metadata of these layers, written unless another image has the same.
     fn tree(&self, diff_ids: &[Digest]) -> Result<BuiltTree, ImageError> {
         let tree = tree_name(diff_ids);
-        let same = |catalogue: &Catalogue| catalogue.images().values().find(|stored| stored.tree == tree).cloned();
-        if let Some(stored) = same(&self.catalogue()) {
-            return Ok((tree, stored.tree_length, stored.blobs));
+        if let Some(same) = self.published.images().values().find(|stored| stored.tree == tree) {
+            return Ok((tree, same.tree_length, same.blobs.clone()));
+        }
+        let lengths =
+            diff_ids.iter().map(|diff_id| self.folder.index_length(*diff_id)).collect::<Result<Vec<_>, _>>()?;
+        if lengths.iter().sum::<u64>() > MAX_INDEXES {
+            return Err(ImageError::TooLarge {
+                what: "the indexes of the layers together".to_owned(),
+                limit: MAX_INDEXES,
+            });
         }
         let indexes = diff_ids.iter().map(|diff_id| self.folder.layer(*diff_id)).collect::<Result<Vec<_>, _>>()?;
         let blobs: Vec<Blob> = diff_ids
@@ -315,15 +333,15 @@ impl Shared {
     /// Blocking: takes an image off the list, if one is named, and deletes what no image needs.
     pub fn sweep_now(&self, remove: Option<&str>, in_use: Option<&HashSet<ImageId>>) -> Result<(), ImageError> {
         let mut catalogue = self.catalogue();
-        let remove = remove.map(|name| catalogue.find(name)).transpose()?.flatten();
-        let before = needed(catalogue.images());
+        let remove = remove.map(|name| find(&catalogue.images(), name)).transpose()?.flatten();
+        let before = needed(&catalogue.images());
         if let Some(in_use) = in_use {
             catalogue.change(|images| match &remove {
                 Some(id) => take_away(images, id, in_use),
                 None => images.retain(|id, stored| !stored.removed || in_use.contains(id)),
             })?;
         }
-        let live = needed(catalogue.images());
+        let live = needed(&catalogue.images());
         self.folder.release(before.difference(&live).copied());
         let away = self.folder.take_away(&live)?;
         drop(catalogue);

@@ -37,8 +37,7 @@ pub async fn load(shared: &Arc<Shared>, path: &Path, name: Option<&Reference>) -
         if !shared.name(id, plan.names.clone()).await? {
             shared.install(plan.config, plan.layers, plan.names).await?;
         }
-        let catalogue = shared.catalogue();
-        let names = catalogue.images().get(&id).map(|stored| stored.tags.iter().cloned().collect());
+        let names = shared.published.images().get(&id).map(|stored| stored.tags.iter().cloned().collect());
         loaded.push(Loaded { id, names: names.unwrap_or_default() });
     }
     Ok(loaded)

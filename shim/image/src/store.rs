@@ -1,6 +1,6 @@
 //! Owns: the store as its users see it, and that pulls of the same image are one.
 
-use crate::catalogue::{Catalogue, record};
+use crate::catalogue::{Catalogue, find, record};
 use crate::folder::{Folder, Part};
 use crate::install::Shared;
 use crate::registry::Http;
@@ -121,10 +121,11 @@ impl Store {
         let pinned = config.pinned.iter().map(|name| Reference::parse(name).map(|reference| reference.to_string()));
         let pinned = pinned.collect::<Result<_, _>>()?;
         let folder = Folder::open(root)?;
-        let catalogue = Mutex::new(Catalogue::open(&folder.catalogue())?);
+        let catalogue = Catalogue::open(&folder.catalogue())?;
+        let (published, catalogue) = (catalogue.published(), Mutex::new(catalogue));
         let http = Arc::new(Http::new(config.clone()));
         let layers = Semaphore::new(config.parallel_layers.clamp(1, 64));
-        let shared = Arc::new(Shared { config, pinned, folder, http, layers, catalogue });
+        let shared = Arc::new(Shared { config, pinned, folder, http, layers, catalogue, published });
         shared.sweep_now(None, None)?;
         Ok(Store { shared, flights: Arc::default() })
     }
@@ -173,17 +174,17 @@ impl Store {
 
     /// All images, in the order of their ids.
     pub fn list(&self) -> Vec<ImageRecord> {
-        let catalogue = self.shared.catalogue();
-        let here = catalogue.images().iter().filter(|(_, stored)| !stored.removed);
+        let images = self.shared.published.images();
+        let here = images.iter().filter(|(_, stored)| !stored.removed);
         here.map(|(id, stored)| record(id, stored, &self.shared.pinned)).collect()
     }
 
     /// The image of this reference, id (with or without `sha256:`), or beginning of an id (3 digits or more);
     /// none if it is not here or the text could not name one.
     pub fn status(&self, name: &str) -> Result<Option<ImageRecord>, ImageError> {
-        let catalogue = self.shared.catalogue();
-        let id = catalogue.find(name)?;
-        Ok(id.and_then(|id| Some(record(&id, catalogue.images().get(&id)?, &self.shared.pinned))))
+        let images = self.shared.published.images();
+        let id = find(&images, name)?;
+        Ok(id.and_then(|id| Some(record(&id, images.get(&id)?, &self.shared.pinned))))
     }
 
     /// Removes an image with all its names; one that is not here is no failure. If its id is among `in_use`
@@ -208,9 +209,7 @@ impl Store {
     pub async fn rootfs(&self, id: &ImageId) -> Result<RootFs, ImageError> {
         let (shared, id) = (Arc::clone(&self.shared), *id);
         spawn_blocking(move || {
-            let catalogue = shared.catalogue();
-            let stored = catalogue.images().get(&id).cloned();
-            drop(catalogue);
+            let stored = shared.published.images().get(&id).cloned();
             let stored = stored.ok_or_else(|| ImageError::NotFound { name: id.to_string() })?;
             let tree = (Part::Tree, stored.tree, stored.tree_length);
             let blobs = stored.blobs.iter().map(|&(diff_id, length)| (Part::Layer, diff_id, length));

@@ -1,3 +1,5 @@
+//! Owns: the tests of merging: the rules one by one, and a model with plain paths.
+
 use super::*;
 use proptest::prelude::*;
 use std::collections::BTreeMap;

@@ -7,7 +7,7 @@ use crate::Digest;
 const MAGIC: &[u8; 8] = b"NACLAYR1";
 
 /// Chunks of a sparse file at most; bigger files have bigger chunks.
-pub const MAX_CHUNKS: u64 = 1 << 20;
+pub const MAX_CHUNKS: u64 = 1 << 16;
 
 /// All that is known of one layer beside its blob.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

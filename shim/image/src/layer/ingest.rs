@@ -12,6 +12,8 @@ use std::io::{self, BufRead, BufReader, Read};
 use std::os::unix::fs::FileExt;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
+/// Bytes of names, attributes and chunk lists of all entries of a layer.
+const MAX_INDEX: u64 = 256 << 20;
 /// Bytes of extended attributes of one file, so that they fit behind its inode.
 const MAX_XATTRS: usize = 128 << 10;
 /// The size of the pieces that travel between the threads and to the disk.
@@ -181,11 +183,18 @@ fn unpack(receiver: Receiver<Vec<u8>>, blob: &File, limits: Limits) -> Result<(D
     let mut archive = Archive::new(BufReader::with_capacity(PIECE, hashing));
     let mut writer = BlobWriter { file: blob, buffer: Vec::new(), start: 0, end: 0, limit: limits.bytes };
     let mut entries = Vec::new();
+    let mut described = 0;
     while let Some(header) = archive.next()? {
         if entries.len() as u64 >= limits.entries {
             return Err(LayerError::TooLarge { what: "entries", limit: limits.entries });
         }
-        entries.extend(entry(header, &mut archive, &mut writer)?);
+        if let Some(entry) = entry(header, &mut archive, &mut writer)? {
+            described += weight(&entry);
+            if described > MAX_INDEX {
+                return Err(LayerError::TooLarge { what: "bytes of names and attributes", limit: MAX_INDEX });
+            }
+            entries.push(entry);
+        }
     }
     let mut rest = archive.into_inner();
     let at = rest.get_ref().count;
@@ -193,6 +202,17 @@ fn unpack(receiver: Receiver<Vec<u8>>, blob: &File, limits: Limits) -> Result<(D
     let diff_id = Digest(rest.into_inner().hash.finalize().into());
     let blob_length = writer.finish()?;
     Ok((diff_id, LayerIndex { blob_length, entries }))
+}
+
+/// About how much memory an entry takes beyond its fixed size.
+fn weight(entry: &Entry) -> u64 {
+    let xattrs = entry.meta.xattrs.iter().map(|(name, value)| name.len() + value.len()).sum::<usize>();
+    let content = match &entry.what {
+        What::Symlink(target) | What::Hardlink(target) => target.len(),
+        What::File(Data::Chunks { chunks, .. }) => chunks.len() * 8,
+        _ => 0,
+    };
+    (entry.path.len() + xattrs + content) as u64
 }
 
 /// A stream that fails when it is longer than allowed.

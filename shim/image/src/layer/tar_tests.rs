@@ -1,3 +1,5 @@
+//! Owns: the tests of the tar reader: real forms, broken forms, any bytes.
+
 use super::*;
 use proptest::prelude::*;
 

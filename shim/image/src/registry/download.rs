@@ -52,7 +52,8 @@ impl Session {
                 match self.attempt(endpoint, blob, &mut at, &to).await {
                     Ok(()) | Err(Failure::Unheard) => return Ok(()),
                     Err(Failure::Error(error)) => {
-                        let again = is_passing(&error) || matches!(error, ImageError::Request { .. });
+                        let again = is_passing(&error)
+                            || matches!(error, ImageError::Request { .. } | ImageError::Timeout { .. });
                         tracing::info!(digest = %blob.digest, at, error = %Chain(&error), again, "download broke off");
                         last = Some(error);
                         if !again {

@@ -180,6 +180,6 @@ fn is_passing(error: &ImageError) -> bool {
     match error {
         ImageError::Request { source, .. } => !source.is_connect(),
         ImageError::Digest { .. } | ImageError::Protocol { .. } => false,
-        error => matches!(error.kind(), Kind::Unavailable | Kind::Timeout),
+        error => error.kind() == Kind::Unavailable,
     }
 }

@@ -23,9 +23,14 @@ fn sample() -> Image {
 }
 
 fn store(folder: &Path, host: &str) -> Store {
+    patient(folder, host, 60)
+}
+
+/// A store that waits so long for a byte.
+fn patient(folder: &Path, host: &str, progress_timeout_seconds: u64) -> Store {
     let special = RegistryConfig { http: true, ..RegistryConfig::default() };
     let config =
-        Config { registries: [(host.to_owned(), special)].into(), progress_timeout_seconds: 2, ..Config::default() };
+        Config { registries: [(host.to_owned(), special)].into(), progress_timeout_seconds, ..Config::default() };
     Store::open(folder, config).unwrap()
 }
 
@@ -52,7 +57,7 @@ async fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
 async fn refused(kind: Kind, answer: impl Fn(&Asked) -> Reply + Send + Sync + 'static) -> Server {
     let server = Server::start(answer);
     let folder = tempfile::tempdir().unwrap();
-    let store = store(folder.path(), &server.host());
+    let store = patient(folder.path(), &server.host(), if kind == Kind::Timeout { 1 } else { 60 });
     let error = pull(&store, &server).await.unwrap_err();
     assert_eq!(error.kind(), kind, "{}", nacelle_base::Chain(&error));
     assert!(store.list().is_empty());
@@ -218,7 +223,7 @@ async fn bodies_without_end_are_refused() {
 async fn a_silent_server_is_given_up() {
     let silent = |asked: &Asked| Reply { stall: true, ..Reply::ok(if asked.path.contains("t") { b"{" } else { b"" }) };
     let server = refused(Kind::Timeout, silent).await;
-    assert!(server.asked().len() > 1);
+    assert_eq!(server.asked().len(), 1);
 }
 
 #[tokio::test(flavor = "multi_thread")]

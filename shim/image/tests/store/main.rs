@@ -2,6 +2,7 @@
 //! full disk. One program, so that it is linked once.
 
 mod common;
+mod crash;
 mod disk_full;
 mod hostile;
 mod registry;

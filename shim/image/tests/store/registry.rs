@@ -203,5 +203,5 @@ async fn a_store_is_open_once_and_found_again() {
     let mut pinned = list;
     pinned[0].pinned = true;
     assert_eq!(again.list(), pinned);
-    assert_eq!(again.fs_info().await.unwrap(), info);
+    assert_eq!(again.fs_info().await.unwrap().inodes_used, info.inodes_used);
 }

@@ -251,6 +251,9 @@ pub fn can_mount() -> Result<(), String> {
     if !Path::new("/dev/loop-control").exists() {
         return Err("there is no /dev/loop-control".into());
     }
+    if !Command::new("losetup").arg("-f").output().is_ok_and(|output| output.status.success()) {
+        return Err("there is no free loop device".into());
+    }
     match fs::read_to_string("/proc/filesystems") {
         Ok(known) if known.contains("erofs") => {}
         _ => return Err("the kernel has no EROFS".into()),

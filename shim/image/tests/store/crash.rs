@@ -1,0 +1,85 @@
+//! Owns: the proof that a store survives `kill -9` at any point of a pull.
+
+use crate::common::server::{Server, honest};
+use crate::common::{Packing, Tar, image};
+use nacelle_image::{Config, Reference, RegistryConfig, Store};
+use std::collections::HashSet;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+const FOLDER: &str = "NACELLE_TEST_CRASH_FOLDER";
+const HOST: &str = "NACELLE_TEST_CRASH_HOST";
+
+fn open(folder: &Path, host: &str) -> Store {
+    let special = RegistryConfig { http: true, ..RegistryConfig::default() };
+    Store::open(folder, Config { registries: [(host.to_owned(), special)].into(), ..Config::default() }).unwrap()
+}
+
+fn name(host: &str) -> Reference {
+    Reference::parse(&format!("{host}/x:t")).unwrap()
+}
+
+/// What is killed: pulls and removes the image until somebody does. Runs only as a child of the test below.
+#[tokio::test(flavor = "multi_thread")]
+async fn victim() {
+    let (Ok(folder), Ok(host)) = (std::env::var(FOLDER), std::env::var(HOST)) else { return };
+    let store = open(folder.as_ref(), &host);
+    loop {
+        store.pull(&name(&host), None).await.unwrap();
+        store.remove(&name(&host).to_string(), &HashSet::new()).await.unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_killed_pull_leaves_the_old_state_or_the_new() {
+    let layers = [5u8, 6].map(|byte| (Tar::new().file("f", 0o644, &vec![byte; 300_000]).done(), Packing::Plain));
+    let good = image(&layers);
+    let (served, asked) = (good.clone(), Arc::new(AtomicUsize::new(0)));
+    let (count, wanted) = (Arc::clone(&asked), Arc::new(AtomicUsize::new(usize::MAX)));
+    let (limit, victim) = (Arc::clone(&wanted), Arc::new(Mutex::new(None::<std::process::Child>)));
+    let killer = Arc::clone(&victim);
+    // The victim dies when it asks for the n-th time: before the answer, or while it works on the last ones.
+    let server = Server::start(move |asked| {
+        if count.fetch_add(1, Ordering::SeqCst) >= limit.load(Ordering::SeqCst)
+            && let Some(child) = killer.lock().unwrap().as_mut()
+        {
+            let _ = child.kill();
+        }
+        honest(&served, asked)
+    });
+    let folder = tempfile::tempdir().unwrap();
+    for at in 0..12 {
+        asked.store(0, Ordering::SeqCst);
+        wanted.store(at, Ordering::SeqCst);
+        let child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "crash::victim"])
+            .env(FOLDER, folder.path())
+            .env(HOST, server.host())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        *victim.lock().unwrap() = Some(child);
+        loop {
+            if victim.lock().unwrap().as_mut().unwrap().try_wait().unwrap().is_some() {
+                break;
+            }
+            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+        }
+        let store = open(folder.path(), &server.host());
+        for record in store.list() {
+            assert_eq!(record.id.to_string(), good.config);
+            for extent in store.rootfs(&record.id).await.unwrap().disk.extents {
+                assert_eq!(std::fs::metadata(&extent.path).unwrap().len(), extent.length);
+            }
+        }
+    }
+    wanted.store(usize::MAX, Ordering::SeqCst);
+    let store = open(folder.path(), &server.host());
+    assert_eq!(store.pull(&name(&server.host()), None).await.unwrap().to_string(), good.config);
+    store.remove(&good.config, &HashSet::new()).await.unwrap();
+    // The lock and the list.
+    assert_eq!(store.fs_info().await.unwrap().inodes_used, 2);
+}
