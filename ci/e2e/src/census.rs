@@ -12,7 +12,7 @@ pub struct Census(BTreeSet<String>);
 
 impl Census {
     /// Looks at the processes and mounts that name `folder`, at the links in the node's network namespace, at
-    /// the leases, and at the files in `run`, `netns`, and the state of pods in `root`.
+    /// the leases, and at the files in `run` and `netns`.
     pub fn take(folder: &Path, netns: &Netns) -> Self {
         let mut all = BTreeSet::new();
         for (pid, line) in processes(&folder.join("run")) {
@@ -28,7 +28,7 @@ impl Census {
         }
         let rules = run(netns.command("iptables-save").args(["-t", "nat"])).stdout;
         all.extend(rules.lines().filter(|rule| rule.contains("-j DNAT")).map(|rule| format!("rule {rule}")));
-        for part in ["run", "netns", "leases", "root/scratch", "root/pods"] {
+        for part in ["run", "netns", "leases"] {
             files(&folder.join(part), &mut all);
         }
         Self(all)
