@@ -16,6 +16,9 @@ use crate::{paths, sys};
 /// How long the disk may take to grow: the host has told the kernel, which reads the new size on its own time.
 const GROWTH: Duration = Duration::from_secs(20);
 
+/// How long the kernel may hold an image after its last container is gone: it takes namespaces down when it likes.
+const RELEASE: Duration = Duration::from_secs(3);
+
 /// Why a disk could not be used.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the fields are what the message prints")]
@@ -139,14 +142,20 @@ impl Disks {
         let disk = disk_name(self.image_disk)?;
         let device = Path::new("/dev").join(&disk);
         let file = File::open(&device).map_err(at("open", &device))?;
-        match sys::delete_partition(&file, number).map_err(|error| (error.raw_os_error(), error)) {
-            Ok(()) | Err((Some(libc::ENXIO), _)) => {}
-            // A container's overlay holds it: everything is as before.
-            Err((Some(libc::EBUSY), _)) => {
-                mount_image(&disk, number)?;
-                return Err(DiskError::Busy { number });
+        let deadline = Instant::now() + RELEASE;
+        loop {
+            match sys::delete_partition(&file, number).map_err(|error| (error.raw_os_error(), error)) {
+                Ok(()) | Err((Some(libc::ENXIO), _)) => break,
+                Err((Some(libc::EBUSY), _)) if Instant::now() < deadline => {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                // A container's overlay holds it: everything is as before.
+                Err((Some(libc::EBUSY), _)) => {
+                    mount_image(&disk, number)?;
+                    return Err(DiskError::Busy { number });
+                }
+                Err((_, error)) => return Err(at("remove a partition of", &device)(error)),
             }
-            Err((_, error)) => return Err(at("remove a partition of", &device)(error)),
         }
         attached.remove(&number);
         Ok(())

@@ -112,7 +112,7 @@ fn vsock() -> nix::Result<OwnedFd> {
 }
 
 fn connect_to_host() -> Result<OwnedFd, BootError> {
-    let deadline = Instant::now() + Duration::from_secs(30);
+    let deadline = Instant::now() + Duration::from_secs(60);
     loop {
         let connected = vsock().and_then(|fd| {
             setsockopt(

@@ -202,12 +202,7 @@ pub fn read_answers(datagram: &[u8]) -> Answers {
 }
 
 fn read_link(message: &[u8]) -> Option<Link> {
-    let mut link = Link {
-        index: u32_at(message, 20)?,
-        name: String::new(),
-        mac: Vec::new(),
-        virtio: false,
-    };
+    let mut link = Link { index: u32_at(message, 20)?, name: String::new(), mac: Vec::new(), virtio: false };
     for attribute in pieces(message.get(32..)?, 2, 4) {
         let value = attribute.get(4..)?;
         match u16_at(attribute, 2)? {

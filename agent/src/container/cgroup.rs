@@ -4,6 +4,7 @@
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use crate::paths;
 
@@ -49,6 +50,16 @@ pub fn processes(cgroup: &Path) -> io::Result<Vec<i32>> {
         folders.extend(children(&folder)?);
     }
     Ok(all)
+}
+
+/// Kills what is in it and removes it; waits at most `limit` for the processes to be gone. Blocks.
+pub fn clear(cgroup: &Path, limit: Duration) -> io::Result<()> {
+    kill(cgroup)?;
+    let deadline = Instant::now() + limit;
+    while populated(cgroup) && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    remove(cgroup)
 }
 
 fn children(cgroup: &Path) -> io::Result<Vec<PathBuf>> {
@@ -114,5 +125,6 @@ mod tests {
         assert_eq!(processes(folder.path()).unwrap(), [3, 4, 5]);
         assert!(!populated(folder.path()));
         kill(&folder.path().join("none")).unwrap();
+        clear(&folder.path().join("none"), Duration::ZERO).unwrap();
     }
 }

@@ -99,19 +99,28 @@ impl Pod {
         let pid = self.pid_namespace(&options).await?;
         let shares_pid = pid != PidNamespace::Own;
         let mut undo = UndoStack::new();
-        undo.push("container", {
+        undo.push("root", {
             let id = id.clone();
-            move || {
-                root::remove(&id).and_then(|()| {
-                    let path = cgroup::path(&id);
-                    cgroup::remove(&path).map_err(|source| root::RootError { what: "remove", path, source })
-                })
-            }
+            move || root::remove(&id)
+        });
+        undo.push("cgroup", {
+            let path = cgroup::path(&id);
+            move || cgroup::clear(&path, DEATH)
         });
         let pod = Arc::clone(self);
         let stdin = options.stdin;
-        let prepared = tokio::task::spawn_blocking(move || prepare(&pod, &options, pid)).await??;
-        let container = self.make(&id, prepared, stdin, shares_pid).await?;
+        let made = async {
+            let prepared = tokio::task::spawn_blocking(move || prepare(&pod, &options, pid)).await??;
+            self.make(&id, prepared, stdin, shares_pid).await
+        };
+        let container = match made.await {
+            Ok(container) => container,
+            Err(error) => {
+                // Dropped where it may block: it says itself what could not be undone.
+                tokio::task::spawn_blocking(move || drop(undo)).await?;
+                return Err(error);
+            }
+        };
         undo.keep();
         let response = container.created.clone();
         self.lock().containers.insert(id, Arc::new(container));
@@ -139,11 +148,7 @@ impl Pod {
         let init = self.know(made.pid, stdio, path.clone(), last);
         drop(making);
         let rules = linux.resources().as_ref().and_then(|resources| resources.devices().clone()).unwrap_or_default();
-        if let Err(source) = devices::attach(&path, &rules) {
-            // Nobody knows this container yet, so its processes go here.
-            kill_all(id, &path, &init).await?;
-            return Err(failed("limit the devices")(source));
-        }
+        devices::attach(&path, &rules).map_err(failed("limit the devices"))?;
         if let (Some(terminal), Some(size)) = (&init.stdio.terminal, process.console_size()) {
             let cut = |number: u64| u16::try_from(number).unwrap_or(u16::MAX);
             sys::set_window_size(terminal, cut(size.width()), cut(size.height()))

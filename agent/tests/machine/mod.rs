@@ -18,9 +18,10 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
+use tokio::sync::{Mutex, OwnedMutexGuard};
 use tonic::transport::{Channel, Endpoint, Uri};
 
 /// Longer than anything takes on a slow and busy machine.
@@ -35,7 +36,7 @@ pub struct Guest {
     pub hello: AgentHello,
     pub folder: TempDir,
     // Dropped last. One machine at a time: an emulated one fills a processor.
-    _turn: MutexGuard<'static, ()>,
+    _turn: OwnedMutexGuard<()>,
 }
 
 /// A machine after the handshake, whatever it reported.
@@ -44,7 +45,7 @@ struct Raw {
     link: Arc<dyn GuestLink>,
     hello: AgentHello,
     folder: TempDir,
-    turn: MutexGuard<'static, ()>,
+    turn: OwnedMutexGuard<()>,
 }
 
 /// What a test needs, or why it cannot run.
@@ -101,7 +102,7 @@ impl Guest {
 
     /// Boots a machine with network interfaces.
     pub async fn boot_with(nics: Vec<NicSpec>, change: impl FnOnce(&mut BootConfig)) -> Option<Guest> {
-        let (guest, report) = Guest::shake_hands(nics, change)?;
+        let (guest, report) = Guest::shake_hands(nics, change).await?;
         assert_eq!(report.error, "", "{}", console(guest.folder.path()));
         let Raw { machine, link, hello, folder, turn } = guest;
         let mut agent = connect(Arc::clone(&link)).await;
@@ -112,12 +113,12 @@ impl Guest {
 
     /// Boots a machine that reports a failure, and waits for its end.
     pub async fn fail(change: impl FnOnce(&mut BootConfig)) -> Option<(BootReport, MachineExit)> {
-        let (guest, report) = Guest::shake_hands(Vec::new(), change)?;
+        let (guest, report) = Guest::shake_hands(Vec::new(), change).await?;
         let exit = guest.machine.wait(LIMIT);
         Some((report, exit.unwrap_or_else(|| panic!("no end; {}", console(guest.folder.path())))))
     }
 
-    fn shake_hands(nics: Vec<NicSpec>, change: impl FnOnce(&mut BootConfig)) -> Option<(Raw, BootReport)> {
+    async fn shake_hands(nics: Vec<NicSpec>, change: impl FnOnce(&mut BootConfig)) -> Option<(Raw, BootReport)> {
         let (kernel, initrd) = match needs() {
             Ok(files) => files,
             Err(why) => {
@@ -125,8 +126,8 @@ impl Guest {
                 return None;
             }
         };
-        static TURN: Mutex<()> = Mutex::new(());
-        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        static TURN: LazyLock<Arc<Mutex<()>>> = LazyLock::new(Arc::default);
+        let turn = Arc::clone(&TURN).lock_owned().await;
         let folder = tempfile::tempdir().expect("a folder");
         let scratch = folder.path().join("scratch");
         fs::File::create(&scratch).and_then(|file| file.set_len(256 * MIB)).expect("a scratch disk");
