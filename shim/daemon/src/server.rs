@@ -16,7 +16,7 @@ use nacelle_proto::node::node_server::NodeServer;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::Path;
 use std::sync::{Arc, RwLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::net::UnixListener;
 use tokio_stream::wrappers::UnixListenerStream;
 use tonic::transport::Server;
@@ -25,6 +25,10 @@ use tonic::transport::Server;
 const MESSAGE_LIMIT: usize = 40 << 20;
 /// For requests that are under way when the daemon is told to end; what they asked for goes on without it.
 const END_LIMIT: Duration = Duration::from_secs(3);
+
+/// For the lock of the image store.
+const LOCK_LIMIT: Duration = Duration::from_secs(10);
+const LOCK_PAUSE: Duration = Duration::from_millis(20);
 
 /// What a daemon is made of.
 pub struct Setup {
@@ -91,12 +95,23 @@ pub async fn open(setup: Setup) -> Result<Node, ServeError> {
         }
         // The state store first: it keeps a second daemon out.
         let (store, contents) = Store::open(&paths.store(), observer)?;
-        let images = nacelle_image::Store::open(&paths.images(), with.image_options())?;
+        let images = open_images(&with)?;
         Ok((store, contents, images))
     });
     let (store, contents, images) = opened.await.map_err(|source| ServeError::GivenUp { source })??;
     let parts = Parts { config, engine, store, images, pods, networks, cidrs: RwLock::new(Vec::new()) };
     Ok(Node::recover(parts, contents).await)
+}
+
+/// Opens the image store; a daemon that was killed, or a command, may hold it for a moment longer.
+fn open_images(config: &Config) -> Result<nacelle_image::Store, ImageError> {
+    let deadline = Instant::now() + LOCK_LIMIT;
+    loop {
+        match nacelle_image::Store::open(&config.paths.images(), config.image_options()) {
+            Err(ImageError::Locked { .. }) if Instant::now() < deadline => std::thread::sleep(LOCK_PAUSE),
+            other => return other,
+        }
+    }
 }
 
 /// Serves the node until `end`.

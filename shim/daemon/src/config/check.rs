@@ -12,6 +12,9 @@ const MAX_VCPUS: u32 = 288;
 /// A scratch disk must hold an ext4 with a journal.
 const MIN_SCRATCH_MIB: u64 = 64;
 
+/// Bytes of the path of a pod's folder, in which sockets lie.
+const POD_DIR: usize = 87;
+
 /// A value that breaks a rule.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{key} = {value}: {rule}")]
@@ -58,9 +61,9 @@ pub(super) fn check(config: &Config) -> Result<(), Rule> {
     if paths.socket.as_os_str().len() > 107 {
         return Err(broken("paths.socket", &paths.socket, "the kernel takes at most 107 bytes for a socket's path"));
     }
-    // A pod's folder has a name of 13 digits; the pod process and its engine put sockets there.
-    if paths.pods().as_os_str().len() + "/0123456789abc/some-socket.sock".len() > 107 {
-        return Err(broken("paths.run", &paths.run, "too long: the sockets of pods below it may have 107 bytes"));
+    // A pod's folder has a name of 13 digits; docs/pod-process.md says how long its path may be.
+    if paths.pods().as_os_str().len() + "/0123456789abc".len() > POD_DIR {
+        return Err(broken("paths.run", &paths.run, "too long: the folders of pods below it may have 87 bytes"));
     }
     absolute("network.cni_conf_dir", &config.network.cni_conf_dir)?;
     absolute("network.netns_dir", &config.network.netns_dir)?;

@@ -1,0 +1,57 @@
+//! Owns: the image that tests use: an OCI layout with one small layer.
+
+use super::World;
+use serde_json::json;
+use sha2::{Digest, Sha256};
+use std::fs;
+use std::path::Path;
+
+/// Its name.
+pub const NAME: &str = "test.local/tiny:1";
+
+fn blob(layout: &Path, bytes: &[u8]) -> String {
+    let hex = hex::encode(Sha256::digest(bytes));
+    fs::write(layout.join("blobs/sha256").join(&hex), bytes).unwrap();
+    format!("sha256:{hex}")
+}
+
+/// Puts the image into the node's store, before any daemon runs.
+pub fn load(world: &World) {
+    let layout = world.root.path().join("layout");
+    fs::create_dir_all(layout.join("blobs/sha256")).unwrap();
+    let mut tar = tar::Builder::new(Vec::new());
+    let mut header = tar::Header::new_gnu();
+    header.set_size(5);
+    header.set_mode(0o644);
+    tar.append_data(&mut header, "hello", &b"hello"[..]).unwrap();
+    let layer_bytes = tar.into_inner().unwrap();
+    let layer = blob(&layout, &layer_bytes);
+    let config = json!({
+        "architecture": "amd64", "os": "linux", "config": { "Cmd": ["/hello"], "Env": ["A=b"] },
+        "rootfs": { "type": "layers", "diff_ids": [layer] },
+    })
+    .to_string();
+    let config_digest = blob(&layout, config.as_bytes());
+    let manifest = json!({
+        "schemaVersion": 2, "mediaType": "application/vnd.oci.image.manifest.v1+json",
+        "config": { "mediaType": "application/vnd.oci.image.config.v1+json", "digest": config_digest, "size": config.len() },
+        "layers": [{ "mediaType": "application/vnd.oci.image.layer.v1.tar", "digest": layer, "size": layer_bytes.len() }],
+    })
+    .to_string();
+    let manifest_digest = blob(&layout, manifest.as_bytes());
+    let index = json!({
+        "schemaVersion": 2,
+        "manifests": [{
+            "mediaType": "application/vnd.oci.image.manifest.v1+json", "digest": manifest_digest, "size": manifest.len(),
+            "annotations": { "org.opencontainers.image.ref.name": NAME },
+        }],
+    });
+    fs::write(layout.join("index.json"), index.to_string()).unwrap();
+    fs::write(layout.join("oci-layout"), r#"{"imageLayoutVersion":"1.0.0"}"#).unwrap();
+    let config = world.config();
+    fs::create_dir_all(config.paths.images()).unwrap();
+    world.run(async {
+        let store = nacelle_image::Store::open(&config.paths.images(), config.image_options()).unwrap();
+        store.load(&layout, None).await.unwrap();
+    });
+}

@@ -1,0 +1,382 @@
+//! Owns: a node without machines: the real daemon with its real stores and its real client of pod processes, on pod
+//! processes and networks that are scripted. Each step that the daemon takes in this world is counted, and can be
+//! made to fail or to hang.
+//! Threads: the world has a runtime of its own, so that a daemon can be killed by dropping the daemon's.
+
+#![allow(dead_code, reason = "each test file uses a part of it")]
+
+pub mod image;
+pub mod pods;
+
+use nacelle_base::PodId;
+use nacelle_base::machine::EngineKind;
+use nacelle_base::net::{Interface, PodNetwork};
+use nacelle_daemon::config::{Config, Handler};
+use nacelle_daemon::lifecycle::EngineChoice;
+use nacelle_daemon::lifecycle::seams::Networks;
+use nacelle_daemon::server::{self, Setup};
+use nacelle_daemon::store::Observer;
+use nacelle_net::{Attachment, NetError, PodRef};
+use nacelle_pod::spec::Accelerator;
+use nacelle_proto::cri;
+use nacelle_proto::cri::image_service_client::ImageServiceClient;
+use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
+use pods::FakePods;
+use std::collections::BTreeSet;
+use std::future::Future;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use tokio::runtime::Runtime;
+use tonic::Status;
+use tonic::transport::Channel;
+
+/// For every wait: generous, because machines are slow and busy.
+pub const LIMIT: Duration = Duration::from_secs(60);
+
+/// Counts steps; one of them fails, one of them hangs.
+#[derive(Default)]
+pub struct Script {
+    count: AtomicUsize,
+    names: Mutex<Vec<&'static str>>,
+    fail: Mutex<BTreeSet<usize>>,
+    fail_named: Mutex<Option<(&'static str, usize)>>,
+    hang: Mutex<Option<&'static str>>,
+    released: tokio::sync::Notify,
+}
+
+impl Script {
+    /// One step. Fails or hangs if the script says so.
+    pub async fn step(&self, name: &'static str) -> Result<(), &'static str> {
+        let number = self.count.fetch_add(1, Ordering::SeqCst) + 1;
+        self.names.lock().unwrap().push(name);
+        while *self.hang.lock().unwrap() == Some(name) {
+            self.released.notified().await;
+        }
+        let named = {
+            let mut named = self.fail_named.lock().unwrap();
+            match named.as_mut() {
+                Some((which, left)) if *which == name && *left > 0 => {
+                    *left -= 1;
+                    true
+                }
+                _ => false,
+            }
+        };
+        if named || self.fail.lock().unwrap().contains(&number) {
+            return Err(name);
+        }
+        Ok(())
+    }
+
+    /// Steps from now on count from one, and only this one fails.
+    pub fn fail_at(&self, number: usize) {
+        self.count.store(0, Ordering::SeqCst);
+        *self.fail.lock().unwrap() = BTreeSet::from([number]);
+    }
+
+    /// The next steps of this name fail.
+    pub fn fail_named(&self, name: &'static str, times: usize) {
+        *self.fail_named.lock().unwrap() = Some((name, times));
+    }
+
+    pub fn hang_at(&self, name: &'static str) {
+        *self.hang.lock().unwrap() = Some(name);
+    }
+
+    pub fn release(&self) {
+        *self.hang.lock().unwrap() = None;
+        self.released.notify_waiters();
+    }
+
+    /// No failures any more; how many steps there were.
+    pub fn calm(&self) -> usize {
+        self.fail.lock().unwrap().clear();
+        *self.fail_named.lock().unwrap() = None;
+        self.count.load(Ordering::SeqCst)
+    }
+
+    pub fn seen(&self, name: &str) -> bool {
+        self.names.lock().unwrap().iter().any(|seen| *seen == name)
+    }
+}
+
+/// Networks of nobody.
+pub struct FakeNetworks {
+    script: Arc<Script>,
+    /// Namespaces that exist.
+    pub netns: Mutex<BTreeSet<PodId>>,
+    /// Attachments that exist.
+    pub attached: Mutex<BTreeSet<PodId>>,
+}
+
+fn broken(name: &'static str) -> NetError {
+    NetError::NoInterface { name: format!("scripted {name}") }
+}
+
+#[tonic::async_trait]
+impl Networks for FakeNetworks {
+    async fn create(&self, id: &PodId) -> Result<PathBuf, NetError> {
+        self.script.step("netns").await.map_err(broken)?;
+        self.netns.lock().unwrap().insert(id.clone());
+        Ok(PathBuf::from("/run/netns/fake"))
+    }
+
+    async fn setup(&self, pod: &PodRef) -> Result<Attachment, NetError> {
+        // Attached first: a plugin that fails may leave something.
+        self.attached.lock().unwrap().insert(pod.id.clone());
+        self.script.step("setup").await.map_err(broken)?;
+        let interface = Interface {
+            name: "eth0".into(),
+            mac: [2, 0, 0, 0, 0, 1],
+            mtu: 1500,
+            addresses: vec!["10.1.2.3/24".parse().unwrap(), "fd00::3/64".parse().unwrap()],
+        };
+        let network = PodNetwork { interfaces: vec![interface], routes: vec![] };
+        let ips = network.ips().collect();
+        Ok(Attachment { network, dns: nacelle_net::Dns::default(), ips })
+    }
+
+    async fn teardown(&self, id: &PodId) -> Result<(), NetError> {
+        self.script.step("teardown").await.map_err(broken)?;
+        self.attached.lock().unwrap().remove(id);
+        self.netns.lock().unwrap().remove(id);
+        Ok(())
+    }
+
+    async fn status(&self) -> Result<(), NetError> {
+        self.script.step("status").await.map_err(broken)
+    }
+
+    async fn gc(&self, keep: &BTreeSet<PodId>) -> Result<(), NetError> {
+        self.attached.lock().unwrap().retain(|id| keep.contains(id));
+        self.netns.lock().unwrap().retain(|id| keep.contains(id));
+        Ok(())
+    }
+}
+
+/// The node.
+pub struct World {
+    pub root: tempfile::TempDir,
+    pub script: Arc<Script>,
+    pub pods: Arc<FakePods>,
+    pub networks: Arc<FakeNetworks>,
+    runtime: Runtime,
+}
+
+/// A daemon on the node.
+pub struct Daemon {
+    pub runtime: Option<Runtime>,
+    pub cri: RuntimeServiceClient<Channel>,
+    pub images: ImageServiceClient<Channel>,
+}
+
+impl World {
+    /// A node with an image and no daemon.
+    pub fn new() -> World {
+        let root = tempfile::tempdir().unwrap();
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+        let script = Arc::new(Script::default());
+        let pods = Arc::new(FakePods::new(Arc::clone(&script)));
+        let networks = Arc::new(FakeNetworks {
+            script: Arc::clone(&script),
+            netns: Mutex::default(),
+            attached: Mutex::default(),
+        });
+        let world = World { root, script, pods, networks, runtime };
+        image::load(&world);
+        world
+    }
+
+    pub fn config(&self) -> Config {
+        let mut config = Config::default();
+        config.paths.root = self.root.path().join("root");
+        config.paths.run = self.root.path().join("run");
+        config.paths.socket = self.root.path().join("s.sock");
+        config.default_handler = "small".into();
+        let allowed_annotations = vec!["vm.nacelle.dev/cpus".into()];
+        let handler = Handler { engine: EngineKind::Qemu, allowed_annotations, ..Handler::default() };
+        config.handlers = [("small".to_owned(), handler.clone()), ("other".to_owned(), handler)].into();
+        config
+    }
+
+    pub fn daemon(&self) -> Daemon {
+        self.daemon_observed(None)
+    }
+
+    pub fn daemon_observed(&self, observer: Option<Observer>) -> Daemon {
+        let config = self.config();
+        let socket = config.paths.socket.clone();
+        let setup = Setup {
+            config,
+            engine: EngineChoice { binary: "/usr/bin/qemu".into(), accelerator: Accelerator::Tcg },
+            pods: Arc::clone(&self.pods) as _,
+            networks: Arc::clone(&self.networks) as _,
+            observer,
+        };
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+        let (serving, served) = tokio::sync::oneshot::channel();
+        runtime.spawn(async move {
+            let node = server::open(setup).await.expect("the daemon starts");
+            let _ = serving.send(());
+            server::serve(node, std::future::pending()).await.expect("the daemon serves");
+        });
+        let channel = self.run(async move {
+            served.await.expect("the daemon starts");
+            loop {
+                let path = socket.clone();
+                let connector = tower::service_fn(move |_: tonic::transport::Uri| {
+                    let path = path.clone();
+                    async move {
+                        let stream = tokio::net::UnixStream::connect(path).await?;
+                        Ok::<_, std::io::Error>(hyper_util::rt::TokioIo::new(stream))
+                    }
+                });
+                let endpoint = tonic::transport::Endpoint::from_static("http://nacelle");
+                match endpoint.connect_with_connector(connector).await {
+                    Ok(channel) => break channel,
+                    Err(_not_yet) => tokio::time::sleep(Duration::from_millis(5)).await,
+                }
+            }
+        });
+        let cri = RuntimeServiceClient::new(channel.clone()).max_decoding_message_size(64 << 20);
+        Daemon { runtime: Some(runtime), cri, images: ImageServiceClient::new(channel) }
+    }
+
+    /// Runs on the world's threads, at most for `LIMIT`.
+    #[track_caller]
+    pub fn run<T>(&self, work: impl Future<Output = T>) -> T {
+        self.runtime.block_on(async { tokio::time::timeout(LIMIT, work).await }).expect("it takes too long")
+    }
+
+    pub fn spawn<T: Send + 'static>(
+        &self,
+        work: impl Future<Output = T> + Send + 'static,
+    ) -> tokio::task::JoinHandle<T> {
+        self.runtime.spawn(work)
+    }
+
+    /// Waits until it is so.
+    #[track_caller]
+    pub fn eventually(&self, what: &str, mut so: impl FnMut() -> bool) {
+        let deadline = std::time::Instant::now() + LIMIT;
+        while !so() {
+            assert!(std::time::Instant::now() < deadline, "never: {what}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// What is on this node: processes, namespaces, attachments, folders.
+    pub fn left(&self) -> Vec<String> {
+        let mut left: Vec<String> = self.pods.alive().iter().map(|dir| format!("process {}", dir.display())).collect();
+        left.extend(self.networks.netns.lock().unwrap().iter().map(|id| format!("netns {id}")));
+        left.extend(self.networks.attached.lock().unwrap().iter().map(|id| format!("attachment {id}")));
+        let folders = std::fs::read_dir(self.config().paths.pods());
+        left.extend(folders.into_iter().flatten().map(|entry| format!("folder {}", entry.unwrap().path().display())));
+        left
+    }
+}
+
+impl Daemon {
+    /// As kill -9: nothing of it goes on.
+    pub fn kill(mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+pub fn pod_config(name: &str) -> cri::PodSandboxConfig {
+    cri::PodSandboxConfig {
+        metadata: Some(cri::PodSandboxMetadata {
+            name: name.into(),
+            uid: format!("uid-{name}"),
+            namespace: "default".into(),
+            attempt: 0,
+        }),
+        linux: Some(cri::LinuxPodSandboxConfig::default()),
+        ..Default::default()
+    }
+}
+
+pub fn container_config(name: &str) -> cri::ContainerConfig {
+    cri::ContainerConfig {
+        metadata: Some(cri::ContainerMetadata { name: name.into(), attempt: 0 }),
+        image: Some(cri::ImageSpec { image: image::NAME.into(), ..Default::default() }),
+        command: vec!["/bin/true".into()],
+        linux: Some(cri::LinuxContainerConfig::default()),
+        ..Default::default()
+    }
+}
+
+/// The verbs of CRI in short.
+impl Daemon {
+    pub async fn run_pod(&mut self, name: &str) -> Result<String, Status> {
+        let request = cri::RunPodSandboxRequest { config: Some(pod_config(name)), runtime_handler: String::new() };
+        Ok(self.cri.run_pod_sandbox(request).await?.into_inner().pod_sandbox_id)
+    }
+
+    pub async fn stop_pod(&mut self, id: &str) -> Result<(), Status> {
+        let request = cri::StopPodSandboxRequest { pod_sandbox_id: id.into() };
+        self.cri.stop_pod_sandbox(request).await.map(drop)
+    }
+
+    pub async fn remove_pod(&mut self, id: &str) -> Result<(), Status> {
+        let request = cri::RemovePodSandboxRequest { pod_sandbox_id: id.into() };
+        self.cri.remove_pod_sandbox(request).await.map(drop)
+    }
+
+    pub async fn pods(&mut self) -> Vec<cri::PodSandbox> {
+        self.cri.list_pod_sandbox(cri::ListPodSandboxRequest::default()).await.unwrap().into_inner().items
+    }
+
+    pub async fn create(&mut self, pod: &str, name: &str) -> Result<String, Status> {
+        let request = cri::CreateContainerRequest {
+            pod_sandbox_id: pod.into(),
+            config: Some(container_config(name)),
+            sandbox_config: None,
+        };
+        Ok(self.cri.create_container(request).await?.into_inner().container_id)
+    }
+
+    pub async fn start(&mut self, id: &str) -> Result<(), Status> {
+        self.cri.start_container(cri::StartContainerRequest { container_id: id.into() }).await.map(drop)
+    }
+
+    pub async fn stop(&mut self, id: &str) -> Result<(), Status> {
+        self.cri.stop_container(cri::StopContainerRequest { container_id: id.into(), timeout: 1 }).await.map(drop)
+    }
+
+    pub async fn remove(&mut self, id: &str) -> Result<(), Status> {
+        self.cri.remove_container(cri::RemoveContainerRequest { container_id: id.into() }).await.map(drop)
+    }
+
+    pub async fn status(&mut self, id: &str) -> Result<cri::ContainerStatus, Status> {
+        let request = cri::ContainerStatusRequest { container_id: id.into(), verbose: false };
+        Ok(self.cri.container_status(request).await?.into_inner().status.unwrap())
+    }
+
+    pub async fn pod_status(&mut self, id: &str) -> Result<cri::PodSandboxStatus, Status> {
+        let request = cri::PodSandboxStatusRequest { pod_sandbox_id: id.into(), verbose: true };
+        Ok(self.cri.pod_sandbox_status(request).await?.into_inner().status.unwrap())
+    }
+
+    pub async fn containers(&mut self) -> Vec<cri::Container> {
+        self.cri.list_containers(cri::ListContainersRequest::default()).await.unwrap().into_inner().containers
+    }
+
+    pub async fn exec(&mut self, id: &str, cmd: &[&str]) -> Result<cri::ExecSyncResponse, Status> {
+        let cmd = cmd.iter().map(|word| (*word).to_owned()).collect();
+        let request = cri::ExecSyncRequest { container_id: id.into(), cmd, timeout: 5 };
+        Ok(self.cri.exec_sync(request).await?.into_inner())
+    }
+}

@@ -1,0 +1,280 @@
+//! Owns: pod processes without machines: a sleeping child for the identity, and a server of pod.proto that keeps
+//! containers in memory and records them as the real one does.
+
+use super::Script;
+use nacelle_daemon::lifecycle::seams::Pods;
+use nacelle_pod::client::{self, ClientError, PodClient};
+use nacelle_pod::identity::Identity;
+use nacelle_pod::record::{ContainerPhase, ContainerRecord, Phase, PodRecord};
+use nacelle_pod::spec::PodSpec;
+use nacelle_proto::pod as proto;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex};
+use tokio::sync::watch;
+use tokio_stream::wrappers::{UnixListenerStream, WatchStream};
+use tokio_stream::{Stream, StreamExt};
+use tonic::{Request, Response, Status};
+
+type Answer<T> = Result<Response<T>, Status>;
+
+struct Process {
+    child: Child,
+    /// Its threads, with all its connections: they end with it.
+    runtime: tokio::runtime::Runtime,
+    pod: Arc<FakePod>,
+}
+
+/// All pod processes of a node.
+pub struct FakePods {
+    script: Arc<Script>,
+    processes: Mutex<BTreeMap<PathBuf, Process>>,
+}
+
+impl FakePods {
+    pub fn new(script: Arc<Script>) -> FakePods {
+        FakePods { script, processes: Mutex::default() }
+    }
+
+    /// The folders of those that live.
+    pub fn alive(&self) -> Vec<PathBuf> {
+        let mut processes = self.processes.lock().unwrap();
+        processes.iter_mut().filter_map(|(dir, p)| p.child.try_wait().unwrap().is_none().then(|| dir.clone())).collect()
+    }
+
+    /// The only one there is.
+    pub fn only(&self) -> Arc<FakePod> {
+        let processes = self.processes.lock().unwrap();
+        assert_eq!(processes.len(), 1);
+        Arc::clone(&processes.values().next().unwrap().pod)
+    }
+
+    /// Kills the process of this folder, as the kernel or somebody would.
+    pub fn kill(&self, dir: &Path) {
+        if let Some(mut process) = self.processes.lock().unwrap().remove(dir) {
+            process.runtime.shutdown_background();
+            process.child.kill().unwrap();
+            process.child.wait().unwrap();
+        }
+    }
+
+    fn start(&self, dir: &Path, spec: &PodSpec) {
+        let child = Command::new("sleep").arg("3600").stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
+        identity(&child).write(dir).unwrap();
+        let pid = i32::try_from(child.id()).unwrap();
+        let pod = Arc::new(FakePod::new(Arc::clone(&self.script), dir, spec, pid));
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        let entered = runtime.enter();
+        let listener = tokio::net::UnixListener::bind(dir.join(nacelle_pod::SOCKET_FILE)).unwrap();
+        let service = proto::pod_server::PodServer::new(Service(Arc::clone(&pod))).max_encoding_message_size(64 << 20);
+        let serving = tonic::transport::Server::builder()
+            .add_service(service)
+            .serve_with_incoming(UnixListenerStream::new(listener));
+        runtime.spawn(async move { drop(serving.await) });
+        drop(entered);
+        self.processes.lock().unwrap().insert(dir.to_owned(), Process { child, runtime, pod });
+    }
+}
+
+impl Drop for FakePods {
+    fn drop(&mut self) {
+        let dirs: Vec<_> = self.processes.lock().unwrap().keys().cloned().collect();
+        dirs.iter().for_each(|dir| self.kill(dir));
+    }
+}
+
+fn identity(child: &Child) -> Identity {
+    let pid = i32::try_from(child.id()).unwrap();
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    let start_time = stat.rsplit_once(')').unwrap().1.split_whitespace().nth(19).unwrap().parse().unwrap();
+    let boot_id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap().trim().to_owned();
+    Identity { pid, start_time, boot_id }
+}
+
+#[tonic::async_trait]
+impl Pods for FakePods {
+    async fn spawn(&self, dir: &Path, spec: &PodSpec) -> Result<PodClient, ClientError> {
+        spec.write(dir)?;
+        if let Err(step) = self.script.step("spawn").await {
+            return Err(ClientError::Refused { kind: nacelle_base::Kind::Internal, message: format!("scripted {step}") });
+        }
+        self.start(dir, spec);
+        client::connect(dir).await
+    }
+
+    async fn clean_up(&self, dir: &Path) -> Result<Option<PodRecord>, ClientError> {
+        if let Err(step) = self.script.step("clean up").await {
+            return Err(ClientError::Refused { kind: nacelle_base::Kind::Internal, message: format!("scripted {step}") });
+        }
+        self.kill(dir);
+        client::clean_up(dir).await
+    }
+}
+
+/// One pod process.
+pub struct FakePod {
+    script: Arc<Script>,
+    dir: PathBuf,
+    pid: i32,
+    pub record: Mutex<PodRecord>,
+    changes: watch::Sender<proto::PodState>,
+    /// What it was asked to make.
+    pub made: Mutex<Vec<proto::CreateContainerRequest>>,
+    pub configured: Mutex<Option<proto::ConfigureRequest>>,
+    pub exec: Mutex<Option<Result<proto::ExecSyncResponse, Status>>>,
+}
+
+fn now() -> i64 {
+    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+    i64::try_from(since.as_nanos()).unwrap()
+}
+
+impl FakePod {
+    fn new(script: Arc<Script>, dir: &Path, spec: &PodSpec, pid: i32) -> FakePod {
+        let record = PodRecord::new(spec.id.clone());
+        record.write(dir).unwrap();
+        let (changes, _) = watch::channel(proto::PodState::from(&record));
+        FakePod {
+            script,
+            dir: dir.to_owned(),
+            pid,
+            record: Mutex::new(record),
+            changes,
+            made: Mutex::default(),
+            configured: Mutex::default(),
+            exec: Mutex::default(),
+        }
+    }
+
+    /// Changes the pod, records it and tells those who watch.
+    pub fn change(&self, change: impl FnOnce(&mut PodRecord)) {
+        let mut record = self.record.lock().unwrap();
+        change(&mut record);
+        // The folder may be gone: the process lives a little longer than its pod.
+        let _ = record.write(&self.dir);
+        self.changes.send_replace(proto::PodState::from(&*record));
+    }
+
+    /// Tells those who watch something that was never recorded.
+    pub fn lie(&self, state: proto::PodState) {
+        self.changes.send_replace(state);
+    }
+
+    pub fn exit(&self, id: &str, code: u32) {
+        self.change(|record| {
+            let container = record.containers.iter_mut().find(|c| c.id == id).expect("the container is there");
+            container.phase = ContainerPhase::Exited;
+            container.exit_code = code;
+            container.finished_at = now();
+        });
+    }
+
+    async fn step(&self, name: &'static str) -> Result<(), Status> {
+        self.script.step(name).await.map_err(|name| Status::internal(format!("scripted {name}")))
+    }
+}
+
+struct Service(Arc<FakePod>);
+
+#[tonic::async_trait]
+impl proto::pod_server::Pod for Service {
+    async fn configure(&self, request: Request<proto::ConfigureRequest>) -> Answer<proto::ConfigureResponse> {
+        self.0.step("configure").await?;
+        *self.0.configured.lock().unwrap() = Some(request.into_inner());
+        self.0.change(|record| record.phase = Phase::Ready);
+        Ok(Response::new(proto::ConfigureResponse { kernel_release: "6.12-fake".into(), agent_version: "1".into() }))
+    }
+
+    async fn state(&self, _: Request<proto::Empty>) -> Answer<proto::PodState> {
+        Ok(Response::new(self.0.changes.borrow().clone()))
+    }
+
+    type WatchStream = std::pin::Pin<Box<dyn Stream<Item = Result<proto::PodState, Status>> + Send>>;
+
+    async fn watch(&self, _: Request<proto::Empty>) -> Answer<Self::WatchStream> {
+        Ok(Response::new(Box::pin(WatchStream::new(self.0.changes.subscribe()).map(Ok))))
+    }
+
+    async fn create_container(
+        &self,
+        request: Request<proto::CreateContainerRequest>,
+    ) -> Answer<proto::CreateContainerResponse> {
+        let request = request.into_inner();
+        self.0.made.lock().unwrap().push(request.clone());
+        self.0.step("create").await?;
+        self.0.change(|record| {
+            record.containers.push(ContainerRecord {
+                id: request.id.clone(),
+                phase: ContainerPhase::Created,
+                created_at: now(),
+                started_at: 0,
+                finished_at: 0,
+                exit_code: 0,
+                oom_killed: false,
+                message: String::new(),
+                uid: 0,
+                gid: 0,
+                supplemental_groups: vec![],
+            });
+        });
+        Ok(Response::new(proto::CreateContainerResponse { uid: 7, gid: 8, supplemental_groups: vec![9] }))
+    }
+
+    async fn start_container(&self, request: Request<proto::ContainerRef>) -> Answer<proto::Empty> {
+        self.0.step("start").await?;
+        let id = request.into_inner().id;
+        self.0.change(|record| {
+            for container in record.containers.iter_mut().filter(|c| c.id == id) {
+                container.phase = ContainerPhase::Running;
+                container.started_at = now();
+            }
+        });
+        Ok(Response::new(proto::Empty {}))
+    }
+
+    async fn stop_container(&self, request: Request<proto::StopContainerRequest>) -> Answer<proto::Empty> {
+        self.0.step("stop").await?;
+        let id = request.into_inner().id;
+        let running = |c: &ContainerRecord| c.id == id && c.phase == ContainerPhase::Running;
+        if self.0.record.lock().unwrap().containers.iter().any(running) {
+            self.0.exit(&id, 137);
+        }
+        Ok(Response::new(proto::Empty {}))
+    }
+
+    async fn remove_container(&self, request: Request<proto::ContainerRef>) -> Answer<proto::Empty> {
+        self.0.step("remove").await?;
+        let id = request.into_inner().id;
+        self.0.change(|record| record.containers.retain(|container| container.id != id));
+        Ok(Response::new(proto::Empty {}))
+    }
+
+    async fn reopen_log(&self, _: Request<proto::ContainerRef>) -> Answer<proto::Empty> {
+        self.0.step("reopen").await?;
+        Ok(Response::new(proto::Empty {}))
+    }
+
+    async fn exec_sync(&self, _: Request<proto::ExecSyncRequest>) -> Answer<proto::ExecSyncResponse> {
+        self.0.step("exec").await?;
+        match self.0.exec.lock().unwrap().take() {
+            Some(answer) => answer.map(Response::new),
+            None => Ok(Response::new(proto::ExecSyncResponse { stdout: b"out".into(), stderr: vec![], exit_code: 3 })),
+        }
+    }
+
+    async fn stop(&self, _: Request<proto::StopRequest>) -> Answer<proto::Empty> {
+        self.0.step("pod stop").await?;
+        self.0.change(|record| {
+            for container in record.containers.iter_mut().filter(|c| c.phase != ContainerPhase::Exited) {
+                container.phase = ContainerPhase::Exited;
+                container.exit_code = 137;
+                container.finished_at = now();
+            }
+            record.phase = Phase::Stopped;
+        });
+        // Our child, and not waited for yet: its id is its own.
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.0.pid), nix::sys::signal::Signal::SIGKILL).unwrap();
+        Ok(Response::new(proto::Empty {}))
+    }
+}

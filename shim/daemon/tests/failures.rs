@@ -1,0 +1,291 @@
+//! Owns: what fails on the way: each step of a start, of the undoing, of a container; pod processes that lie, hang
+//! and die; callers that go away.
+
+mod common;
+
+use common::{World, pod_config};
+use nacelle_proto::{cri, pod};
+use proptest::prelude::*;
+use tonic::{Code, Status};
+
+#[test]
+fn a_start_that_fails_at_any_step_leaves_nothing() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    for step in 1.. {
+        assert!(step < 20, "the start has an end");
+        world.script.fail_at(step);
+        let ran = world.run(daemon.run_pod("a"));
+        let steps = world.script.calm();
+        match ran {
+            Err(error) => {
+                assert!(error.message().contains("scripted"), "step {step}: {error}");
+                let pods = world.run(daemon.pods());
+                if let Some(pod) = pods.first() {
+                    // The undoing failed, which is what the step was: it is told, and asked again it succeeds.
+                    world.run(daemon.remove_pod(&pod.id)).unwrap();
+                }
+                assert_eq!(world.left(), Vec::<String>::new(), "step {step}");
+                assert!(world.run(daemon.pods()).is_empty());
+            }
+            Ok(pod) => {
+                assert!(step > steps && step > 4, "all of {steps} steps were made to fail");
+                world.run(daemon.remove_pod(&pod)).unwrap();
+                break;
+            }
+        }
+    }
+    assert_eq!(world.left(), Vec::<String>::new());
+}
+
+#[test]
+fn what_cannot_be_given_back_is_told_and_tried_again() {
+    for what in ["teardown", "clean up"] {
+        let world = World::new();
+        let mut daemon = world.daemon();
+        world.run(async {
+            let pod = daemon.run_pod("a").await.unwrap();
+            world.script.fail_named(what, 2);
+            let error = daemon.stop_pod(&pod).await.unwrap_err();
+            assert!(error.message().contains("scripted"), "{error}");
+            let status = cri::PodSandboxStatusRequest { pod_sandbox_id: pod.clone(), verbose: true };
+            let status = daemon.cri.pod_sandbox_status(status).await.unwrap().into_inner();
+            assert_eq!(status.status.unwrap().state(), cri::PodSandboxState::SandboxNotready);
+            assert!(status.info["info"].contains("scripted"), "{:?}", status.info);
+            assert!(daemon.remove_pod(&pod).await.is_err());
+            daemon.remove_pod(&pod).await.unwrap();
+        });
+        assert_eq!(world.left(), Vec::<String>::new());
+    }
+}
+
+#[test]
+fn what_cannot_be_given_back_after_a_failed_start_is_kept_for_the_next_daemon_too() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    world.run(async {
+        world.script.fail_named("teardown", 1);
+        world.script.hang_at("configure");
+        let mut other = common::Daemon { runtime: None, cri: daemon.cri.clone(), images: daemon.images.clone() };
+        let run = tokio::spawn(async move { other.run_pod("a").await });
+        while !world.script.seen("configure") {
+            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+        }
+        // Stopped while it boots: the start gives up, and giving back fails once.
+        let id = {
+            let folder = world.pods.alive().pop().unwrap();
+            folder.file_name().unwrap().to_str().unwrap().to_owned()
+        };
+        assert!(daemon.stop_pod(&id).await.is_err());
+        assert_eq!(run.await.unwrap().unwrap_err().code(), Code::FailedPrecondition);
+        assert_eq!(daemon.pods().await.len(), 1);
+    });
+    world.script.release();
+    daemon.kill();
+    let mut daemon = world.daemon();
+    assert!(world.run(daemon.pods()).is_empty());
+    assert_eq!(world.left(), Vec::<String>::new());
+}
+
+#[test]
+fn a_container_that_cannot_be_made_is_not_there_and_one_that_cannot_start_has_ended() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    world.run(async {
+        let pod = daemon.run_pod("a").await.unwrap();
+        world.script.fail_named("create", 1);
+        let error = daemon.create(&pod, "c").await.unwrap_err();
+        assert!(error.message().contains("scripted create"), "{error}");
+        assert!(daemon.containers().await.is_empty());
+        let id = daemon.create(&pod, "c").await.unwrap();
+        world.script.fail_named("start", 1);
+        let error = daemon.start(&id).await.unwrap_err();
+        assert!(error.message().contains("scripted start"), "{error}");
+        let status = daemon.status(&id).await.unwrap();
+        assert_eq!((status.state(), status.reason.as_str()), (cri::ContainerState::ContainerExited, "StartError"));
+        assert_ne!(status.exit_code, 0);
+        assert!(status.message.contains("scripted start"), "{}", status.message);
+        world.script.fail_named("remove", 1);
+        assert!(daemon.remove(&id).await.is_err());
+        daemon.remove(&id).await.unwrap();
+        assert!(daemon.containers().await.is_empty());
+        let id = daemon.create(&pod, "d").await.unwrap();
+        daemon.start(&id).await.unwrap();
+        world.script.fail_named("stop", 1);
+        assert!(daemon.stop(&id).await.is_err());
+        assert_eq!(daemon.status(&id).await.unwrap().state(), cri::ContainerState::ContainerRunning);
+        daemon.stop(&id).await.unwrap();
+    });
+}
+
+#[test]
+fn a_dead_machine_is_told_and_its_pod_can_be_removed() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    let (pod, id) = world.run(async {
+        let pod = daemon.run_pod("a").await.unwrap();
+        let id = daemon.create(&pod, "c").await.unwrap();
+        daemon.start(&id).await.unwrap();
+        (pod, id)
+    });
+    let folder = world.pods.alive().pop().unwrap();
+    world.pods.kill(&folder);
+    world.eventually("the container has ended", || {
+        world.run(daemon.status(&id)).unwrap().state() == cri::ContainerState::ContainerExited
+    });
+    let status = world.run(daemon.status(&id)).unwrap();
+    assert_eq!((status.exit_code, status.reason.as_str()), (255, "Error"));
+    world.eventually("the pod is not ready", || {
+        world.run(daemon.pod_status(&pod)).unwrap().state() == cri::PodSandboxState::SandboxNotready
+    });
+    world.run(daemon.stop_pod(&pod)).unwrap();
+    world.run(daemon.remove_pod(&pod)).unwrap();
+    assert_eq!(world.left(), Vec::<String>::new());
+}
+
+#[test]
+fn a_machine_that_says_that_it_ended_is_taken_down() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    let pod = world.run(daemon.run_pod("a")).unwrap();
+    world.pods.only().change(|record| record.lose("kernel panic", 0));
+    world.eventually("the machine is taken down", || world.pods.alive().is_empty());
+    world.eventually("the pod says why", || {
+        let request = cri::PodSandboxStatusRequest { pod_sandbox_id: pod.clone(), verbose: true };
+        let status = world.run(daemon.cri.pod_sandbox_status(request)).unwrap().into_inner();
+        status.info["info"].contains("kernel panic")
+    });
+    world.run(daemon.remove_pod(&pod)).unwrap();
+}
+
+#[test]
+fn a_guest_that_hangs_keeps_nobody_waiting_but_those_who_asked_it() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    let pod = world.run(daemon.run_pod("a")).unwrap();
+    world.script.hang_at("create");
+    let mut other = common::Daemon { runtime: None, cri: daemon.cri.clone(), images: daemon.images.clone() };
+    let name = pod.clone();
+    let create = world.spawn(async move { other.create(&name, "c").await });
+    world.eventually("the guest is asked", || world.script.seen("create"));
+    world.run(async {
+        assert_eq!(daemon.pod_status(&pod).await.unwrap().state(), cri::PodSandboxState::SandboxReady);
+        assert!(daemon.containers().await.is_empty());
+        daemon.stop_pod(&pod).await.unwrap();
+        assert!(create.await.unwrap().is_err());
+        daemon.remove_pod(&pod).await.unwrap();
+    });
+    world.script.release();
+    assert_eq!(world.left(), Vec::<String>::new());
+}
+
+#[test]
+fn a_caller_that_goes_away_leaves_a_whole_pod() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    world.script.hang_at("configure");
+    let mut other = common::Daemon { runtime: None, cri: daemon.cri.clone(), images: daemon.images.clone() };
+    let run = world.spawn(async move { other.run_pod("a").await });
+    world.eventually("the pod boots", || world.script.seen("configure"));
+    run.abort();
+    world.eventually("the caller is gone", || run.is_finished());
+    assert!(world.run(daemon.pods()).is_empty(), "a pod that boots is not shown");
+    world.script.release();
+    world.eventually("the pod is ready", || world.run(daemon.pods()).len() == 1);
+    let pod = world.run(daemon.pods()).remove(0).id;
+    assert_eq!(world.run(daemon.run_pod("a")).unwrap(), pod, "asked again, it is the same");
+    world.run(daemon.remove_pod(&pod)).unwrap();
+    assert_eq!(world.left(), Vec::<String>::new());
+}
+
+#[test]
+fn a_pod_process_may_answer_with_anything() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    world.run(async {
+        let pod = daemon.run_pod("a").await.unwrap();
+        let id = daemon.create(&pod, "c").await.unwrap();
+        daemon.start(&id).await.unwrap();
+        let fake = world.pods.only();
+        let big = pod::ExecSyncResponse { stdout: vec![b'x'; 17 << 20], stderr: vec![], exit_code: i32::MIN };
+        *fake.exec.lock().unwrap() = Some(Ok(big));
+        let done = daemon.exec(&id, &["x"]).await.unwrap();
+        assert_eq!((done.stdout.len(), done.exit_code), (16 << 20, i32::MIN));
+        *fake.exec.lock().unwrap() = Some(Err(Status::unknown("first line\nsecond line")));
+        let error = daemon.exec(&id, &["x"]).await.unwrap_err();
+        assert_eq!(error.code(), Code::Internal);
+        assert!(error.message().contains("first line second line"), "{error}");
+        daemon.remove_pod(&pod).await.unwrap();
+    });
+}
+
+/// States of a pod; "self" stands for the container.
+fn lies() -> impl Strategy<Value = pod::PodState> {
+    let ids = prop_oneof![Just("self".to_owned()), Just("no id".to_owned()), Just("ab".repeat(32))];
+    let container = (ids, -2..9i32, any::<(i64, i64, i64)>(), any::<u32>(), any::<bool>(), ".{0,40}").prop_map(
+        |(id, phase, (created_at, started_at, finished_at), exit_code, oom_killed, message)| pod::ContainerState {
+            id,
+            phase,
+            created_at,
+            started_at,
+            finished_at,
+            exit_code,
+            oom_killed,
+            message,
+            uid: 0,
+            gid: 0,
+            supplemental_groups: vec![],
+        },
+    );
+    // Phase Stopped ends the pod; what lies about containers is asked here.
+    let phase = prop_oneof![Just(0), Just(1), Just(2), Just(3), Just(77)];
+    (phase, ".{0,40}", proptest::collection::vec(container, 0..4), ".{0,40}")
+        .prop_map(|(phase, failure, containers, kernel_release)| pod::PodState { phase, failure, containers, kernel_release })
+}
+
+#[test]
+fn a_pod_process_may_claim_anything() {
+    let world = World::new();
+    let daemon = world.daemon();
+    let mut runner = proptest::test_runner::TestRunner::new(ProptestConfig {
+        cases: 24,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    });
+    let count = std::sync::atomic::AtomicUsize::new(0);
+    runner
+        .run(&proptest::collection::vec(lies(), 1..6), |claims| {
+            let mut daemon = common::Daemon { runtime: None, cri: daemon.cri.clone(), images: daemon.images.clone() };
+            let name = format!("p{}", count.fetch_add(1, std::sync::atomic::Ordering::Relaxed));
+            let pod = world.run(daemon.run_pod(&name)).unwrap();
+            let id = world.run(daemon.create(&pod, "c")).unwrap();
+            world.run(daemon.start(&id)).unwrap();
+            let fake = world.pods.only();
+            for mut claim in claims {
+                for container in claim.containers.iter_mut().filter(|c| c.id == "self") {
+                    container.id.clone_from(&id);
+                }
+                fake.lie(claim);
+                let status = world.run(daemon.status(&id)).unwrap();
+                prop_assert!(status.finished_at == 0 || status.finished_at >= status.started_at);
+                prop_assert!(status.started_at == 0 || status.started_at >= status.created_at);
+                prop_assert_eq!(world.run(daemon.containers()).len(), 1);
+            }
+            world.run(daemon.remove_pod(&pod)).unwrap();
+            prop_assert_eq!(world.left(), Vec::<String>::new());
+            Ok(())
+        })
+        .unwrap();
+}
+
+#[test]
+fn a_name_that_failed_can_be_used_again_at_once() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    world.run(async {
+        world.script.fail_named("configure", 1);
+        let request = cri::RunPodSandboxRequest { config: Some(pod_config("a")), runtime_handler: String::new() };
+        assert!(daemon.cri.run_pod_sandbox(request.clone()).await.is_err());
+        daemon.cri.run_pod_sandbox(request).await.unwrap();
+    });
+}

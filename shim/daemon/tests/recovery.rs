@@ -1,0 +1,180 @@
+//! Owns: a daemon that is killed at every moment at which it has stored something, and the next one on that node.
+
+mod common;
+
+use common::{Daemon, World};
+use nacelle_daemon::store::Observer;
+use nacelle_proto::cri;
+use std::ops::ControlFlow;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+#[test]
+fn running_pods_do_not_notice_and_nothing_is_forgotten() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    let (pod, runs, ended, created) = world.run(async {
+        let pod = daemon.run_pod("a").await.unwrap();
+        let runs = daemon.create(&pod, "runs").await.unwrap();
+        let ended = daemon.create(&pod, "ended").await.unwrap();
+        let created = daemon.create(&pod, "created").await.unwrap();
+        daemon.start(&runs).await.unwrap();
+        daemon.start(&ended).await.unwrap();
+        let cidr = cri::NetworkConfig { pod_cidr: "10.0.0.0/24".into() };
+        let config = Some(cri::RuntimeConfig { network_config: Some(cidr) });
+        daemon.cri.update_runtime_config(cri::UpdateRuntimeConfigRequest { runtime_config: config }).await.unwrap();
+        (pod, runs, ended, created)
+    });
+    let before = world.run(daemon.pod_status(&pod)).unwrap();
+    let alive = world.pods.alive();
+    daemon.kill();
+    // What ends while no daemon looks is known to the next one.
+    world.pods.only().exit(&ended, 9);
+    let mut daemon = world.daemon();
+    assert_eq!(world.pods.alive(), alive);
+    world.run(async {
+        assert_eq!(daemon.pod_status(&pod).await.unwrap(), before);
+        assert_eq!(daemon.status(&runs).await.unwrap().state(), cri::ContainerState::ContainerRunning);
+        assert_eq!(daemon.status(&created).await.unwrap().state(), cri::ContainerState::ContainerCreated);
+        let status = daemon.status(&ended).await.unwrap();
+        assert_eq!((status.state(), status.exit_code), (cri::ContainerState::ContainerExited, 9));
+        daemon.start(&created).await.unwrap();
+        assert_eq!(daemon.exec(&runs, &["x"]).await.unwrap().exit_code, 3);
+        assert_eq!(daemon.run_pod("a").await.unwrap(), pod);
+    });
+    world.pods.only().exit(&runs, 4);
+    world.eventually("the next daemon follows the pod", || world.run(daemon.status(&runs)).unwrap().exit_code == 4);
+}
+
+#[test]
+fn a_pod_that_died_without_a_daemon_is_told() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    let (pod, a, b) = world.run(async {
+        let pod = daemon.run_pod("a").await.unwrap();
+        let a = daemon.create(&pod, "a").await.unwrap();
+        let b = daemon.create(&pod, "b").await.unwrap();
+        daemon.start(&a).await.unwrap();
+        daemon.start(&b).await.unwrap();
+        (pod, a, b)
+    });
+    daemon.kill();
+    world.pods.only().exit(&a, 5);
+    let folder = world.pods.alive().pop().unwrap();
+    world.pods.kill(&folder);
+    let mut daemon = world.daemon();
+    world.run(async {
+        assert_eq!(daemon.status(&a).await.unwrap().exit_code, 5);
+        assert_eq!(daemon.status(&b).await.unwrap().exit_code, 255);
+        assert_eq!(daemon.pod_status(&pod).await.unwrap().state(), cri::PodSandboxState::SandboxNotready);
+        daemon.stop_pod(&pod).await.unwrap();
+        daemon.remove_pod(&pod).await.unwrap();
+    });
+    assert_eq!(world.left(), Vec::<String>::new());
+}
+
+#[test]
+fn what_belongs_to_no_record_is_removed() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    world.run(daemon.run_pod("a")).unwrap();
+    daemon.kill();
+    let store = world.config().paths.store();
+    world.eventually("the store is closed", || nacelle_daemon::store::Store::open(&store, None).is_ok());
+    std::fs::remove_file(&store).unwrap();
+    assert_eq!(world.left().len(), 4);
+    let mut daemon = world.daemon();
+    assert_eq!(world.left(), Vec::<String>::new());
+    assert!(world.run(daemon.pods()).is_empty());
+}
+
+/// A life in which every verb is used. Ends early when the daemon does.
+async fn live(daemon: &mut Daemon) -> Result<(), tonic::Status> {
+    let pod = daemon.run_pod("a").await?;
+    let a = daemon.create(&pod, "a").await?;
+    let b = daemon.create(&pod, "b").await?;
+    daemon.start(&a).await?;
+    daemon.start(&b).await?;
+    daemon.stop(&a).await?;
+    daemon.remove(&a).await?;
+    daemon.stop_pod(&pod).await?;
+    daemon.remove_pod(&pod).await
+}
+
+/// Kills the daemon at this commit; true if the life was over before it came.
+fn killed_at(commit: u64, after: bool) -> bool {
+    let world = World::new();
+    let cut = Arc::new(AtomicBool::new(false));
+    let observer: Observer = {
+        let cut = Arc::clone(&cut);
+        Box::new(move |number, is_after| {
+            if number == commit && is_after == after {
+                cut.store(true, Ordering::SeqCst);
+                return ControlFlow::Break(());
+            }
+            ControlFlow::Continue(())
+        })
+    };
+    let daemon = world.daemon_observed(Some(observer));
+    let mut speaker = Daemon { runtime: None, cri: daemon.cri.clone(), images: daemon.images.clone() };
+    let life = world.spawn(async move { live(&mut speaker).await });
+    world.eventually("the life or the daemon ends", || life.is_finished() || cut.load(Ordering::SeqCst));
+    let over = !cut.load(Ordering::SeqCst);
+    daemon.kill();
+    life.abort();
+
+    let mut daemon = world.daemon();
+    let place = format!("commit {commit}, after: {after}");
+    world.run(async {
+        let pods = daemon.pods().await;
+        let ready = pods.iter().filter(|pod| pod.state() == cri::PodSandboxState::SandboxReady).count();
+        assert_eq!(world.pods.alive().len(), ready, "{place}: {:?}", world.left());
+        assert_eq!(world.networks.netns.lock().unwrap().len(), ready, "{place}");
+        let containers = daemon.containers().await;
+        for container in &containers {
+            assert!(pods.iter().any(|pod| pod.id == container.pod_sandbox_id), "{place}");
+            if container.state() == cri::ContainerState::ContainerRunning {
+                let known = world.pods.only().record.lock().unwrap().containers.clone();
+                assert!(known.iter().any(|c| c.id == container.id), "{place}");
+            }
+        }
+        if ready == 1 {
+            // The guest has no container that the daemon does not know.
+            let known = world.pods.only().record.lock().unwrap().containers.clone();
+            assert_eq!(known.len(), containers.len(), "{place}");
+        }
+        // The same life again, by somebody who does not know how far the last one came.
+        for pod in pods {
+            daemon.stop_pod(&pod.id).await.unwrap();
+            daemon.remove_pod(&pod.id).await.unwrap();
+        }
+        live(&mut daemon).await.unwrap();
+    });
+    assert_eq!(world.left(), Vec::<String>::new(), "{place}");
+    over
+}
+
+#[test]
+fn killed_before_or_after_any_commit_nothing_is_lost_or_leaked() {
+    let next = AtomicU64::new(1);
+    let last = Mutex::new(u64::MAX);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                loop {
+                    let commit = next.fetch_add(1, Ordering::SeqCst);
+                    if commit > *last.lock().unwrap() || commit > 200 {
+                        return;
+                    }
+                    if killed_at(commit, false) | killed_at(commit, true) {
+                        let mut last = last.lock().unwrap();
+                        *last = commit.min(*last);
+                        return;
+                    }
+                }
+            });
+        }
+    });
+    let last = *last.lock().unwrap();
+    assert!((10..200).contains(&last), "a life has so many commits: {last}");
+}
