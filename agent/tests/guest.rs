@@ -6,8 +6,8 @@ use machine::Guest;
 use machine::{LIMIT, place};
 use nacelle_engine::NicSpec;
 use nacelle_proto::agent::{
-    AttachImageRequest, BootConfig, ContainerRef, DetachImageRequest, Dns, Empty, ExecRequest, Interface, PidMode,
-    ResizeRequest, Route, SignalRequest, Stream, WaitRequest,
+    AttachImageRequest, BootConfig, ContainerRef, CreateContainerRequest, DetachImageRequest, Dns, Empty, ExecRequest,
+    Interface, PidMode, ResizeRequest, Route, SignalRequest, Stream, WaitRequest,
 };
 use serde_json::json;
 use std::io::{Read, Write};
@@ -147,6 +147,24 @@ fn processes_join_a_container() {
         assert_eq!(guest.end("c1", "").await.code, 0);
         let late = guest.agent.exec(exec("c1", "late", "true")).await.unwrap_err();
         assert_eq!(late.code(), Code::FailedPrecondition, "{late}");
+
+        // A filter without no_new_privs, for a user without privileges: for the first process as for an exec.
+        let status = "grep -E 'Seccomp:|NoNewPrivs' /proc/self/status; mkdir /tmp/x; echo $?";
+        let filtered = |spec: &mut serde_json::Value, request: &mut CreateContainerRequest| {
+            request.user = "101:102".into();
+            spec["process"]["noNewPrivileges"] = json!(false);
+            spec["linux"]["seccomp"] = json!({
+                "defaultAction": "SCMP_ACT_ALLOW",
+                "syscalls": [{ "names": ["mkdir", "mkdirat"], "action": "SCMP_ACT_ERRNO" }]
+            });
+        };
+        guest.create("c2", &format!("{status}; {SLEEP}"), filtered).await;
+        guest.start("c2").await;
+        let mut stdout = guest.stream("c2", "", Stream::Stdout);
+        let expected = "NoNewPrivs:\t0\nSeccomp:\t2\n1\n";
+        assert_eq!(guest.read_until(&mut stdout, "\n1\n"), expected);
+        guest.agent.exec(exec("c2", "e1", status)).await.unwrap();
+        assert_eq!(guest.output("c2", "e1", Stream::Stdout).await, expected);
     });
 }
 
@@ -161,6 +179,9 @@ fn limits_hold_and_neighbours_live() {
                 spec["linux"]["resources"]["memory"] = json!({ "limit": 16 << 20, "swap": 16 << 20 });
             })
             .await;
+        assert_eq!((exit.code, exit.oom_killed), (137, true));
+        // Without a limit of its own: the machine's memory ends, and the agent is not the one who pays.
+        let (_, exit) = guest.run("greedy", "tail /dev/zero", |_, _| ()).await;
         assert_eq!((exit.code, exit.oom_killed), (137, true));
         let (output, exit) = guest
             .run("limited", "cd /sys/fs/cgroup; cat memory.max pids.max cpu.max cpu.weight memory.oom.group; kill -9 $$; echo alive", |spec, _| {
@@ -211,7 +232,7 @@ fn limits_hold_and_neighbours_live() {
         assert_eq!(code, 126);
         let neighbour = WaitRequest { id: "neighbour".into(), timeout_ms: 0, ..WaitRequest::default() };
         assert_eq!(guest.agent.wait(neighbour).await.unwrap().into_inner().exit, None, "the neighbour lives");
-        for id in ["neighbour", "hungry", "limited", "devices", "tty", "missing"] {
+        for id in ["neighbour", "hungry", "greedy", "limited", "devices", "tty", "missing"] {
             guest.agent.remove_container(ContainerRef { id: id.into() }).await.unwrap();
         }
         let states = guest.agent.list_containers(Empty {}).await.unwrap().into_inner().containers;
