@@ -2,20 +2,21 @@
 //! effects, records what changed in state.json, and only then publishes it and answers.
 //! Threads: one task; it waits for nothing but its inbox and the writing of the record. Effects run beside it.
 
+mod containers;
+
 use crate::agent::{self, Agent};
 use crate::boot::{self, Ready};
-use crate::container::{self, Attach, Attached, Ended, ImageUse, Started};
-use crate::error::{Failure, PodError, guest_text};
+use crate::container::{self, Attached, Ended, Started};
+use crate::error::{Failure, PodError};
 use crate::images::{Images, Placement};
 use crate::log::LogPath;
 use crate::machine::{self, Assembled, IMAGE_DISK, blocking};
-use crate::record::{ContainerPhase, ContainerRecord, LOST, Phase, PodRecord};
+use crate::record::{Phase, PodRecord};
 use crate::spec::PodSpec;
-use crate::state::{self, Container, ContainerAct, ContainerAsk, PodAct, PodAsk};
-use crate::{exec, teardown};
-use nacelle_base::machine::{Extent, ImageDisk};
+use crate::state::{self, Container, ContainerAsk, PodAct, PodAsk};
+use crate::teardown;
+use nacelle_base::Chain;
 use nacelle_base::undo::{Left, UndoStack};
-use nacelle_base::{Chain, Kind};
 use nacelle_engine::{Engine, Machine, MachineExit, Slot};
 use nacelle_proto::pod;
 use std::collections::BTreeMap;
@@ -333,7 +334,7 @@ impl Actor {
         };
         let running =
             self.containers.iter().filter(|(_, entry)| matches!(entry.state, Container::Starting | Container::Running));
-        let running = running.map(|(id, entry)| (id.clone(), signal_of(&entry.request))).collect();
+        let running = running.map(|(id, entry)| (id.clone(), containers::signal_of(&entry.request))).collect();
         let (machine, published, own) = (Arc::clone(machine), self.published.subscribe(), self.own.clone());
         let timeouts = self.spec.timeouts.clone();
         let undo = self.take_undo();
@@ -408,300 +409,6 @@ impl Actor {
         }
     }
 
-    // Containers.
-
-    fn create(
-        &mut self,
-        request: pod::CreateContainerRequest,
-        reply: Reply<pod::CreateContainerResponse>,
-        answers: &mut Answers,
-    ) {
-        let id = request.id.clone();
-        let current = self.containers.get(&id).map_or(Container::Gone, |entry| entry.state);
-        match (state::container(current, ContainerAsk::Create), self.containers.get_mut(&id)) {
-            (Err(source), _) => tell(reply, Err(PodError::Container { id, source }.into())),
-            (Ok((_, ContainerAct::Join)), Some(entry)) => entry.creating.push(reply),
-            (Ok((_, ContainerAct::Nothing)), Some(entry)) => {
-                let answer = entry.response.clone();
-                answers.later(move || tell(reply, Ok(answer)));
-            }
-            (Ok((next, _)), _) => match self.begin_create(&id, next, request) {
-                Ok(entry) => self.containers.entry(id).or_insert(entry).creating.push(reply),
-                Err(failure) => tell(reply, Err(failure)),
-            },
-        }
-    }
-
-    fn begin_create(
-        &mut self,
-        id: &str,
-        next: Container,
-        request: pod::CreateContainerRequest,
-    ) -> Result<Entry, Failure> {
-        let agent = self.agent()?;
-        let slot = self.image_disk().ok_or_else(|| self.unavailable())?;
-        if !is_name(id) {
-            let rule = "1 to 128 letters, digits, '-', '_' or '.' are expected";
-            return Err(PodError::Field { field: "id", value: guest_text(id, 200), rule }.into());
-        }
-        let log = match request.log_path.as_str() {
-            "" => None,
-            path => Some(LogPath::check(self.spec.log_directory.as_deref(), Path::new(path)).map_err(PodError::from)?),
-        };
-        let extents = request.image.iter().map(|extent| Extent {
-            path: extent.path.clone().into(),
-            offset: extent.offset,
-            length: extent.length,
-        });
-        let image = ImageDisk { extents: extents.collect() };
-        let key = request.image_key.clone();
-        let (placement, new) = self.images.acquire(&key, &image).map_err(PodError::from)?;
-        let mut attach = None;
-        if new {
-            let (tell, attached) = watch::channel(None);
-            self.attached.insert(key.clone(), attached);
-            attach = Some(Attach { slot, key: key.clone(), image, tell });
-        }
-        let attached = self.attached.get(&key).cloned().ok_or(PodError::Ending)?;
-        let request = Arc::new(request);
-        let (name, own, asked) = (id.to_owned(), self.own.clone(), Arc::clone(&request));
-        tokio::spawn(async move {
-            let made = container::make(agent, asked, ImageUse { placement, attach, attached }).await;
-            send(&own, News::Made(name, made));
-        });
-        Ok(Entry {
-            state: next,
-            request,
-            log,
-            response: pod::CreateContainerResponse::default(),
-            creating: Vec::new(),
-            waiting: Vec::new(),
-            started: None,
-            life: None,
-        })
-    }
-
-    fn made(&mut self, id: &str, outcome: Result<pod::CreateContainerResponse, Failure>, answers: &mut Answers) {
-        let ask = if outcome.is_ok() { ContainerAsk::Made } else { ContainerAsk::MakeFailed };
-        self.step(id, ask);
-        let Some(entry) = self.containers.get_mut(id) else { return };
-        for reply in std::mem::take(&mut entry.creating) {
-            let outcome = outcome.clone();
-            answers.later(move || tell(reply, outcome));
-        }
-        if let Ok(response) = outcome {
-            self.record.containers.push(container::made_record(id, &response));
-            entry.response = response;
-            if self.agent.is_none() {
-                // The machine went while the reply was on its way.
-                self.lose("the machine is gone");
-            }
-        } else if let Some(entry) = self.containers.remove(id) {
-            self.release(&entry.request.image_key);
-        }
-    }
-
-    fn start(&mut self, id: &str, reply: Reply<()>, answers: &mut Answers) {
-        let Some(entry) = self.containers.get_mut(id).filter(|entry| entry.state != Container::Creating) else {
-            return tell(reply, Err(PodError::NoContainer { id: id.to_owned() }.into()));
-        };
-        match state::container(entry.state, ContainerAsk::Start) {
-            Err(source) => tell(reply, Err(PodError::Container { id: id.to_owned(), source }.into())),
-            Ok((_, ContainerAct::Join)) => entry.waiting.push(reply),
-            Ok((next, ContainerAct::Start)) => {
-                let Some(agent) = self.agent.clone().filter(|_| self.record.phase == Phase::Ready) else {
-                    return tell(reply, Err(self.unavailable()));
-                };
-                entry.state = next;
-                entry.waiting.push(reply);
-                let (id, own) = (id.to_owned(), self.own.clone());
-                let (tty, log) = (entry.request.tty, entry.log.clone());
-                tokio::spawn(async move {
-                    let started = container::start(&agent, &id, tty, log).await;
-                    send(&own, News::Started(id, started));
-                });
-            }
-            Ok(_) => answers.later(move || tell(reply, Ok(()))),
-        }
-    }
-
-    fn started(&mut self, id: &str, outcome: Result<Started, PodError>, answers: &mut Answers) {
-        let ask = if outcome.is_ok() { ContainerAsk::Started } else { ContainerAsk::StartFailed };
-        let in_time = self.step(id, ask);
-        let (own, unavailable) = (self.own.clone(), self.unavailable());
-        let Some(entry) = self.containers.get_mut(id) else { return };
-        let now = crate::now_nanos();
-        let record = self.record.containers.iter_mut().find(|container| container.id == id);
-        let told = match (outcome, self.agent.clone()) {
-            (Ok(Started { streams, log, mut pumping }), Some(agent)) if in_time => {
-                if let Some(record) = record {
-                    record.phase = ContainerPhase::Running;
-                    record.started_at = now;
-                }
-                entry.started = Some((streams, log));
-                let id = id.to_owned();
-                let life = tokio::spawn(async move {
-                    let end = container::ended(&agent, &id, &mut pumping).await;
-                    send(&own, News::Ended(id, end));
-                });
-                entry.life = Some(life.abort_handle());
-                Ok(())
-            }
-            (Ok(_), _) => Err(unavailable),
-            (Err(error), _) => {
-                let failure = Failure::from(error);
-                if let Some(record) = record.filter(|record| record.phase != ContainerPhase::Exited) {
-                    record.phase = ContainerPhase::Exited;
-                    record.finished_at = now;
-                    record.exit_code = START_FAILED;
-                    record.message.clone_from(&failure.message);
-                }
-                Err(failure)
-            }
-        };
-        for reply in std::mem::take(&mut entry.waiting) {
-            let told = told.clone();
-            answers.later(move || tell(reply, told));
-        }
-    }
-
-    fn ended(&mut self, id: &str, end: Ended) {
-        if !self.step(id, ContainerAsk::Ended) {
-            return;
-        }
-        let record = self.record.containers.iter_mut().find(|container| container.id == id);
-        if let Some(record) = record.filter(|record| record.phase == ContainerPhase::Running) {
-            let now = crate::now_nanos();
-            record.phase = ContainerPhase::Exited;
-            record.exit_code = end.code;
-            record.oom_killed = end.oom_killed;
-            record.message = end.message;
-            // The guest's clock is the guest's word.
-            record.finished_at = if (record.started_at..=now).contains(&end.at) { end.at } else { now };
-        }
-    }
-
-    fn stop(&mut self, id: &str, grace: Duration, reply: Reply<()>) {
-        let entry = self.containers.get(id);
-        match state::container(entry.map_or(Container::Gone, |entry| entry.state), ContainerAsk::Stop) {
-            Err(source) => tell(reply, Err(PodError::Container { id: id.to_owned(), source }.into())),
-            Ok((_, ContainerAct::Stop)) => {
-                let (Some(entry), Some(agent)) = (entry, self.agent.clone()) else { return tell(reply, Ok(())) };
-                let (id, published) = (id.to_owned(), self.published.subscribe());
-                let (signal, limit) = (signal_of(&entry.request), self.spec.timeouts.call());
-                tokio::spawn(async move {
-                    let stopped = container::stop(agent, published, &id, signal, grace, limit).await;
-                    tell(reply, stopped.map_err(Failure::from));
-                });
-            }
-            Ok(_) => tell(reply, Ok(())),
-        }
-    }
-
-    fn remove(&mut self, id: &str, reply: Reply<()>) {
-        let Some(entry) = self.containers.get_mut(id) else { return tell(reply, Ok(())) };
-        match state::container(entry.state, ContainerAsk::Remove) {
-            Err(source) => tell(reply, Err(PodError::Container { id: id.to_owned(), source }.into())),
-            Ok((next, act)) => {
-                entry.state = next;
-                entry.waiting.push(reply);
-                if act == ContainerAct::Remove {
-                    let (id, own, agent) = (id.to_owned(), self.own.clone(), self.agent.clone());
-                    tokio::spawn(async move {
-                        // Without a machine there is nothing left to remove.
-                        let removed = match agent {
-                            Some(agent) => agent.remove_container(&id).await,
-                            None => Ok(()),
-                        };
-                        send(&own, News::Removed(id, removed));
-                    });
-                }
-            }
-        }
-    }
-
-    fn removed(&mut self, id: &str, outcome: Result<(), PodError>, answers: &mut Answers) {
-        // What the machine took with it when it died is removed all the same.
-        let outcome = match outcome {
-            Err(PodError::Died { .. }) => Ok(()),
-            _ if self.agent.is_none() => Ok(()),
-            other => other.map_err(Failure::from),
-        };
-        let ask = if outcome.is_ok() { ContainerAsk::Removed } else { ContainerAsk::RemoveFailed };
-        self.step(id, ask);
-        let Some(entry) = self.containers.get_mut(id) else { return };
-        for reply in std::mem::take(&mut entry.waiting) {
-            let outcome = outcome.clone();
-            answers.later(move || tell(reply, outcome));
-        }
-        if let Some(life) = entry.life.take() {
-            life.abort();
-        }
-        match outcome {
-            Ok(()) => {
-                self.record.containers.retain(|container| container.id != id);
-                if let Some(entry) = self.containers.remove(id) {
-                    self.release(&entry.request.image_key);
-                }
-            }
-            Err(failure) => {
-                let record = self.record.containers.iter_mut().find(|container| container.id == id);
-                if let Some(record) = record.filter(|record| record.phase != ContainerPhase::Exited) {
-                    mark_lost(record, &failure.message);
-                }
-            }
-        }
-    }
-
-    fn reopen_log(&mut self, id: &str, reply: Reply<()>) {
-        let Some(entry) = self.containers.get(id) else {
-            return tell(reply, Err(PodError::NoContainer { id: id.to_owned() }.into()));
-        };
-        // One that has not started opens its log when it does.
-        let Some((_, log)) = &entry.started else { return tell(reply, Ok(())) };
-        let log = Arc::clone(log);
-        tokio::spawn(async move {
-            let reopened = blocking("the opening of a log", move || log.reopen()).await;
-            tell(reply, reopened.and_then(|reopened| Ok(reopened?)).map_err(Failure::from));
-        });
-    }
-
-    fn exec(&mut self, request: pod::ExecSyncRequest, mut reply: Reply<pod::ExecSyncResponse>) {
-        let agent = match (self.containers.get(&request.id).map(|entry| entry.state), self.agent()) {
-            (None, _) => return tell(reply, Err(PodError::NoContainer { id: request.id }.into())),
-            (Some(Container::Running), Ok(agent)) => agent,
-            (Some(Container::Running), Err(failure)) => return tell(reply, Err(failure)),
-            (Some(state), _) => {
-                let failure = Failure {
-                    kind: Kind::Conflict,
-                    message: format!("container {} is {state:?}; a command needs a running one", request.id),
-                };
-                return tell(reply, Err(failure));
-            }
-        };
-        tokio::spawn(async move {
-            let done = tokio::select! {
-                done = exec::run(agent, request) => done,
-                // Nobody waits any more: the command is killed with its future.
-                () = reply.closed() => return,
-            };
-            tell(reply, done.map_err(Failure::from));
-        });
-    }
-
-    /// One user of an image less; with the last one it is taken off the machine.
-    fn release(&mut self, key: &str) {
-        let Some(placement) = self.images.release(key) else { return };
-        self.attached.remove(key);
-        let (agent, slot, own) = (self.agent.clone(), self.image_disk(), self.own.clone());
-        tokio::spawn(async move {
-            match container::detach(agent, slot, placement).await {
-                Ok(()) => send(&own, News::Detached(placement)),
-                Err(error) => tracing::warn!("an image stays attached: {}", Chain(&error)),
-            }
-        });
-    }
-
     /// Takes a container's state through the table; false if the news come too late to matter.
     fn step(&mut self, id: &str, ask: ContainerAsk) -> bool {
         let Some(entry) = self.containers.get_mut(id) else { return false };
@@ -717,26 +424,6 @@ impl Actor {
             }
         }
     }
-}
-
-/// The exit code of a container that could not be started.
-const START_FAILED: u32 = 128;
-const SIGTERM: u32 = 15;
-
-fn mark_lost(record: &mut ContainerRecord, why: &str) {
-    record.phase = ContainerPhase::Exited;
-    record.exit_code = LOST;
-    record.finished_at = crate::now_nanos();
-    record.message = why.to_owned();
-}
-
-fn signal_of(request: &pod::CreateContainerRequest) -> u32 {
-    if request.stop_signal == 0 { SIGTERM } else { request.stop_signal }
-}
-
-fn is_name(id: &str) -> bool {
-    let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.');
-    (1..=128).contains(&id.len()) && id.bytes().all(plain) && !id.starts_with('.')
 }
 
 /// Answers that must not be given before the record is written.

@@ -13,7 +13,7 @@ use proto::pod_client::PodClient as Rpc;
 use std::fs::OpenOptions;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
@@ -193,6 +193,9 @@ pub async fn connect(dir: &Path) -> Result<PodClient, ClientError> {
 /// marked as lost. Kills exactly the process that was started here, if it still runs; the machine dies with it.
 /// Asking again is fine. None: the process never came so far as to record anything.
 pub async fn clean_up(dir: &Path) -> Result<Option<PodRecord>, ClientError> {
+    if !dir.exists() {
+        return Ok(None);
+    }
     if let Some(identity) = Identity::read(dir)?
         && let Some(pidfd) = identity.open()?
     {
@@ -200,8 +203,13 @@ pub async fn clean_up(dir: &Path) -> Result<Option<PodRecord>, ClientError> {
         sys::pidfd_send(&pidfd, libc::SIGKILL).map_err(failed("kill"))?;
         ended(pidfd).await?.map_err(failed("wait for"))?;
     }
-    for file in [crate::SOCKET_FILE, crate::SCRATCH_FILE] {
-        remove_if_there(&dir.join(file))?;
+    remove_if_there(&dir.join(crate::SCRATCH_FILE))?;
+    // The pod's own and those of the machine's devices.
+    for entry in std::fs::read_dir(dir).map_err(at("read", dir))? {
+        let entry = entry.map_err(at("read", dir))?;
+        if entry.file_type().is_ok_and(|kind| kind.is_socket()) {
+            remove_if_there(&entry.path())?;
+        }
     }
     let Some(mut last) = record::read(dir)? else { return Ok(None) };
     let before = last.clone();

@@ -34,6 +34,9 @@ fn needs() -> Result<(PathBuf, PathBuf), String> {
     if !nix::unistd::geteuid().is_root() {
         return Err("not root".into());
     }
+    if !Path::new("/dev/net/tun").exists() {
+        return Err("no /dev/net/tun".into());
+    }
     for program in ["qemu-system-x86_64", "mkfs.erofs", "busybox", "ip"] {
         path_of(program).ok_or(format!("{program} is not installed"))?;
     }

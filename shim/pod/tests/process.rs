@@ -121,6 +121,9 @@ async fn killed(place: Place) {
     }
     assert!(!place.dir.join("pod.sock").exists() && !place.dir.join("scratch.ext4").exists());
 
+    // A pod without a folder has left nothing.
+    assert!(client::clean_up(&place.root.path().join("none")).await.unwrap().is_none());
+
     // One that still runs is killed.
     let client = place.spawn().await;
     client.configure(network()).await.unwrap();
