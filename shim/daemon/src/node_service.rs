@@ -35,8 +35,10 @@ impl node::node_server::Node for NodeService {
             name => Some(Reference::parse(name).map_err(status)?),
         };
         let loaded = self.node.parts().images.load(path, name.as_ref()).await.map_err(status)?;
-        let images =
-            loaded.into_iter().map(|image| node::LoadedImage { id: image.id.to_string(), names: image.names }).collect();
+        let images = loaded
+            .into_iter()
+            .map(|image| node::LoadedImage { id: image.id.to_string(), names: image.names })
+            .collect();
         Ok(Response::new(node::LoadImagesResponse { images }))
     }
 }

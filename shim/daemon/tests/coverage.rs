@@ -26,7 +26,12 @@ fn rows(is_field: bool) -> BTreeMap<String, String> {
 }
 
 /// Every field that can be reached from a message.
-fn fields(messages: &BTreeMap<String, DescriptorProto>, from: &str, into: &mut BTreeSet<String>, seen: &mut BTreeSet<String>) {
+fn fields(
+    messages: &BTreeMap<String, DescriptorProto>,
+    from: &str,
+    into: &mut BTreeSet<String>,
+    seen: &mut BTreeSet<String>,
+) {
     let Some(message) = messages.get(from) else { return };
     if !seen.insert(from.to_owned()) {
         return;

@@ -239,8 +239,9 @@ fn lies() -> impl Strategy<Value = pod::PodState> {
     );
     // Phase Stopped ends the pod; what lies about containers is asked here.
     let phase = prop_oneof![Just(0), Just(1), Just(2), Just(3), Just(77)];
-    (phase, ".{0,40}", proptest::collection::vec(container, 0..4), ".{0,40}")
-        .prop_map(|(phase, failure, containers, kernel_release)| pod::PodState { phase, failure, containers, kernel_release })
+    (phase, ".{0,40}", proptest::collection::vec(container, 0..4), ".{0,40}").prop_map(
+        |(phase, failure, containers, kernel_release)| pod::PodState { phase, failure, containers, kernel_release },
+    )
 }
 
 #[test]

@@ -133,10 +133,8 @@ fn what_is_wrong_is_refused_with_its_code_and_changes_nothing() {
         assert!(error.message().contains("vm.nacelle.dev/cpus"), "{error}");
         let host = |c: &mut cri::PodSandboxConfig| {
             let options = cri::NamespaceOption { network: 2, ..Default::default() };
-            c.linux.as_mut().unwrap().security_context = Some(cri::LinuxSandboxSecurityContext {
-                namespace_options: Some(options),
-                ..Default::default()
-            });
+            c.linux.as_mut().unwrap().security_context =
+                Some(cri::LinuxSandboxSecurityContext { namespace_options: Some(options), ..Default::default() });
         };
         assert_eq!(run("", host).await.unwrap_err().code(), Code::FailedPrecondition);
         assert!(!world.script.seen("netns"));

@@ -96,9 +96,7 @@ fn qemu(program: &Path) -> Finding {
             finding(Level::Good, "qemu", text.lines().next().unwrap_or_default())
         }
         Ok(output) => finding(Level::Bad, "qemu", format!("{} ended with {}", program.display(), output.status)),
-        Err(error) => {
-            finding(Level::Bad, "qemu", format!("{}: {error}; install qemu-system-x86", program.display()))
-        }
+        Err(error) => finding(Level::Bad, "qemu", format!("{}: {error}; install qemu-system-x86", program.display())),
     }
 }
 
@@ -112,7 +110,10 @@ fn file(handler: &str, what: &'static str, path: &Path) -> Finding {
         Err(error) => finding(
             Level::Bad,
             what,
-            format!("handler {handler}: {}: {error}; build it with guest/build or set handlers.{handler}.{what}", path.display()),
+            format!(
+                "handler {handler}: {}: {error}; build it with guest/build or set handlers.{handler}.{what}",
+                path.display()
+            ),
         ),
     }
 }

@@ -83,7 +83,8 @@ pub(super) fn check(config: &Config) -> Result<(), Rule> {
     }
     in_range("images.parallel_layers", config.images.parallel_layers, 1..=64, "1 to 64 are allowed")?;
     for (host, registry) in &config.images.registries {
-        if let Some(mirror) = registry.mirrors.iter().find(|m| !m.starts_with("http://") && !m.starts_with("https://")) {
+        if let Some(mirror) = registry.mirrors.iter().find(|m| !m.starts_with("http://") && !m.starts_with("https://"))
+        {
             return Err(broken(format!("images.registries.{host}.mirrors"), mirror, "a URL (https://… or http://…)"));
         }
     }
@@ -95,7 +96,12 @@ pub(super) fn check(config: &Config) -> Result<(), Rule> {
         absolute(key("kernel"), &handler.kernel)?;
         absolute(key("initrd"), &handler.initrd)?;
         in_range(key("vcpus"), handler.vcpus, 1..=MAX_VCPUS, "1 to 288 are allowed")?;
-        in_range(key("memory_mib"), handler.memory_mib, MIN_MEMORY_MIB..=MAX_MEMORY_MIB, "64 MiB to 16 TiB are allowed")?;
+        in_range(
+            key("memory_mib"),
+            handler.memory_mib,
+            MIN_MEMORY_MIB..=MAX_MEMORY_MIB,
+            "64 MiB to 16 TiB are allowed",
+        )?;
         let scratch = MIN_SCRATCH_MIB..=MAX_MEMORY_MIB;
         in_range(key("scratch_mib"), handler.scratch_mib, scratch, "64 MiB to 16 TiB are allowed")?;
     }

@@ -1,9 +1,9 @@
 //! Owns: the RPCs about images: convert, ask the image store, convert.
 
+use super::Cri;
 use super::convert::report;
 use super::sandbox::needed;
 use super::status::{refuse, status};
-use super::Cri;
 use crate::lifecycle::now;
 use nacelle_base::Kind;
 use nacelle_image::{Auth, Reference};
@@ -12,7 +12,10 @@ use std::collections::HashMap;
 use tonic::Status;
 
 impl Cri {
-    pub(super) async fn on_list_images(&self, request: cri::ListImagesRequest) -> Result<cri::ListImagesResponse, Status> {
+    pub(super) async fn on_list_images(
+        &self,
+        request: cri::ListImagesRequest,
+    ) -> Result<cri::ListImagesResponse, Status> {
         let store = &self.node.parts().images;
         let name = request.filter.and_then(|filter| filter.image).map(|image| image.image).unwrap_or_default();
         let images = match name.as_str() {
@@ -69,7 +72,8 @@ impl Cri {
         let (store, in_use) = (self.node.parts().images.clone(), self.node.images_in_use());
         // Goes on if the caller goes away.
         let removing = tokio::spawn(async move { store.remove(&name, &in_use).await });
-        let removed = removing.await.map_err(|_panic| refuse(Kind::Internal, "the removal of the image was given up"))?;
+        let removed =
+            removing.await.map_err(|_panic| refuse(Kind::Internal, "the removal of the image was given up"))?;
         removed.map_err(status)?;
         Ok(cri::RemoveImageResponse {})
     }

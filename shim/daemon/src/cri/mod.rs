@@ -48,31 +48,52 @@ impl cri::runtime_service_server::RuntimeService for Cri {
         self.on_run_pod_sandbox(request.into_inner()).await.map(Response::new)
     }
 
-    async fn stop_pod_sandbox(&self, request: Request<cri::StopPodSandboxRequest>) -> Answer<cri::StopPodSandboxResponse> {
+    async fn stop_pod_sandbox(
+        &self,
+        request: Request<cri::StopPodSandboxRequest>,
+    ) -> Answer<cri::StopPodSandboxResponse> {
         self.on_stop_pod_sandbox(request.into_inner()).await.map(Response::new)
     }
 
-    async fn remove_pod_sandbox(&self, request: Request<cri::RemovePodSandboxRequest>) -> Answer<cri::RemovePodSandboxResponse> {
+    async fn remove_pod_sandbox(
+        &self,
+        request: Request<cri::RemovePodSandboxRequest>,
+    ) -> Answer<cri::RemovePodSandboxResponse> {
         self.on_remove_pod_sandbox(request.into_inner()).await.map(Response::new)
     }
 
-    async fn pod_sandbox_status(&self, request: Request<cri::PodSandboxStatusRequest>) -> Answer<cri::PodSandboxStatusResponse> {
+    async fn pod_sandbox_status(
+        &self,
+        request: Request<cri::PodSandboxStatusRequest>,
+    ) -> Answer<cri::PodSandboxStatusResponse> {
         self.on_pod_sandbox_status(request.into_inner()).await.map(Response::new)
     }
 
-    async fn list_pod_sandbox(&self, request: Request<cri::ListPodSandboxRequest>) -> Answer<cri::ListPodSandboxResponse> {
+    async fn list_pod_sandbox(
+        &self,
+        request: Request<cri::ListPodSandboxRequest>,
+    ) -> Answer<cri::ListPodSandboxResponse> {
         self.on_list_pod_sandbox(request.into_inner()).await.map(Response::new)
     }
 
-    async fn stream_pod_sandboxes(&self, _: Request<cri::StreamPodSandboxesRequest>) -> Answer<Self::StreamPodSandboxesStream> {
+    async fn stream_pod_sandboxes(
+        &self,
+        _: Request<cri::StreamPodSandboxesRequest>,
+    ) -> Answer<Self::StreamPodSandboxesStream> {
         Err(not_yet("StreamPodSandboxes"))
     }
 
-    async fn create_container(&self, request: Request<cri::CreateContainerRequest>) -> Answer<cri::CreateContainerResponse> {
+    async fn create_container(
+        &self,
+        request: Request<cri::CreateContainerRequest>,
+    ) -> Answer<cri::CreateContainerResponse> {
         self.on_create_container(request.into_inner()).await.map(Response::new)
     }
 
-    async fn start_container(&self, request: Request<cri::StartContainerRequest>) -> Answer<cri::StartContainerResponse> {
+    async fn start_container(
+        &self,
+        request: Request<cri::StartContainerRequest>,
+    ) -> Answer<cri::StartContainerResponse> {
         self.on_start_container(request.into_inner()).await.map(Response::new)
     }
 
@@ -80,27 +101,45 @@ impl cri::runtime_service_server::RuntimeService for Cri {
         self.on_stop_container(request.into_inner()).await.map(Response::new)
     }
 
-    async fn remove_container(&self, request: Request<cri::RemoveContainerRequest>) -> Answer<cri::RemoveContainerResponse> {
+    async fn remove_container(
+        &self,
+        request: Request<cri::RemoveContainerRequest>,
+    ) -> Answer<cri::RemoveContainerResponse> {
         self.on_remove_container(request.into_inner()).await.map(Response::new)
     }
 
-    async fn list_containers(&self, request: Request<cri::ListContainersRequest>) -> Answer<cri::ListContainersResponse> {
+    async fn list_containers(
+        &self,
+        request: Request<cri::ListContainersRequest>,
+    ) -> Answer<cri::ListContainersResponse> {
         self.on_list_containers(request.into_inner()).await.map(Response::new)
     }
 
-    async fn stream_containers(&self, _: Request<cri::StreamContainersRequest>) -> Answer<Self::StreamContainersStream> {
+    async fn stream_containers(
+        &self,
+        _: Request<cri::StreamContainersRequest>,
+    ) -> Answer<Self::StreamContainersStream> {
         Err(not_yet("StreamContainers"))
     }
 
-    async fn container_status(&self, request: Request<cri::ContainerStatusRequest>) -> Answer<cri::ContainerStatusResponse> {
+    async fn container_status(
+        &self,
+        request: Request<cri::ContainerStatusRequest>,
+    ) -> Answer<cri::ContainerStatusResponse> {
         self.on_container_status(request.into_inner()).await.map(Response::new)
     }
 
-    async fn update_container_resources(&self, _: Request<cri::UpdateContainerResourcesRequest>) -> Answer<cri::UpdateContainerResourcesResponse> {
+    async fn update_container_resources(
+        &self,
+        _: Request<cri::UpdateContainerResourcesRequest>,
+    ) -> Answer<cri::UpdateContainerResourcesResponse> {
         Err(not_yet("UpdateContainerResources"))
     }
 
-    async fn reopen_container_log(&self, request: Request<cri::ReopenContainerLogRequest>) -> Answer<cri::ReopenContainerLogResponse> {
+    async fn reopen_container_log(
+        &self,
+        request: Request<cri::ReopenContainerLogRequest>,
+    ) -> Answer<cri::ReopenContainerLogResponse> {
         self.on_reopen_container_log(request.into_inner()).await.map(Response::new)
     }
 
@@ -124,11 +163,17 @@ impl cri::runtime_service_server::RuntimeService for Cri {
         Err(not_yet("ContainerStats"))
     }
 
-    async fn list_container_stats(&self, _: Request<cri::ListContainerStatsRequest>) -> Answer<cri::ListContainerStatsResponse> {
+    async fn list_container_stats(
+        &self,
+        _: Request<cri::ListContainerStatsRequest>,
+    ) -> Answer<cri::ListContainerStatsResponse> {
         Err(not_yet("ListContainerStats"))
     }
 
-    async fn stream_container_stats(&self, _: Request<cri::StreamContainerStatsRequest>) -> Answer<Self::StreamContainerStatsStream> {
+    async fn stream_container_stats(
+        &self,
+        _: Request<cri::StreamContainerStatsRequest>,
+    ) -> Answer<Self::StreamContainerStatsStream> {
         Err(not_yet("StreamContainerStats"))
     }
 
@@ -136,15 +181,24 @@ impl cri::runtime_service_server::RuntimeService for Cri {
         Err(not_yet("PodSandboxStats"))
     }
 
-    async fn list_pod_sandbox_stats(&self, _: Request<cri::ListPodSandboxStatsRequest>) -> Answer<cri::ListPodSandboxStatsResponse> {
+    async fn list_pod_sandbox_stats(
+        &self,
+        _: Request<cri::ListPodSandboxStatsRequest>,
+    ) -> Answer<cri::ListPodSandboxStatsResponse> {
         Err(not_yet("ListPodSandboxStats"))
     }
 
-    async fn stream_pod_sandbox_stats(&self, _: Request<cri::StreamPodSandboxStatsRequest>) -> Answer<Self::StreamPodSandboxStatsStream> {
+    async fn stream_pod_sandbox_stats(
+        &self,
+        _: Request<cri::StreamPodSandboxStatsRequest>,
+    ) -> Answer<Self::StreamPodSandboxStatsStream> {
         Err(not_yet("StreamPodSandboxStats"))
     }
 
-    async fn update_runtime_config(&self, request: Request<cri::UpdateRuntimeConfigRequest>) -> Answer<cri::UpdateRuntimeConfigResponse> {
+    async fn update_runtime_config(
+        &self,
+        request: Request<cri::UpdateRuntimeConfigRequest>,
+    ) -> Answer<cri::UpdateRuntimeConfigResponse> {
         self.on_update_runtime_config(request.into_inner()).await.map(Response::new)
     }
 
@@ -152,7 +206,10 @@ impl cri::runtime_service_server::RuntimeService for Cri {
         self.on_status(request.into_inner()).await.map(Response::new)
     }
 
-    async fn checkpoint_container(&self, _: Request<cri::CheckpointContainerRequest>) -> Answer<cri::CheckpointContainerResponse> {
+    async fn checkpoint_container(
+        &self,
+        _: Request<cri::CheckpointContainerRequest>,
+    ) -> Answer<cri::CheckpointContainerResponse> {
         Err(not_yet("CheckpointContainer"))
     }
 
@@ -168,15 +225,24 @@ impl cri::runtime_service_server::RuntimeService for Cri {
         Err(not_yet("GetContainerEvents"))
     }
 
-    async fn list_metric_descriptors(&self, _: Request<cri::ListMetricDescriptorsRequest>) -> Answer<cri::ListMetricDescriptorsResponse> {
+    async fn list_metric_descriptors(
+        &self,
+        _: Request<cri::ListMetricDescriptorsRequest>,
+    ) -> Answer<cri::ListMetricDescriptorsResponse> {
         Err(not_yet("ListMetricDescriptors"))
     }
 
-    async fn list_pod_sandbox_metrics(&self, _: Request<cri::ListPodSandboxMetricsRequest>) -> Answer<cri::ListPodSandboxMetricsResponse> {
+    async fn list_pod_sandbox_metrics(
+        &self,
+        _: Request<cri::ListPodSandboxMetricsRequest>,
+    ) -> Answer<cri::ListPodSandboxMetricsResponse> {
         Err(not_yet("ListPodSandboxMetrics"))
     }
 
-    async fn stream_pod_sandbox_metrics(&self, _: Request<cri::StreamPodSandboxMetricsRequest>) -> Answer<Self::StreamPodSandboxMetricsStream> {
+    async fn stream_pod_sandbox_metrics(
+        &self,
+        _: Request<cri::StreamPodSandboxMetricsRequest>,
+    ) -> Answer<Self::StreamPodSandboxMetricsStream> {
         Err(not_yet("StreamPodSandboxMetrics"))
     }
 
@@ -184,7 +250,10 @@ impl cri::runtime_service_server::RuntimeService for Cri {
         self.on_runtime_config(request.into_inner()).await.map(Response::new)
     }
 
-    async fn update_pod_sandbox_resources(&self, _: Request<cri::UpdatePodSandboxResourcesRequest>) -> Answer<cri::UpdatePodSandboxResourcesResponse> {
+    async fn update_pod_sandbox_resources(
+        &self,
+        _: Request<cri::UpdatePodSandboxResourcesRequest>,
+    ) -> Answer<cri::UpdatePodSandboxResourcesResponse> {
         Err(not_yet("UpdatePodSandboxResources"))
     }
 }

@@ -65,9 +65,7 @@ impl Cri {
             CgroupDriver::Cgroupfs => cri::CgroupDriver::Cgroupfs,
             CgroupDriver::Systemd => cri::CgroupDriver::Systemd,
         };
-        Ok(cri::RuntimeConfigResponse {
-            linux: Some(cri::LinuxRuntimeConfiguration { cgroup_driver: driver.into() }),
-        })
+        Ok(cri::RuntimeConfigResponse { linux: Some(cri::LinuxRuntimeConfiguration { cgroup_driver: driver.into() }) })
     }
 
     pub(super) async fn on_update_runtime_config(

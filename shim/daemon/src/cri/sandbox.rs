@@ -25,9 +25,11 @@ impl Cri {
             return Err(refuse(Kind::Invalid, &message));
         };
         let pod = pod_config(request.config.as_ref(), asked).map_err(status)?;
-        if let Some(key) = pod.annotations.keys().find(|key| {
-            key.starts_with(ANNOTATIONS) && !handler.allowed_annotations.contains(key)
-        }) {
+        if let Some(key) = pod
+            .annotations
+            .keys()
+            .find(|key| key.starts_with(ANNOTATIONS) && !handler.allowed_annotations.contains(key))
+        {
             let message = format!(
                 "config.annotations has {key:?}: handler {name} allows {:?} of the annotations of Nacelle",
                 handler.allowed_annotations

@@ -34,7 +34,11 @@ pub(super) enum Message {
     WaitReady(Answer<()>),
     Stop(Answer<()>),
     Remove(Answer<()>),
-    Create { config: Box<ContainerConfig>, image: ImageOf, answer: Answer<ContainerId> },
+    Create {
+        config: Box<ContainerConfig>,
+        image: ImageOf,
+        answer: Answer<ContainerId>,
+    },
     Start(ContainerId, Answer<()>),
     StopContainer(ContainerId, Duration, Answer<()>),
     RemoveContainer(ContainerId, Answer<()>),
@@ -395,7 +399,7 @@ impl Actor {
             loop {
                 match parts.pods.connect(&dir).await {
                     Ok(client) => return Message::Found(client),
-                    Err(ClientError::Gone { .. }) => match parts.pods.clean_up(&dir).await {
+                    Err(ClientError::Gone { .. }) => match parts.clean_up(&dir).await {
                         Ok(last) => return Message::Gone(last.as_ref().map(Into::into)),
                         Err(error) => tracing::warn!(pod = %id, "cannot clear up after it: {}", Chain(&error)),
                     },

@@ -158,9 +158,9 @@ fn node_dns(text: &str) -> Dns {
     for line in text.lines() {
         let mut words = line.split_whitespace().map(str::to_owned);
         match words.next().as_deref() {
-            Some("nameserver") => dns.servers.extend(words.next().filter(|server| {
-                server.parse::<IpAddr>().is_ok_and(|address| !address.is_loopback())
-            })),
+            Some("nameserver") => dns.servers.extend(
+                words.next().filter(|server| server.parse::<IpAddr>().is_ok_and(|address| !address.is_loopback())),
+            ),
             Some("search") => dns.searches = words.collect(),
             Some("options") => dns.options.extend(words),
             _ => {}
@@ -198,7 +198,7 @@ pub(super) async fn undo(parts: Arc<Parts>, id: PodId, client: Option<PodClient>
         left.push(Left { what: what.to_owned(), why });
     };
     // Kills what has not stopped by itself.
-    let last = match timeout(limit, parts.pods.clean_up(&dir)).await {
+    let last = match timeout(limit, parts.clean_up(&dir)).await {
         Ok(Ok(last)) => last,
         Ok(Err(error)) => {
             failed("machine", Chain(&error).to_string());
@@ -230,7 +230,8 @@ mod tests {
 
     #[test]
     fn the_nodes_resolver_without_what_a_guest_cannot_reach() {
-        let dns = node_dns("# x\nnameserver 127.0.0.53\nnameserver 10.0.0.1\nnameserver bad\nsearch a b\noptions ndots:5\n");
+        let dns =
+            node_dns("# x\nnameserver 127.0.0.53\nnameserver 10.0.0.1\nnameserver bad\nsearch a b\noptions ndots:5\n");
         assert_eq!(dns.servers, ["10.0.0.1"]);
         assert_eq!(dns.searches, ["a", "b"]);
         assert_eq!(dns.options, ["ndots:5"]);

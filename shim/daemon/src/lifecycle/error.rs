@@ -98,7 +98,9 @@ pub enum LifecycleError {
         name: String,
     },
     /// The PID namespaces do not fit.
-    #[error("container {name} asks for the PID namespace of the pod, but the pod was made without one (pid: CONTAINER)")]
+    #[error(
+        "container {name} asks for the PID namespace of the pod, but the pod was made without one (pid: CONTAINER)"
+    )]
     NoPodPid {
         /// The container's name.
         name: String,
@@ -170,9 +172,9 @@ impl Classify for LifecycleError {
     fn kind(&self) -> Kind {
         match self {
             LifecycleError::NotFound { .. } => Kind::NotFound,
-            LifecycleError::Ambiguous { .. } | LifecycleError::NotPrivileged { .. } | LifecycleError::NoPodPid { .. } => {
-                Kind::Invalid
-            }
+            LifecycleError::Ambiguous { .. }
+            | LifecycleError::NotPrivileged { .. }
+            | LifecycleError::NoPodPid { .. } => Kind::Invalid,
             LifecycleError::NameTaken { .. } => Kind::AlreadyExists,
             LifecycleError::Refused { .. }
             | LifecycleError::NotReady { .. }

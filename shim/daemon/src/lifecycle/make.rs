@@ -43,7 +43,8 @@ pub(super) async fn make(
     let spec = oci::spec(&pod, config, &root.config).map_err(at("describe the container"))?;
     let stop_signal = oci::stop_signal(config, &root.config).map_err(at("describe the container"))?;
     if let Some(folder) = record.log_path.as_deref().and_then(std::path::Path::parent).map(ToOwned::to_owned) {
-        let made = blocking(move || std::fs::create_dir_all(&folder).map_err(nacelle_base::files::at("create", &folder)));
+        let made =
+            blocking(move || std::fs::create_dir_all(&folder).map_err(nacelle_base::files::at("create", &folder)));
         made.await.map_err(at("make the folder of the container's log"))?;
     }
     let text = |path: &std::path::Path| path.to_string_lossy().into_owned();

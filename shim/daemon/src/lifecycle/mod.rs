@@ -20,7 +20,8 @@ use actor::{Answer, Begin, Message};
 use ipnet::IpNet;
 use nacelle_base::{Chain, ContainerId, PodId};
 use nacelle_image::ImageId;
-use nacelle_pod::client::PodClient;
+use nacelle_pod::client::{ClientError, PodClient};
+use nacelle_pod::record::PodRecord as LastRecord;
 use nacelle_pod::spec::Accelerator;
 use nacelle_proto::pod as proto;
 use seams::{Networks, Pods};
@@ -64,6 +65,15 @@ impl Parts {
     /// The folder of a pod.
     pub fn pod_dir(&self, id: &PodId) -> PathBuf {
         self.config.paths.pods().join(id.short())
+    }
+
+    /// Ends what is left of the pod process of this folder; a folder that is not there has none.
+    async fn clean_up(&self, dir: &std::path::Path) -> Result<Option<LastRecord>, ClientError> {
+        match tokio::fs::try_exists(dir).await {
+            Ok(false) => Ok(None),
+            // If that cannot be told, cleaning up says why.
+            Ok(true) | Err(_) => self.pods.clean_up(dir).await,
+        }
     }
 
     fn pod_cidrs(&self) -> Vec<IpNet> {

@@ -5,7 +5,7 @@ use super::actor::{self, Begin, Message};
 use super::boot::blocking;
 use super::state::{Container, Pod};
 use super::{Handle, Node, Parts, Table};
-use crate::store::{Contents, ContainerRecord, PodRecord};
+use crate::store::{ContainerRecord, Contents, PodRecord};
 use nacelle_base::{Chain, ContainerId, PodId};
 use nacelle_pod::client::{ClientError, PodClient};
 use nacelle_proto::pod as proto;
@@ -203,7 +203,7 @@ async fn look(parts: &Parts, pod: &PodRecord) -> (Found, Option<PodClient>, Opti
             Ok(Ok(state)) => (Found::Alive, Some(client), Some(state)),
             Ok(Err(_)) | Err(_) => (Found::Silent, None, None),
         },
-        Err(ClientError::Gone { .. }) => match parts.pods.clean_up(&dir).await {
+        Err(ClientError::Gone { .. }) => match parts.clean_up(&dir).await {
             Ok(last) => (Found::Dead, None, last.as_ref().map(Into::into)),
             Err(error) => {
                 tracing::warn!(pod = %pod.id, "cannot read what is left of it: {}", Chain(&error));
@@ -221,9 +221,8 @@ async fn look(parts: &Parts, pod: &PodRecord) -> (Found, Option<PodClient>, Opti
 async fn remove_orphans(parts: &Parts, known: &[PodRecord]) {
     let folders: BTreeSet<PathBuf> = known.iter().map(|pod| parts.pod_dir(&pod.id)).collect();
     let pods = parts.config.paths.pods();
-    let list = move || -> std::io::Result<Vec<PathBuf>> {
-        std::fs::read_dir(pods)?.map(|entry| Ok(entry?.path())).collect()
-    };
+    let list =
+        move || -> std::io::Result<Vec<PathBuf>> { std::fs::read_dir(pods)?.map(|entry| Ok(entry?.path())).collect() };
     let there = match blocking(list).await {
         Ok(there) => there,
         Err(error) => {
@@ -233,7 +232,7 @@ async fn remove_orphans(parts: &Parts, known: &[PodRecord]) {
     };
     for dir in there.into_iter().filter(|dir| !folders.contains(dir)) {
         tracing::warn!(dir = %dir.display(), "a pod without a record is removed");
-        match parts.pods.clean_up(&dir).await {
+        match parts.clean_up(&dir).await {
             Ok(_) => {
                 let removed = blocking(move || nacelle_base::files::remove_tree_if_there(&dir)).await;
                 if let Err(error) = removed {

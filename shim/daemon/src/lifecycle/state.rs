@@ -137,8 +137,7 @@ pub struct Refused {
 
 impl Pod {
     /// All states.
-    pub const ALL: [Pod; 6] =
-        [Pod::Booting, Pod::Ready, Pod::Stopping, Pod::Unclean, Pod::Stopped, Pod::Removing];
+    pub const ALL: [Pod; 6] = [Pod::Booting, Pod::Ready, Pod::Stopping, Pod::Unclean, Pod::Stopped, Pod::Removing];
 
     fn name(self) -> &'static str {
         match self {

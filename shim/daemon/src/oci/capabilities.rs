@@ -4,18 +4,65 @@ use crate::nouns::ContainerConfig;
 
 /// All of Linux 6.12, in the kernel's order, without "CAP_".
 const ALL: [&str; 41] = [
-    "CHOWN", "DAC_OVERRIDE", "DAC_READ_SEARCH", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP",
-    "LINUX_IMMUTABLE", "NET_BIND_SERVICE", "NET_BROADCAST", "NET_ADMIN", "NET_RAW", "IPC_LOCK", "IPC_OWNER",
-    "SYS_MODULE", "SYS_RAWIO", "SYS_CHROOT", "SYS_PTRACE", "SYS_PACCT", "SYS_ADMIN", "SYS_BOOT", "SYS_NICE",
-    "SYS_RESOURCE", "SYS_TIME", "SYS_TTY_CONFIG", "MKNOD", "LEASE", "AUDIT_WRITE", "AUDIT_CONTROL", "SETFCAP",
-    "MAC_OVERRIDE", "MAC_ADMIN", "SYSLOG", "WAKE_ALARM", "BLOCK_SUSPEND", "AUDIT_READ", "PERFMON", "BPF",
+    "CHOWN",
+    "DAC_OVERRIDE",
+    "DAC_READ_SEARCH",
+    "FOWNER",
+    "FSETID",
+    "KILL",
+    "SETGID",
+    "SETUID",
+    "SETPCAP",
+    "LINUX_IMMUTABLE",
+    "NET_BIND_SERVICE",
+    "NET_BROADCAST",
+    "NET_ADMIN",
+    "NET_RAW",
+    "IPC_LOCK",
+    "IPC_OWNER",
+    "SYS_MODULE",
+    "SYS_RAWIO",
+    "SYS_CHROOT",
+    "SYS_PTRACE",
+    "SYS_PACCT",
+    "SYS_ADMIN",
+    "SYS_BOOT",
+    "SYS_NICE",
+    "SYS_RESOURCE",
+    "SYS_TIME",
+    "SYS_TTY_CONFIG",
+    "MKNOD",
+    "LEASE",
+    "AUDIT_WRITE",
+    "AUDIT_CONTROL",
+    "SETFCAP",
+    "MAC_OVERRIDE",
+    "MAC_ADMIN",
+    "SYSLOG",
+    "WAKE_ALARM",
+    "BLOCK_SUSPEND",
+    "AUDIT_READ",
+    "PERFMON",
+    "BPF",
     "CHECKPOINT_RESTORE",
 ];
 
 /// What a container has that asks for nothing: what other runtimes give too, so that images behave alike.
 const DEFAULT: [&str; 14] = [
-    "CHOWN", "DAC_OVERRIDE", "FSETID", "FOWNER", "MKNOD", "NET_RAW", "SETGID", "SETUID", "SETFCAP", "SETPCAP",
-    "NET_BIND_SERVICE", "SYS_CHROOT", "KILL", "AUDIT_WRITE",
+    "CHOWN",
+    "DAC_OVERRIDE",
+    "FSETID",
+    "FOWNER",
+    "MKNOD",
+    "NET_RAW",
+    "SETGID",
+    "SETUID",
+    "SETFCAP",
+    "SETPCAP",
+    "NET_BIND_SERVICE",
+    "SYS_CHROOT",
+    "KILL",
+    "AUDIT_WRITE",
 ];
 
 /// The sets of one container, names with "CAP_", in the kernel's order.
@@ -42,15 +89,14 @@ pub fn of(container: &ContainerConfig) -> Sets {
     let asked = &container.capabilities;
     let has = |list: &[String], name: &str| list.iter().any(|each| each == name);
     let base = |name: &str| {
-        container.privileged
-            || has(&asked.add, "ALL")
-            || (DEFAULT.contains(&name) && !has(&asked.drop, "ALL"))
+        container.privileged || has(&asked.add, "ALL") || (DEFAULT.contains(&name) && !has(&asked.drop, "ALL"))
     };
     let given = |name: &str| {
         container.privileged
             || (!has(&asked.drop, name) && (base(name) || has(&asked.add, name) || has(&asked.ambient, name)))
     };
-    let named = |keep: &dyn Fn(&str) -> bool| ALL.into_iter().filter(|name| keep(name)).map(|n| format!("CAP_{n}")).collect();
+    let named =
+        |keep: &dyn Fn(&str) -> bool| ALL.into_iter().filter(|name| keep(name)).map(|n| format!("CAP_{n}")).collect();
     Sets { bounding: named(&given), ambient: named(&|name| given(name) && has(&asked.ambient, name)) }
 }
 

@@ -84,8 +84,10 @@ pub fn stop_signal(container: &ContainerConfig, image: &ImageConfig) -> Result<u
     match (container.stop_signal, image.stop_signal.as_deref()) {
         (Some(number), _) => Ok(number),
         (None, None | Some("")) => Ok(SIGTERM),
-        (None, Some(signal)) => crate::signals::number(signal)
-            .ok_or_else(|| OciError::StopSignal { image: container.image.clone(), signal: signal.chars().take(40).collect() }),
+        (None, Some(signal)) => crate::signals::number(signal).ok_or_else(|| OciError::StopSignal {
+            image: container.image.clone(),
+            signal: signal.chars().take(40).collect(),
+        }),
     }
 }
 
@@ -270,7 +272,12 @@ mod tests {
         let args = |command: &[&str], args: &[&str]| {
             let list = |list: &[&str]| list.iter().map(|s| (*s).to_owned()).collect();
             let built = built(|config| (config.command, config.args) = (list(command), list(args)));
-            built["process"]["args"].as_array().unwrap().iter().map(|v| v.as_str().unwrap().to_owned()).collect::<Vec<_>>()
+            built["process"]["args"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .map(|v| v.as_str().unwrap().to_owned())
+                .collect::<Vec<_>>()
         };
         assert_eq!(args(&[], &[]), ["/entry", "cmd"]);
         assert_eq!(args(&[], &["x"]), ["/entry", "x"]);

@@ -91,11 +91,28 @@ mod tests {
     #[test]
     fn what_every_program_needs_is_there_and_what_none_may_is_not() {
         let plain = names(&default_profile(&[]));
-        for name in ["read", "execve", "openat2", "futex", "rseq", "statx", "epoll_pwait2", "landlock_add_rule", "clone"] {
+        for name in
+            ["read", "execve", "openat2", "futex", "rseq", "statx", "epoll_pwait2", "landlock_add_rule", "clone"]
+        {
             assert!(plain.contains(name), "{name}");
         }
-        for name in ["mount", "reboot", "init_module", "bpf", "ptrace_me", "kexec_load", "unshare", "setns", "clone3",
-            "add_key", "keyctl", "userfaultfd", "open_by_handle_at", "swapon", "settimeofday"] {
+        for name in [
+            "mount",
+            "reboot",
+            "init_module",
+            "bpf",
+            "ptrace_me",
+            "kexec_load",
+            "unshare",
+            "setns",
+            "clone3",
+            "add_key",
+            "keyctl",
+            "userfaultfd",
+            "open_by_handle_at",
+            "swapon",
+            "settimeofday",
+        ] {
             assert!(!plain.contains(name), "{name}");
         }
         let admin = names(&default_profile(&["CAP_SYS_ADMIN".into()]));

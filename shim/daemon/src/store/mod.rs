@@ -120,7 +120,8 @@ impl Store {
         let (queue, commits) = mpsc::channel(QUEUE);
         let writer = std::thread::Builder::new().name("store".into());
         let spawned = writer.spawn(move || write_all(database, commits, observer));
-        spawned.map_err(|error| StoreError::Open { path: path.to_owned(), source: Box::new(redb::Error::Io(error)) })?;
+        spawned
+            .map_err(|error| StoreError::Open { path: path.to_owned(), source: Box::new(redb::Error::Io(error)) })?;
         Ok((Store { queue: Arc::new(queue) }, contents))
     }
 
@@ -280,7 +281,8 @@ mod tests {
                 let store = store.clone();
                 async move { store.commit(vec![Change::Pod(pod(2).into())]).await }
             });
-            let (_store, contents) = tokio::task::spawn_blocking(move || Store::open(&path, None)).await.unwrap().unwrap();
+            let (_store, contents) =
+                tokio::task::spawn_blocking(move || Store::open(&path, None)).await.unwrap().unwrap();
             assert_eq!(contents.pods.len(), if after { 2 } else { 1 });
             assert!(!second.is_finished());
             second.abort();

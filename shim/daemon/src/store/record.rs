@@ -121,8 +121,11 @@ macro_rules! stored {
             }
 
             pub(super) fn decode(id: &str, bytes: &[u8]) -> Result<Self, RecordError> {
-                let Stored::V1(record) = serde_json::from_slice(bytes)
-                    .map_err(|source| RecordError { what: $what, id: id.to_owned(), source })?;
+                let Stored::V1(record) = serde_json::from_slice(bytes).map_err(|source| RecordError {
+                    what: $what,
+                    id: id.to_owned(),
+                    source,
+                })?;
                 Ok(record)
             }
         }

@@ -179,11 +179,8 @@ impl World {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
         let script = Arc::new(Script::default());
         let pods = Arc::new(FakePods::new(Arc::clone(&script)));
-        let networks = Arc::new(FakeNetworks {
-            script: Arc::clone(&script),
-            netns: Mutex::default(),
-            attached: Mutex::default(),
-        });
+        let networks =
+            Arc::new(FakeNetworks { script: Arc::clone(&script), netns: Mutex::default(), attached: Mutex::default() });
         let world = World { root, script, pods, networks, runtime };
         image::load(&world);
         world

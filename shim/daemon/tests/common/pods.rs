@@ -97,7 +97,10 @@ impl Pods for FakePods {
     async fn spawn(&self, dir: &Path, spec: &PodSpec) -> Result<PodClient, ClientError> {
         spec.write(dir)?;
         if let Err(step) = self.script.step("spawn").await {
-            return Err(ClientError::Refused { kind: nacelle_base::Kind::Internal, message: format!("scripted {step}") });
+            return Err(ClientError::Refused {
+                kind: nacelle_base::Kind::Internal,
+                message: format!("scripted {step}"),
+            });
         }
         self.start(dir, spec);
         client::connect(dir).await
@@ -105,7 +108,10 @@ impl Pods for FakePods {
 
     async fn clean_up(&self, dir: &Path) -> Result<Option<PodRecord>, ClientError> {
         if let Err(step) = self.script.step("clean up").await {
-            return Err(ClientError::Refused { kind: nacelle_base::Kind::Internal, message: format!("scripted {step}") });
+            return Err(ClientError::Refused {
+                kind: nacelle_base::Kind::Internal,
+                message: format!("scripted {step}"),
+            });
         }
         self.kill(dir);
         client::clean_up(dir).await

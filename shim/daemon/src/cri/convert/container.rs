@@ -27,7 +27,8 @@ pub fn container_config(config: Option<&cri::ContainerConfig>) -> Result<Contain
         name: name("config.metadata.name", &metadata.name)?,
         attempt: metadata.attempt,
         image: name_of_image(image)?,
-        user_image: if image.user_specified_image.is_empty() { &image.image } else { &image.user_specified_image }.clone(),
+        user_image: if image.user_specified_image.is_empty() { &image.image } else { &image.user_specified_image }
+            .clone(),
         command: config.command.clone(),
         args: config.args.clone(),
         working_dir: config.working_dir.clone(),
@@ -239,7 +240,11 @@ fn run_as(security: &cri::LinuxContainerSecurityContext) -> Result<RunAs, FieldE
     Ok(RunAs {
         user,
         group,
-        supplemental: security.supplemental_groups.iter().map(|group| id_number(field, *group)).collect::<Result<_, _>>()?,
+        supplemental: security
+            .supplemental_groups
+            .iter()
+            .map(|group| id_number(field, *group))
+            .collect::<Result<_, _>>()?,
         strict: security.supplemental_groups_policy() == cri::SupplementalGroupsPolicy::Strict,
     })
 }
@@ -323,7 +328,10 @@ mod tests {
         assert_eq!(container.envs, [("A".to_owned(), "ä=b".to_owned())]);
         assert_eq!(container.stop_signal, Some(37));
         assert!(container.resources.hugepages.is_empty());
-        assert_eq!((container.capabilities.add, container.capabilities.drop), (vec!["NET_ADMIN".to_owned()], vec!["ALL".into()]));
+        assert_eq!(
+            (container.capabilities.add, container.capabilities.drop),
+            (vec!["NET_ADMIN".to_owned()], vec!["ALL".into()])
+        );
         let run_as = RunAs { user: Some("1000".into()), group: Some(1001), supplemental: vec![5], strict: true };
         assert_eq!(container.run_as, run_as);
         assert_eq!((container.pid, container.seccomp), (PidMode::Own, Seccomp::RuntimeDefault));
@@ -344,7 +352,11 @@ mod tests {
             (|c| c.log_path = "x/".into(), Kind::Invalid, "log_path"),
             (|c| c.working_dir = "x".into(), Kind::Invalid, "working_dir"),
             (|c| c.command = vec!["a\0".into()], Kind::Invalid, "command"),
-            (|c| c.mounts = vec![cri::Mount { host_path: "/etc".into(), ..Default::default() }], Kind::Unsupported, "/etc"),
+            (
+                |c| c.mounts = vec![cri::Mount { host_path: "/etc".into(), ..Default::default() }],
+                Kind::Unsupported,
+                "/etc",
+            ),
             (
                 |c| c.mounts = vec![cri::Mount { image: Some(Default::default()), ..Default::default() }],
                 Kind::Unsupported,
@@ -364,8 +376,10 @@ mod tests {
             (|c| limits(c).cpuset_cpus = "0-3".into(), Kind::Unsupported, "cpuset_cpus"),
             (|c| limits(c).unified.extend([("../x".into(), "1".into())]), Kind::Invalid, "unified"),
             (
-                |c| security(c).capabilities =
-                    Some(cri::Capability { add_capabilities: vec!["FLY".into()], ..Default::default() }),
+                |c| {
+                    security(c).capabilities =
+                        Some(cri::Capability { add_capabilities: vec!["FLY".into()], ..Default::default() })
+                },
                 Kind::Invalid,
                 "FLY",
             ),
@@ -378,14 +392,14 @@ mod tests {
                 "network is NODE",
             ),
             (
-                |c| security(c).seccomp =
-                    Some(cri::SecurityProfile { profile_type: 2, localhost_ref: "p.json".into() }),
+                |c| {
+                    security(c).seccomp = Some(cri::SecurityProfile { profile_type: 2, localhost_ref: "p.json".into() })
+                },
                 Kind::Unsupported,
                 "p.json",
             ),
             (
-                |c| security(c).apparmor =
-                    Some(cri::SecurityProfile { profile_type: 2, localhost_ref: "x".into() }),
+                |c| security(c).apparmor = Some(cri::SecurityProfile { profile_type: 2, localhost_ref: "x".into() }),
                 Kind::Unsupported,
                 "AppArmor",
             ),

@@ -120,7 +120,9 @@ fn dns(dns: Option<&cri::DnsConfig>) -> Result<Option<Dns>, FieldError> {
         ("config.dns_config.searches", &dns.searches),
         ("config.dns_config.options", &dns.options),
     ] {
-        if let Some(word) = words.iter().find(|w| w.is_empty() || w.chars().any(|c| c.is_whitespace() || c.is_control())) {
+        if let Some(word) =
+            words.iter().find(|w| w.is_empty() || w.chars().any(|c| c.is_whitespace() || c.is_control()))
+        {
             return bad(field, word, "one word without spaces is needed");
         }
     }
@@ -148,7 +150,9 @@ fn port(port: &cri::PortMapping) -> Option<Result<PortMapping, FieldError>> {
             Ok(cri::Protocol::Tcp) => Protocol::Tcp,
             Ok(cri::Protocol::Udp) => Protocol::Udp,
             Ok(cri::Protocol::Sctp) => Protocol::Sctp,
-            Err(_unknown) => return bad("config.port_mappings.protocol", port.protocol, "TCP, UDP and SCTP are allowed"),
+            Err(_unknown) => {
+                return bad("config.port_mappings.protocol", port.protocol, "TCP, UDP and SCTP are allowed");
+            }
         };
         Ok(PortMapping {
             host_port: number("config.port_mappings.host_port", port.host_port)?,
@@ -276,7 +280,10 @@ pub(crate) mod tests {
                 "servers",
             ),
             (
-                |c| c.port_mappings = vec![cri::PortMapping { host_port: 70000, container_port: 1, ..Default::default() }],
+                |c| {
+                    c.port_mappings =
+                        vec![cri::PortMapping { host_port: 70000, container_port: 1, ..Default::default() }]
+                },
                 Kind::Invalid,
                 "host_port",
             ),

@@ -207,9 +207,10 @@ impl Actor {
             Err(error) => Err(error),
         };
         // Whatever was said: it counts that it does not run.
-        let runs = self.containers.get(&id).is_some_and(|entry| {
-            matches!(entry.record.state, Container::Running | Container::Starting)
-        });
+        let runs = self
+            .containers
+            .get(&id)
+            .is_some_and(|entry| matches!(entry.record.state, Container::Running | Container::Starting));
         drop(answer.send(match result {
             Err(_) if !runs => Ok(()),
             Ok(()) if runs => {
