@@ -5,7 +5,7 @@ repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export HOME=${HOME:-/root}
 cache=${NACELLE_CACHE:-$HOME/.cache/nacelle}
 export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$cache/target}
-export CARGO_TERM_COLOR=never CARGO_INCREMENTAL=0
+export CARGO_TERM_COLOR=never CARGO_INCREMENTAL=${CARGO_INCREMENTAL:-0}
 export DEBIAN_FRONTEND=noninteractive
 export PATH=$PATH:$HOME/.cargo/bin:/usr/local/go/bin:/usr/sbin:/sbin
 crictl_version=1.36.0
@@ -110,12 +110,24 @@ need_crictl() {
     export CRICTL=$file
 }
 
-# Sets NACELLE_KERNEL and NACELLE_INITRD: from the cache, or built.
+# Sets NACELLE_BIN: what the environment names, or a build of this tree.
+need_nacelle() {
+    if [ -z "${NACELLE_BIN:-}" ]; then
+        long "building nacelle" cargo build --locked -p nacelle-daemon || die "nacelle does not build"
+        NACELLE_BIN=$CARGO_TARGET_DIR/debug/nacelle
+    fi
+    export NACELLE_BIN
+}
+
+# Sets NACELLE_KERNEL and NACELLE_INITRD: what the environment names, or from the cache, or built.
 need_guest() {
-    local line
-    NACELLE_KERNEL=$("$repo/guest/build" kernel) || die "cannot build the guest kernel"
-    long "building the guest agent" "$repo/guest/build" agent || die "cannot build the guest agent"
-    NACELLE_INITRD=$("$repo/guest/build" initramfs "$CARGO_TARGET_DIR/x86_64-unknown-linux-gnu/agent/nacelle-agent") ||
-        die "cannot pack the initramfs"
+    if [ -z "${NACELLE_KERNEL:-}" ]; then
+        NACELLE_KERNEL=$("$repo/guest/build" kernel) || die "cannot build the guest kernel"
+    fi
+    if [ -z "${NACELLE_INITRD:-}" ]; then
+        long "building the guest's agent" "$repo/guest/build" agent || die "cannot build the guest's agent"
+        NACELLE_INITRD=$("$repo/guest/build" initramfs "$CARGO_TARGET_DIR/x86_64-unknown-linux-gnu/agent/nacelle-agent") ||
+            die "cannot pack the initramfs"
+    fi
     export NACELLE_KERNEL NACELLE_INITRD
 }
