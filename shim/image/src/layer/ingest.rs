@@ -425,3 +425,7 @@ impl BlobWriter<'_> {
 fn block(at: u64) -> u32 {
     u32::try_from(at / BLOCK).unwrap_or(u32::MAX)
 }
+
+#[cfg(test)]
+#[path = "ingest_tests.rs"]
+mod tests;
