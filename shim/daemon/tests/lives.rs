@@ -103,9 +103,9 @@ fn lists_are_filtered() {
             state: Some(cri::PodSandboxStateValue { state: state.into() }),
             ..Default::default()
         };
-        assert_eq!(list(state(cri::PodSandboxState::SandboxReady)).await, [a.clone()]);
-        assert_eq!(list(state(cri::PodSandboxState::SandboxNotready)).await, [b.clone()]);
-        assert_eq!(list(cri::PodSandboxFilter { id: a[..10].to_owned(), ..Default::default() }).await, [a.clone()]);
+        assert_eq!(list(state(cri::PodSandboxState::SandboxReady)).await, [&*a]);
+        assert_eq!(list(state(cri::PodSandboxState::SandboxNotready)).await, [&*b]);
+        assert_eq!(list(cri::PodSandboxFilter { id: a[..10].to_owned(), ..Default::default() }).await, [&*a]);
         let filter = cri::ContainerFilter { pod_sandbox_id: a, ..Default::default() };
         let request = cri::ListContainersRequest { filter: Some(filter) };
         let found = daemon.cri.list_containers(request).await.unwrap().into_inner().containers;
@@ -283,9 +283,11 @@ fn many_at_once_do_not_mix() {
                 let (a, b) = (a.unwrap(), b.unwrap());
                 daemon.start(&a).await.unwrap();
                 let (stop, remove) = tokio::join!(daemon.stop(&a), twin.remove(&b));
-                (stop.unwrap(), remove.unwrap());
+                stop.unwrap();
+                remove.unwrap();
                 let (stop, remove) = tokio::join!(daemon.stop_pod(&pod), twin.remove_pod(&pod));
-                (stop.unwrap(), remove.unwrap());
+                stop.unwrap();
+                remove.unwrap();
             })
         })
         .collect();

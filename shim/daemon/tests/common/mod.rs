@@ -97,8 +97,8 @@ impl Script {
         self.count.load(Ordering::SeqCst)
     }
 
-    pub fn seen(&self, name: &str) -> bool {
-        self.names.lock().unwrap().iter().any(|seen| *seen == name)
+    pub fn seen(&self, name: &'static str) -> bool {
+        self.names.lock().unwrap().contains(&name)
     }
 }
 

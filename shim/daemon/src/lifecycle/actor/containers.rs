@@ -261,11 +261,9 @@ impl Actor {
                 self.parts.collect_images(&self.table);
             }
             Err(error) => {
-                if let Some(entry) = self.containers.get_mut(&id) {
-                    if entry.record.finished_at == 0 {
-                        entry.record.finished_at = now();
-                        entry.record.exit_code = lost_code();
-                    }
+                if let Some(entry) = self.containers.get_mut(&id).filter(|entry| entry.record.finished_at == 0) {
+                    entry.record.finished_at = now();
+                    entry.record.exit_code = lost_code();
                 }
                 self.step_container(&id, ContainerAsk::RemoveFailed).await;
                 if let Some(entry) = self.containers.get_mut(&id) {
