@@ -13,6 +13,8 @@ use tokio::io::{AsyncRead, AsyncReadExt};
 pub const MAX_OUTPUT: usize = 16 << 20;
 /// From the end of the command to the end of its streams, which a child left behind may hold open.
 const DRAIN: Duration = Duration::from_secs(5);
+/// For a request that was given up to become a process, which can be killed.
+const BEGINNING: Duration = Duration::from_secs(1);
 const SIGKILL: u32 = 9;
 
 /// Kills the command if nobody waits for it any more.
@@ -20,6 +22,8 @@ struct Running {
     agent: Agent,
     id: String,
     exec_id: String,
+    /// The agent has said that it began.
+    begun: bool,
     over: bool,
 }
 
@@ -27,7 +31,12 @@ impl Drop for Running {
     fn drop(&mut self) {
         if !self.over {
             let (agent, id, exec_id) = (self.agent.clone(), self.id.clone(), self.exec_id.clone());
+            let begun = self.begun;
             tokio::spawn(async move {
+                if !begun {
+                    // The request may still be on its way, and a signal must not overtake it.
+                    tokio::time::sleep(BEGINNING).await;
+                }
                 if let Err(error) = agent.signal(&id, &exec_id, SIGKILL, false).await {
                     tracing::warn!(%error, "cannot kill a command that nobody waits for");
                 }
@@ -51,7 +60,8 @@ pub async fn run(agent: Agent, request: pod::ExecSyncRequest) -> Result<pod::Exe
 async fn attempt(agent: Agent, request: pod::ExecSyncRequest) -> Result<pod::ExecSyncResponse, PodError> {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     let exec_id = format!("exec-{}", NEXT.fetch_add(1, Ordering::Relaxed));
-    let mut running = Running { agent: agent.clone(), id: request.id.clone(), exec_id: exec_id.clone(), over: false };
+    let mut running =
+        Running { agent: agent.clone(), id: request.id.clone(), exec_id: exec_id.clone(), begun: false, over: false };
     agent
         .exec(proto::ExecRequest {
             id: request.id.clone(),
@@ -63,6 +73,7 @@ async fn attempt(agent: Agent, request: pod::ExecSyncRequest) -> Result<pod::Exe
             rows: 0,
         })
         .await?;
+    running.begun = true;
     let (stdout, stderr) = tokio::try_join!(
         agent.open_stream(&request.id, &exec_id, proto::Stream::Stdout),
         agent.open_stream(&request.id, &exec_id, proto::Stream::Stderr),

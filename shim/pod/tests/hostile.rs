@@ -6,9 +6,10 @@ use common::agent::{Boot, Fault};
 use common::{World, exited, kind, network, until};
 use nacelle_base::Kind;
 use nacelle_engine::fake::Script;
+use nacelle_pod::client::ClientError;
 use nacelle_pod::record::{ContainerPhase, Phase};
 use nacelle_proto::pod;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tonic::Code;
 
 const GRACE: Duration = Duration::from_secs(60);
@@ -72,19 +73,30 @@ async fn an_agent_that_hangs_meets_its_deadline() {
     for method in ["attach", "create", "start", "remove"] {
         let (world, client) = World::ready_with(|spec| spec.timeouts.call_ms = 100).await;
         world.agent.fault(method, Fault::Hang);
-        let created = client.create_container(world.container("a", "hold")).await;
-        match (method, created) {
-            ("attach" | "create", created) => assert_eq!(kind(created), Kind::Timeout, "{method}"),
-            ("start", Ok(_)) => assert_eq!(kind(client.start_container("a").await), Kind::Timeout),
-            (_, created) => {
-                created.unwrap();
+        let create = || client.create_container(world.container("a", "hold"));
+        match method {
+            "attach" | "create" => assert_eq!(kind(create().await), Kind::Timeout, "{method}"),
+            "start" => {
+                in_the_end(create).await;
+                assert_eq!(kind(client.start_container("a").await), Kind::Timeout);
+            }
+            _ => {
+                in_the_end(create).await;
                 assert_eq!(kind(client.remove_container("a").await), Kind::Timeout);
                 world.agent.faults.lock().unwrap().clear();
-                client.remove_container("a").await.unwrap();
+                in_the_end(|| client.remove_container("a")).await;
             }
         }
         client.stop(Duration::from_millis(10)).await.unwrap();
         world.end().await;
+    }
+}
+
+/// Says a verb until it succeeds: on a busy machine a good agent, too, may miss a short deadline.
+async fn in_the_end<T, F: Future<Output = Result<T, ClientError>>>(verb: impl Fn() -> F) {
+    let deadline = Instant::now() + common::LIMIT;
+    while let Err(error) = verb().await {
+        assert!(Instant::now() < deadline, "{error}");
     }
 }
 

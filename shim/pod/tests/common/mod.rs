@@ -38,7 +38,7 @@ pub fn spec(root: &Path) -> PodSpec {
         shm_bytes: 0,
         log_directory: Some(root.join("logs")),
         scratch: ScratchSpec { size_mib: 16, templates: root.join("templates") },
-        timeouts: Timeouts::default(),
+        timeouts: Timeouts { shutdown_ms: 60_000, ..Timeouts::default() },
     }
 }
 
