@@ -288,20 +288,28 @@ fn a_pod_shares_what_it_should() {
     });
 }
 
+/// The name of a network namespace, removed at the end.
+struct NetnsName(std::path::PathBuf);
+
+impl Drop for NetnsName {
+    fn drop(&mut self) {
+        if let Err(error) = nacelle_net::netns::remove(&self.0) {
+            println!("a namespace is left behind: {error}");
+        }
+    }
+}
+
 #[test]
 fn the_network_is_as_told() {
     let folder = tempfile::tempdir().expect("a folder");
-    let path = folder.path().join("netns");
-    let taps = nacelle_net::netns::create(&path).and_then(|netns| {
+    let name = NetnsName(folder.path().join("netns"));
+    let taps = nacelle_net::netns::create(&name.0).and_then(|netns| {
         let taps = ["tap0", "tap1"].map(|name| nacelle_net::tap::create(&netns, name));
         taps.into_iter().collect::<Result<Vec<_>, _>>()
     });
     let taps = match taps {
         Ok(taps) => taps,
-        Err(error) => {
-            let _ = nacelle_net::netns::remove(&path);
-            return println!("skipped: no tap can be made here: {error}");
-        }
+        Err(error) => return println!("skipped: no tap can be made here: {error}"),
     };
     let nic = |(number, tap): (u8, nacelle_net::Tap)| NicSpec { tap: tap.fd, mac: [2, 0, 0, 0, 0, number], mtu: 1500 };
     let nics = (1..).zip(taps).map(nic).collect();
@@ -352,7 +360,6 @@ fn the_network_is_as_told() {
             assert!(words.contains(expected), "{expected:?} in {output}");
         }
     });
-    nacelle_net::netns::remove(&path).expect("to remove the namespace");
 }
 
 #[test]
