@@ -17,6 +17,7 @@ use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
+use tokio::process::{Child, Command};
 use tokio::time::{Instant, timeout, timeout_at};
 use tonic::transport::{Channel, Endpoint, Uri};
 
@@ -126,18 +127,28 @@ pub struct PodClient {
 }
 
 /// Starts `EXE pod --dir DIR` with this specification and waits until it answers. The process has a session of
-/// its own, no inherited descriptors, logs to `DIR/pod.log`, and outlives the caller. On failure nothing runs.
+/// its own, no inherited descriptors, logs to `DIR/pod.log`, and outlives the caller. On failure nothing runs; whoever
+/// drops the future calls [`clean_up`].
 pub async fn spawn(exe: &Path, dir: &Path, spec: &PodSpec) -> Result<PodClient, ClientError> {
     spec.write(dir)?;
     let log_path = dir.join(LOG_FILE);
     let log =
         OpenOptions::new().append(true).create(true).mode(0o600).open(&log_path).map_err(at("open", &log_path))?;
     let errors = log.try_clone().map_err(at("open", &log_path))?;
-    let mut command = tokio::process::Command::new(exe);
+    let mut command = Command::new(exe);
     command.arg("pod").arg("--dir").arg(dir).current_dir("/");
     command.stdin(Stdio::null()).stdout(log).stderr(errors);
     sys::detach(&mut command);
     let mut child = command.spawn().map_err(|source| ClientError::Start { exe: exe.to_owned(), source })?;
+    // The process writes this too; but whoever gives this call up must be able to clean up from now on. One that has
+    // ended already is found below.
+    if let Some(pid) = child.id().and_then(|pid| i32::try_from(pid).ok())
+        && let Ok(identity) = Identity::of(pid)
+        && let Err(error) = identity.write(dir)
+    {
+        kill(child).await;
+        return Err(error.into());
+    }
 
     let deadline = Instant::now() + START_LIMIT;
     let failure = loop {
@@ -159,11 +170,15 @@ pub async fn spawn(exe: &Path, dir: &Path, spec: &PodSpec) -> Result<PodClient, 
         }
         tokio::time::sleep(Duration::from_millis(2)).await;
     };
-    // It is our child and not reaped, so its pid is still its own.
+    kill(child).await;
+    Err(failure)
+}
+
+/// Kills a child. It is not reaped, so its pid is still its own.
+async fn kill(mut child: Child) {
     if let Err(error) = child.kill().await {
         tracing::error!(%error, "cannot kill a pod process that did not start");
     }
-    Err(failure)
 }
 
 /// Finds the process that serves this directory: the very one that was started here, not another of its pid.

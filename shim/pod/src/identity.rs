@@ -64,7 +64,11 @@ impl Classify for IdentityError {
 impl Identity {
     /// The calling process.
     pub fn own() -> Result<Self, IdentityError> {
-        let pid = nix::unistd::getpid().as_raw();
+        Self::of(nix::unistd::getpid().as_raw())
+    }
+
+    /// The process that has this pid now: the caller knows that it cannot have gone, because it is its child.
+    pub(crate) fn of(pid: i32) -> Result<Self, IdentityError> {
         let start_time = start_time(pid)?.ok_or(IdentityError::Stat { pid })?;
         Ok(Self { pid, start_time, boot_id: boot_id()? })
     }

@@ -30,14 +30,16 @@ const STACK: usize = 512 << 10;
 /// Serves the pod of `dir` with the engine that `engine` makes of the specification, until it is stopped.
 pub fn run(dir: &Path, engine: impl FnOnce(&PodSpec) -> Arc<dyn Engine>) -> Result<(), PodError> {
     let spec = PodSpec::read(dir)?;
+    let own = Identity::own()?;
     if let Some(other) = Identity::read(dir)?
+        && other != own
         && other.is_alive()?
     {
         return Err(PodError::Served { pid: other.pid });
     }
     // Files of the pod are nobody else's; log files are for the node's group, as their mode says.
     nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o027));
-    Identity::own()?.write(dir)?;
+    own.write(dir)?;
     let engine = engine(&spec);
     let thread = |source| PodError::Thread { what: "the runtime", source };
     let runtime = tokio::runtime::Builder::new_current_thread()

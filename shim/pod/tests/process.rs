@@ -18,6 +18,7 @@ fn main() -> ExitCode {
     harness::main(&[
         ("a_pod_outlives_its_client", || Box::pin(outlives(Place::new()))),
         ("kill_9_is_cleared_away", || Box::pin(killed(Place::new()))),
+        ("a_start_that_is_given_up_leaves_nothing", || Box::pin(given_up(Place::new()))),
         ("sigterm_stops_the_pod", || Box::pin(terminated(Place::new()))),
         ("a_foreign_process_is_left_alone", || Box::pin(foreign(Place::new()))),
         ("what_does_not_start_says_why", || Box::pin(no_start(Place::new()))),
@@ -129,6 +130,19 @@ async fn killed(place: Place) {
     client.configure(network()).await.unwrap();
     client::clean_up(&place.dir).await.unwrap();
     assert!(!client.identity().is_alive().unwrap());
+}
+
+async fn given_up(place: Place) {
+    let exe = std::env::current_exe().unwrap();
+    let spec = spec(place.root.path());
+    // Once through the start, then dropped.
+    let given_up = tokio::time::timeout(Duration::from_millis(1), client::spawn(&exe, &place.dir, &spec)).await;
+    if let Ok(client) = given_up {
+        client.unwrap();
+    }
+    let identity = Identity::read(&place.dir).unwrap().unwrap();
+    client::clean_up(&place.dir).await.unwrap();
+    assert!(!identity.is_alive().unwrap());
 }
 
 async fn terminated(place: Place) {
