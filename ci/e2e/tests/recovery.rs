@@ -11,7 +11,7 @@ fn a_daemon_killed_at_rest_finds_everything_again() {
     let image = node.image(&Image::busybox(), "busybox:1");
     let (pod_id, alive, ended) = {
         let pod = node.crictl.run_pod(Pod::new("survivor", node.folder()));
-        let counter = "trap 'exit 9' USR1; i=0; while :; do i=$((i+1)); echo tick $i; sleep 0.2; done";
+        let counter = "echo $$ >/pid; trap 'exit 9' USR1; i=0; while :; do i=$((i+1)); echo tick $i; sleep 0.2; done";
         let alive = pod.start(Container::sh("alive", &image, counter));
         let ended = pod.start(Container::sh("ended", &image, "exit 4"));
         alive.says("tick 2");
@@ -29,7 +29,7 @@ fn a_daemon_killed_at_rest_finds_everything_again() {
     assert_eq!(node.processes("qemu"), machines);
 
     // What ends while no daemon runs is known to the next one.
-    node.crictl.call(["exec", "--sync", &alive, "sh", "-c", "(sleep 3; kill -USR1 1) >/dev/null 2>&1 &"]);
+    node.crictl.call(["exec", "--sync", &alive, "sh", "-c", "(sleep 3; kill -USR1 $(cat /pid)) >/dev/null 2>&1 &"]);
     node.kill();
     eventually("the container has ended without a daemon", || {
         let record = find(node.folder(), "state.json", &alive)?;

@@ -74,6 +74,30 @@ fn a_pod_that_died_without_a_daemon_is_told() {
 }
 
 #[test]
+fn a_container_that_the_guest_still_makes_is_removed_when_it_is_made() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    let pod = world.run(daemon.run_pod("a")).unwrap();
+    world.script.hang_at("create");
+    let mut other = Daemon { runtime: None, cri: daemon.cri.clone(), images: daemon.images.clone() };
+    let name = pod.clone();
+    let create = world.spawn(async move { other.create(&name, "c").await });
+    world.eventually("the guest is asked", || world.script.seen("create"));
+    daemon.kill();
+    create.abort();
+    world.script.conflict("remove", 3);
+    world.script.release();
+    let mut daemon = world.daemon();
+    world.run(async {
+        assert!(daemon.containers().await.is_empty());
+        let id = daemon.create(&pod, "c").await.unwrap();
+        daemon.start(&id).await.unwrap();
+        daemon.remove_pod(&pod).await.unwrap();
+    });
+    assert_eq!(world.left(), Vec::<String>::new());
+}
+
+#[test]
 fn what_belongs_to_no_record_is_removed() {
     let world = World::new();
     let mut daemon = world.daemon();

@@ -15,6 +15,8 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::timeout;
 
+/// Between attempts to remove what is still being made.
+const PAUSE: Duration = Duration::from_millis(50);
 /// Groups that a pod process may report of one user; Linux allows 65536.
 const MAX_GROUPS: usize = 65536;
 
@@ -104,9 +106,16 @@ pub(super) async fn remove(
 ) -> Result<(), LifecycleError> {
     // Without a machine there is nothing in a guest to remove.
     let Some(client) = client else { return Ok(()) };
-    match ask("remove the container", parts.answer_limit(), client.remove_container(id.as_str())).await {
-        Err(error) if is_unknown(&error) => Ok(()),
-        other => other,
+    let deadline = tokio::time::Instant::now() + parts.answer_limit();
+    loop {
+        match ask("remove the container", parts.answer_limit(), client.remove_container(id.as_str())).await {
+            Err(error) if is_unknown(&error) => return Ok(()),
+            // The guest still makes it, for a daemon that is no more: it is removed when it is made.
+            Err(error) if error.kind() == Kind::Conflict && tokio::time::Instant::now() < deadline => {
+                tokio::time::sleep(PAUSE).await;
+            }
+            other => return other,
+        }
     }
 }
 

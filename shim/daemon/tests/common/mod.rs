@@ -42,6 +42,7 @@ pub struct Script {
     names: Mutex<Vec<&'static str>>,
     fail: Mutex<BTreeSet<usize>>,
     fail_named: Mutex<Option<(&'static str, usize)>>,
+    conflict: Mutex<Option<(&'static str, usize)>>,
     hang: Mutex<Option<&'static str>>,
     released: tokio::sync::Notify,
 }
@@ -79,6 +80,22 @@ impl Script {
     /// The next steps of this name fail.
     pub fn fail_named(&self, name: &'static str, times: usize) {
         *self.fail_named.lock().unwrap() = Some((name, times));
+    }
+
+    /// The next requests of this name are refused as not possible now.
+    pub fn conflict(&self, name: &'static str, times: usize) {
+        *self.conflict.lock().unwrap() = Some((name, times));
+    }
+
+    /// Whether a request of this name is to be refused so.
+    pub fn conflicts(&self, name: &'static str) -> bool {
+        match self.conflict.lock().unwrap().as_mut() {
+            Some((which, left)) if *which == name && *left > 0 => {
+                *left -= 1;
+                true
+            }
+            _ => false,
+        }
     }
 
     pub fn hang_at(&self, name: &'static str) {

@@ -177,6 +177,9 @@ impl FakePod {
     }
 
     async fn step(&self, name: &'static str) -> Result<(), Status> {
+        if self.script.conflicts(name) {
+            return Err(Status::failed_precondition(format!("{name} is not possible now")));
+        }
         self.script.step(name).await.map_err(|name| Status::internal(format!("scripted {name}")))
     }
 }
