@@ -106,7 +106,8 @@ fn a_daemon_killed_in_the_middle_of_each_call_loses_and_leaks_nothing() {
         node.crictl.call(["stop", "--timeout", "60", &containers]);
         assert_eq!(state_of(&node, &containers), "CONTAINER_EXITED");
         killed_during(&mut node, &["rm", &containers], after);
-        node.crictl.call(["rm", "--force", &containers]);
+        // crictl asks for the status first, so one that is gone already is its error; what counts is the list.
+        node.crictl.try_call(["rm", "--force", &containers]);
         assert_eq!(node.crictl.call(["ps", "-aq"]), "");
         killed_during(&mut node, &["stopp", &id], after);
         node.crictl.call(["stopp", &id]);
