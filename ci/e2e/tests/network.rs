@@ -44,7 +44,9 @@ fn pods_reach_each_other_and_the_node() {
 
     // A megabyte each way: the checksums and sizes that offloads could spoil.
     let digest = "dd if=/dev/zero bs=1024 count=1024 2>/dev/null | md5sum | cut -c1-32";
-    let receiver = server.start(Container::sh("receiver", &image, "nc -l -p 9000 | md5sum | cut -c1-32"));
+    // Its input stays open: busybox's nc would close its side at once, and the sender's would then stop in the middle.
+    let receiver = "sleep 1000 | nc -l -p 9000 | md5sum | cut -c1-32";
+    let receiver = server.start(Container::sh("receiver", &image, receiver));
     eventually("the receiver listens", || web.exec("netstat -ltn").stdout.contains(":9000").then_some(()));
     let expected = shell.exec(digest).ok();
     shell.exec(&format!("dd if=/dev/zero bs=1024 count=1024 2>/dev/null | nc {} 9000", server.ip())).ok();
