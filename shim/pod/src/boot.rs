@@ -9,6 +9,8 @@ use nacelle_engine::{GuestLink, Incoming};
 use nacelle_net::NetNs;
 use nacelle_proto::{agent as proto, pod};
 use std::sync::Arc;
+use std::time::Duration;
+use tokio::net::UnixStream;
 use tokio::sync::watch;
 
 /// The pod's network, once the daemon has said it.
@@ -24,6 +26,8 @@ pub struct Ready {
 
 const PROTOCOL: u32 = 1;
 const MAX_NAME: usize = 128;
+/// Connections without a hello after which the guest is not believed any more.
+const MAX_GIVEN_UP: u32 = 16;
 
 /// Whether a network fits the machine: its interfaces are the first of the specification's, in that order.
 pub fn check(spec: &PodSpec, request: &pod::ConfigureRequest) -> Result<(), PodError> {
@@ -62,18 +66,35 @@ pub async fn greet(
     }
 }
 
+/// Waits for the agent's hello. A connection that ends before it is one that the guest gave up because the host was
+/// slow: the next one counts. Nobody is listened to after the hello.
+async fn hello(mut incoming: Box<dyn Incoming>, limit: Duration) -> Result<(UnixStream, proto::AgentHello), PodError> {
+    let mut given_up = 0;
+    loop {
+        let (back, accepted) = blocking("the agent's hello", move || {
+            let accepted = incoming.accept(limit);
+            (incoming, accepted)
+        })
+        .await?;
+        incoming = back;
+        let stream = accepted.map_err(|source| PodError::Link { what: "hear the guest's agent", source })?;
+        let mut stream = tokio_stream_of(stream)?;
+        match read_frame(&mut stream, "hello", limit).await {
+            Ok(hello) => return Ok((stream, hello)),
+            Err(PodError::Stream { .. }) if given_up < MAX_GIVEN_UP => given_up += 1,
+            Err(error) => return Err(error),
+        }
+    }
+}
+
 async fn shake(
     spec: &PodSpec,
     incoming: Box<dyn Incoming>,
     netns: Option<Arc<NetNs>>,
     mut network: Network,
 ) -> Result<pod::ConfigureResponse, PodError> {
-    let limit = spec.timeouts.boot();
     let hello = async {
-        let accepted = blocking("the agent's hello", move || incoming.accept(limit)).await?;
-        let stream = accepted.map_err(|source| PodError::Link { what: "hear the guest's agent", source })?;
-        let mut stream = tokio_stream_of(stream)?;
-        let hello: proto::AgentHello = read_frame(&mut stream, "hello", limit).await?;
+        let (stream, hello) = hello(incoming, spec.timeouts.boot()).await?;
         if hello.protocol != PROTOCOL {
             return Err(PodError::Protocol { got: hello.protocol });
         }

@@ -218,7 +218,10 @@ pub async fn clean_up(dir: &Path) -> Result<Option<PodRecord>, ClientError> {
         sys::pidfd_send(&pidfd, libc::SIGKILL).map_err(failed("kill"))?;
         ended(pidfd).await?.map_err(failed("wait for"))?;
     }
-    remove_if_there(&dir.join(crate::SCRATCH_FILE))?;
+    // It has a name only until the machine has it open; without a specification no process came so far.
+    if let Ok(spec) = PodSpec::read(dir) {
+        remove_if_there(&spec.scratch_file())?;
+    }
     // The pod's own and those of the machine's devices.
     for entry in std::fs::read_dir(dir).map_err(at("read", dir))? {
         let entry = entry.map_err(at("read", dir))?;

@@ -20,7 +20,7 @@ use tokio::sync::{mpsc, watch};
 /// A pump's stack: it calls little and its buffers are on the heap.
 const PUMP_STACK: usize = 128 << 10;
 /// From the end of a container to the end of its streams, which a process left behind may hold open.
-const DRAIN: Duration = Duration::from_secs(5);
+const DRAIN: Duration = Duration::from_secs(30);
 /// Between two tries to hear from an agent that fails.
 const RETRY: Duration = Duration::from_millis(500);
 /// More groups than any user has.

@@ -12,7 +12,7 @@ use tokio::io::{AsyncRead, AsyncReadExt};
 /// The most of each stream that is kept; what comes after it is read and dropped, so that the command can end.
 pub const MAX_OUTPUT: usize = 16 << 20;
 /// From the end of the command to the end of its streams, which a child left behind may hold open.
-const DRAIN: Duration = Duration::from_secs(5);
+const DRAIN: Duration = Duration::from_secs(30);
 /// For a request that was given up to become a process, which can be killed.
 const BEGINNING: Duration = Duration::from_secs(1);
 const SIGKILL: u32 = 9;

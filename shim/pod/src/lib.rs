@@ -34,8 +34,6 @@ use std::sync::Arc;
 
 /// The socket on which the process answers, in its run directory; mode 0600.
 pub const SOCKET_FILE: &str = "pod.sock";
-/// The scratch disk, in the run directory.
-pub const SCRATCH_FILE: &str = "scratch.ext4";
 
 /// The pod process: serves the pod in `dir` until it is stopped. The exit code is 0 after an orderly stop.
 pub fn run(dir: &Path) -> ExitCode {

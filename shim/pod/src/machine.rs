@@ -4,7 +4,8 @@
 
 use crate::error::PodError;
 use crate::spec::PodSpec;
-use crate::{SCRATCH_FILE, agent, scratch};
+use crate::{agent, scratch};
+use nacelle_base::Chain;
 use nacelle_base::files::remove_if_there;
 use nacelle_base::net::Mac;
 use nacelle_base::undo::UndoStack;
@@ -59,7 +60,7 @@ pub async fn blocking<T: Send + 'static>(
 /// done within the time in which an engine starts.
 pub async fn assemble(spec: &PodSpec, dir: &Path, engine: Arc<dyn Engine>) -> Result<Assembled, PodError> {
     let mut undo = UndoStack::new();
-    let disk = dir.join(SCRATCH_FILE);
+    let disk = spec.scratch_file();
     // The start reads nothing of the machine's; both halves only take a few milliseconds.
     let taps = {
         let spec = spec.clone();
@@ -88,7 +89,7 @@ pub async fn assemble(spec: &PodSpec, dir: &Path, engine: Arc<dyn Engine>) -> Re
         cmdline: spec.kernel_args.clone(),
         disks: vec![
             DiskSpec::Growing { serial: "images".into() },
-            DiskSpec::File { path: disk, read_only: false, serial: "scratch".into() },
+            DiskSpec::File { path: disk.clone(), read_only: false, serial: "scratch".into() },
         ],
         nics: nics.collect::<Result<_, PodError>>()?,
         run_dir: dir.to_owned(),
@@ -96,6 +97,10 @@ pub async fn assemble(spec: &PodSpec, dir: &Path, engine: Arc<dyn Engine>) -> Re
         guest_cid: GUEST_CID,
     };
     let (machine, gone) = start(engine, machine).await?;
+    // The machine has it open. Without a name it goes with this process, however that ends.
+    if let Err(error) = remove_if_there(&disk) {
+        tracing::warn!(disk = %disk.display(), "{}", Chain(&error));
+    }
     let listened = machine.link().listen(agent::BOOT_PORT);
     let incoming = match listened {
         Ok(incoming) => incoming,

@@ -101,7 +101,8 @@ pub struct NetworkSpec {
 pub struct ScratchSpec {
     /// Its size; blocks are taken when they are written.
     pub size_mib: u64,
-    /// The folder in which templates are kept, absolute; made if missing.
+    /// The folder in which templates are kept and disks are made, absolute; made if missing. It is to be on a real
+    /// file system: what containers write takes its space.
     pub templates: PathBuf,
 }
 
@@ -203,6 +204,11 @@ impl Classify for SpecError {
 }
 
 impl PodSpec {
+    /// The scratch disk of this pod while it has a name: from its making until the machine has it open.
+    pub fn scratch_file(&self) -> PathBuf {
+        self.scratch.templates.join(format!("pod-{}.ext4", self.id))
+    }
+
     /// Reads `DIR/spec.json` and checks it.
     pub fn read(dir: &Path) -> Result<PodSpec, SpecError> {
         let path = dir.join(FILE);

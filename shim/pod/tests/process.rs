@@ -120,7 +120,10 @@ async fn killed(place: Place) {
         assert_eq!(codes, [7, 255]);
         assert!(record.containers[1].message.contains("died"));
     }
-    assert!(!place.dir.join("pod.sock").exists() && !place.dir.join("scratch.ext4").exists());
+    assert!(!place.dir.join("pod.sock").exists());
+    let disks = std::fs::read_dir(place.root.path().join("templates")).into_iter().flatten().flatten();
+    let disks: Vec<_> = disks.filter(|file| file.file_name().to_string_lossy().starts_with("pod-")).collect();
+    assert!(disks.is_empty(), "{disks:?}");
 
     // A pod without a folder has left nothing.
     assert!(client::clean_up(&place.root.path().join("none")).await.unwrap().is_none());

@@ -66,6 +66,9 @@ impl Config {
 pub fn run() -> ExitCode {
     let cli = Cli::parse();
     log(cli.log_format);
+    if matches!(cli.command, Command::Serve(_) | Command::Pod { .. }) {
+        more_files();
+    }
     let done = match cli.command {
         Command::Serve(config) => config.load().and_then(serve::serve),
         Command::Pod { dir } => return nacelle_pod::run(&dir),
@@ -81,6 +84,17 @@ pub fn run() -> ExitCode {
         eprintln!("nacelle: {error:#}");
         ExitCode::FAILURE
     })
+}
+
+/// Allows as many open files as the hard limit does: a connection of a pod takes two, and the usual soft limit of 1024
+/// is a guess about programs that use select(2).
+fn more_files() {
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    let raised = getrlimit(Resource::RLIMIT_NOFILE)
+        .and_then(|(soft, hard)| if soft < hard { setrlimit(Resource::RLIMIT_NOFILE, hard, hard) } else { Ok(()) });
+    if let Err(error) = raised {
+        tracing::warn!("the limit on open files stays as it is: {error}");
+    }
 }
 
 fn log(format: LogFormat) {
