@@ -78,7 +78,11 @@ need_go() {
     minor=$(go env GOVERSION 2>/dev/null | sed -n 's/^go1\.\([0-9]*\).*/\1/p')
     if [ "${minor:-0}" -lt 21 ]; then
         if [ ! -e /etc/apt/sources.list.d/nacelle-backports.list ]; then
-            echo 'deb http://deb.debian.org/debian bookworm-backports main' |
+            # From the mirror that this machine uses already.
+            local mirror
+            mirror=$(apt-get indextargets --format '$(CODENAME) $(REPO_URI)' | sed -n 's/^bookworm //p' | head -n 1)
+            [ -n "$mirror" ] || die "no Go to build crictl with, and no Debian 12 mirror to take one from"
+            echo "deb $mirror bookworm-backports main" |
                 as_root tee /etc/apt/sources.list.d/nacelle-backports.list >/dev/null
             apt_fresh=
         fi
