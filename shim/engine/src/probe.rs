@@ -167,8 +167,9 @@ mod tests {
     #[test]
     fn this_node_gets_a_verdict() {
         let verdict = probe();
+        // A node may have the file and nothing behind it.
         let there = std::path::Path::new("/dev/kvm").exists();
-        assert_eq!(verdict == KvmVerdict::Absent, !there, "{verdict}");
+        assert!(there || verdict == KvmVerdict::Absent, "{verdict}");
         println!("{verdict}");
     }
 }

@@ -27,6 +27,8 @@ use tokio_util::task::TaskTracker;
 
 /// Bytes of all indexes of an image: about what merging them takes in memory.
 const MAX_INDEXES: u64 = 512 << 20;
+/// Entries of all layers of an image: each takes a few hundred bytes of memory beside its index.
+const MAX_ENTRIES: usize = 5_000_000;
 
 /// What all handles of a store share.
 pub struct Shared {
@@ -109,7 +111,7 @@ impl Shared {
         let keys: Vec<_> = keys.chain([(Part::Config, id), (Part::Tree, tree)]).collect();
         let pins: Vec<Pin> = keys.iter().map(|key| self.folder.pin(*key)).collect();
         let threads = TaskTracker::new();
-        let installed = self.install_pinned(config, layers, names, &threads).await;
+        let installed = self.install_pinned(config, layers, names, &threads, &pins).await;
         if installed.as_ref().is_err_and(|error| error.kind() == Kind::Exhausted) {
             threads.close();
             threads.wait().await; // Those of layers that were given up may still have run.
@@ -126,6 +128,7 @@ impl Shared {
         layers: Vec<(Digest, Source)>,
         names: Names,
         threads: &TaskTracker,
+        pins: &[Pin],
     ) -> Result<ImageId, ImageError> {
         let diff_ids: Vec<Digest> = layers.iter().map(|(diff_id, _)| *diff_id).collect();
         self.enough_space(&layers)?;
@@ -142,8 +145,14 @@ impl Shared {
                 return Err(error);
             }
         }
-        let shared = Arc::clone(self);
-        spawn_blocking(move || shared.finish(config, diff_ids, names)).await?
+        // The thread goes on if this future is dropped, so it holds what it lists.
+        let (shared, pins) = (Arc::clone(self), pins.to_vec());
+        spawn_blocking(move || {
+            let finished = shared.finish(config, diff_ids, names);
+            drop(pins);
+            finished
+        })
+        .await?
     }
 
     fn enough_space(&self, layers: &[(Digest, Source)]) -> Result<(), ImageError> {
@@ -312,7 +321,16 @@ impl Shared {
                 limit: MAX_INDEXES,
             });
         }
-        let indexes = diff_ids.iter().map(|diff_id| self.folder.layer(*diff_id)).collect::<Result<Vec<_>, _>>()?;
+        let (mut indexes, mut entries) = (Vec::new(), 0);
+        for diff_id in diff_ids {
+            let index = self.folder.layer(*diff_id)?;
+            entries += index.entries.len();
+            if entries > MAX_ENTRIES {
+                let what = "the layers together, in entries,".to_owned();
+                return Err(ImageError::TooLarge { what, limit: MAX_ENTRIES as u64 });
+            }
+            indexes.push(index);
+        }
         let blobs: Vec<Blob> = diff_ids
             .iter()
             .zip(&indexes)

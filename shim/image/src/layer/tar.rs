@@ -5,6 +5,8 @@ use std::io::{self, Read};
 
 /// Bytes of one pax header or long name.
 const MAX_SPECIAL: u64 = 1 << 20;
+/// Bytes of all of them before one entry.
+const MAX_SPECIALS: u64 = 4 << 20;
 /// Pieces of one sparse file.
 const MAX_PIECES: usize = 1 << 18;
 const BLOCK: u64 = 512;
@@ -119,11 +121,16 @@ impl<R: Read> Archive<R> {
     /// The next entry, or none at the end of the archive. Data of the last one that nobody read are skipped.
     pub fn next(&mut self) -> Result<Option<Header>, TarError> {
         let mut extra = Extra::default();
+        let mut left = MAX_SPECIALS;
         loop {
             self.skip()?;
             let Some(raw) = self.header()? else { return Ok(None) };
             let size = raw.number(124, 12).and_then(|size| u64::try_from(size).ok());
             let size = size.ok_or_else(|| self.wrong("the size is no number"))?;
+            if matches!(raw.flag(), b'x' | b'L' | b'K') {
+                let fewer = left.checked_sub(size);
+                left = fewer.ok_or_else(|| self.wrong("its pax headers and long names are longer than 4 MiB"))?;
+            }
             match raw.flag() {
                 b'x' => extra.pax(&self.special(size)?).map_err(|why| self.wrong(why))?,
                 b'L' => extra.path = Some(until_nul(&self.special(size)?).to_vec()),

@@ -53,6 +53,19 @@ fn read(bytes: &[u8]) -> Result<Vec<(Header, Vec<u8>)>, TarError> {
 }
 
 #[test]
+fn pax_headers_before_one_entry_have_an_end() {
+    let value = "v".repeat(1_000_000);
+    let many = |count| {
+        let headers = (0..count).map(|at: u32| pax(&[(&format!("SCHILY.xattr.user.{at}"), &value)]));
+        [headers.collect::<Vec<_>>().concat(), block(b"a", b'0', 0, |_| ()).to_vec()].concat()
+    };
+    assert_eq!(read(&many(4)).unwrap()[0].0.xattrs.len(), 4);
+    assert!(matches!(read(&many(5)), Err(TarError::Header { .. })));
+    // Each entry has its own.
+    assert_eq!(read(&[many(4), many(4)].concat()).unwrap().len(), 2);
+}
+
+#[test]
 fn prefixes_long_names_and_pax_names_are_whole() {
     let with_prefix = block(b"name", b'0', 0, |raw| raw[345..351].copy_from_slice(b"prefix"));
     let long = vec![b'l'; 300];

@@ -1,7 +1,7 @@
 //! Owns: the proof that a store survives `kill -9` at any point of a pull.
 
 use crate::common::server::{Server, honest};
-use crate::common::{Packing, Tar, image};
+use crate::common::{Packing, Tar, image, reopen};
 use nacelle_image::{Config, Reference, RegistryConfig, Store};
 use std::collections::HashSet;
 use std::path::Path;
@@ -14,7 +14,7 @@ const HOST: &str = "NACELLE_TEST_CRASH_HOST";
 
 fn open(folder: &Path, host: &str) -> Store {
     let special = RegistryConfig { http: true, ..RegistryConfig::default() };
-    Store::open(folder, Config { registries: [(host.to_owned(), special)].into(), ..Config::default() }).unwrap()
+    reopen(folder, &Config { registries: [(host.to_owned(), special)].into(), ..Config::default() })
 }
 
 fn name(host: &str) -> Reference {

@@ -223,6 +223,7 @@ async fn bodies_without_end_are_refused() {
 async fn a_silent_server_is_given_up() {
     let silent = |asked: &Asked| Reply { stall: true, ..Reply::ok(if asked.path.contains("t") { b"{" } else { b"" }) };
     let server = refused(Kind::Timeout, silent).await;
+    eventually("the server has seen the request", || !server.asked().is_empty()).await;
     assert_eq!(server.asked().len(), 1);
 }
 

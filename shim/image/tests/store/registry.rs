@@ -1,7 +1,7 @@
 //! Owns: pulls from a real registry: http, https, password, mirrors, indexes, names.
 
 use crate::common::registry::{Registry, missing};
-use crate::common::{Image, Packing, Tar, image};
+use crate::common::{Image, Packing, Tar, image, reopen};
 use nacelle_base::{Classify, Kind};
 use nacelle_image::{Auth, Config, Reference, RegistryConfig, Store};
 use std::collections::HashSet;
@@ -198,8 +198,7 @@ async fn a_store_is_open_once_and_found_again() {
     first.pull(&reference(&host, "x:1"), None).await.unwrap();
     let (list, info) = (first.list(), first.fs_info().await.unwrap());
     drop(first);
-    let again =
-        Store::open(folder.path(), Config { pinned: vec![format!("{host}/x:1")], ..Config::default() }).unwrap();
+    let again = reopen(folder.path(), &Config { pinned: vec![format!("{host}/x:1")], ..Config::default() });
     let mut pinned = list;
     pinned[0].pinned = true;
     assert_eq!(again.list(), pinned);

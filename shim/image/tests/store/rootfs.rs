@@ -1,7 +1,7 @@
 //! Owns: the proof that what a guest mounts is what the layers say: compared file by file with what umoci
 //! unpacks, and with what is expected where tools differ.
 
-use crate::common::{Packing, Tar, can_mount, image, look, mount, write_layout};
+use crate::common::{Packing, Tar, can_mount, image, look, mount, reopen, write_layout};
 use nacelle_image::{Config, ImageConfig, Reference, RunAs, Store};
 use std::collections::HashSet;
 use std::path::Path;
@@ -353,7 +353,7 @@ async fn an_image_is_described_kept_while_in_use_and_then_gone() {
     assert!(store.list().is_empty() && store.status("test:1").unwrap().is_none());
     assert_eq!(store.rootfs(&id).await.unwrap(), rootfs);
     drop(store);
-    let store = Store::open(&folder.path().join("store"), Config::default()).unwrap();
+    let store = reopen(&folder.path().join("store"), &Config::default());
     assert_eq!(store.rootfs(&id).await.unwrap(), rootfs);
     store.collect(&in_use).await.unwrap();
     assert!(rootfs.disk.extents.iter().all(|extent| extent.path.exists()));

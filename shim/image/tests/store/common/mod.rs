@@ -4,6 +4,7 @@ pub mod registry;
 pub mod server;
 
 use nacelle_base::machine::ImageDisk;
+use nacelle_image::{Config, ImageError, Store};
 use sha2::{Digest as _, Sha256};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -12,10 +13,25 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 /// `sha256:...` of these bytes.
 pub fn digest(bytes: &[u8]) -> String {
     format!("sha256:{}", hex::encode(Sha256::digest(bytes)))
+}
+
+/// Opens a store that has just been closed. A process that another test starts at this moment has the lock's descriptor
+/// too, until it runs its program.
+pub fn reopen(folder: &Path, config: &Config) -> Store {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    loop {
+        match Store::open(folder, config.clone()) {
+            Err(ImageError::Locked { .. }) if Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            other => return other.unwrap(),
+        }
+    }
 }
 
 /// How a layer is sent.
