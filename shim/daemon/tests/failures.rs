@@ -219,6 +219,32 @@ fn a_pod_process_may_answer_with_anything() {
     });
 }
 
+#[test]
+fn an_end_is_never_before_its_start() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    let (pod, id, created_at) = world.run(async {
+        let pod = daemon.run_pod("a").await.unwrap();
+        let id = daemon.create(&pod, "c").await.unwrap();
+        daemon.start(&id).await.unwrap();
+        let created_at = daemon.status(&id).await.unwrap().created_at;
+        (pod, id, created_at)
+    });
+    // By the pod's clock it was over before the answer to its start arrived here.
+    world.pods.only().change(|record| {
+        let container = &mut record.containers[0];
+        container.phase = nacelle_pod::record::ContainerPhase::Exited;
+        (container.started_at, container.finished_at) = (created_at, created_at);
+    });
+    world.eventually("the end is told", || {
+        world.run(daemon.status(&id)).unwrap().state() == cri::ContainerState::ContainerExited
+    });
+    let status = world.run(daemon.status(&id)).unwrap();
+    assert!(status.finished_at >= status.started_at, "{status:?}");
+    assert!(status.started_at > created_at, "the test would show nothing");
+    world.run(daemon.remove_pod(&pod)).unwrap();
+}
+
 /// States of a pod; "self" stands for the container.
 fn lies() -> impl Strategy<Value = pod::PodState> {
     let ids = prop_oneof![Just("self".to_owned()), Just("no id".to_owned()), Just("ab".repeat(32))];

@@ -98,6 +98,44 @@ fn a_container_that_the_guest_still_makes_is_removed_when_it_is_made() {
 }
 
 #[test]
+fn what_was_half_made_or_half_removed_does_not_outlive_its_machine() {
+    for verb in ["create", "remove"] {
+        let world = World::new();
+        let mut daemon = world.daemon();
+        let pod = world.run(daemon.run_pod("a")).unwrap();
+        let mut id = String::new();
+        if verb == "remove" {
+            id = world.run(daemon.create(&pod, "c")).unwrap();
+            world.run(daemon.start(&id)).unwrap();
+        }
+        world.script.hang_at(verb);
+        let mut other = Daemon { runtime: None, cri: daemon.cri.clone(), images: daemon.images.clone() };
+        let (container, of) = (id.clone(), pod.clone());
+        let asked = world.spawn(async move {
+            match verb {
+                "remove" => other.remove(&container).await,
+                _ => other.create(&of, "c").await.map(drop),
+            }
+        });
+        world.eventually("the guest is asked", || world.script.seen(verb));
+        daemon.kill();
+        asked.abort();
+        world.script.release();
+        world.pods.alive().iter().for_each(|folder| world.pods.kill(folder));
+        let mut daemon = world.daemon();
+        world.run(async {
+            assert!(daemon.containers().await.is_empty(), "{verb}");
+            if verb == "remove" {
+                daemon.remove(&id).await.unwrap();
+            }
+            daemon.stop_pod(&pod).await.unwrap();
+            daemon.remove_pod(&pod).await.unwrap();
+        });
+        assert_eq!(world.left(), Vec::<String>::new(), "{verb}");
+    }
+}
+
+#[test]
 fn what_belongs_to_no_record_is_removed() {
     let world = World::new();
     let mut daemon = world.daemon();

@@ -398,7 +398,11 @@ impl Actor {
             let mut pause = RETRY.0;
             loop {
                 match parts.pods.connect(&dir).await {
-                    Ok(client) => return Message::Found(client),
+                    Ok(client) => {
+                        // One that can be connected to but not followed must not keep this daemon busy.
+                        tokio::time::sleep(pause).await;
+                        return Message::Found(client);
+                    }
                     Err(ClientError::Gone { .. }) => match parts.clean_up(&dir).await {
                         Ok(last) => return Message::Gone(last.as_ref().map(Into::into)),
                         Err(error) => tracing::warn!(pod = %id, "cannot clear up after it: {}", Chain(&error)),

@@ -1,13 +1,12 @@
 //! Owns: the effects on containers: making, starting, stopping, removing them in the guest. Each has a deadline.
 //! Threads: run as tasks of their own; they answer to the pod's actor.
 
-use super::boot::blocking;
 use super::error::{LifecycleError, StepError, at};
 use super::{Parts, clip};
 use crate::nouns::{PidMode, PodConfig, User};
 use crate::oci;
 use crate::store::ContainerRecord;
-use nacelle_base::{Classify, ContainerId, Kind};
+use nacelle_base::{Chain, Classify, ContainerId, Kind};
 use nacelle_pod::client::{ClientError, PodClient};
 use nacelle_proto::pod as proto;
 use std::future::Future;
@@ -44,11 +43,6 @@ pub(super) async fn make(
     let root = parts.images.rootfs(&record.image.id).await.map_err(at("read the image of the container"))?;
     let spec = oci::spec(&pod, config, &root.config).map_err(at("describe the container"))?;
     let stop_signal = oci::stop_signal(config, &root.config).map_err(at("describe the container"))?;
-    if let Some(folder) = record.log_path.as_deref().and_then(std::path::Path::parent).map(ToOwned::to_owned) {
-        let made =
-            blocking(move || std::fs::create_dir_all(&folder).map_err(nacelle_base::files::at("create", &folder)));
-        made.await.map_err(at("make the folder of the container's log"))?;
-    }
     let text = |path: &std::path::Path| path.to_string_lossy().into_owned();
     let request = proto::CreateContainerRequest {
         id: record.id.to_string(),
@@ -80,7 +74,14 @@ pub(super) async fn make(
 
 /// Starts it.
 pub(super) async fn start(parts: Arc<Parts>, client: PodClient, id: ContainerId) -> Result<(), LifecycleError> {
-    ask("start the container", parts.answer_limit(), client.start_container(id.as_str())).await
+    let started = ask("start the container", parts.answer_limit(), client.start_container(id.as_str())).await;
+    if let Err(LifecycleError::TooSlow { .. }) = &started {
+        // It may start all the same, and would then run as a container that counts as ended.
+        if let Err(error) = stop(parts, client, id.clone(), Duration::ZERO).await {
+            tracing::warn!(container = %id, "its late start could not be stopped: {}", Chain(&error));
+        }
+    }
+    started
 }
 
 /// Stops it and asks how it ended. None: the pod process does not know it any more.

@@ -6,7 +6,7 @@ use super::boot::blocking;
 use super::state::{Container, Pod};
 use super::{Handle, Node, Parts, Table};
 use crate::store::{ContainerRecord, Contents, PodRecord};
-use nacelle_base::{Chain, ContainerId, PodId};
+use nacelle_base::{Chain, PodId};
 use nacelle_pod::client::{ClientError, PodClient};
 use nacelle_proto::pod as proto;
 use std::collections::{BTreeMap, BTreeSet};
@@ -83,6 +83,15 @@ pub fn container_plan(state: Container, told: Option<proto::ContainerPhase>) -> 
     }
 }
 
+/// The same if there is no pod process to ask: what is in no effect's hands must not look as if it were.
+pub fn container_plan_unasked(state: Container) -> ContainerPlan {
+    match state {
+        Container::Creating | Container::Removing => ContainerPlan::Remove,
+        Container::Starting => ContainerPlan::As(Container::Created),
+        state => ContainerPlan::As(state),
+    }
+}
+
 /// Time for all pods to be brought in order before the daemon serves; what takes longer goes on beside it.
 const LIMIT: Duration = Duration::from_secs(150);
 
@@ -117,22 +126,21 @@ impl Node {
         let plan = plan(pod.state, pod.was_ready, found);
         tracing::info!(pod = %pod.id, state = ?pod.state, ?found, ?plan, "found again");
         let mut remove = Vec::new();
-        if let (Plan::Adopt, Some(state)) = (plan, &last) {
-            for container in &mut containers {
-                let told = state.containers.iter().find(|told| told.id == container.id.as_str());
-                match container_plan(container.state, told.map(proto::ContainerState::phase)) {
-                    ContainerPlan::As(state) => container.state = state,
-                    ContainerPlan::Remove => {
-                        container.state = Container::Exited;
-                        remove.push(container.id.clone());
-                    }
-                    ContainerPlan::Lost => {
-                        container.state = Container::Exited;
-                        container.finished_at = super::now();
-                        container.exit_code = i32::try_from(nacelle_pod::record::LOST).unwrap_or(i32::MAX);
-                        container.message = "the pod process does not know the container".to_owned();
-                    }
+        for container in &mut containers {
+            let how = match (plan, &last) {
+                (Plan::Adopt, Some(state)) => {
+                    let told = state.containers.iter().find(|told| told.id == container.id.as_str());
+                    container_plan(container.state, told.map(proto::ContainerState::phase))
                 }
+                _ => container_plan_unasked(container.state),
+            };
+            match how {
+                ContainerPlan::As(state) => container.state = state,
+                ContainerPlan::Remove => {
+                    lose(container, "the daemon ended while it was made or removed");
+                    remove.push(container.id.clone());
+                }
+                ContainerPlan::Lost => lose(container, "the pod process does not know the container"),
             }
         }
         let first = match plan {
@@ -150,7 +158,10 @@ impl Node {
         let inbox = self.enter(pod.clone(), containers, first);
         let id = pod.id.as_str();
         let done = match plan {
-            Plan::Adopt => self.catch_up(&inbox, last, remove).await,
+            Plan::Adopt => {
+                catch_up(&inbox, last).await;
+                Ok(())
+            }
             Plan::Undo => self.stop_pod(id).await,
             Plan::Discard => self.remove_pod(id).await,
             Plan::Lost => {
@@ -162,6 +173,12 @@ impl Node {
         };
         if let Err(error) = done {
             tracing::error!(pod = %pod.id, "not brought in order: {}", Chain(&error));
+        }
+        // A pod that is forgotten takes its containers along; one that is still looked for cannot be asked.
+        for id in remove.into_iter().filter(|_| !matches!(plan, Plan::Discard | Plan::Search)) {
+            if let Err(error) = self.remove(id.as_str()).await {
+                tracing::error!(pod = %pod.id, container = %id, "not removed: {}", Chain(&error));
+            }
         }
     }
 
@@ -175,23 +192,24 @@ impl Node {
         tokio::spawn(actor.run(Begin::Known(first)));
         inbox
     }
+}
 
-    /// Tells an adopted pod what its process says, and has it remove what was half made or half removed.
-    async fn catch_up(
-        &self,
-        inbox: &mpsc::Sender<Message>,
-        state: Option<proto::PodState>,
-        remove: Vec<ContainerId>,
-    ) -> Result<(), super::LifecycleError> {
-        if let Some(state) = state {
-            // A closed inbox: the pod is gone already.
-            let _ = inbox.send(Message::Report(state)).await;
-            let _ = super::asked_inbox(inbox, Message::WaitReady).await;
-        }
-        for id in remove {
-            self.remove(id.as_str()).await?;
-        }
-        Ok(())
+/// A container of which nobody will ever hear again has ended.
+fn lose(container: &mut ContainerRecord, why: &str) {
+    container.state = Container::Exited;
+    if container.finished_at == 0 {
+        container.finished_at = super::now();
+        container.exit_code = i32::try_from(nacelle_pod::record::LOST).unwrap_or(i32::MAX);
+        container.message = why.to_owned();
+    }
+}
+
+/// Tells an adopted pod what its process says.
+async fn catch_up(inbox: &mpsc::Sender<Message>, state: Option<proto::PodState>) {
+    if let Some(state) = state {
+        // A closed inbox: the pod is gone already.
+        let _ = inbox.send(Message::Report(state)).await;
+        let _ = super::asked_inbox(inbox, Message::WaitReady).await;
     }
 }
 
@@ -284,5 +302,11 @@ mod tests {
             assert_eq!(container_plan(Container::Exited, told), ContainerPlan::As(Container::Exited));
         }
         assert_eq!(container_plan(Container::Running, Some(Phase::Exited)), ContainerPlan::As(Container::Running));
+        for state in Container::ALL {
+            if let ContainerPlan::As(state) = container_plan_unasked(state) {
+                use Container::{Created, Exited, Running};
+                assert!(matches!(state, Created | Running | Exited), "{state:?}: nobody would ever answer");
+            }
+        }
     }
 }

@@ -292,6 +292,13 @@ impl World {
     }
 }
 
+impl Drop for World {
+    /// A daemon that was killed may hold on to the pods for a moment longer than this program runs.
+    fn drop(&mut self) {
+        self.pods.kill_all();
+    }
+}
+
 impl Daemon {
     /// As kill -9: nothing of it goes on.
     pub fn kill(mut self) {

@@ -52,11 +52,20 @@ impl FakePods {
 
     /// Kills the process of this folder, as the kernel or somebody would.
     pub fn kill(&self, dir: &Path) {
-        if let Some(mut process) = self.processes.lock().unwrap().remove(dir) {
+        let mut processes = self.processes.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if let Some(mut process) = processes.remove(dir) {
             process.runtime.shutdown_background();
             process.child.kill().unwrap();
             process.child.wait().unwrap();
         }
+    }
+
+    pub fn kill_all(&self) {
+        // Also after a test that failed while it held the lock.
+        let processes = self.processes.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let dirs: Vec<_> = processes.keys().cloned().collect();
+        drop(processes);
+        dirs.iter().for_each(|dir| self.kill(dir));
     }
 
     fn start(&self, dir: &Path, spec: &PodSpec) {
@@ -79,8 +88,7 @@ impl FakePods {
 
 impl Drop for FakePods {
     fn drop(&mut self) {
-        let dirs: Vec<_> = self.processes.lock().unwrap().keys().cloned().collect();
-        dirs.iter().for_each(|dir| self.kill(dir));
+        self.kill_all();
     }
 }
 

@@ -302,7 +302,8 @@ impl Actor {
         if record.started_at == 0 {
             record.started_at = told.started_at;
         }
-        record.finished_at = told.finished_at;
+        // The start may have been dated here, by the clock at the answer.
+        record.finished_at = told.finished_at.max(record.started_at);
         record.exit_code = told.exit_code;
         record.oom_killed = told.oom_killed;
         record.message = told.message;
