@@ -1,6 +1,7 @@
 //! Owns: the daemon's side of a pod process: start one, find one again, ask it, and clear away a dead one.
 //! Threads: any; a [`PodClient`] is cheap to clone and holds no lock.
 
+use crate::error::guest_text;
 use crate::identity::{Identity, IdentityError};
 use crate::record::{self, PodRecord, RecordError};
 use crate::spec::{PodSpec, SpecError};
@@ -32,6 +33,8 @@ const CONNECT_LIMIT: Duration = Duration::from_secs(10);
 const KILL_LIMIT: Duration = Duration::from_secs(60);
 /// One message, both ways: an ExecSync answer is the largest.
 const MESSAGE_LIMIT: usize = 40 << 20;
+/// Characters of an error of the process that are passed on. It is the nearest to the guest, and believed least.
+const MAX_TEXT: usize = 4096;
 
 /// Why a pod process could not be started, found or asked.
 #[derive(Debug, thiserror::Error)]
@@ -115,7 +118,7 @@ impl Classify for ClientError {
 
 impl From<tonic::Status> for ClientError {
     fn from(status: tonic::Status) -> Self {
-        ClientError::Refused { kind: codes::kind(&status), message: status.message().to_owned() }
+        ClientError::Refused { kind: codes::kind(&status), message: guest_text(status.message(), MAX_TEXT) }
     }
 }
 
