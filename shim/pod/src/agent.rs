@@ -50,7 +50,7 @@ pub struct Agent {
 pub type Gone = watch::Receiver<Option<MachineExit>>;
 
 /// From a broken connection to the news of the machine's end, if that is what broke it.
-const NEWS: Duration = Duration::from_secs(1);
+const NEWS: Duration = Duration::from_secs(3);
 
 impl Agent {
     /// For the agent at the end of this link; each request may take `limit`. Connects with the first request.

@@ -160,7 +160,13 @@ pub async fn start(agent: &Agent, id: &str, tty: bool, log: Option<LogPath>) -> 
         let thread = std::thread::Builder::new().name("log".into()).stack_size(PUMP_STACK).spawn(run);
         thread.map_err(|source| PodError::Thread { what: "a log's thread", source })?;
     }
-    agent.start_container(id).await?;
+    if let Err(error) = agent.start_container(id).await {
+        // The answer may have been lost, and the container counts as ended from here on.
+        if let Err(second) = agent.signal(id, "", SIGKILL, true).await {
+            tracing::debug!("after a failed start: {}", Chain(&second));
+        }
+        return Err(error);
+    }
     Ok(Started { streams, log, pumping })
 }
 
@@ -192,7 +198,8 @@ pub async fn ended(agent: &Agent, id: &str, pumping: &mut mpsc::Receiver<()>) ->
             }
             Err(error) if error.kind() == Kind::NotFound => {
                 let message = Chain(&error).to_string();
-                break Ended { code: LOST, oom_killed: false, at: crate::now_nanos(), message };
+                // Nobody knows when its streams will end.
+                return Ended { code: LOST, oom_killed: false, at: crate::now_nanos(), message };
             }
             // The machine's end, if it is that, is noticed elsewhere and ends this task.
             Err(error) => {

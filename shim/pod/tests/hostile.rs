@@ -72,6 +72,10 @@ async fn the_machine_may_die_in_every_request() {
 async fn an_agent_that_hangs_meets_its_deadline() {
     for method in ["attach", "create", "start", "remove"] {
         let (world, client) = World::ready_with(|spec| spec.timeouts.call_ms = 100).await;
+        // Connected first: an agent that does not listen yet is unavailable, not slow.
+        let mut early = world.container("early", "hold");
+        early.image_key = "early".into();
+        in_the_end(|| client.create_container(early.clone())).await;
         world.agent.fault(method, Fault::Hang);
         let create = || client.create_container(world.container("a", "hold"));
         match method {
@@ -115,6 +119,7 @@ async fn what_the_agent_refuses_is_told_and_cut() {
     world.agent.fault("start", Fault::Refuse(Code::NotFound, "no such program".into()));
     client.create_container(world.container("a", "hold")).await.unwrap();
     assert_eq!(kind(client.start_container("a").await), Kind::NotFound);
+    assert_eq!(world.agent.calls_of("signal 9"), 1, "it may run all the same");
     let end = exited(&client, "a").await;
     assert_eq!(end.exit_code, 128);
     assert!(end.message.contains("no such program"));
