@@ -119,7 +119,8 @@ impl Store {
         let contents = read(&database)?;
         let (queue, commits) = mpsc::channel(QUEUE);
         let writer = std::thread::Builder::new().name("store".into());
-        let spawned = writer.spawn(move || write_all(database, commits, observer));
+        let file = File { path: path.to_owned(), database: Some(database) };
+        let spawned = writer.spawn(move || write_all(file, commits, observer));
         spawned
             .map_err(|error| StoreError::Open { path: path.to_owned(), source: Box::new(redb::Error::Io(error)) })?;
         Ok((Store { queue: Arc::new(queue) }, contents))
@@ -205,18 +206,46 @@ fn write(database: &Database, changes: &[Change]) -> Result<(), StoreError> {
     transaction.commit().map_err(access("write"))
 }
 
+/// The writer's database. After an error of the disk redb refuses everything until it is opened again, and a disk that
+/// is full now will not be full for ever.
+struct File {
+    path: PathBuf,
+    database: Option<Database>,
+}
+
+impl File {
+    fn write(&mut self, changes: &[Change]) -> Result<(), StoreError> {
+        let database = match self.database.take() {
+            Some(database) => database,
+            None => open_retrying(&self.path)?,
+        };
+        let written = write(&database, changes);
+        self.database = match &written {
+            Err(StoreError::Access { source, .. })
+                if matches!(source.as_ref(), redb::Error::Io(_) | redb::Error::PreviousIo) =>
+            {
+                // At once, so that no second daemon takes it meanwhile; if that fails, the next commit tries again.
+                drop(database);
+                open_retrying(&self.path).ok()
+            }
+            _ => Some(database),
+        };
+        written
+    }
+}
+
 /// The writer: one transaction per commit, in their order.
-fn write_all(database: Database, mut commits: mpsc::Receiver<Commit>, mut observer: Option<Observer>) {
+fn write_all(mut file: File, mut commits: mpsc::Receiver<Commit>, mut observer: Option<Observer>) {
     let mut number = 0;
     let mut seen = |number, after| observer.as_mut().map_or(ControlFlow::Continue(()), |see| see(number, after));
     while let Some(Commit { changes, done }) = commits.blocking_recv() {
         number += 1;
         if seen(number, false).is_break() {
-            return silence(database, commits, done);
+            return silence(file, commits, done);
         }
-        let written = write(&database, &changes);
+        let written = file.write(&changes);
         if seen(number, true).is_break() {
-            return silence(database, commits, done);
+            return silence(file, commits, done);
         }
         // Whoever asked may have been dropped; the state is written all the same.
         let _ = done.send(written);
@@ -224,8 +253,8 @@ fn write_all(database: Database, mut commits: mpsc::Receiver<Commit>, mut observ
 }
 
 /// As after a kill: the file is closed, and those who wait get no answer until they are dropped.
-fn silence(database: Database, mut commits: mpsc::Receiver<Commit>, done: oneshot::Sender<Result<(), StoreError>>) {
-    drop(database);
+fn silence(file: File, mut commits: mpsc::Receiver<Commit>, done: oneshot::Sender<Result<(), StoreError>>) {
+    drop(file);
     let mut unanswered = vec![done];
     while let Some(commit) = commits.blocking_recv() {
         unanswered.push(commit.done);
@@ -255,6 +284,44 @@ mod tests {
         drop(store);
         let (_, contents) = Store::open(&path, None).unwrap();
         assert!(contents.pods.is_empty() && contents.containers.is_empty());
+    }
+
+    /// A small file system of its own; none if this process may not make one.
+    struct Small(tempfile::TempDir);
+
+    impl Small {
+        fn new() -> Option<Small> {
+            let dir = tempfile::tempdir().unwrap();
+            let none = nix::mount::MsFlags::empty();
+            nix::mount::mount(Some("tmpfs"), dir.path(), Some("tmpfs"), none, Some("size=16m")).ok()?;
+            Some(Small(dir))
+        }
+    }
+
+    impl Drop for Small {
+        fn drop(&mut self) {
+            let _ = nix::mount::umount2(self.0.path(), nix::mount::MntFlags::MNT_DETACH);
+        }
+    }
+
+    #[tokio::test]
+    async fn a_disk_that_was_full_once_is_written_again() {
+        let Some(disk) = Small::new() else {
+            return println!("skipped: no right to mount");
+        };
+        let path = disk.0.path().join("s.redb");
+        let (store, _) = Store::open(&path, None).unwrap();
+        store.commit(vec![Change::Pod(pod(1).into())]).await.unwrap();
+        let filler = disk.0.path().join("filler");
+        let _ = std::fs::write(&filler, vec![1; 16 << 20]);
+        let long = || "x".repeat(4 << 20);
+        let error = store.commit(vec![Change::Setting("long", long())]).await.unwrap_err();
+        assert!(error.to_string().contains("write"), "{error}");
+        std::fs::remove_file(&filler).unwrap();
+        store.commit(vec![Change::Setting("long", long()), Change::Pod(pod(2).into())]).await.unwrap();
+        drop(store);
+        let contents = Store::open(&path, None).unwrap().1;
+        assert_eq!((contents.pods.len(), contents.settings.len()), (2, 1));
     }
 
     #[test]
