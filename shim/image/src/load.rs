@@ -172,15 +172,27 @@ impl Container {
         }
         let read_error = |source| ImageError::ArchiveRead { path: path.to_owned(), source };
         let mut archive = Archive::new(BufReader::new(&file));
-        let mut members = HashMap::new();
+        let (mut members, mut links) = (HashMap::new(), Vec::new());
         while let Some(header) = archive.next().map_err(read_error)? {
-            if header.kind == Kind::File && header.sparse.is_none() {
-                members.insert(crate::layer::clean(&header.path).join(&b'/'), (header.data_at, header.size));
+            let name = crate::layer::clean(&header.path).join(&b'/');
+            match header.kind {
+                Kind::File if header.sparse.is_none() => {
+                    members.insert(name, (header.data_at, header.size));
+                }
+                // `docker save` writes a layer that several images have once, and links to it.
+                Kind::Symlink => links.push(([&name[..], b"/../", &header.link].concat(), name)),
+                Kind::Hardlink => links.push((header.link, name)),
+                _ => {}
             }
-            if members.len() > MAX_MEMBERS {
+            if members.len() + links.len() > MAX_MEMBERS {
                 return Err(ImageError::Archive { path: path.to_owned(), why: "it has too many members" });
             }
             archive.jump().map_err(read_error)?;
+        }
+        for (target, name) in links {
+            if let Some(&member) = members.get(&crate::layer::clean(&target).join(&b'/')) {
+                members.entry(name).or_insert(member);
+            }
         }
         Ok(Container::Tar { path: path.to_owned(), file: Arc::new(file), members })
     }

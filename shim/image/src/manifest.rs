@@ -158,6 +158,10 @@ pub fn parse(bytes: &[u8]) -> Result<Document, ManifestError> {
     if raw.schema_version == 1 {
         return Err(kind("Docker schema 1"));
     }
+    if raw.layers.is_some() && raw.manifests.is_some() {
+        // Two readers would see two different images.
+        return Err(kind("manifest and index at once"));
+    }
     if let (Some(config), Some(layers)) = (&raw.config, &raw.layers) {
         let configs = ["application/vnd.oci.image.config.v1+json", "application/vnd.docker.container.image.v1+json"];
         if !config.is(&configs) {
@@ -234,6 +238,9 @@ pub fn parse_config(bytes: &[u8]) -> Result<(ImageConfig, Vec<Digest>), Manifest
     let diff_ids = raw.rootfs.diff_ids.unwrap_or_default();
     let digest =
         |text: &String| text.parse().map_err(|_cause| ManifestError::Digest { text: text.chars().take(100).collect() });
+    if diff_ids.len() > MAX_LAYERS {
+        return Err(ManifestError::Layers { layers: diff_ids.len(), diff_ids: diff_ids.len() });
+    }
     let diff_ids = diff_ids.iter().map(digest).collect::<Result<_, _>>()?;
     let raw = raw.config.unwrap_or_default();
     let config = ImageConfig {
@@ -333,6 +340,14 @@ mod tests {
         ] {
             assert!(parse(text.as_bytes()).is_err(), "{text}");
         }
+        let one = digest(1);
+        let both = format!(
+            r#"{{"config":{{"digest":"{one}","size":1}},"layers":[],"manifests":[{{"digest":"{one}","size":1}}]}}"#
+        );
+        assert!(matches!(parse(both.as_bytes()), Err(ManifestError::Kind { .. })));
+        let many = vec![format!("\"{one}\""); MAX_LAYERS + 1].join(",");
+        let many = format!(r#"{{"rootfs":{{"diff_ids":[{many}]}}}}"#);
+        assert!(matches!(parse_config(many.as_bytes()), Err(ManifestError::Layers { .. })));
     }
 
     #[test]

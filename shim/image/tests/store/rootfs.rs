@@ -380,8 +380,14 @@ async fn archives_of_all_kinds_are_loaded() {
     let mut names = Vec::new();
     for (number, (tar, _)) in rich_layers().iter().enumerate() {
         names.push(format!("{number}/layer.tar"));
-        add(&names[number], tar);
+        // The first is a link to where another image has it.
+        add(if number == 0 { "other/layer.tar" } else { &names[number] }, tar);
     }
+    let mut link = Tar::header(EntryType::Symlink, 0o777, 0);
+    docker.append_link(&mut link, &names[0], "../other/layer.tar").unwrap();
+    let mut add = |name: &str, bytes: &[u8]| {
+        docker.append_data(&mut Tar::header(EntryType::Regular, 0o644, bytes.len() as u64), name, bytes).unwrap();
+    };
     add("config.json", &image.blobs[&image.config]);
     let list = serde_json::json!([{"Config": "config.json", "RepoTags": ["busybox:9"], "Layers": names}]);
     add("manifest.json", &serde_json::to_vec(&list).unwrap());
