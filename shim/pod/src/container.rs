@@ -21,8 +21,8 @@ use tokio::sync::{mpsc, watch};
 const PUMP_STACK: usize = 128 << 10;
 /// From the end of a container to the end of its streams, which a process left behind may hold open.
 const DRAIN: Duration = Duration::from_secs(30);
-/// Between two tries to hear from an agent that fails.
-const RETRY: Duration = Duration::from_millis(500);
+/// Between two tries to hear from an agent that fails; the second is the longest: each failure is a line in our log.
+const RETRY: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(8));
 /// More groups than any user has.
 const MAX_GROUPS: usize = 1024;
 const SIGKILL: u32 = 9;
@@ -185,9 +185,10 @@ pub struct Ended {
 
 /// Waits until a container has ended and its output is in the log.
 pub async fn ended(agent: &Agent, id: &str, pumping: &mut mpsc::Receiver<()>) -> Ended {
+    let mut pause = RETRY.0;
     let end = loop {
         match agent.wait(id, "").await {
-            Ok(None) => {}
+            Ok(None) => pause = RETRY.0,
             Ok(Some(exit)) => {
                 break Ended {
                     code: exit.code,
@@ -204,7 +205,8 @@ pub async fn ended(agent: &Agent, id: &str, pumping: &mut mpsc::Receiver<()>) ->
             // The machine's end, if it is that, is noticed elsewhere and ends this task.
             Err(error) => {
                 tracing::warn!(container = id, "{}", Chain(&error));
-                tokio::time::sleep(RETRY).await;
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(RETRY.1);
             }
         }
     };

@@ -28,6 +28,9 @@ const FORMAT: &[&str] = &[
     "scratch",
 ];
 
+/// How the names of pods' disks begin.
+pub(crate) const DISK: &str = "pod-";
+
 /// Why there is no scratch disk.
 #[derive(Debug, thiserror::Error)]
 pub enum ScratchError {
@@ -93,6 +96,24 @@ fn format(path: &Path, size_mib: u64) -> Result<(), ScratchError> {
     Ok(file.sync_all().map_err(at("write", path))?)
 }
 
+/// Removes the disks of pods in this folder, and drafts of templates: what was left by starts that were cut, when no
+/// pod is starting. Templates stay.
+pub fn remove_disks(folder: &Path) -> Result<(), FileError> {
+    let entries = match fs::read_dir(folder) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        other => other.map_err(at("read", folder))?,
+    };
+    for entry in entries {
+        let entry = entry.map_err(at("read", folder))?;
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        if name.starts_with(DISK) || (name.starts_with("scratch-v") && name.contains(".tmp.")) {
+            remove_if_there(&entry.path())?;
+        }
+    }
+    Ok(())
+}
+
 /// Copies a template to a new file: shared blocks where the file system can, else only what is not a hole.
 pub fn copy(template: &Path, to: &Path) -> Result<(), ScratchError> {
     let source = File::open(template).map_err(at("open", template))?;
@@ -148,6 +169,18 @@ mod tests {
         let check =
             Command::new("fsck.ext4").env("PATH", "/usr/sbin:/sbin").args(["-n", "-f"]).arg(&to).output().unwrap();
         assert!(check.status.success(), "{}", String::from_utf8_lossy(&check.stdout));
+    }
+
+    #[test]
+    fn disks_of_starts_that_were_cut_go_and_templates_stay() {
+        let folder = tempfile::tempdir().unwrap();
+        remove_disks(&folder.path().join("none")).unwrap();
+        for name in ["pod-ab.ext4", "scratch-v1-64.tmp.7.0", "scratch-v1-64.ext4"] {
+            fs::write(folder.path().join(name), "").unwrap();
+        }
+        remove_disks(folder.path()).unwrap();
+        let left: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(left, ["scratch-v1-64.ext4"]);
     }
 
     #[test]

@@ -206,7 +206,7 @@ impl Classify for SpecError {
 impl PodSpec {
     /// The scratch disk of this pod while it has a name: from its making until the machine has it open.
     pub fn scratch_file(&self) -> PathBuf {
-        self.scratch.templates.join(format!("pod-{}.ext4", self.id))
+        self.scratch.templates.join(format!("{}{}.ext4", crate::scratch::DISK, self.id))
     }
 
     /// Reads `DIR/spec.json` and checks it.
