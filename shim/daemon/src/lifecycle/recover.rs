@@ -260,6 +260,11 @@ async fn remove_orphans(parts: &Parts, known: &[PodRecord]) {
             Err(error) => tracing::error!("cannot end its process: {}", Chain(&error)),
         }
     }
+    // A scratch disk has a name only while its pod starts, and a start does not outlive its daemon.
+    let scratch = parts.config.paths.scratch();
+    if let Err(error) = blocking(move || nacelle_pod::scratch::remove_disks(&scratch)).await {
+        tracing::error!("cannot remove the disks of starts that were cut: {}", Chain(&error));
+    }
     let keep = known.iter().map(|pod| pod.id.clone()).collect();
     if let Err(error) = parts.networks.gc(&keep).await {
         tracing::error!("cannot remove networks without a pod: {}", Chain(&error));

@@ -185,7 +185,8 @@ pub fn container_status(container: &ContainerRecord) -> cri::ContainerStatus {
         started_at: container.started_at,
         finished_at: container.finished_at,
         exit_code: container.exit_code,
-        image: Some(image_spec(container)),
+        // What kubelet shows to people: the name, where it asked by the id that a pull gave it.
+        image: Some(cri::ImageSpec { image: config.user_image.clone(), ..image_spec(container) }),
         image_ref: container.image.reference.clone(),
         reason: reason(container).to_owned(),
         message: container.message.clone(),
@@ -281,6 +282,8 @@ mod tests {
         assert_eq!(ended(|r| (r.exit_code, r.oom_killed) = (137, true)).reason, "OOMKilled");
         assert_eq!(ended(|r| r.start_failed = true).reason, "StartError");
         assert_eq!(ended(|r| r.state = Container::Running).reason, "");
+        let status = ended(|r| (r.config.image, r.config.user_image) = ("sha256:aa".into(), "busybox:1".into()));
+        assert_eq!(status.image.unwrap().image, "busybox:1");
         let status = ended(|r| r.config.stop_signal = Some(3));
         assert_eq!(status.stop_signal(), cri::Signal::Sigquit);
         assert_eq!(status.image_id, container(&container_record(2, 1)).image_id);
