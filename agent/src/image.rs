@@ -14,10 +14,10 @@ use std::time::{Duration, Instant};
 use crate::{paths, sys};
 
 /// How long the disk may take to grow: the host has told the kernel, which reads the new size on its own time.
-const GROWTH: Duration = Duration::from_secs(20);
+const GROWTH: Duration = Duration::from_secs(40);
 
 /// How long the kernel may hold an image after its last container is gone: it takes namespaces down when it likes.
-const RELEASE: Duration = Duration::from_secs(3);
+const RELEASE: Duration = Duration::from_secs(10);
 
 /// Why a disk could not be used.
 #[derive(Debug, thiserror::Error)]

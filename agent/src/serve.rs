@@ -7,6 +7,8 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::Notify;
+use tokio_stream::{Stream, StreamExt};
+use tokio_vsock::{VsockListener, VsockStream};
 
 use crate::boot::Ready;
 use crate::container::Pod;
@@ -46,7 +48,7 @@ async fn run(ready: Ready) -> io::Result<()> {
         .timeout(DEADLINE)
         .concurrency_limit_per_connection(256)
         .add_service(AgentServer::new(service))
-        .serve_with_incoming(sys::vsock_listener(ready.rpc).incoming());
+        .serve_with_incoming(from_host(sys::vsock_listener(ready.rpc)));
     tokio::select! {
         result = server => result.map_err(io::Error::other),
         () = end.notified() => {
@@ -57,4 +59,13 @@ async fn run(ready: Ready) -> io::Result<()> {
             Ok(())
         }
     }
+}
+
+/// The host's connections. Whoever else reaches the port, such as a container of this machine, is turned away: the
+/// service obeys everybody.
+fn from_host(listener: VsockListener) -> impl Stream<Item = io::Result<VsockStream>> {
+    listener.incoming().filter(|connection| match connection {
+        Ok(connection) => connection.peer_addr().is_ok_and(|peer| peer.cid() == libc::VMADDR_CID_HOST),
+        Err(_) => true,
+    })
 }

@@ -68,7 +68,8 @@ fn containers_run() {
         assert_eq!(gone.unwrap_err().code(), Code::NotFound);
         guest.agent.detach_image(DetachImageRequest { partition: 1 }).await.unwrap();
         guest.agent.detach_image(DetachImageRequest { partition: 1 }).await.unwrap();
-        guest.agent.shutdown(Empty {}).await.unwrap();
+        // The machine may end before the answer has come through.
+        let _ = guest.agent.shutdown(Empty {}).await;
         let exit = guest.machine.wait(LIMIT).expect("an end");
         assert_eq!(exit.how, nacelle_engine::ExitKind::Shutdown, "{exit:?}");
     });
@@ -148,6 +149,25 @@ fn processes_join_a_container() {
         let late = guest.agent.exec(exec("c1", "late", "true")).await.unwrap_err();
         assert_eq!(late.code(), Code::FailedPrecondition, "{late}");
 
+        // A container that has made cgroups of its own, as one does in which another runtime runs.
+        let nested = "mkdir /sys/fs/cgroup/init && echo 0 >/sys/fs/cgroup/init/cgroup.procs && \
+            echo +pids >/sys/fs/cgroup/cgroup.subtree_control && echo made";
+        guest
+            .create("nested", &format!("{nested}; {SLEEP}"), |spec, _| {
+                for mount in spec["mounts"].as_array_mut().unwrap() {
+                    if mount["type"] == "cgroup" {
+                        mount["options"] = json!(["nosuid", "noexec", "nodev", "rw"]);
+                    }
+                }
+            })
+            .await;
+        guest.start("nested").await;
+        let mut stdout = guest.stream("nested", "", Stream::Stdout);
+        guest.read_until(&mut stdout, "made\n");
+        guest.agent.exec(exec("nested", "e1", "cat /proc/self/cgroup")).await.unwrap();
+        assert_eq!(guest.output("nested", "e1", Stream::Stdout).await, "0::/init\n");
+        guest.agent.remove_container(ContainerRef { id: "nested".into() }).await.unwrap();
+
         // A filter without no_new_privs, for a user without privileges: for the first process as for an exec.
         let status = "grep -E 'Seccomp:|NoNewPrivs' /proc/self/status; mkdir /tmp/x; echo $?";
         let filtered = |spec: &mut serde_json::Value, request: &mut CreateContainerRequest| {
@@ -221,6 +241,9 @@ fn limits_hold_and_neighbours_live() {
         request.user = "nobody-here".into();
         let error = guest.agent.create_container(request.clone()).await.unwrap_err();
         assert_eq!(error.code(), Code::InvalidArgument, "{error}");
+        request.user = "4294967295".into();
+        let error = guest.agent.create_container(request.clone()).await.unwrap_err();
+        assert_eq!(error.code(), Code::InvalidArgument, "{error}");
         request.user = String::new();
         let (code, _) = match guest.agent.create_container(request).await {
             Err(error) => panic!("{error}"),
@@ -256,6 +279,17 @@ fn a_pod_shares_what_it_should() {
         let (output, exit) = guest.run("two", two, |_, _| ()).await;
         assert!(output.starts_with("shared\n") && output.contains("\n1\n"), "{output}");
         assert_eq!(exit.code, 4, "and its background process was killed, or the output would not have ended");
+        // Who may look into other processes finds nothing in the one that holds the namespace.
+        let look = "ls -A /proc/1/root/ >/tmp/root && wc -l </tmp/root; grep CapPrm /proc/1/status";
+        let (output, _) = guest
+            .run("tracer", look, |spec, _| {
+                for set in ["bounding", "effective", "permitted"] {
+                    let capabilities = spec["process"]["capabilities"][set].as_array_mut().unwrap();
+                    capabilities.push(json!("CAP_SYS_PTRACE"));
+                }
+            })
+            .await;
+        assert_eq!(output, "0\nCapPrm:\t0000000000000000\n");
         let (output, _) = guest.run("own", "echo $$; ps | wc -l", |_, request| request.pid_mode = PidMode::Container.into()).await;
         assert!(output.starts_with("1\n"), "{output}");
         guest.create("alone", SLEEP, |_, request| request.pid_mode = PidMode::Container.into()).await;

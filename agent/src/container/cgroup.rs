@@ -29,6 +29,18 @@ pub fn populated(cgroup: &Path) -> bool {
     fs::read_to_string(cgroup.join("cgroup.events")).is_ok_and(|text| figure(&text, "populated") != 0)
 }
 
+/// The cgroup of a process, a path in the file system, if it is below this one.
+pub fn of_process(pid: i32, cgroup: &Path) -> Option<String> {
+    below(&fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?, cgroup)
+}
+
+fn below(text: &str, cgroup: &Path) -> Option<String> {
+    let path = text.lines().find_map(|line| line.strip_prefix("0::/"))?;
+    let path = Path::new(paths::CGROUP).join(path);
+    let plain = path.components().all(|part| !matches!(part, std::path::Component::ParentDir));
+    (plain && path != cgroup && path.starts_with(cgroup)).then(|| path.display().to_string())
+}
+
 /// Kills every process in it and below it.
 pub fn kill(cgroup: &Path) -> io::Result<()> {
     match fs::write(cgroup.join("cgroup.kill"), "1") {
@@ -101,6 +113,15 @@ mod tests {
     fn figures_are_found_by_their_whole_word() {
         let text = "oom 5\noom_kill 3\noom_kill_other 9\npopulated 1\n";
         assert_eq!((figure(text, "oom_kill"), figure(text, "oom"), figure(text, "none")), (3, 5, 0));
+    }
+
+    #[test]
+    fn a_process_is_followed_only_below_its_container() {
+        let c1 = path("c1");
+        assert_eq!(below("0::/pod/c1/init\n", &c1).as_deref(), Some("/sys/fs/cgroup/pod/c1/init"));
+        for other in ["0::/pod/c1\n", "0::/pod/c11/init\n", "0::/agent\n", "0::/pod/c1/../../agent\n", "0::/../x", ""] {
+            assert_eq!(below(other, &c1), None, "{other}");
+        }
     }
 
     #[test]

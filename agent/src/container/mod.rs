@@ -51,6 +51,8 @@ pub enum PodError {
     StillAlive { id: String, seconds: u64 },
     #[error("cannot find the user of container {id}")]
     User { id: String, source: user::UserError },
+    #[error("container {id} cannot run as this user")]
+    Numbers { id: String, source: user::IdError },
     #[error("cannot use the specification of container {id}")]
     Spec { id: String, source: spec::SpecError },
     #[error("cannot prepare the root of container {id}")]
@@ -74,9 +76,11 @@ pub enum PodError {
 impl Classify for PodError {
     fn kind(&self) -> Kind {
         match self {
-            PodError::Id { .. } | PodError::Signal { .. } | PodError::NoProgram | PodError::User { .. } => {
-                Kind::Invalid
-            }
+            PodError::Id { .. }
+            | PodError::Signal { .. }
+            | PodError::NoProgram
+            | PodError::User { .. }
+            | PodError::Numbers { .. } => Kind::Invalid,
             PodError::NoContainer { .. } | PodError::NoExec { .. } => Kind::NotFound,
             PodError::NotRunning { .. } | PodError::NoTerminal { .. } => Kind::Conflict,
             PodError::Spec { source: spec::SpecError::Unsupported { .. }, .. } => Kind::Unsupported,

@@ -2,19 +2,21 @@
 //! makes inside, always resolved within the root.
 
 use nix::errno::Errno;
-use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2};
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat, openat2, readlinkat};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::stat::{Mode, mkdirat};
 use nix::unistd::{Gid, Uid};
 use std::fs::{self, File};
 use std::io::{self, Read};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Component, Path, PathBuf};
 
 use crate::paths;
 
 /// No file that the agent reads in an image is longer.
 const MAX_FILE: u64 = 1 << 20;
+/// Links that are followed from one to the next.
+const MAX_LINKS: usize = 40;
 
 /// A container's root could not be made, used or removed.
 #[derive(Debug, thiserror::Error)]
@@ -96,15 +98,16 @@ fn open_root(root: &Path) -> Result<OwnedFd, RootError> {
 /// The text of a file inside the root; empty if there is none or it is no plain file. At most 1 MiB of it.
 pub fn read_file(root: &Path, path: &str) -> Result<String, RootError> {
     let directory = open_root(root)?;
-    let flags = OFlag::O_RDONLY | OFlag::O_NONBLOCK | OFlag::O_NOCTTY;
-    let file = match open_in(&directory, Path::new(path), flags) {
+    let found = match open_in(&directory, Path::new(path), OFlag::O_PATH) {
         Ok(fd) => File::from(fd),
-        Err(Errno::ENOENT | Errno::ENOTDIR | Errno::ELOOP | Errno::ENXIO) => return Ok(String::new()),
+        Err(Errno::ENOENT | Errno::ENOTDIR | Errno::ELOOP) => return Ok(String::new()),
         Err(error) => return Err(at("open", root.join(path))(error)),
     };
-    if !file.metadata().map_err(at("look at", path))?.is_file() {
+    // Looked at before it is opened: opening a device may do things.
+    if !found.metadata().map_err(at("look at", path))?.is_file() {
         return Ok(String::new());
     }
+    let file = File::open(format!("/proc/self/fd/{}", found.as_raw_fd())).map_err(at("open", root.join(path)))?;
     let mut bytes = Vec::new();
     file.take(MAX_FILE).read_to_end(&mut bytes).map_err(at("read", path))?;
     Ok(String::from_utf8_lossy(&bytes).into_owned())
@@ -115,7 +118,14 @@ pub fn make_folder(root: &Path, path: &Path) -> Result<(), RootError> {
     let directory = open_root(root)?;
     let mut done = PathBuf::from("/");
     for part in path.components() {
-        let Component::Normal(name) = part else { continue };
+        let name = match part {
+            Component::Normal(name) => name,
+            Component::ParentDir => {
+                done.pop();
+                continue;
+            }
+            _ => continue,
+        };
         let next = done.join(name);
         match open_in(&directory, &next, OFlag::O_PATH | OFlag::O_DIRECTORY) {
             Ok(_) => {}
@@ -127,6 +137,38 @@ pub fn make_folder(root: &Path, path: &Path) -> Result<(), RootError> {
             Err(error) => return Err(at("open", &next)(error)),
         }
         done = next;
+    }
+    Ok(())
+}
+
+/// Makes what a link inside the root leads to, if it leads to nothing, so that something can be mounted there: images
+/// have /etc/resolv.conf as a link into an empty /run. What is no such link is left alone.
+pub fn make_target(root: &Path, path: &Path, folder: bool) -> Result<(), RootError> {
+    let directory = open_root(root)?;
+    let mut path = path.to_owned();
+    for links in 0..MAX_LINKS {
+        let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else { return Ok(()) };
+        let found = match open_in(&directory, parent, OFlag::O_PATH | OFlag::O_DIRECTORY) {
+            Err(Errno::ENOENT) if links > 0 => {
+                make_folder(root, parent)?;
+                open_in(&directory, parent, OFlag::O_PATH | OFlag::O_DIRECTORY)
+            }
+            other => other,
+        };
+        let Ok(found) = found else { return Ok(()) };
+        match readlinkat(&found, name) {
+            Ok(target) => path = parent.join(target),
+            Err(Errno::ENOENT) if links > 0 => {
+                let flags = OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+                let made = if folder {
+                    mkdirat(&found, name, Mode::from_bits_truncate(0o755))
+                } else {
+                    openat(&found, name, flags, Mode::from_bits_truncate(0o644)).map(drop)
+                };
+                return made.map_err(at("make", &path));
+            }
+            _ => return Ok(()),
+        }
     }
     Ok(())
 }
@@ -170,5 +212,26 @@ mod tests {
         fs::create_dir(root.join("data")).unwrap();
         make_folder(&root, Path::new("/link/z")).unwrap();
         assert!(root.join("data/z").is_dir());
+    }
+    #[test]
+    fn what_links_lead_to_is_made_inside_the_root_only() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path().join("root");
+        fs::create_dir_all(root.join("etc")).unwrap();
+        symlink("../run/systemd/stub.conf", root.join("etc/resolv.conf")).unwrap();
+        symlink("../../../outside", root.join("etc/hosts")).unwrap();
+        symlink("/etc/second", root.join("etc/first")).unwrap();
+        symlink("third", root.join("etc/second")).unwrap();
+        symlink("loop", root.join("etc/loop")).unwrap();
+        fs::write(root.join("etc/there"), "there").unwrap();
+        for name in ["resolv.conf", "hosts", "first", "loop", "there", "none", "none/below"] {
+            make_target(&root, &Path::new("/etc").join(name), name == "first").unwrap();
+        }
+        for made in ["run/systemd/stub.conf", "outside"] {
+            assert!(root.join(made).is_file(), "{made}");
+        }
+        assert!(root.join("etc/third").is_dir());
+        assert!(!folder.path().join("outside").exists() && !root.join("etc/none").exists());
+        assert_eq!(fs::read(root.join("etc/there")).unwrap(), b"there");
     }
 }

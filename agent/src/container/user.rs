@@ -18,6 +18,25 @@ pub enum UserError {
     },
 }
 
+/// A number of a user or group is too large: the largest of all even means "as before" to the kernel, which is root.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{number} is no user or group: 0 to {MAX_ID} are")]
+pub struct IdError {
+    /// The number.
+    pub number: u32,
+}
+
+/// The largest number of a user or group.
+pub const MAX_ID: u32 = i32::MAX.cast_unsigned();
+
+/// Refuses numbers that no process may get.
+pub fn check(numbers: impl IntoIterator<Item = u32>) -> Result<(), IdError> {
+    match numbers.into_iter().find(|number| *number > MAX_ID) {
+        Some(number) => Err(IdError { number }),
+        None => Ok(()),
+    }
+}
+
 /// A user as a process gets it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Found {
@@ -156,6 +175,14 @@ mod tests {
         assert_eq!(memberships("web", GROUP), [4, 45]);
         assert_eq!(of_numbers(101, 5, PASSWD), Found { gid: 5, ..web });
         assert_eq!(of_numbers(9, 9, PASSWD).home, None);
+    }
+
+    #[test]
+    fn numbers_that_mean_something_else_are_refused() {
+        assert_eq!(check([0, 1000, MAX_ID]), Ok(()));
+        for number in [MAX_ID + 1, u32::MAX] {
+            assert_eq!(check([0, number]), Err(IdError { number }));
+        }
     }
 
     proptest! {

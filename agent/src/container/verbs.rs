@@ -320,6 +320,7 @@ impl Pod {
             seccomp: container.seccomp.clone(),
             cgroup_namespace: container.cgroup_namespace,
             cgroup: container.cgroup.display().to_string(),
+            init_cgroup: cgroup::of_process(container.init.pid, &container.cgroup),
             size: options.size,
         }));
         let _making = self.making();
@@ -406,11 +407,20 @@ fn prepare(pod: &Pod, options: &CreateOptions, pid: PidNamespace) -> Result<Prep
             groups.push(gid);
         }
     }
+    user::check([user.uid].into_iter().chain(groups.iter().copied()))
+        .map_err(|source| PodError::Numbers { id: id.clone(), source })?;
     let response = CreateContainerResponse { uid: user.uid, gid: user.gid, supplemental_groups: groups.clone() };
     let place = Place { id, root: &root, pid, user: &user, groups: &groups };
     let spec = adjust(spec, &place).map_err(in_spec)?;
     if let Some(process) = spec.process() {
         root::make_folder(&root, process.cwd()).map_err(in_root)?;
+    }
+    for mount in spec.mounts().iter().flatten() {
+        let bind = |option: &String| option == "bind" || option == "rbind";
+        if mount.typ().as_deref() == Some("bind") || mount.options().iter().flatten().any(bind) {
+            let folder = mount.source().as_ref().is_some_and(|source| source.is_dir());
+            root::make_target(&root, mount.destination(), folder).map_err(in_root)?;
+        }
     }
     let path = Path::new(paths::BUNDLES).join(id).join("config.json");
     let json = serde_json::to_vec(&spec).map_err(|source| in_spec(source.into()))?;

@@ -2,6 +2,10 @@
 //! Threads: one per process, always.
 
 use nacelle_base::Chain;
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sched::CloneFlags;
+use nix::unistd::{Gid, Uid, chdir};
+use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 
@@ -9,7 +13,7 @@ use super::{Answer, Made, Refusal, Request, Why, answer, create, exec, receive_w
 use crate::{frame, sys};
 
 /// Serves until the agent is gone.
-pub(super) fn run(control: &OwnedFd) -> ! {
+pub(super) fn run(control: OwnedFd) -> ! {
     // The programs of containers inherit these dispositions and limits.
     let set = sys::set_signal(libc::SIGPIPE, false)
         .and_then(|()| sys::set_signal(libc::SIGCHLD, true))
@@ -17,9 +21,11 @@ pub(super) fn run(control: &OwnedFd) -> ! {
     if let Err(error) = set {
         tracing::error!(%error, "the zygote cannot set up its signals");
     }
-    while let Ok((_, fds)) = receive_with(control) {
+    while let Ok((_, fds)) = receive_with(&control) {
         match sys::fork() {
             Ok(None) => {
+                // What enters a container must not have it.
+                drop(control);
                 let code = if serve(fds).is_ok() { 0 } else { 1 };
                 std::process::exit(code);
             }
@@ -55,13 +61,16 @@ pub(super) fn defect(what: &str, error: &dyn std::error::Error) -> Refusal {
 }
 
 /// Holds a PID namespace: its first process, which has nothing to do but let the kernel reap what is orphaned to it.
+/// The pod's containers see it as process 1, so it has nothing either that one of them could take from it.
 fn pause() -> Result<Made, Refusal> {
-    nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWPID)
+    nix::sched::unshare(CloneFlags::CLONE_NEWPID | CloneFlags::CLONE_NEWNS)
         .map_err(|error| defect("make the pod's PID namespace", &error))?;
+    empty_root().map_err(|error| defect("give the pod's PID namespace an empty root", &error))?;
     match sys::fork().map_err(|error| defect("fork the holder of the pod's PID namespace", &error))? {
         Some(pid) => Ok(Made { pid, terminal: None }),
         None => {
-            let quiet = sys::set_signal(libc::SIGCHLD, true).and_then(|()| sys::close_all(0));
+            let quiet =
+                sys::set_signal(libc::SIGCHLD, true).and_then(|()| sys::close_all(0)).and_then(|()| become_nobody());
             if quiet.is_err() {
                 std::process::exit(1);
             }
@@ -70,4 +79,25 @@ fn pause() -> Result<Made, Refusal> {
             }
         }
     }
+}
+
+/// Leaves the agent's mounts for a root without anything in it. The caller is in a mount namespace of its own.
+fn empty_root() -> nix::Result<()> {
+    let none = None::<&str>;
+    mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)?;
+    let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC | MsFlags::MS_RDONLY;
+    mount(Some("tmpfs"), "/tmp", Some("tmpfs"), flags, Some("mode=555,size=4k"))?;
+    chdir("/tmp")?;
+    nix::unistd::pivot_root(".", ".")?;
+    umount2(".", MntFlags::MNT_DETACH)?;
+    chdir("/")
+}
+
+/// Gives up the user and, with it, all privileges.
+fn become_nobody() -> io::Result<()> {
+    let (uid, gid) = (Uid::from_raw(65_534), Gid::from_raw(65_534));
+    nix::unistd::setgroups(&[])?;
+    nix::unistd::setresgid(gid, gid, gid)?;
+    nix::unistd::setresuid(uid, uid, uid)?;
+    Ok(nix::sys::prctl::set_no_new_privs()?)
 }

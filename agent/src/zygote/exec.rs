@@ -36,12 +36,18 @@ pub(super) fn exec(request: &Exec, fds: Vec<OwnedFd>) -> Result<Made, Refusal> {
     let mut stdio: Vec<OwnedFd> = fds.collect();
     let score = request.process.oom_score_adj().unwrap_or(0);
     fs::write("/proc/self/oom_score_adj", score.to_string()).map_err(|error| defect("set oom_score_adj", &error))?;
-    fs::write(format!("{}/cgroup.procs", request.cgroup), "0")
-        .map_err(|error| defect("enter the container's cgroup", &error))?;
+    let join = |cgroup: &str| fs::write(format!("{cgroup}/cgroup.procs"), "0");
+    let joined = match (join(&request.cgroup), &request.init_cgroup) {
+        (Err(error), Some(cgroup)) if error.raw_os_error() == Some(libc::EBUSY) => join(cgroup),
+        (joined, _) => joined,
+    };
+    joined.map_err(|error| defect("enter the container's cgroup", &error))?;
     let mut namespaces = CloneFlags::CLONE_NEWNS | CloneFlags::CLONE_NEWPID;
     namespaces.set(CloneFlags::CLONE_NEWCGROUP, request.cgroup_namespace);
     nix::sched::setns(&pidfd, namespaces).map_err(|error| defect("enter the container's namespaces", &error))?;
     drop(pidfd);
+    // Until it runs the program, nobody in the container may look into it; exec ends that.
+    nix::sys::prctl::set_dumpable(false).map_err(|error| defect("hide from the container", &error))?;
 
     let mut terminal = None;
     if request.process.terminal().unwrap_or(false) {

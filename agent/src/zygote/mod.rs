@@ -57,6 +57,9 @@ pub struct Exec {
     pub cgroup_namespace: bool,
     /// The container's cgroup, a path in the file system.
     pub cgroup: String,
+    /// The one below it where the container's first process is, for a container that has made cgroups of its own: then
+    /// the container's may hold no process.
+    pub init_cgroup: Option<String>,
     /// The terminal's columns and rows; 0: unknown.
     pub size: (u16, u16),
 }
@@ -160,7 +163,7 @@ impl Zygote {
         match crate::sys::fork()? {
             None => {
                 drop(ours);
-                child::run(&theirs)
+                child::run(theirs)
             }
             Some(_) => Ok(Zygote { control: ours }),
         }

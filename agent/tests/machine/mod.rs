@@ -88,6 +88,8 @@ fn make_image(folder: &Path) {
     }
     fs::write(root.join("etc/passwd"), "root:x:0:0::/root:/bin/sh\nweb:x:101:102::/srv:/bin/sh\n").expect("accounts");
     fs::write(root.join("etc/group"), "root:x:0:\nweb:x:102:\nlog:x:4:web\n").expect("groups");
+    // As distributions with a resolver of their own have it: a link to what is not there.
+    symlink("../run/resolver/stub.conf", root.join("etc/resolv.conf")).expect("a link");
     fs::write(root.join("bin/broken"), "neither a script nor a program").expect("a file");
     fs::set_permissions(root.join("bin/broken"), fs::Permissions::from_mode(0o755)).expect("a mode");
     let image = folder.join("image.erofs");
