@@ -123,6 +123,31 @@ struct Open {
     file: File,
     /// The last write failed and was told of.
     failing: bool,
+    /// The file ends within an entry: what comes next must not look like a part of it.
+    torn: bool,
+}
+
+impl Open {
+    fn new(file: File) -> Open {
+        Open { file, failing: false, torn: false }
+    }
+
+    /// Writes as much as can be.
+    fn write(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            match self.file.write(bytes) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(count) => {
+                    let (done, rest) = bytes.split_at(count.min(bytes.len()));
+                    self.torn = !done.ends_with(b"\n");
+                    bytes = rest;
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
 }
 
 impl LogFile {
@@ -130,7 +155,7 @@ impl LogFile {
     pub fn open(path: Option<LogPath>) -> Result<LogFile, LogError> {
         let open = |path: LogPath| -> Result<_, LogError> {
             let file = path.open()?;
-            Ok((path, Mutex::new(Open { file, failing: false })))
+            Ok((path, Mutex::new(Open::new(file))))
         };
         Ok(LogFile(path.map(open).transpose()?))
     }
@@ -139,7 +164,7 @@ impl LogFile {
     pub fn reopen(&self) -> Result<(), LogError> {
         if let Some((path, open)) = &self.0 {
             let file = path.open()?;
-            *open.lock().unwrap_or_else(PoisonError::into_inner) = Open { file, failing: false };
+            *open.lock().unwrap_or_else(PoisonError::into_inner) = Open::new(file);
         }
         Ok(())
     }
@@ -149,7 +174,7 @@ impl LogFile {
     pub fn append(&self, entries: &[u8]) {
         let Some((_, open)) = &self.0 else { return };
         let mut open = open.lock().unwrap_or_else(PoisonError::into_inner);
-        let written = open.file.write_all(entries);
+        let written = if open.torn { open.write(b"\n") } else { Ok(()) }.and_then(|()| open.write(entries));
         match &written {
             Err(error) if !open.failing => tracing::warn!(%error, "a container's output cannot be written to its log"),
             _ => {}
@@ -383,6 +408,18 @@ mod tests {
         let text = std::fs::read_to_string(&path).unwrap();
         let texts: Vec<&str> = text.lines().map(|line| line.split_once(' ').unwrap().1).collect();
         assert_eq!(texts, ["stderr F three", "stderr P four"]);
+    }
+
+    #[test]
+    fn an_entry_after_a_torn_one_has_a_line_of_its_own() {
+        let world = tempfile::tempdir().unwrap();
+        let path = world.path().join("0.log");
+        let log = LogFile::open(Some(LogPath::check(Some(world.path()), &path).unwrap())).unwrap();
+        // What a full disk leaves of an entry.
+        log.append(b"T stdout F ha");
+        log.append(b"T stdout F whole\n");
+        log.append(b"T stdout F next\n");
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "T stdout F ha\nT stdout F whole\nT stdout F next\n");
     }
 
     #[test]
