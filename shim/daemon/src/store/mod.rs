@@ -11,6 +11,7 @@ pub use record::{ContainerRecord, Left, PodRecord, RecordError};
 use nacelle_base::{Classify, ContainerId, Kind, PodId};
 use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, TableDefinition};
 use std::ops::ControlFlow;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -116,6 +117,10 @@ impl Store {
     /// Opens or makes the store, reads it, and starts its writer. Blocking; retries while another process holds it.
     pub fn open(path: &Path, observer: Option<Observer>) -> Result<(Store, Contents), StoreError> {
         let database = open_retrying(path)?;
+        // Records hold the environment of containers, in which people keep passwords.
+        let private = std::fs::Permissions::from_mode(0o600);
+        std::fs::set_permissions(path, private)
+            .map_err(|error| StoreError::Open { path: path.to_owned(), source: Box::new(redb::Error::Io(error)) })?;
         let contents = read(&database)?;
         let (queue, commits) = mpsc::channel(QUEUE);
         let writer = std::thread::Builder::new().name("store".into());
@@ -272,6 +277,7 @@ mod tests {
         let path = dir.path().join("s.redb");
         let (store, contents) = Store::open(&path, None).unwrap();
         assert!(contents.pods.is_empty());
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         let (pod, container) = (pod(1), container(2, 1));
         let changes = vec![Change::Pod(pod.clone().into()), Change::Container(container.clone().into())];
         store.commit(changes).await.unwrap();

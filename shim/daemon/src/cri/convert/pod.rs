@@ -1,6 +1,6 @@
 //! Owns: PodSandboxConfig → `PodConfig`.
 
-use super::{FieldError, apparmor, bad, id_number, name, not_yet, pairs, selinux, user_namespace};
+use super::{FieldError, apparmor, bad, id_number, name, pairs, selinux, user_namespace};
 use crate::nouns::{PodConfig, PodName};
 use nacelle_net::{Dns, PortMapping, Protocol};
 use nacelle_proto::cri;
@@ -174,7 +174,7 @@ fn sysctl(key: &str, value: &str) -> Result<(String, String), FieldError> {
         return bad(field, key, rule);
     }
     if value.chars().any(char::is_control) || value.len() > 4096 {
-        return not_yet(field, value, "a value has one line of at most 4096 bytes");
+        return bad(field, value, "a value has one line of at most 4096 bytes");
     }
     Ok((dotted, value.to_owned()))
 }
@@ -250,7 +250,7 @@ pub(crate) mod tests {
     #[test]
     fn every_refusal_names_field_and_rule() {
         type Change = fn(&mut cri::PodSandboxConfig);
-        let rows: [(Change, Kind, &str); 17] = [
+        let rows: [(Change, Kind, &str); 18] = [
             (|c| c.metadata = None, Kind::Invalid, "config.metadata is missing"),
             (|c| c.metadata.as_mut().unwrap().name.clear(), Kind::Invalid, "config.metadata.name is missing"),
             (|c| c.metadata.as_mut().unwrap().namespace.clear(), Kind::Invalid, "namespace"),
@@ -273,6 +273,11 @@ pub(crate) mod tests {
                 |c| c.linux.as_mut().unwrap().sysctls.extend([("kernel.core_pattern".into(), "x".into())]),
                 Kind::Invalid,
                 "kernel.core_pattern",
+            ),
+            (
+                |c| c.linux.as_mut().unwrap().sysctls.extend([("kernel.shmmax".into(), "1\n2".into())]),
+                Kind::Invalid,
+                "one line",
             ),
             (
                 |c| c.dns_config = Some(cri::DnsConfig { servers: vec!["dns".into()], ..Default::default() }),
