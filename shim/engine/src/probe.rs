@@ -167,9 +167,10 @@ mod tests {
     #[test]
     fn this_node_gets_a_verdict() {
         let verdict = probe();
-        // A node may have the file and nothing behind it.
+        // A node may have the file and nothing behind it, or be too busy to find out in time.
         let there = std::path::Path::new("/dev/kvm").exists();
-        assert!(there || verdict == KvmVerdict::Absent, "{verdict}");
+        let late = KvmVerdict::Interpreted { took: DEADLINE };
+        assert!(there || verdict == KvmVerdict::Absent || verdict == late, "{verdict}");
         println!("{verdict}");
     }
 }

@@ -38,7 +38,7 @@ pub const PROGRAM: &str = "/usr/bin/qemu-system-x86_64";
 /// How long a killed QEMU may take to go. It may sit in an uninterruptible write to a slow disk.
 const KILL_LIMIT: Duration = Duration::from_secs(60);
 /// How long QEMU may take to stop or start its processors.
-const CONTROL_LIMIT: Duration = Duration::from_secs(30);
+const CONTROL_LIMIT: Duration = Duration::from_secs(60);
 /// The devices that every machine has: vsock and rng.
 const OWN_DEVICES: usize = 2;
 
