@@ -102,7 +102,9 @@ pub fn boot() -> Result<Ready, BootError> {
     mounts::rest(config.shm_bytes)?;
     apply::write_files(&config)?;
     own_cgroup()?;
-    let zygote = Zygote::fork().map_err(|source| BootError::Zygote { source })?;
+    // It would keep the connection open as long as the machine lives.
+    drop(host);
+    let zygote = Zygote::fork(&[&rpc, &streams]).map_err(|source| BootError::Zygote { source })?;
     crate::sys::set_rlimit(libc::RLIMIT_NOFILE, 65_536, 1 << 19).map_err(|source| BootError::Limit { source })?;
     Ok(Ready { config, rpc, streams, zygote })
 }

@@ -70,6 +70,7 @@ pub fn clear(cgroup: &Path, limit: Duration) -> io::Result<()> {
     let deadline = Instant::now() + limit;
     while populated(cgroup) && Instant::now() < deadline {
         std::thread::sleep(Duration::from_millis(2));
+        kill(cgroup)?;
     }
     remove(cgroup)
 }

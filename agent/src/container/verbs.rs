@@ -367,7 +367,8 @@ impl Pod {
 
 /// Kills all processes of a container and waits until they are gone.
 async fn kill_all(id: &str, path: &Path, init: &Process) -> Result<(), PodError> {
-    cgroup::kill(path).map_err(|source| PodError::Io { what: "kill the processes", id: id.to_owned(), source })?;
+    let failed = |source| PodError::Io { what: "kill the processes", id: id.to_owned(), source };
+    cgroup::kill(path).map_err(failed)?;
     let alive = || PodError::StillAlive { id: id.to_owned(), seconds: DEATH.as_secs() };
     let deadline = Instant::now() + DEATH;
     init.wait(DEATH).await.ok_or_else(alive)?;
@@ -376,6 +377,8 @@ async fn kill_all(id: &str, path: &Path, init: &Process) -> Result<(), PodError>
             return Err(alive());
         }
         tokio::time::sleep(Duration::from_millis(2)).await;
+        // An exec that was under way may have come in since.
+        cgroup::kill(path).map_err(failed)?;
     }
     Ok(())
 }

@@ -157,12 +157,16 @@ pub struct Zygote {
 }
 
 impl Zygote {
-    /// Forks the zygote. The caller must have one thread.
-    pub fn fork() -> io::Result<Zygote> {
+    /// Forks the zygote, which does not keep these descriptors. The caller must have one thread.
+    pub fn fork(mine: &[&OwnedFd]) -> io::Result<Zygote> {
         let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
         match crate::sys::fork()? {
             None => {
                 drop(ours);
+                for fd in mine {
+                    // Nobody in this process uses or drops them again: `run` does not return.
+                    let _ = nix::unistd::close(fd.as_raw_fd());
+                }
                 child::run(theirs)
             }
             Some(_) => Ok(Zygote { control: ours }),
