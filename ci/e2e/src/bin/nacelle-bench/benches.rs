@@ -13,6 +13,7 @@ type Bench = fn(usize) -> Measured;
 /// Name, what it measures, how.
 pub const ALL: &[(&str, &str, Bench)] = &[
     ("ready", "RunPodSandbox until the pod is ready, against plain QEMU microvm until init", ready),
+    ("ready-tuned", "the same, against QEMU microvm with the kernel parameters that our engine found", ready_tuned),
     ("first-byte", "CreateContainer until the first byte in the log, against containerd and runc", first_byte),
     ("exec", "ExecSync of /bin/true, against containerd and runc", exec),
     ("pull", "PullImage of 200 MB from a local registry, against containerd", pull),
@@ -30,15 +31,32 @@ fn ours(node: &Node) -> Cri {
 }
 
 fn ready(runs: usize) -> Measured {
+    boots(runs, "qemu microvm", |_node| Vec::new())
+}
+
+fn ready_tuned(runs: usize) -> Measured {
+    boots(runs, "qemu microvm, tuned", timers)
+}
+
+/// The kernel parameters about clocks that our engine gave the machine that runs on the node.
+fn timers(node: &Node) -> Vec<String> {
+    let machine = node.processes("qemu")[0];
+    let line = fs::read_to_string(format!("/proc/{machine}/cmdline")).expect("the machine runs");
+    let words = line.split(['\0', ' ']);
+    words.filter(|word| word.contains("tsc") || word.contains("lapic")).map(str::to_owned).collect()
+}
+
+fn boots(runs: usize, peer: &'static str, tuning: impl Fn(&Node) -> Vec<String>) -> Measured {
     let node = node();
     let mut cri = ours(&node);
     let plain = microvm::initramfs(node.folder());
-    let mut measured = Measured { unit: "ms", peer: "qemu microvm", ours: Vec::new(), peers: Vec::new() };
+    let mut measured = Measured { unit: "ms", peer, ours: Vec::new(), peers: Vec::new() };
     // The first of each fills the page cache.
     for run in 0..=runs {
         let (pod, took) = cri.run_pod();
+        let parameters = tuning(&node);
         cri.remove_pod(&pod);
-        let floor = microvm::boot(&plain);
+        let floor = microvm::boot(&plain, &parameters);
         if run > 0 {
             measured.ours.push(took);
             measured.peers.push(floor);

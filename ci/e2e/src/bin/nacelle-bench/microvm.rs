@@ -36,13 +36,14 @@ pub fn initramfs(folder: &Path) -> PathBuf {
     archive
 }
 
-/// From the start of QEMU to the line of init, in milliseconds.
-pub fn boot(initramfs: &Path) -> f64 {
+/// From the start of QEMU to the line of init, in milliseconds; `tuning` are further kernel parameters.
+pub fn boot(initramfs: &Path, tuning: &[String]) -> f64 {
+    let parameters = format!("console=ttyS0 quiet reboot=t panic=-1 {}", tuning.join(" "));
     let start = Instant::now();
     let mut machine = Command::new("qemu-system-x86_64")
         .args(["-M", "microvm,acpi=off,pit=on,pic=on,isa-serial=on,accel=tcg", "-cpu", "max", "-m", "128", "-smp", "1"])
         .args(["-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-serial", "stdio"])
-        .args(["-append", "console=ttyS0 quiet random.trust_cpu=on reboot=t panic=-1"])
+        .args(["-append", &parameters])
         .arg("-kernel")
         .arg(part("NACELLE_KERNEL"))
         .arg("-initrd")
