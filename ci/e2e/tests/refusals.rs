@@ -22,7 +22,7 @@ fn pods_that_cannot_be_are_refused_before_anything_exists() {
     refuse(pod("a"), &["--runtime", "nonsense"], "InvalidArgument", &["nonsense", "other"]);
     refuse(pod("a").set("hostname", json!("no host name")), &[], "InvalidArgument", &["hostname"]);
     let host = json!({"security_context": {"namespace_options": {"network": 2}}});
-    refuse(pod("a").set("linux", host), &[], "", &["host"]);
+    refuse(pod("a").set("linux", host), &[], "FailedPrecondition", &["host"]);
     refuse(
         pod("a").set("linux", json!({"sysctls": {"kernel.core_pattern": "|/x"}})),
         &[],
@@ -50,17 +50,17 @@ fn containers_that_cannot_be_are_refused_and_the_pod_lives() {
     let mount = json!([{"host_path": "/etc", "container_path": "/host"}]);
     refuse(sleep().set("mounts", mount), "Unimplemented", &["/etc"]);
     let device = json!([{"host_path": "/dev/fuse", "container_path": "/dev/fuse", "permissions": "rwm"}]);
-    refuse(sleep().set("devices", device), "", &["/dev/fuse"]);
+    refuse(sleep().set("devices", device), "Unimplemented", &["/dev/fuse"]);
     let capability = json!({"security_context": {"capabilities": {"add_capabilities": ["FLY"]}}});
     refuse(sleep().set("linux", capability), "InvalidArgument", &["FLY"]);
     let user = json!({"security_context": {"run_as_username": "nobody-here"}});
-    refuse(sleep().set("linux", user), "", &["nobody-here"]);
+    refuse(sleep().set("linux", user), "InvalidArgument", &["nobody-here"]);
 
     assert_eq!(node.crictl.call(["ps", "-aq"]), "");
     let container = pod.start(sleep());
     assert_eq!(container.exec("echo alive").ok(), "alive");
-    let again = pod.try_create(sleep());
-    assert!(again.code == 0 || again.stderr.contains("exist") || again.stderr.contains("reserved"), "{again:?}");
+    let again = pod.try_create(sleep()).err();
+    assert!(again.contains("AlreadyExists") && again.contains(&container.id), "{again}");
     pod.remove();
 }
 
