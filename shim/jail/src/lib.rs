@@ -1,0 +1,1 @@
+//! Owns: what the pod process gives up before the first guest byte.
