@@ -26,6 +26,8 @@ pub const COMMON_FEATURES: u64 = 1 << 28 | 1 << 29 | 1 << 32;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
 pub enum DeviceKind {
+    /// A network interface.
+    Net = 1,
     /// A disk.
     Block = 2,
     /// An entropy source.
@@ -44,6 +46,7 @@ impl DeviceKind {
 impl std::fmt::Display for DeviceKind {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
+            DeviceKind::Net => "net",
             DeviceKind::Block => "block",
             DeviceKind::Rng => "rng",
             DeviceKind::Vsock => "vsock",
@@ -108,6 +111,10 @@ pub trait Device: Send {
 
     /// The feature bits it offers.
     fn features(&self) -> u64;
+
+    /// The driver and the device have agreed on these features. Called while no queue runs and before the first one
+    /// is started; [`reset`](Device::reset) forgets them.
+    fn acknowledge(&mut self, _features: u64) {}
 
     /// The largest size of each of its queues.
     fn queue_sizes(&self) -> &'static [u16];

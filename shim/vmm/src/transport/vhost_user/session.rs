@@ -86,7 +86,14 @@ impl<'d> Session<'d> {
                 return Ok(Answer::Config { offset, data });
             }
             // The front end may name bits of its own; those that are not ours mean nothing to us.
-            Ask::SetFeatures(bits) => self.features = bits & self.offered(),
+            Ask::SetFeatures(bits) => {
+                self.stop_all();
+                self.features = bits & self.offered();
+                self.device.acknowledge(self.features & self.device.features());
+                for index in self.indexes() {
+                    self.start_if_ready(index)?;
+                }
+            }
             Ask::SetProtocolFeatures(bits) => self.protocol = bits & PROTOCOL,
             Ask::SetOwner | Ask::SetError => {}
             Ask::Reset => {
