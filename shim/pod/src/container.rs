@@ -154,6 +154,7 @@ pub async fn start(agent: &Agent, id: &str, tty: bool, log: Option<LogPath>) -> 
         streams.0.push(Arc::clone(&stream));
         let (log, alive) = (Arc::clone(&log), alive.clone());
         let run = move || {
+            nacelle_jail::thread(nacelle_jail::ThreadKind::Log);
             pump(&*stream, source, &log);
             drop(alive);
         };

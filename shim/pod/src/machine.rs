@@ -144,6 +144,7 @@ async fn start(engine: Arc<dyn Engine>, spec: MachineSpec) -> Result<Started, Po
     let (tell, started) = oneshot::channel();
     let (tell_gone, gone) = watch::channel(None);
     let life = move || {
+        nacelle_jail::thread(nacelle_jail::ThreadKind::Machine);
         let machine: Arc<dyn Machine> = match engine.start(spec) {
             Ok(machine) => machine.into(),
             Err(error) => {

@@ -46,6 +46,7 @@ pub fn run(dir: &Path, engine: impl FnOnce(&PodSpec) -> Arc<dyn Engine>) -> Resu
         .enable_all()
         .thread_stack_size(STACK)
         .max_blocking_threads(64)
+        .on_thread_start(|| nacelle_jail::thread(nacelle_jail::ThreadKind::Blocking))
         .build()
         .map_err(thread)?;
     let served = runtime.block_on(serve(spec, dir, engine));

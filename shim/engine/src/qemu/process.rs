@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::{self, JoinHandle};
 
+use nacelle_jail::ThreadKind;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{Id, WaitPidFlag, waitid};
@@ -59,6 +60,7 @@ impl Process {
         let warden = thread::Builder::new()
             .name("qemu-warden".into())
             .spawn(move || {
+                nacelle_jail::thread(ThreadKind::Warden);
                 let mut child = match command.spawn() {
                     Ok(child) => child,
                     Err(error) => {

@@ -3,6 +3,7 @@
 
 use super::Memory;
 use super::ring::{Request, Ring};
+use nacelle_jail::ThreadKind;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use std::io;
@@ -35,7 +36,10 @@ impl QueueThread {
         let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         let stop = Arc::new(Stop { asked: AtomicBool::new(false), wake });
         let seen = stop.clone();
-        let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || serve(ring, &seen, handle))?;
+        let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
+            nacelle_jail::thread(ThreadKind::Queue);
+            serve(ring, &seen, handle)
+        })?;
         Ok(QueueThread { stop, thread })
     }
 

@@ -13,6 +13,7 @@ pub(crate) mod harness;
 use crate::guest_warn;
 use crate::virtio::{Device, DeviceKind};
 use nacelle_base::{Chain, Classify, Kind};
+use nacelle_jail::ThreadKind;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use session::Session;
@@ -84,7 +85,10 @@ pub fn serve(device: Box<dyn Device>, listener: UnixListener) -> Result<Server, 
     let seen = stop.clone();
     let thread = std::thread::Builder::new()
         .name(format!("vhost-{kind}"))
-        .spawn(move || accept_all(device, &listener, &seen))
+        .spawn(move || {
+            nacelle_jail::thread(ThreadKind::VhostUser);
+            accept_all(device, &listener, &seen);
+        })
         .map_err(start)?;
     Ok(Server { stop, thread: Some(thread) })
 }

@@ -3,6 +3,7 @@
 use super::muxer::Muxer;
 use super::{Metrics, VsockError};
 use crate::virtio::{DeviceKind, Ring, StartError};
+use nacelle_jail::ThreadKind;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use std::io;
@@ -44,7 +45,10 @@ impl Control {
         let (commands, inbox) = channel();
         let muxer = Muxer::new(guest_cid, epoll.clone(), metrics);
         let worker = Worker { muxer, epoll, wake: wake.clone(), inbox };
-        std::thread::Builder::new().name("vsock".to_owned()).spawn(move || worker.run())?;
+        std::thread::Builder::new().name("vsock".to_owned()).spawn(move || {
+            nacelle_jail::thread(ThreadKind::Vsock);
+            worker.run();
+        })?;
         Ok(Control { commands, wake })
     }
 
