@@ -6,14 +6,17 @@ pub(crate) mod pieces;
 pub(crate) mod queue_thread;
 pub(crate) mod ring;
 pub mod rng;
+mod state;
 pub mod vsock;
 
 #[cfg(test)]
 mod tests;
 
 pub use ring::Ring;
+pub use state::{DeviceState, StateError};
 
 use nacelle_base::{Classify, Kind};
+use std::os::fd::OwnedFd;
 use virtio_queue::QueueState;
 
 /// The memory of a guest as devices see it.
@@ -60,6 +63,13 @@ pub trait Interrupt: Send + Sync {
     fn queue(&self, index: u16);
     /// The configuration space has changed.
     fn config(&self);
+    /// The guest broke the rules of queue `index`, which is served no more until it resets the device.
+    fn broken(&self, _index: u16) {}
+    /// An eventfd by which somebody else (the kernel) can interrupt for queue `index` without us; `None`: this
+    /// transport has none. Asked for anew each time the queue starts.
+    fn eventfd(&self, _index: u16) -> Option<OwnedFd> {
+        None
+    }
 }
 
 /// A queue could not be started.
@@ -113,11 +123,11 @@ pub trait Device: Send {
     fn features(&self) -> u64;
 
     /// The driver and the device have agreed on these features. Called while no queue runs and before the first one
-    /// is started; [`reset`](Device::reset) forgets them.
+    /// is started, also after a restore; [`reset`](Device::reset) forgets them.
     fn acknowledge(&mut self, _features: u64) {}
 
-    /// The largest size of each of its queues.
-    fn queue_sizes(&self) -> &'static [u16];
+    /// The largest size of each of its queues, a power of two.
+    fn queue_sizes(&self) -> &[u16];
 
     /// Reads the configuration space from byte `offset`; bytes beyond its end are 0.
     fn read_config(&self, offset: u32, data: &mut [u8]);
@@ -134,6 +144,13 @@ pub trait Device: Send {
 
     /// Stops all queues and forgets what the guest's driver did: connections, acknowledged state.
     fn reset(&mut self);
+
+    /// What it must know to go on in another process. Called only while no queue runs.
+    fn save(&self) -> DeviceState;
+
+    /// Goes on from a saved state. Called on a fresh device, or one that was reset, while no queue runs; an error
+    /// leaves it as it was.
+    fn restore(&mut self, state: DeviceState) -> Result<(), StateError>;
 }
 
 /// Copies the part of a configuration space that starts at `offset`; what lies beyond its end is 0.

@@ -75,8 +75,7 @@ impl Ring {
             let chain = match self.queue.iter(memory) {
                 Ok(mut chains) => chains.next(),
                 Err(error) => {
-                    guest_warn!(queue = self.index, "the guest broke a queue: {error}");
-                    self.broken = true;
+                    self.breaks(&error);
                     return None;
                 }
             };
@@ -89,7 +88,7 @@ impl Ring {
                         self.queue.go_to_previous_position();
                         continue;
                     }
-                    _ => self.broken = true,
+                    _ => self.breaks(&"its ring cannot be read"),
                 }
                 return None;
             };
@@ -116,8 +115,7 @@ impl Ring {
         if !self.broken
             && let Err(error) = self.queue.add_used(&*self.memory, head, written)
         {
-            guest_warn!(queue = self.index, head, "the guest broke a queue: {error}");
-            self.broken = true;
+            self.breaks(&error);
         }
     }
 
@@ -126,14 +124,16 @@ impl Ring {
         match self.queue.needs_notification(&*self.memory) {
             Ok(true) => self.interrupt.queue(self.index),
             Ok(false) => {}
-            Err(_) => self.broken = true,
+            Err(error) => self.breaks(&error),
         }
     }
 
     /// Tells the guest that no kick is needed: the queue is being looked at.
     pub(crate) fn quiet(&mut self) {
-        if !self.broken && self.queue.disable_notification(&*self.memory).is_err() {
-            self.broken = true;
+        if !self.broken
+            && let Err(error) = self.queue.disable_notification(&*self.memory)
+        {
+            self.breaks(&error);
         }
     }
 
@@ -144,21 +144,44 @@ impl Ring {
         }
         match self.queue.enable_notification(&*self.memory) {
             Ok(more) => more,
-            Err(_) => {
-                self.broken = true;
+            Err(error) => {
+                self.breaks(&error);
                 false
             }
         }
+    }
+
+    /// Asks the guest to kick when it adds a request to those that it has made available, also if they were not
+    /// popped yet; returns the index of that next one.
+    pub(crate) fn await_more(&mut self) -> u16 {
+        let next = self.queue.next_avail();
+        if self.broken {
+            return next;
+        }
+        let offered = self.queue.avail_idx(&*self.memory, Ordering::Acquire).and_then(|offered| {
+            self.queue.set_next_avail(offered.0);
+            self.queue.enable_notification(&*self.memory).map(|_| offered.0)
+        });
+        self.queue.set_next_avail(next);
+        offered.unwrap_or_else(|error| {
+            self.breaks(&error);
+            next
+        })
     }
 
     /// Takes note of a kick. A descriptor that cannot be read breaks the ring, so that nobody waits on it.
     pub(crate) fn kicked(&mut self) {
         match nix::unistd::read(&self.kick, &mut [0; 8]) {
             Ok(1..) | Err(Errno::EAGAIN | Errno::EINTR) => {}
-            Ok(_) | Err(_) => {
-                guest_warn!(queue = self.index, "the kick of a queue cannot be read");
-                self.broken = true;
-            }
+            Ok(_) | Err(_) => self.breaks(&"its kick cannot be read"),
+        }
+    }
+
+    /// The ring is served no more, and the guest is told to reset the device.
+    fn breaks(&mut self, why: &dyn std::fmt::Display) {
+        if !std::mem::replace(&mut self.broken, true) {
+            guest_warn!(queue = self.index, "the guest broke a queue: {why}");
+            self.interrupt.broken(self.index);
         }
     }
 

@@ -2,7 +2,7 @@
 
 use super::session::Session;
 use super::wire::{Header, Message, parse};
-use crate::virtio::{COMMON_FEATURES, Device, DeviceKind, Ring, StartError, read_config};
+use crate::virtio::{COMMON_FEATURES, Device, DeviceKind, DeviceState, Ring, StartError, StateError, read_config};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use std::fs::File;
@@ -35,7 +35,7 @@ impl Device for Idle {
         COMMON_FEATURES
     }
 
-    fn queue_sizes(&self) -> &'static [u16] {
+    fn queue_sizes(&self) -> &[u16] {
         &[16, 16]
     }
 
@@ -56,6 +56,14 @@ impl Device for Idle {
 
     fn reset(&mut self) {
         self.rings = [None, None];
+    }
+
+    fn save(&self) -> DeviceState {
+        DeviceState::Rng
+    }
+
+    fn restore(&mut self, _state: DeviceState) -> Result<(), StateError> {
+        Ok(())
     }
 }
 

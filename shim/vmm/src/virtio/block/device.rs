@@ -2,9 +2,10 @@
 
 use super::SECTOR;
 use super::slot::Shared;
+use super::state::State;
 use super::worker;
 use crate::virtio::queue_thread::QueueThread;
-use crate::virtio::{COMMON_FEATURES, Device, DeviceKind, Ring, StartError, read_config};
+use crate::virtio::{COMMON_FEATURES, Device, DeviceKind, DeviceState, Ring, StartError, StateError, read_config};
 use std::sync::Arc;
 use virtio_queue::QueueState;
 
@@ -74,7 +75,7 @@ impl Device for SlotDevice {
         both | if self.shared.view().is_read_only() { F_RO } else { F_DISCARD | F_WRITE_ZEROES }
     }
 
-    fn queue_sizes(&self) -> &'static [u16] {
+    fn queue_sizes(&self) -> &[u16] {
         &[QUEUE_SIZE]
     }
 
@@ -111,6 +112,17 @@ impl Device for SlotDevice {
 
     fn reset(&mut self) {
         self.stop(0);
+    }
+
+    fn save(&self) -> DeviceState {
+        DeviceState::Block(State::of(&self.shared))
+    }
+
+    fn restore(&mut self, state: DeviceState) -> Result<(), StateError> {
+        match state {
+            DeviceState::Block(state) => state.check(&self.shared),
+            other => Err(other.wrong(self.kind())),
+        }
     }
 }
 

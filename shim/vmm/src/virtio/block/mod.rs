@@ -5,12 +5,14 @@ mod device;
 mod error;
 mod metrics;
 mod slot;
+mod state;
 mod table;
 mod worker;
 
 pub use error::BlockError;
 pub use metrics::Metrics;
 pub use slot::Slot;
+pub use state::State;
 #[cfg(any(test, feature = "fuzz"))]
 pub(crate) use worker::serve;
 

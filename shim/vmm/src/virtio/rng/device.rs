@@ -3,7 +3,7 @@
 use super::metrics::Metrics;
 use super::worker;
 use crate::virtio::queue_thread::QueueThread;
-use crate::virtio::{COMMON_FEATURES, Device, DeviceKind, Ring, StartError};
+use crate::virtio::{COMMON_FEATURES, Device, DeviceKind, DeviceState, Ring, StartError, StateError};
 use std::sync::Arc;
 use virtio_queue::QueueState;
 
@@ -40,7 +40,7 @@ impl Device for Rng {
         COMMON_FEATURES
     }
 
-    fn queue_sizes(&self) -> &'static [u16] {
+    fn queue_sizes(&self) -> &[u16] {
         &[256]
     }
 
@@ -69,6 +69,17 @@ impl Device for Rng {
 
     fn reset(&mut self) {
         self.stop(0);
+    }
+
+    fn save(&self) -> DeviceState {
+        DeviceState::Rng
+    }
+
+    fn restore(&mut self, state: DeviceState) -> Result<(), StateError> {
+        match state {
+            DeviceState::Rng => Ok(()),
+            other => Err(other.wrong(self.kind())),
+        }
     }
 }
 

@@ -1,7 +1,8 @@
 //! Owns: the vsock device as a transport sees it.
 
+use super::State;
 use super::worker::{Command, Control};
-use crate::virtio::{COMMON_FEATURES, Device, DeviceKind, Ring, StartError, read_config};
+use crate::virtio::{COMMON_FEATURES, Device, DeviceKind, DeviceState, Ring, StartError, StateError, read_config};
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::sync_channel;
@@ -29,7 +30,7 @@ impl Device for VsockDevice {
         COMMON_FEATURES
     }
 
-    fn queue_sizes(&self) -> &'static [u16] {
+    fn queue_sizes(&self) -> &[u16] {
         &[256, 256, 256]
     }
 
@@ -58,6 +59,24 @@ impl Device for VsockDevice {
         let (answer, done) = sync_channel(1);
         if self.control.send(Command::Forget(answer)).is_ok() {
             let _ = done.recv(); // an error: the thread is gone, and everything with it
+        }
+    }
+
+    fn save(&self) -> DeviceState {
+        DeviceState::Vsock(State { guest_cid: self.guest_cid })
+    }
+
+    fn restore(&mut self, state: DeviceState) -> Result<(), StateError> {
+        match state {
+            DeviceState::Vsock(State { guest_cid }) if guest_cid != self.guest_cid => {
+                Err(StateError::differs(self.kind(), "guest_cid", guest_cid, self.guest_cid))
+            }
+            DeviceState::Vsock(_) => {
+                // An error means that the thread is gone: then no queue can be started either.
+                let _ = self.control.send(Command::Restored);
+                Ok(())
+            }
+            other => Err(other.wrong(self.kind())),
         }
     }
 }

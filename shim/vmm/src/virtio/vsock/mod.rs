@@ -8,11 +8,13 @@ mod host;
 mod metrics;
 mod muxer;
 mod packet;
+mod state;
 mod worker;
 
 pub use error::VsockError;
 pub use host::{Listener, Vsock};
 pub use metrics::Metrics;
+pub use state::State;
 #[cfg(any(test, feature = "fuzz"))]
 pub(crate) use {muxer::Muxer, packet::Header};
 

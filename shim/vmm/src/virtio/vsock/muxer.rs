@@ -41,6 +41,19 @@ pub(crate) struct Muxer {
     replies: VecDeque<Header>,
     ready: VecDeque<Key>,
     next_port: u32,
+    notice: Notice,
+}
+
+/// How far the guest has been told that all its connections are gone. Until it has taken note of it, nothing else is
+/// sent to it: its driver would drop connections that are made meanwhile.
+#[derive(Debug, PartialEq, Eq)]
+enum Notice {
+    /// Nothing to tell.
+    None,
+    /// It waits for a buffer in the event queue.
+    Due,
+    /// It lies in a buffer. When the guest has added buffers to these, it has seen it.
+    Given { offered: u16 },
 }
 
 impl Key {
@@ -66,6 +79,7 @@ impl Muxer {
             replies: VecDeque::new(),
             ready: VecDeque::new(),
             next_port: FIRST_PORT,
+            notice: Notice::None,
         }
     }
 
@@ -127,6 +141,7 @@ impl Muxer {
 
     /// The guest's driver has begun anew: its connections are gone, those it has not answered are asked for again.
     pub(crate) fn forget(&mut self) {
+        self.notice = Notice::None;
         self.connections.retain(|_, connection| connection.wanted.is_some());
         self.connections.values_mut().for_each(Connection::ask_again);
         let connections = &self.connections;
@@ -140,11 +155,38 @@ impl Muxer {
     pub(crate) fn reset_transport(&mut self) {
         self.connections.clear();
         self.forget();
-        let Some(Some(ring)) = self.ring(EVENT) else { return };
-        let Some(request) = ring.pop() else { return };
-        let written = request.buffers.writable.write(ring.memory(), &TRANSPORT_RESET.to_le_bytes());
-        ring.done(request.head, written.map_or(0, |_| 4));
-        ring.signal();
+        if matches!(self.ring(EVENT), Some(Some(_))) {
+            self.notice = Notice::Due;
+            self.tell();
+        }
+    }
+
+    /// The guest goes on from a saved state and knows connections that are gone. Those that the host has asked for
+    /// meanwhile are made once the guest knows.
+    pub(super) fn restored(&mut self) {
+        self.forget();
+        self.notice = Notice::Due;
+    }
+
+    /// Tells the guest that its connections are gone, if that is due; `true`: nothing keeps it from other packets.
+    fn tell(&mut self) -> bool {
+        if self.notice == Notice::None {
+            return true;
+        }
+        let Some(Some(ring)) = self.rings.get_mut(usize::from(EVENT)) else { return false };
+        if let Notice::Given { offered } = self.notice {
+            if ring.await_more() != offered {
+                self.notice = Notice::None;
+            }
+        } else if let Some(request) = ring.pop() {
+            self.notice = Notice::Given { offered: ring.await_more() };
+            let written = request.buffers.writable.write(ring.memory(), &TRANSPORT_RESET.to_le_bytes());
+            ring.done(request.head, written.map_or(0, |_| 4));
+            ring.signal();
+        } else {
+            ring.await_more();
+        }
+        self.notice == Notice::None
     }
 
     /// Takes note of a kick.
@@ -393,6 +435,9 @@ impl Muxer {
 
     /// Fills the guest's buffers with what is for it.
     fn send(&mut self, budget: &mut usize) {
+        if !self.tell() {
+            return;
+        }
         let Some(mut ring) = self.take_ring(RX) else { return };
         let mut some = false;
         while *budget > 0 && (!self.replies.is_empty() || !self.ready.is_empty()) {

@@ -22,6 +22,7 @@ pub(super) enum Command {
     Stop(u16, SyncSender<Option<QueueState>>),
     Forget(SyncSender<()>),
     ResetTransport,
+    Restored,
     Connect { port: u32, id: u64, answer: SyncSender<Result<UnixStream, VsockError>> },
     GiveUp(u64),
     Listen { port: u32, incoming: SyncSender<UnixStream>, answer: SyncSender<bool> },
@@ -116,6 +117,7 @@ impl Worker {
                 let _ = answer.send(());
             }
             Command::ResetTransport => self.muxer.reset_transport(),
+            Command::Restored => self.muxer.restored(),
             Command::Connect { port, id, answer } => self.muxer.connect(port, id, answer),
             Command::GiveUp(id) => self.muxer.give_up(id),
             Command::Listen { port, incoming, answer } => drop(answer.send(self.muxer.listen(port, incoming))),
