@@ -32,6 +32,4 @@ mod sys;
 mod testing;
 
 pub use transport::vhost_user;
-pub use virtio::{
-    Device, DeviceKind, DeviceState, Interrupt, Memory, Ring, StartError, StateError, block, rng, vsock,
-};
+pub use virtio::{Device, DeviceKind, DeviceState, Interrupt, Memory, Ring, StartError, StateError, block, rng, vsock};

@@ -158,15 +158,25 @@ impl Ring {
         if self.broken {
             return next;
         }
-        let offered = self.queue.avail_idx(&*self.memory, Ordering::Acquire).and_then(|offered| {
-            self.queue.set_next_avail(offered.0);
-            self.queue.enable_notification(&*self.memory).map(|_| offered.0)
-        });
+        let mut offered = next;
+        // A guest that adds requests all the time needs no kick to be seen.
+        for _ in 0..16 {
+            let more = self.queue.avail_idx(&*self.memory, Ordering::Acquire).and_then(|index| {
+                offered = index.0;
+                self.queue.set_next_avail(offered);
+                self.queue.enable_notification(&*self.memory)
+            });
+            match more {
+                Ok(true) => {}
+                Ok(false) => break,
+                Err(error) => {
+                    self.breaks(&error);
+                    break;
+                }
+            }
+        }
         self.queue.set_next_avail(next);
-        offered.unwrap_or_else(|error| {
-            self.breaks(&error);
-            next
-        })
+        offered
     }
 
     /// Takes note of a kick. A descriptor that cannot be read breaks the ring, so that nobody waits on it.

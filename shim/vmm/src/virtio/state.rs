@@ -84,9 +84,7 @@ mod tests {
     #[test]
     fn states_survive_being_written() {
         let block = block::State { serial: "images".into(), read_only: true, capacity: 1 << 20 };
-        for state in
-            [DeviceState::Block(block), DeviceState::Rng, DeviceState::Vsock(vsock::State { guest_cid: 3 })]
-        {
+        for state in [DeviceState::Block(block), DeviceState::Rng, DeviceState::Vsock(vsock::State { guest_cid: 3 })] {
             let written = serde_json::to_vec(&state).unwrap();
             assert_eq!(serde_json::from_slice::<DeviceState>(&written).unwrap(), state);
         }

@@ -178,15 +178,19 @@ impl Muxer {
             if ring.await_more() != offered {
                 self.notice = Notice::None;
             }
-        } else if let Some(request) = ring.pop() {
+            return self.notice == Notice::None;
+        }
+        let mut request = ring.pop();
+        if request.is_none() && ring.rearm() {
+            request = ring.pop();
+        }
+        if let Some(request) = request {
             self.notice = Notice::Given { offered: ring.await_more() };
             let written = request.buffers.writable.write(ring.memory(), &TRANSPORT_RESET.to_le_bytes());
             ring.done(request.head, written.map_or(0, |_| 4));
             ring.signal();
-        } else {
-            ring.await_more();
         }
-        self.notice == Notice::None
+        false
     }
 
     /// Takes note of a kick.
