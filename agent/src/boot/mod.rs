@@ -85,11 +85,18 @@ pub struct Ready {
 
 /// Boots. The hello goes out first, so that the host's answer and the guest's own work overlap.
 pub fn boot() -> Result<Ready, BootError> {
+    let started_nanos = monotonic_nanos();
     let mut host = File::from(connect_to_host()?);
     let handshake = |source| BootError::Handshake { source };
     let kernel_release =
         nix::sys::utsname::uname().map(|name| name.release().to_string_lossy().into_owned()).unwrap_or_default();
-    let hello = AgentHello { protocol: 1, agent_version: env!("CARGO_PKG_VERSION").to_owned(), kernel_release };
+    let hello = AgentHello {
+        protocol: 1,
+        agent_version: env!("CARGO_PKG_VERSION").to_owned(),
+        kernel_release,
+        started_nanos,
+        sent_nanos: monotonic_nanos(),
+    };
     frame::write(&mut host, &hello).map_err(handshake)?;
     mounts::first()?;
     crate::log::start();
@@ -107,6 +114,12 @@ pub fn boot() -> Result<Ready, BootError> {
     let zygote = Zygote::fork(&[&rpc, &streams]).map_err(|source| BootError::Zygote { source })?;
     crate::sys::set_rlimit(libc::RLIMIT_NOFILE, 65_536, 1 << 19).map_err(|source| BootError::Limit { source })?;
     Ok(Ready { config, rpc, streams, zygote })
+}
+
+/// The time since the kernel started its clock, in nanoseconds; 0 if it cannot tell.
+fn monotonic_nanos() -> u64 {
+    let time = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).map(Duration::from);
+    time.map_or(0, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX))
 }
 
 fn vsock() -> nix::Result<OwnedFd> {

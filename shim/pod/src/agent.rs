@@ -277,7 +277,13 @@ mod tests {
 
     #[test]
     fn a_frame_is_read() {
-        let hello = proto::AgentHello { protocol: 1, agent_version: "a".into(), kernel_release: "k".into() };
+        let hello = proto::AgentHello {
+            protocol: 1,
+            agent_version: "a".into(),
+            kernel_release: "k".into(),
+            started_nanos: 1,
+            sent_nanos: 2,
+        };
         let body = hello.encode_to_vec();
         let frame = [&u32::try_from(body.len()).unwrap().to_le_bytes()[..], &body].concat();
         assert_eq!(read(&frame).unwrap(), hello);

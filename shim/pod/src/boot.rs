@@ -98,7 +98,13 @@ async fn shake(
         if hello.protocol != PROTOCOL {
             return Err(PodError::Protocol { got: hello.protocol });
         }
-        tracing::info!(kernel = guest_text(&hello.kernel_release, MAX_NAME), "the agent says hello");
+        let millis = |nanos: u64| nanos / 1_000_000;
+        tracing::info!(
+            kernel = guest_text(&hello.kernel_release, MAX_NAME),
+            kernel_ms = millis(hello.started_nanos),
+            guest_ms = millis(hello.sent_nanos),
+            "the agent says hello"
+        );
         Ok((stream, hello))
     };
     let network = async {

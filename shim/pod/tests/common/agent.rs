@@ -340,7 +340,8 @@ fn shake(shared: &Shared, guest: &Guest, boot: &Boot) -> Option<()> {
             Err(_) => return None,
         }
     };
-    let hello = proto::AgentHello { protocol: 1, agent_version: "fake".into(), kernel_release: "6.12-fake".into() };
+    let (agent_version, kernel_release) = ("fake".into(), "6.12-fake".into());
+    let hello = proto::AgentHello { protocol: 1, agent_version, kernel_release, started_nanos: 1, sent_nanos: 2 };
     let hello = match boot {
         Boot::Hello(bytes) => bytes.clone(),
         _ => frame(&hello),
