@@ -1,7 +1,7 @@
 //! Owns: the virtio devices of a machine and the transports that drive them.
 //! May use: `nacelle-base`. Knows no engine, no pod, no QEMU.
 //!
-//! A device ([`block`], [`vsock`], [`rng`]) is a backend over guest memory and queues and implements
+//! A device ([`block`], [`vsock`], [`rng`], [`balloon`], [`console`]) is a backend over guest memory and queues and implements
 //! [`Device`]. A transport ([`vhost_user`]) owns the queues and hands them to the device one by one.
 //!
 //! ```no_run
@@ -32,4 +32,7 @@ mod sys;
 mod testing;
 
 pub use transport::vhost_user;
-pub use virtio::{Device, DeviceKind, DeviceState, Interrupt, Memory, Ring, StartError, StateError, block, rng, vsock};
+pub use virtio::{
+    Device, DeviceKind, DeviceState, Interrupt, Memory, Ring, StartError, StateError, balloon, block, console, rng,
+    vsock,
+};

@@ -4,7 +4,7 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
-use vm_memory::VolatileSlice;
+use vm_memory::{GuestMemoryRegion, GuestRegionMmap, MemoryRegionAddress, VolatileSlice};
 
 /// The most pieces that one system call takes (IOV_MAX).
 const MAX_IOVECS: usize = 1024;
@@ -100,6 +100,20 @@ pub(crate) fn read_stream(fd: BorrowedFd<'_>, slices: &[VolatileSlice<'_>]) -> i
 /// Sends guest memory once to a socket, without blocking and without SIGPIPE.
 pub(crate) fn send_stream(fd: BorrowedFd<'_>, slices: &[VolatileSlice<'_>]) -> io::Result<usize> {
     transfer(fd.as_raw_fd(), slices, Way::Send)
+}
+
+/// Gives `length` bytes from byte `offset` of a region back to the host: for everybody who maps it if the mapping is
+/// shared, else only here.
+pub(crate) fn discard(region: &GuestRegionMmap<()>, offset: u64, length: u64) -> io::Result<()> {
+    let invalid = |_why| io::Error::from(io::ErrorKind::InvalidInput);
+    let offset = MemoryRegionAddress(offset);
+    let slice = region.get_slice(offset, usize::try_from(length).map_err(invalid)?).map_err(io::Error::other)?;
+    let advice = if region.flags() & libc::MAP_SHARED != 0 { libc::MADV_REMOVE } else { libc::MADV_DONTNEED };
+    let guard = slice.ptr_guard_mut();
+    // SAFETY: the bytes lie in one mapping of guest memory, which `region` keeps alive. They are accessed by
+    // volatile operations and system calls only, which expect them to change at any time.
+    let done = unsafe { libc::madvise(guard.as_ptr().cast(), guard.len(), advice) };
+    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 /// Takes ownership of descriptors that recvmsg has just given to this process.

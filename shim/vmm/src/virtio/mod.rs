@@ -1,13 +1,16 @@
 //! Owns: what a virtio device is to a transport, and the devices.
 //! May use: `vm-memory`, `virtio-queue`. Knows no transport.
 
+pub mod balloon;
 pub mod block;
+pub mod console;
 pub(crate) mod pieces;
 pub(crate) mod queue_thread;
 pub(crate) mod ring;
 pub mod rng;
 mod state;
 pub mod vsock;
+pub(crate) mod worker;
 
 #[cfg(test)]
 mod tests;
@@ -33,8 +36,12 @@ pub enum DeviceKind {
     Net = 1,
     /// A disk.
     Block = 2,
+    /// A console.
+    Console = 3,
     /// An entropy source.
     Rng = 4,
+    /// Memory that the guest gives back.
+    Balloon = 5,
     /// A socket between host and guest.
     Vsock = 19,
 }
@@ -51,7 +58,9 @@ impl std::fmt::Display for DeviceKind {
         f.write_str(match self {
             DeviceKind::Net => "net",
             DeviceKind::Block => "block",
+            DeviceKind::Console => "console",
             DeviceKind::Rng => "rng",
+            DeviceKind::Balloon => "balloon",
             DeviceKind::Vsock => "vsock",
         })
     }

@@ -104,6 +104,11 @@ impl Pieces {
         self.length == 0
     }
 
+    /// Where the pieces lie in the guest's memory, each not empty.
+    pub fn ranges(&self) -> impl Iterator<Item = std::ops::Range<u64>> + '_ {
+        self.list.iter().map(|piece| piece.address.0..piece.address.0.saturating_add(piece.length as u64))
+    }
+
     /// Cuts off the first `count` bytes; `None` (and nothing is cut) if there are fewer.
     pub fn take_front(&mut self, count: usize) -> Option<Pieces> {
         let rest = self.length.checked_sub(count)?;

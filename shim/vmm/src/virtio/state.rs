@@ -1,14 +1,18 @@
 //! Owns: what devices keep over a save and restore, and why one cannot go on from it.
 
-use super::{DeviceKind, block, vsock};
+use super::{DeviceKind, balloon, block, console, vsock};
 use nacelle_base::{Classify, Kind};
 use serde::{Deserialize, Serialize};
 
 /// The state of a device, without its queues (those are the transport's) and without what the host gave it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum DeviceState {
+    /// Of a balloon.
+    Balloon(balloon::State),
     /// Of a disk.
     Block(block::State),
+    /// Of a console.
+    Console(console::State),
     /// Of an entropy source: nothing.
     Rng,
     /// Of a socket device.
@@ -19,7 +23,9 @@ impl DeviceState {
     /// The device that it belongs to.
     pub fn kind(&self) -> DeviceKind {
         match self {
+            DeviceState::Balloon(_) => DeviceKind::Balloon,
             DeviceState::Block(_) => DeviceKind::Block,
+            DeviceState::Console(_) => DeviceKind::Console,
             DeviceState::Rng => DeviceKind::Rng,
             DeviceState::Vsock(_) => DeviceKind::Vsock,
         }
@@ -84,7 +90,14 @@ mod tests {
     #[test]
     fn states_survive_being_written() {
         let block = block::State { serial: "images".into(), read_only: true, capacity: 1 << 20 };
-        for state in [DeviceState::Block(block), DeviceState::Rng, DeviceState::Vsock(vsock::State { guest_cid: 3 })] {
+        let states = [
+            DeviceState::Balloon(balloon::State { target: 512, actual: 7 }),
+            DeviceState::Block(block),
+            DeviceState::Console(console::State { columns: 80, rows: 25 }),
+            DeviceState::Rng,
+            DeviceState::Vsock(vsock::State { guest_cid: 3 }),
+        ];
+        for state in states {
             let written = serde_json::to_vec(&state).unwrap();
             assert_eq!(serde_json::from_slice::<DeviceState>(&written).unwrap(), state);
         }

@@ -1,0 +1,108 @@
+//! Owns: the balloon as a transport sees it (VIRTIO 1.2, 5.5).
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use super::State;
+use super::handle::Shared;
+use super::requests::serve;
+use crate::virtio::worker::Served;
+use crate::virtio::{COMMON_FEATURES, Device, DeviceKind, DeviceState, Ring, StartError, StateError, read_config};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use virtio_queue::QueueState;
+
+/// Of its inflate, deflate, statistics and reporting queue. Linux sends one request at a time on each.
+const QUEUES: &[u16] = &[128, 128, 64, 128];
+
+const STATS_VQ: u64 = 1 << 1;
+const DEFLATE_ON_OOM: u64 = 1 << 2;
+const REPORTING: u64 = 1 << 5;
+
+/// Where the driver writes how many pages it has given.
+const ACTUAL: usize = 4;
+
+#[derive(Debug)]
+pub(super) struct BalloonDevice {
+    shared: Arc<Shared>,
+    served: Served,
+}
+
+impl BalloonDevice {
+    pub fn new(shared: Arc<Shared>) -> BalloonDevice {
+        BalloonDevice { shared, served: Served::none(DeviceKind::Balloon, QUEUES) }
+    }
+
+    fn config(&self) -> [u8; 8] {
+        let [t0, t1, t2, t3] = self.shared.target.load(Ordering::SeqCst).to_le_bytes();
+        let [a0, a1, a2, a3] = self.shared.actual.load(Ordering::SeqCst).to_le_bytes();
+        [t0, t1, t2, t3, a0, a1, a2, a3]
+    }
+}
+
+impl Device for BalloonDevice {
+    fn kind(&self) -> DeviceKind {
+        DeviceKind::Balloon
+    }
+
+    fn features(&self) -> u64 {
+        COMMON_FEATURES | STATS_VQ | DEFLATE_ON_OOM | REPORTING
+    }
+
+    fn queue_sizes(&self) -> &'static [u16] {
+        QUEUES
+    }
+
+    fn read_config(&self, offset: u32, data: &mut [u8]) {
+        read_config(&self.config(), offset, data);
+    }
+
+    fn write_config(&mut self, offset: u32, data: &[u8]) {
+        let mut config = self.config();
+        let old = config.iter_mut().enumerate().skip(offset as usize);
+        for ((at, old), new) in old.zip(data) {
+            if at >= ACTUAL {
+                *old = *new;
+            }
+        }
+        let [.., a0, a1, a2, a3] = config;
+        self.shared.actual.store(u32::from_le_bytes([a0, a1, a2, a3]), Ordering::SeqCst);
+    }
+
+    fn start(&mut self, ring: Ring) -> Result<(), StartError> {
+        let interrupt = ring.interrupt().clone();
+        let shared = self.shared.clone();
+        let bell = self.served.start(ring, move |index, memory, request| serve(&shared, index, memory, request))?;
+        self.shared.set_way(Some((interrupt, bell)));
+        Ok(())
+    }
+
+    fn stop(&mut self, index: u16) -> Option<QueueState> {
+        let state = self.served.stop(index);
+        if self.served.is_idle() {
+            self.shared.set_way(None);
+        }
+        state
+    }
+
+    fn reset(&mut self) {
+        (0..QUEUES.len() as u16).for_each(|index| _ = self.stop(index));
+        self.shared.actual.store(0, Ordering::SeqCst);
+    }
+
+    fn save(&self) -> DeviceState {
+        let pages = |number: &AtomicU32| number.load(Ordering::SeqCst);
+        DeviceState::Balloon(State { target: pages(&self.shared.target), actual: pages(&self.shared.actual) })
+    }
+
+    fn restore(&mut self, state: DeviceState) -> Result<(), StateError> {
+        let DeviceState::Balloon(State { target, actual }) = state else { return Err(state.wrong(self.kind())) };
+        self.shared.target.store(target, Ordering::SeqCst);
+        self.shared.actual.store(actual, Ordering::SeqCst);
+        Ok(())
+    }
+}
+
+impl Drop for BalloonDevice {
+    fn drop(&mut self) {
+        self.reset();
+    }
+}

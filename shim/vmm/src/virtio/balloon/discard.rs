@@ -1,0 +1,42 @@
+//! Owns: how memory of a guest is given back to the host.
+//! What is right depends on what lies behind a region:
+//! - private anonymous memory: MADV_DONTNEED; the guest finds zeros there later;
+//! - a shared mapping (memfd, shared hugetlb): MADV_REMOVE, which frees it for all who map it; zeros too;
+//! - a private mapping of a snapshot's file: MADV_DONTNEED frees the copies that the guest has made. It finds the
+//!   file's bytes there later, which virtio allows (without VIRTIO_BALLOON_F_PAGE_POISON the driver expects
+//!   nothing), and which are no secret to it: they were its memory when it was restored.
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use super::Metrics;
+use crate::guest_warn;
+use crate::sys;
+use crate::virtio::Memory;
+use std::ops::Range;
+use std::sync::atomic::Ordering::Relaxed;
+use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
+
+/// Bytes of a page, the unit of the balloon.
+pub(super) const PAGE: u64 = 4096;
+
+/// Gives back the whole pages of `bytes` (guest addresses) that are memory of the guest.
+pub(super) fn discard(metrics: &Metrics, memory: &Memory, bytes: Range<u64>) {
+    let (start, end) = (bytes.start.next_multiple_of(PAGE), bytes.end & !(PAGE - 1));
+    let mut there = 0;
+    for region in memory.iter() {
+        let base = region.start_addr().0;
+        let (from, to) = (start.max(base), end.min(base.saturating_add(region.len())));
+        let Some(length) = to.checked_sub(from).filter(|length| *length > 0) else { continue };
+        there += length;
+        match sys::discard(region, from - base, length) {
+            Ok(()) => _ = metrics.freed_bytes.fetch_add(length, Relaxed),
+            Err(error) => {
+                metrics.failed.fetch_add(1, Relaxed);
+                guest_warn!("{length} bytes of guest memory at {from:#x} cannot be given back: {error}");
+            }
+        }
+    }
+    if there < end.saturating_sub(start) {
+        metrics.refused.fetch_add(1, Relaxed);
+        guest_warn!("the guest gives back memory that it does not have, at {start:#x}");
+    }
+}

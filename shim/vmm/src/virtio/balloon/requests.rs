@@ -1,0 +1,83 @@
+//! Owns: the requests of the balloon's queues.
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use super::discard::{PAGE, discard};
+use super::handle::{Shared, Statistics};
+use crate::guest_warn;
+use crate::virtio::Memory;
+use crate::virtio::pieces::Pieces;
+use crate::virtio::ring::Request;
+use std::sync::atomic::Ordering::Relaxed;
+
+/// The queues, by number. Linux numbers those of the features in use without gaps, so that reporting follows
+/// statistics where free-page hints (VIRTIO 1.2, 5.5.2) are not offered.
+pub(crate) const INFLATE: u16 = 0;
+pub(crate) const DEFLATE: u16 = 1;
+pub(crate) const STATISTICS: u16 = 2;
+pub(crate) const REPORTING: u16 = 3;
+
+/// The most pages in one request; Linux sends 256.
+pub(super) const MAX_PAGES: usize = 16384;
+/// The most bytes of statistics; Linux sends 16 of 10 bytes each.
+const MAX_STATISTICS: usize = 1024;
+
+/// Serves a request of queue `index`; `None`: it stays with the device.
+pub(crate) fn serve(shared: &Shared, index: u16, memory: &Memory, request: Request) -> Option<u32> {
+    match index {
+        INFLATE => inflate(shared, memory, &request.buffers.readable),
+        DEFLATE => {
+            let pages = request.buffers.readable.len() / 4;
+            shared.metrics.deflated_pages.fetch_add(pages as u64, Relaxed);
+        }
+        STATISTICS => return statistics(shared, memory, &request.buffers.readable),
+        REPORTING => report(shared, memory, &request.buffers.writable),
+        _ => {}
+    }
+    Some(0)
+}
+
+/// Gives back the pages of a list of page numbers; those that lie side by side at once.
+fn inflate(shared: &Shared, memory: &Memory, list: &Pieces) {
+    let metrics = &shared.metrics;
+    let mut bytes = vec![0; list.len().min(MAX_PAGES * 4)];
+    match list.read(memory, &mut bytes) {
+        Ok(read) => bytes.truncate(read),
+        Err(error) => {
+            guest_warn!("the guest fills its balloon by {error}");
+            return;
+        }
+    }
+    if list.len() > MAX_PAGES * 4 {
+        metrics.refused.fetch_add(1, Relaxed);
+        guest_warn!("the guest puts more than {MAX_PAGES} pages into its balloon at once");
+    }
+    let (numbers, _rest) = bytes.as_chunks::<4>();
+    let mut pages: Vec<u32> = numbers.iter().map(|number| u32::from_le_bytes(*number)).collect();
+    metrics.inflated_pages.fetch_add(pages.len() as u64, Relaxed);
+    pages.sort_unstable();
+    pages.dedup();
+    for run in pages.chunk_by(|one, next| one.checked_add(1) == Some(*next)) {
+        if let Some(first) = run.first() {
+            let start = u64::from(*first) * PAGE;
+            discard(metrics, memory, start..start + run.len() as u64 * PAGE);
+        }
+    }
+}
+
+/// Gives back what the guest reports as free.
+fn report(shared: &Shared, memory: &Memory, free: &Pieces) {
+    for range in free.ranges() {
+        shared.metrics.reported_bytes.fetch_add(range.end.saturating_sub(range.start), Relaxed);
+        discard(&shared.metrics, memory, range);
+    }
+}
+
+/// Keeps what the guest says of its memory. The buffer goes back when the host asks for news.
+fn statistics(shared: &Shared, memory: &Memory, list: &Pieces) -> Option<u32> {
+    let mut bytes = vec![0; list.len().min(MAX_STATISTICS)];
+    match list.read(memory, &mut bytes) {
+        Ok(read) => shared.heard(Statistics::parse(bytes.get(..read).unwrap_or_default())),
+        Err(error) => guest_warn!("the guest tells of its memory in {error}"),
+    }
+    shared.take_wish().then_some(0)
+}

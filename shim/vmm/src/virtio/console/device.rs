@@ -1,0 +1,96 @@
+//! Owns: the console as a transport sees it (VIRTIO 1.2, 5.3): one port, its size, emergency writes.
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use super::State;
+use super::handle::Shared;
+use super::requests::serve;
+use crate::virtio::worker::Served;
+use crate::virtio::{COMMON_FEATURES, Device, DeviceKind, DeviceState, Ring, StartError, StateError, read_config};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use virtio_queue::QueueState;
+
+/// Of its input and its output queue.
+const QUEUES: &[u16] = &[64, 64];
+
+const SIZE: u64 = 1 << 0;
+const EMERGENCY_WRITE: u64 = 1 << 2;
+
+/// Where the driver, or a kernel that has none yet, writes single characters.
+const EMERGENCY: u32 = 8;
+
+#[derive(Debug)]
+pub(super) struct ConsoleDevice {
+    shared: Arc<Shared>,
+    served: Served,
+}
+
+impl ConsoleDevice {
+    pub fn new(shared: Arc<Shared>) -> ConsoleDevice {
+        ConsoleDevice { shared, served: Served::none(DeviceKind::Console, QUEUES) }
+    }
+}
+
+impl Device for ConsoleDevice {
+    fn kind(&self) -> DeviceKind {
+        DeviceKind::Console
+    }
+
+    fn features(&self) -> u64 {
+        COMMON_FEATURES | SIZE | EMERGENCY_WRITE
+    }
+
+    fn queue_sizes(&self) -> &'static [u16] {
+        QUEUES
+    }
+
+    fn read_config(&self, offset: u32, data: &mut [u8]) {
+        // One port; the emergency register reads 0.
+        let [c0, c1, r0, r1] = self.shared.size();
+        read_config(&[c0, c1, r0, r1, 1, 0, 0, 0, 0, 0, 0, 0], offset, data);
+    }
+
+    fn write_config(&mut self, offset: u32, data: &[u8]) {
+        if let (EMERGENCY, Some(character)) = (offset, data.first()) {
+            self.shared.metrics.emergency_bytes.fetch_add(1, Ordering::Relaxed);
+            self.shared.print(&[*character]);
+        }
+    }
+
+    fn start(&mut self, ring: Ring) -> Result<(), StartError> {
+        let interrupt = ring.interrupt().clone();
+        let shared = self.shared.clone();
+        let bell = self.served.start(ring, move |index, memory, request| serve(&shared, index, memory, request))?;
+        self.shared.set_way(Some((interrupt, bell)));
+        Ok(())
+    }
+
+    fn stop(&mut self, index: u16) -> Option<QueueState> {
+        let state = self.served.stop(index);
+        if self.served.is_idle() {
+            self.shared.set_way(None);
+        }
+        state
+    }
+
+    fn reset(&mut self) {
+        (0..QUEUES.len() as u16).for_each(|index| _ = self.stop(index));
+    }
+
+    fn save(&self) -> DeviceState {
+        let [c0, c1, r0, r1] = self.shared.size();
+        DeviceState::Console(State { columns: u16::from_le_bytes([c0, c1]), rows: u16::from_le_bytes([r0, r1]) })
+    }
+
+    fn restore(&mut self, state: DeviceState) -> Result<(), StateError> {
+        let DeviceState::Console(State { columns, rows }) = state else { return Err(state.wrong(self.kind())) };
+        self.shared.set_size(columns, rows);
+        Ok(())
+    }
+}
+
+impl Drop for ConsoleDevice {
+    fn drop(&mut self) {
+        self.reset();
+    }
+}

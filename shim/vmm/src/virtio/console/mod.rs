@@ -1,0 +1,13 @@
+//! Owns: the virtio console: what the guest prints, and what is typed to it.
+//! Threads: one while a queue runs.
+
+mod device;
+mod handle;
+mod metrics;
+mod requests;
+mod state;
+
+pub use handle::{Console, INPUT_BYTES, Sink};
+pub use metrics::Metrics;
+pub use requests::MAX_BYTES;
+pub use state::State;

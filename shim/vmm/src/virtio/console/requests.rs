@@ -1,0 +1,57 @@
+//! Owns: the requests of the console's queues.
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use super::handle::Shared;
+use crate::guest_warn;
+use crate::virtio::Memory;
+use crate::virtio::pieces::{BadChain, Pieces};
+use crate::virtio::ring::Request;
+use std::sync::atomic::Ordering::Relaxed;
+
+/// The queues of the first port, by number.
+pub(crate) const INPUT: u16 = 0;
+pub(crate) const OUTPUT: u16 = 1;
+
+/// The most bytes that are taken of one request; Linux sends a page at most.
+pub const MAX_BYTES: usize = 64 << 10;
+
+/// Serves a request of queue `index`; `None`: there is no input for it yet.
+pub(crate) fn serve(shared: &Shared, index: u16, memory: &Memory, request: Request) -> Option<u32> {
+    match index {
+        INPUT => input(shared, memory, &request.buffers.writable),
+        OUTPUT => {
+            if let Err(error) = output(shared, memory, request.buffers.readable) {
+                guest_warn!("the guest prints {error}");
+            }
+            Some(0)
+        }
+        _ => Some(0),
+    }
+}
+
+fn input(shared: &Shared, memory: &Memory, room: &Pieces) -> Option<u32> {
+    let bytes = shared.next_input(room.len())?;
+    match room.write(memory, &bytes) {
+        Ok(written) => {
+            shared.metrics.input_bytes.fetch_add(written as u64, Relaxed);
+            Some(u32::try_from(written).unwrap_or(0))
+        }
+        Err(error) => {
+            guest_warn!("the guest wants its input in {error}");
+            Some(0)
+        }
+    }
+}
+
+fn output(shared: &Shared, memory: &Memory, mut bytes: Pieces) -> Result<(), BadChain> {
+    let mut buffer = [0; 4096];
+    let mut left = MAX_BYTES;
+    while let Some(piece) = bytes.take_front(bytes.len().min(buffer.len()).min(left)).filter(|piece| !piece.is_empty())
+    {
+        let read = piece.read(memory, &mut buffer)?;
+        left -= read;
+        shared.print(buffer.get(..read).unwrap_or_default());
+    }
+    shared.metrics.dropped_bytes.fetch_add(bytes.len() as u64, Relaxed);
+    Ok(())
+}

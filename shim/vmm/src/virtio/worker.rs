@@ -1,0 +1,200 @@
+//! Owns: a thread that serves all queues of a small device, so that such a device costs one thread.
+//! Threads: itself, while a queue is served.
+
+use super::ring::{Request, Ring};
+use super::{DeviceKind, Memory, StartError};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, SyncSender, TryRecvError, channel, sync_channel};
+use std::thread::JoinHandle;
+use virtio_queue::QueueState;
+
+/// Requests of one queue that are served before the others have their turn.
+const BATCH: usize = 64;
+
+/// The queues of a device that are served, by a thread that runs while there is one.
+#[derive(Debug)]
+pub(crate) struct Served {
+    device: DeviceKind,
+    queues: u16,
+    running: u32,
+    worker: Option<Worker>,
+}
+
+/// The thread and the way to it.
+#[derive(Debug)]
+struct Worker {
+    commands: Option<Sender<Command>>,
+    bell: Bell,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+enum Command {
+    Add(Ring),
+    Take(u16, SyncSender<Option<QueueState>>),
+}
+
+/// Makes the thread look at requests again that it could not serve before.
+#[derive(Clone, Debug)]
+pub(crate) struct Bell(Arc<EventFd>);
+
+impl Bell {
+    /// Rings it.
+    pub fn ring(&self) {
+        if let Err(error) = self.0.write(1) {
+            tracing::error!("cannot wake a queue's thread: {error}");
+        }
+    }
+
+    fn quiet(&self) {
+        // Nothing to read: nobody has rung.
+        let _ = self.0.read();
+    }
+}
+
+impl Served {
+    /// None yet, of a device that has `queues` queues (at most 32).
+    pub fn none(device: DeviceKind, queues: &[u16]) -> Served {
+        Served { device, queues: queues.len() as u16, running: 0, worker: None }
+    }
+
+    /// Serves one more queue: `handle` is called with its number for each request. It returns the bytes that it
+    /// wrote to the guest, or `None` if the request must wait: it is the queue's next one again after a kick or
+    /// the bell. The `handle` of the queue that was started first serves all of them.
+    pub fn start(
+        &mut self,
+        ring: Ring,
+        handle: impl FnMut(u16, &Memory, Request) -> Option<u32> + Send + 'static,
+    ) -> Result<Bell, StartError> {
+        let (device, index) = (self.device, ring.index());
+        if index >= self.queues {
+            return Err(StartError::NoSuchQueue { device, index });
+        }
+        if self.running & 1 << index != 0 {
+            return Err(StartError::Running { device, index });
+        }
+        let worker = match &mut self.worker {
+            Some(worker) => worker,
+            none => {
+                let worker = Worker::start(&device.to_string(), handle);
+                none.insert(worker.map_err(|source| StartError::Thread { device, index, source })?)
+            }
+        };
+        self.running |= 1 << index;
+        worker.command(Command::Add(ring));
+        Ok(worker.bell.clone())
+    }
+
+    /// Takes a queue back; no request of it is in flight then. `None`: it is not served.
+    pub fn stop(&mut self, index: u16) -> Option<QueueState> {
+        if index >= self.queues || self.running & 1 << index == 0 {
+            return None;
+        }
+        self.running &= !(1 << index);
+        let (answer, state) = sync_channel(1);
+        self.worker.as_ref()?.command(Command::Take(index, answer));
+        // An error means that the thread has panicked, which `command` has logged.
+        let state = state.recv().ok().flatten();
+        if self.running == 0 {
+            self.worker = None;
+        }
+        state
+    }
+
+    /// Whether no queue is served.
+    pub fn is_idle(&self) -> bool {
+        self.running == 0
+    }
+}
+
+impl Worker {
+    fn start(
+        name: &str,
+        handle: impl FnMut(u16, &Memory, Request) -> Option<u32> + Send + 'static,
+    ) -> io::Result<Worker> {
+        let bell = Bell(Arc::new(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?));
+        let (commands, inbox) = channel();
+        let heard = bell.clone();
+        let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || run(&inbox, &heard, handle))?;
+        Ok(Worker { commands: Some(commands), bell, thread: Some(thread) })
+    }
+
+    fn command(&self, command: Command) {
+        let sent = self.commands.as_ref().map(|commands| commands.send(command));
+        if !matches!(sent, Some(Ok(()))) {
+            tracing::error!("a queue's thread has panicked");
+        }
+        self.bell.ring();
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.commands = None;
+        self.bell.ring();
+        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
+            tracing::error!("a queue's thread has panicked");
+        }
+    }
+}
+
+fn run(inbox: &Receiver<Command>, bell: &Bell, mut handle: impl FnMut(u16, &Memory, Request) -> Option<u32>) {
+    let mut rings: Vec<Ring> = Vec::new();
+    loop {
+        bell.quiet();
+        loop {
+            match inbox.try_recv() {
+                Ok(Command::Add(ring)) => rings.push(ring),
+                Ok(Command::Take(index, answer)) => {
+                    let at = rings.iter().position(|ring| ring.index() == index);
+                    let ring = at.map(|at| rings.swap_remove(at));
+                    // Nobody waits any more: then nobody wants the state.
+                    let _ = answer.send(ring.map(Ring::into_state));
+                }
+                Err(TryRecvError::Empty) => break,
+                Err(TryRecvError::Disconnected) => return,
+            }
+        }
+        let mut more = false;
+        for ring in &mut rings {
+            more |= serve(ring, &mut handle);
+        }
+        if !more {
+            wait(&mut rings, bell);
+        }
+    }
+}
+
+/// Serves a batch of requests. `true`: there are more. The guest kicks for what comes later.
+fn serve(ring: &mut Ring, handle: &mut impl FnMut(u16, &Memory, Request) -> Option<u32>) -> bool {
+    let memory = ring.memory().clone();
+    ring.quiet();
+    for _ in 0..BATCH {
+        let Some(request) = ring.pop() else { return ring.rearm() };
+        let head = request.head;
+        let Some(written) = handle(ring.index(), &memory, request) else {
+            ring.unpop();
+            ring.rearm();
+            return false;
+        };
+        ring.done(head, written);
+        ring.signal();
+    }
+    ring.rearm()
+}
+
+/// Waits for a kick of a ring that is not broken, or the bell.
+fn wait(rings: &mut [Ring], bell: &Bell) {
+    let watched = rings.iter().filter(|ring| !ring.is_broken());
+    let kicks = watched.map(|ring| PollFd::new(ring.as_fd(), PollFlags::POLLIN));
+    let mut events: Vec<PollFd<'_>> =
+        std::iter::once(PollFd::new(bell.0.as_fd(), PollFlags::POLLIN)).chain(kicks).collect();
+    let found = poll(&mut events, PollTimeout::NONE);
+    let kicked: Vec<bool> = events.iter().skip(1).map(|event| found.is_ok() && event.any().unwrap_or(true)).collect();
+    let watched = rings.iter_mut().filter(|ring| !ring.is_broken());
+    watched.zip(kicked).filter(|(_, kicked)| *kicked).for_each(|(ring, _)| ring.kicked());
+}
