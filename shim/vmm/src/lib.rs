@@ -1,8 +1,9 @@
 //! Owns: the virtio devices of a machine and the transports that drive them.
 //! May use: `nacelle-base`. Knows no engine, no pod, no QEMU.
 //!
-//! A device ([`block`], [`vsock`], [`rng`], [`balloon`], [`console`]) is a backend over guest memory and queues and implements
-//! [`Device`]. A transport ([`vhost_user`]) owns the queues and hands them to the device one by one.
+//! A device ([`block`], [`vsock`], [`rng`], [`balloon`], [`console`]) is a backend over guest memory and queues and
+//! implements [`Device`]. A transport ([`mmio`], [`vhost_user`]) owns the queues and hands them to the device one by
+//! one.
 //!
 //! ```no_run
 //! use nacelle_vmm::{block::Slot, vhost_user, vsock::Vsock};
@@ -31,7 +32,7 @@ mod sys;
 #[allow(dead_code, reason = "the tests in tests/ use the rest")]
 mod testing;
 
-pub use transport::vhost_user;
+pub use transport::{mmio, vhost_user};
 pub use virtio::{
     Device, DeviceKind, DeviceState, Interrupt, Memory, Ring, StartError, StateError, balloon, block, console, rng,
     vsock,

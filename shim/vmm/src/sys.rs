@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use vm_memory::{GuestMemoryRegion, GuestRegionMmap, MemoryRegionAddress, VolatileSlice};
+use vmm_sys_util::eventfd::EventFd;
 
 /// The most pieces that one system call takes (IOV_MAX).
 const MAX_IOVECS: usize = 1024;
@@ -114,6 +115,12 @@ pub(crate) fn discard(region: &GuestRegionMmap<()>, offset: u64, length: u64) ->
     // volatile operations and system calls only, which expect them to change at any time.
     let done = unsafe { libc::madvise(guard.as_ptr().cast(), guard.len(), advice) };
     if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Another descriptor for the same eventfd.
+pub(crate) fn duplicate(event: &EventFd) -> io::Result<OwnedFd> {
+    // SAFETY: `event` is borrowed for the whole call and owns its descriptor, which is open as long.
+    unsafe { BorrowedFd::borrow_raw(event.as_raw_fd()) }.try_clone_to_owned()
 }
 
 /// Takes ownership of descriptors that recvmsg has just given to this process.

@@ -1,0 +1,491 @@
+//! Owns: the registers: what the driver may write when, and when a queue runs: it is ready, the driver has said
+//! DRIVER_OK, and the machine is not paused.
+//! Threads: one at a time, under the transport's lock; stopping a queue waits for the request in flight, so nothing
+//! that a queue needs to finish may take that lock.
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use super::line::Line;
+use super::state::{QueueRegisters, Registers, RestoreError, TransportState};
+use super::{CONFIG_BYTES, reg};
+use crate::sys;
+use crate::virtio::{Device, DeviceKind, Memory, Ring, StartError};
+use crate::{guest_warn, virtio::Interrupt};
+use nacelle_base::Chain;
+use std::sync::Arc;
+use virtio_queue::{Queue, QueueState, QueueT};
+use vmm_sys_util::eventfd::EventFd;
+
+const MAGIC: u32 = u32::from_le_bytes(*b"virt");
+const VERSION: u32 = 2;
+/// "NACL"; the specification reserves no numbers.
+const VENDOR: u32 = u32::from_le_bytes(*b"NACL");
+
+const ACKNOWLEDGE: u32 = 1;
+const DRIVER: u32 = 2;
+pub(super) const DRIVER_OK: u32 = 4;
+const FEATURES_OK: u32 = 8;
+const NEEDS_RESET: u32 = 64;
+const FAILED: u32 = 128;
+
+const F_EVENT_IDX: u64 = 1 << 29;
+const F_VERSION_1: u64 = 1 << 32;
+
+/// One device and its registers.
+pub(super) struct Front {
+    kind: DeviceKind,
+    device: Box<dyn Device>,
+    memory: Arc<Memory>,
+    kicks: Arc<[EventFd]>,
+    line: Arc<Line>,
+    registers: Registers,
+    /// The queues that the device has.
+    running: Vec<bool>,
+    paused: bool,
+    /// The configuration space when it was last looked at.
+    config: Vec<u8>,
+    /// It has changed since the driver began to read it, and the driver could not be told.
+    untold: bool,
+}
+
+impl Front {
+    pub(super) fn new(device: Box<dyn Device>, memory: Arc<Memory>, kicks: Arc<[EventFd]>, line: Arc<Line>) -> Front {
+        let count = device.queue_sizes().len();
+        let mut front = Front {
+            kind: device.kind(),
+            device,
+            memory,
+            kicks,
+            line,
+            registers: Registers::default(),
+            running: vec![false; count],
+            paused: false,
+            config: Vec::new(),
+            untold: false,
+        };
+        front.registers = front.blank();
+        front.config = front.read_all();
+        front
+    }
+
+    pub(super) fn read(&mut self, register: u64) -> u32 {
+        let sizes = self.device.queue_sizes();
+        match register {
+            reg::MAGIC_VALUE => MAGIC,
+            reg::VERSION => VERSION,
+            reg::DEVICE_ID => self.kind.id(),
+            reg::VENDOR_ID => VENDOR,
+            reg::DEVICE_FEATURES => match self.registers.device_features_select {
+                0 => low(self.device.features()),
+                1 => high(self.device.features()),
+                _ => 0,
+            },
+            reg::QUEUE_SIZE_MAX => {
+                let max = usize::try_from(self.registers.queue_select).ok().and_then(|index| sizes.get(index));
+                max.copied().unwrap_or(0).into()
+            }
+            reg::QUEUE_READY => self.selected().is_some_and(|(_, queue)| queue.ready).into(),
+            reg::STATUS => self.status(),
+            // There is no shared memory: its length and address are -1.
+            reg::SHM_LEN_LOW | reg::SHM_LEN_HIGH | reg::SHM_BASE_LOW | reg::SHM_BASE_HIGH => u32::MAX,
+            reg::CONFIG_GENERATION => {
+                self.look_at_config();
+                self.line.generation()
+            }
+            _ => 0,
+        }
+    }
+
+    pub(super) fn write(&mut self, register: u64, value: u32) {
+        match register {
+            reg::DEVICE_FEATURES_SEL => self.registers.device_features_select = value,
+            reg::DRIVER_FEATURES => self.accept(value),
+            reg::DRIVER_FEATURES_SEL => self.registers.driver_features_select = value,
+            reg::QUEUE_SEL => self.registers.queue_select = value,
+            reg::QUEUE_READY => self.make_ready(value),
+            reg::QUEUE_SIZE => self.set_up(|queue| queue.size = value),
+            reg::QUEUE_DESC_LOW => self.set_up(|queue| set_low(&mut queue.descriptors, value)),
+            reg::QUEUE_DESC_HIGH => self.set_up(|queue| set_high(&mut queue.descriptors, value)),
+            reg::QUEUE_DRIVER_LOW => self.set_up(|queue| set_low(&mut queue.available, value)),
+            reg::QUEUE_DRIVER_HIGH => self.set_up(|queue| set_high(&mut queue.available, value)),
+            reg::QUEUE_DEVICE_LOW => self.set_up(|queue| set_low(&mut queue.used, value)),
+            reg::QUEUE_DEVICE_HIGH => self.set_up(|queue| set_high(&mut queue.used, value)),
+            reg::STATUS => self.set_status(value),
+            reg::SHM_SEL => {} // none exists, whichever is selected
+            _ => self.refuse("a write to a register that cannot be written", register),
+        }
+    }
+
+    pub(super) fn read_config(&self, offset: u32, data: &mut [u8]) {
+        self.device.read_config(offset, data);
+    }
+
+    pub(super) fn write_config(&mut self, offset: u32, data: &[u8]) {
+        self.device.write_config(offset, data);
+    }
+
+    /// Stops all queues and keeps where they stand.
+    pub(super) fn pause(&mut self) {
+        if !std::mem::replace(&mut self.paused, true) {
+            self.look_at_config();
+            self.untold &= !self.is_live();
+            self.stop_all();
+        }
+    }
+
+    /// Lets the queues run that ran before, or that the driver has made ready since.
+    pub(super) fn resume(&mut self) -> Result<(), StartError> {
+        if !std::mem::replace(&mut self.paused, false) {
+            return Ok(());
+        }
+        let started = self.start_all();
+        self.line.remind();
+        started
+    }
+
+    /// What is needed to go on elsewhere; pauses first.
+    pub(super) fn save(&mut self) -> TransportState {
+        self.pause();
+        TransportState {
+            registers: Registers { status: self.status(), ..self.registers.clone() },
+            interrupts: self.line.pending(),
+            generation: self.line.generation(),
+            config: self.config.clone(),
+            config_untold: self.untold,
+            device: self.device.save(),
+        }
+    }
+
+    /// Goes on from a saved state, paused. An error leaves a device that was reset.
+    pub(super) fn restore(&mut self, state: &TransportState) -> Result<(), RestoreError> {
+        self.reset();
+        self.paused = true;
+        let TransportState { registers, interrupts, generation, config, config_untold, device } = state;
+        self.check(registers)?;
+        if config.len() > CONFIG_BYTES {
+            return Err(self.invalid("a configuration space of bytes", config.len() as u64));
+        }
+        self.device.restore(device.clone())?;
+        self.registers = Registers { status: registers.status & !NEEDS_RESET, ..registers.clone() };
+        self.config = config.clone();
+        self.untold = *config_untold;
+        if registers.status & FEATURES_OK != 0 {
+            self.device.acknowledge(registers.features);
+        }
+        self.line.restore(*interrupts, *generation, self.is_live(), registers.status & NEEDS_RESET != 0);
+        Ok(())
+    }
+
+    fn check(&self, registers: &Registers) -> Result<(), RestoreError> {
+        let Registers { status, features, queues, .. } = registers;
+        let steps = status & (ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK);
+        let in_order = [0, 1, 3, 11, 15].contains(&steps);
+        if !in_order || status & !(steps | NEEDS_RESET | FAILED) != 0 {
+            return Err(self.invalid("the status", (*status).into()));
+        }
+        let agreed = features & !self.device.features() == 0 && features & F_VERSION_1 != 0;
+        if status & FEATURES_OK != 0 && (!agreed || registers.excess_features) {
+            return Err(self.invalid("the features", *features));
+        }
+        if queues.len() != self.running.len() {
+            return Err(self.invalid("queues, in number", queues.len() as u64));
+        }
+        for (index, queue) in (0..).zip(queues) {
+            if queue.ready
+                && let Err(what) = self.queue(index, queue, *features)
+            {
+                return Err(self.invalid(what, index.into()));
+            }
+        }
+        Ok(())
+    }
+
+    fn invalid(&self, what: &'static str, value: u64) -> RestoreError {
+        RestoreError::Invalid { device: self.kind, what, value }
+    }
+
+    fn refuse(&self, what: &str, value: u64) {
+        guest_warn!(device = %self.kind, "the guest's driver did {what}: {value:#x}");
+    }
+
+    /// The registers after a reset.
+    fn blank(&self) -> Registers {
+        let queue = |size: &u16| QueueRegisters { size: (*size).into(), ..QueueRegisters::default() };
+        Registers { queues: self.device.queue_sizes().iter().map(queue).collect(), ..Registers::default() }
+    }
+
+    fn status(&self) -> u32 {
+        self.registers.status | if self.line.needs_reset() { NEEDS_RESET } else { 0 }
+    }
+
+    fn has(&self, bit: u32) -> bool {
+        self.registers.status & bit != 0
+    }
+
+    /// Whether queues that are ready run, unless the machine is paused.
+    fn is_live(&self) -> bool {
+        self.has(DRIVER_OK) && !self.has(FAILED)
+    }
+
+    fn set_status(&mut self, value: u32) {
+        if value == 0 {
+            return self.reset();
+        }
+        let known = value & (ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK | FAILED);
+        if value & !(known | NEEDS_RESET) != 0 || self.registers.status & !known != 0 {
+            return self.refuse("a change of the status that is none", value.into());
+        }
+        for bit in [ACKNOWLEDGE, DRIVER, FEATURES_OK, DRIVER_OK, FAILED] {
+            if known & bit != 0 && !self.has(bit) && !self.step(bit) {
+                return self.refuse("a step of the initialisation too early", value.into());
+            }
+        }
+    }
+
+    /// One step of the initialisation; `false`: it is not its turn.
+    fn step(&mut self, bit: u32) -> bool {
+        let before = match bit {
+            ACKNOWLEDGE | FAILED => 0,
+            DRIVER => ACKNOWLEDGE,
+            FEATURES_OK => DRIVER,
+            _ => FEATURES_OK,
+        };
+        if self.registers.status & before != before || self.has(FAILED) {
+            return false;
+        }
+        match bit {
+            FEATURES_OK => {
+                let features = self.registers.features;
+                let offered = features & !self.device.features() == 0 && !self.registers.excess_features;
+                if !offered || features & F_VERSION_1 == 0 {
+                    return false; // the driver reads the status back and sees that they are not accepted
+                }
+                self.device.acknowledge(features);
+            }
+            FAILED => self.stop_all(),
+            _ => {}
+        }
+        self.registers.status |= bit;
+        if bit == DRIVER_OK {
+            self.line.open();
+            // A failure is told to the driver by NEEDS_RESET.
+            let _ = self.start_all();
+        }
+        true
+    }
+
+    /// The driver begins anew: nothing is left of what it did.
+    fn reset(&mut self) {
+        self.stop_all();
+        self.device.reset();
+        self.line.close();
+        for kick in self.kicks.iter() {
+            let _ = kick.read(); // an error: nothing was in it
+        }
+        self.registers = self.blank();
+        self.config = self.read_all();
+        self.untold = false;
+    }
+
+    fn accept(&mut self, value: u32) {
+        if !self.has(DRIVER) || self.has(FEATURES_OK | FAILED) {
+            return self.refuse("a choice of features at the wrong time", value.into());
+        }
+        match self.registers.driver_features_select {
+            0 => set_low(&mut self.registers.features, value),
+            1 => set_high(&mut self.registers.features, value),
+            _ => self.registers.excess_features |= value != 0,
+        }
+    }
+
+    fn selected(&self) -> Option<(u16, &QueueRegisters)> {
+        let index = u16::try_from(self.registers.queue_select).ok()?;
+        Some((index, self.registers.queues.get(usize::from(index))?))
+    }
+
+    /// Writes a register of the selected queue, which may not be ready.
+    fn set_up(&mut self, write: impl FnOnce(&mut QueueRegisters)) {
+        let index = usize::try_from(self.registers.queue_select).unwrap_or(usize::MAX);
+        match self.registers.queues.get_mut(index) {
+            Some(queue) if !queue.ready => write(queue),
+            _ => self.refuse("a write to a queue that is ready or does not exist", index as u64),
+        }
+    }
+
+    fn make_ready(&mut self, value: u32) {
+        let Some((index, queue)) = self.selected() else {
+            return self.refuse("a write to a queue that does not exist", self.registers.queue_select.into());
+        };
+        let ready = match value {
+            0 => false,
+            1 if !self.has(FEATURES_OK) => {
+                return self.refuse("a queue ready before the features were agreed on", index.into());
+            }
+            1 if queue.ready => return,
+            1 => match self.queue(index, queue, self.registers.features) {
+                Ok(_) => true,
+                Err(what) => return self.refuse(what, index.into()),
+            },
+            _ => return self.refuse("a queue ready in an unknown way", value.into()),
+        };
+        if !ready {
+            self.stop(index);
+        }
+        if let Some(queue) = self.registers.queues.get_mut(usize::from(index)) {
+            queue.ready = ready;
+            // Each time a queue is made ready it begins anew.
+            queue.next_available = 0;
+            queue.next_used = 0;
+        }
+        if ready && self.is_live() && !self.paused {
+            let _ = self.start(index);
+        }
+    }
+
+    /// A queue as the driver has set it up, if that is valid; otherwise what is wrong.
+    fn queue(&self, index: u16, queue: &QueueRegisters, features: u64) -> Result<Queue, &'static str> {
+        const SIZE: &str = "a queue ready with a size that is zero, no power of two or too large";
+        let max_size = self.device.queue_sizes().get(usize::from(index)).copied().unwrap_or(0);
+        let size = u16::try_from(queue.size).map_err(|_wide| SIZE)?;
+        if size == 0 || size > max_size || !size.is_power_of_two() {
+            return Err(SIZE);
+        }
+        let state = QueueState {
+            max_size,
+            next_avail: queue.next_available,
+            next_used: queue.next_used,
+            event_idx_enabled: features & F_EVENT_IDX != 0,
+            size,
+            ready: true,
+            desc_table: queue.descriptors,
+            avail_ring: queue.available,
+            used_ring: queue.used,
+        };
+        let made = Queue::try_from(state).map_err(|_why| "a queue ready whose rings are not aligned")?;
+        if queue.available == 0 || !made.is_valid(&*self.memory) {
+            return Err("a queue ready whose rings do not lie in memory");
+        }
+        Ok(made)
+    }
+
+    /// Starts what is ready, in the order of the numbers, and tells the driver if the configuration space is not
+    /// what it read.
+    fn start_all(&mut self) -> Result<(), StartError> {
+        if self.paused || !self.is_live() {
+            return Ok(());
+        }
+        let mut result = Ok(());
+        for index in self.indexes() {
+            let started = self.start(index);
+            result = result.and(started);
+        }
+        self.look_at_config();
+        if std::mem::take(&mut self.untold) {
+            self.line.config();
+        }
+        result
+    }
+
+    fn start(&mut self, index: u16) -> Result<(), StartError> {
+        let place = usize::from(index);
+        let (Some(queue), Some(kick), Some(false)) =
+            (self.registers.queues.get(place), self.kicks.get(place), self.running.get(place))
+        else {
+            return Ok(());
+        };
+        if !queue.ready {
+            return Ok(());
+        }
+        // It was valid when it was made ready, and memory does not change.
+        let Ok(made) = self.queue(index, queue, self.registers.features) else { return Ok(()) };
+        let line: Arc<dyn Interrupt> = self.line.clone();
+        let ring = sys::duplicate(kick).and_then(|kick| Ring::new(index, made, self.memory.clone(), kick, line));
+        let started = match ring {
+            Ok(ring) => self.device.start(ring),
+            Err(source) => Err(StartError::Thread { device: self.kind, index, source }),
+        };
+        match started {
+            Ok(()) => {
+                if let Some(running) = self.running.get_mut(place) {
+                    *running = true;
+                }
+                Ok(())
+            }
+            Err(error) => {
+                tracing::error!("{}", Chain(&error));
+                self.line.broken(index);
+                Err(error)
+            }
+        }
+    }
+
+    fn indexes(&self) -> std::ops::Range<u16> {
+        0..u16::try_from(self.running.len()).unwrap_or(u16::MAX)
+    }
+
+    fn stop_all(&mut self) {
+        self.indexes().for_each(|index| self.stop(index));
+    }
+
+    fn stop(&mut self, index: u16) {
+        let place = usize::from(index);
+        let (Some(queue), Some(running)) = (self.registers.queues.get_mut(place), self.running.get_mut(place)) else {
+            return;
+        };
+        if !std::mem::take(running) {
+            return;
+        }
+        match self.device.stop(index) {
+            Some(state) => {
+                queue.next_available = state.next_avail;
+                queue.next_used = state.next_used;
+            }
+            // Its thread has ended badly, and nobody knows where the queue stands.
+            None => {
+                queue.ready = false;
+                self.line.broken(index);
+            }
+        }
+    }
+
+    /// Takes note of a configuration space that is another than before.
+    fn look_at_config(&mut self) {
+        let now = self.read_all();
+        if now != self.config {
+            self.config = now;
+            self.untold = true;
+            self.line.next_generation();
+        }
+    }
+
+    /// The whole configuration space, without the zeros at its end.
+    fn read_all(&self) -> Vec<u8> {
+        let mut bytes = vec![0; CONFIG_BYTES];
+        self.device.read_config(0, &mut bytes);
+        let length = bytes.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
+        bytes.truncate(length);
+        bytes
+    }
+}
+
+impl Drop for Front {
+    fn drop(&mut self) {
+        self.stop_all();
+        self.device.reset();
+    }
+}
+
+fn low(number: u64) -> u32 {
+    number as u32 // its lower half
+}
+
+fn high(number: u64) -> u32 {
+    low(number >> 32)
+}
+
+fn set_low(number: &mut u64, value: u32) {
+    *number = *number >> 32 << 32 | u64::from(value);
+}
+
+fn set_high(number: &mut u64, value: u32) {
+    *number = u64::from(value) << 32 | u64::from(low(*number));
+}
