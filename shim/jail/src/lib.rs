@@ -3,10 +3,16 @@
 //!
 //! [`thread`] is the first call of every thread that serves a guest; it does nothing until the process is armed.
 
+pub mod cgroup;
+mod enter;
 mod kinds;
 mod seccomp;
+mod sys;
 mod table;
+mod walls;
 
+pub use enter::{JailError, Plan, close_inherited, enter};
 pub use kinds::{Mode, Profile, ThreadKind};
 pub use seccomp::{SeccompError, arm, thread};
 pub use table::{Allow, Only, forbidden, table};
+pub use walls::{Access, Place, WallError};

@@ -1,0 +1,112 @@
+//! Owns: the control group of a pod process: in cgroup v2's one tree, or in each of v1's that counts something.
+
+use nacelle_base::files::{FileError, at};
+use std::fs;
+use std::io;
+use std::path::{Component, Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// Where the node has its control groups.
+const ROOT: &str = "/sys/fs/cgroup";
+/// The trees of cgroup v1 that count or limit what a pod process uses; cpuset would need values first.
+const V1: [&str; 6] = ["memory", "cpu,cpuacct", "cpu", "cpuacct", "pids", "blkio"];
+/// How long the processes in a group may take to be gone once they were killed.
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// The folder of the group in each tree of this node. A group that would lie outside of them has none.
+pub fn folders(group: &Path) -> Vec<PathBuf> {
+    folders_below(Path::new(ROOT), group)
+}
+
+fn folders_below(root: &Path, group: &Path) -> Vec<PathBuf> {
+    let mut below = PathBuf::new();
+    for part in group.components() {
+        match part {
+            Component::RootDir | Component::CurDir => {}
+            Component::Normal(name) => below.push(name),
+            Component::ParentDir | Component::Prefix(_) => return Vec::new(),
+        }
+    }
+    if below.as_os_str().is_empty() {
+        return Vec::new();
+    }
+    if root.join("cgroup.controllers").exists() {
+        return vec![root.join(below)];
+    }
+    let trees = V1.iter().map(|name| root.join(name));
+    // Names that are links lead to one that is in the list, too.
+    let trees = trees.filter(|tree| tree.symlink_metadata().is_ok_and(|tree| tree.is_dir()));
+    trees.filter(|tree| tree.join("cgroup.procs").exists()).map(|tree| tree.join(&below)).collect()
+}
+
+/// Makes the group where it is missing, and moves the calling process into it. Goes on after a failure, and returns
+/// the first one.
+pub fn join(group: &Path) -> Result<(), FileError> {
+    let mut first = Ok(());
+    for folder in folders(group) {
+        let file = folder.join("cgroup.procs");
+        let joined = fs::create_dir_all(&folder)
+            .map_err(at("create", &folder))
+            .and_then(|()| fs::write(&file, std::process::id().to_string()).map_err(at("write", &file)));
+        if let Err(error) = joined {
+            // An empty group is of no use to anybody.
+            let _ = fs::remove_dir(&folder);
+            first = first.and(Err(error));
+        }
+    }
+    first
+}
+
+/// Kills what is left in the group, and removes it; one that is not there is no failure. Blocks until the processes
+/// have gone.
+pub fn remove(group: &Path) -> Result<(), FileError> {
+    for folder in folders(group) {
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            match fs::remove_dir(&folder) {
+                Ok(()) => break,
+                Err(error) if error.kind() == io::ErrorKind::NotFound => break,
+                Err(error) if error.raw_os_error() == Some(libc::EBUSY) && Instant::now() < deadline => {
+                    // Before Linux 5.14, and in v1, there is no such file: they are dying anyway.
+                    let _ = fs::OpenOptions::new().write(true).open(folder.join("cgroup.kill")).and_then(kill);
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                Err(error) => return Err(at("remove", &folder)(error)),
+            }
+        }
+    }
+    Ok(())
+}
+
+fn kill(mut file: fs::File) -> io::Result<()> {
+    io::Write::write_all(&mut file, b"1")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_group_lies_in_every_tree_and_never_outside() {
+        let root = tempfile::tempdir().unwrap();
+        for tree in ["memory", "pids", "cpuset"] {
+            fs::create_dir(root.path().join(tree)).unwrap();
+            fs::write(root.path().join(tree).join("cgroup.procs"), "").unwrap();
+        }
+        fs::create_dir(root.path().join("blkio")).unwrap();
+        std::os::unix::fs::symlink("memory", root.path().join("cpu")).unwrap();
+        let folders = |group: &str| folders_below(root.path(), Path::new(group));
+        assert_eq!(folders("/a/b"), [root.path().join("memory/a/b"), root.path().join("pids/a/b")]);
+        fs::write(root.path().join("cgroup.controllers"), "memory").unwrap();
+        assert_eq!(folders("a/b"), [root.path().join("a/b")]);
+        for bad in ["../a", "a/../../b", "", "/"] {
+            assert_eq!(folders(bad), Vec::<PathBuf>::new(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_there_is_removed_already() {
+        let group = format!("nacelle/test-{}", std::process::id());
+        remove(Path::new(&group)).unwrap();
+    }
+}

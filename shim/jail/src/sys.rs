@@ -1,0 +1,59 @@
+//! Owns: the system calls of this crate that have no safe wrapper: capabilities, inherited descriptors.
+#![allow(unsafe_code)] // reason: capset, PR_CAPBSET_DROP, PR_CAP_AMBIENT and close_range have no safe wrapper in nix or std.
+
+use std::io;
+
+/// `_LINUX_CAPABILITY_VERSION_3`: 64 bits, as two structs of 32.
+const VERSION: u32 = 0x2008_0522;
+
+/// `struct __user_cap_header_struct`.
+#[repr(C)]
+struct Header {
+    version: u32,
+    pid: i32,
+}
+
+/// `struct __user_cap_data_struct`.
+#[repr(C)]
+struct Data {
+    effective: u32,
+    permitted: u32,
+    inheritable: u32,
+}
+
+/// Empties the bounding, ambient, effective, permitted and inheritable sets of the calling thread.
+pub(crate) fn drop_capabilities() -> io::Result<()> {
+    let bit = |number: libc::c_ulong, option: libc::c_int| {
+        // SAFETY: prctl with these options takes integers and touches no memory.
+        unsafe { libc::prctl(option, number, 0, 0, 0) }
+    };
+    // The kernel says where the list ends.
+    for capability in 0..64 {
+        if bit(capability, libc::PR_CAPBSET_DROP) == -1 {
+            let error = io::Error::last_os_error();
+            if error.raw_os_error() == Some(libc::EINVAL) && capability > 0 {
+                break;
+            }
+            return Err(error);
+        }
+    }
+    if bit(libc::PR_CAP_AMBIENT_CLEAR_ALL as libc::c_ulong, libc::PR_CAP_AMBIENT) == -1 {
+        return Err(io::Error::last_os_error());
+    }
+    let header = Header { version: VERSION, pid: 0 };
+    let none = [const { Data { effective: 0, permitted: 0, inheritable: 0 } }; 2];
+    // SAFETY: header and data have the layout of version 3, two data structs, and live until the call returns; the
+    // kernel only writes to the header, to its version, if that were unknown: `header` is not read afterwards.
+    let rc = unsafe { libc::syscall(libc::SYS_capset, &raw const header, none.as_ptr()) };
+    if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Closes every descriptor but the standard streams, whoever has opened it: to be called before anything is opened.
+pub(crate) fn close_inherited() -> io::Result<()> {
+    // SAFETY: close_range touches no memory. Nothing of this process owns a descriptor yet, as the caller promises;
+    // one that was inherited has no owner here.
+    match unsafe { libc::syscall(libc::SYS_close_range, 3u32, u32::MAX, 0u32) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}

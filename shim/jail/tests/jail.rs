@@ -1,0 +1,337 @@
+//! Owns: what a process in the jail has and has not, seen from inside and from outside. This program is its own
+//! prisoner: `jail prisoner PROFILE MODE FOLDER` enters and does what it is told on standard input. Needs root.
+
+use nacelle_jail::{Access, Mode, Place, Plan, Profile, ThreadKind, cgroup};
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, ExitStatus, Stdio};
+
+type Test = (&'static str, fn());
+
+const TESTS: [Test; 5] = [
+    ("a_prisoner_has_nothing_but_its_places", nothing_but_its_places),
+    ("a_prisoner_has_no_rights", no_rights),
+    ("every_thread_is_filtered", every_thread_is_filtered),
+    ("what_is_forbidden_kills", what_is_forbidden_kills),
+    ("a_process_that_spawns_still_can", spawns),
+];
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().collect();
+    if let [_, verb, profile, mode, folder] = args.as_slice()
+        && verb == "prisoner"
+    {
+        return prisoner(profile, mode, Path::new(folder));
+    }
+    let wanted = |name: &str| {
+        let mut filters = args.iter().skip(1).filter(|arg| !arg.starts_with('-')).peekable();
+        filters.peek().is_none() || filters.any(|filter| name.contains(filter.as_str()))
+    };
+    let tests: Vec<&Test> = TESTS.iter().filter(|(name, _)| wanted(name)).collect();
+    if args.iter().any(|arg| arg == "--list") {
+        tests.iter().for_each(|(name, _)| println!("{name}: test"));
+        return ExitCode::SUCCESS;
+    }
+    println!("\nrunning {} tests", tests.len());
+    let mut failed = 0;
+    for (name, test) in &tests {
+        let passed = if nix::unistd::geteuid().is_root() {
+            std::panic::catch_unwind(test).is_ok()
+        } else {
+            println!("skipped: not root");
+            true
+        };
+        println!("test {name} ... {}", if passed { "ok" } else { "FAILED" });
+        failed += usize::from(!passed);
+    }
+    let (word, passed) = (if failed == 0 { "ok" } else { "FAILED" }, tests.len() - failed);
+    println!("\ntest result: {word}. {passed} passed; {failed} failed; 0 ignored; 0 measured; 0 filtered out\n");
+    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// The kinds whose threads a prisoner starts.
+const KINDS: [ThreadKind; 5] =
+    [ThreadKind::Blocking, ThreadKind::Vcpu, ThreadKind::Queue, ThreadKind::Vsock, ThreadKind::Log];
+
+fn prisoner(profile: &str, mode: &str, folder: &Path) -> ExitCode {
+    nacelle_jail::close_inherited().unwrap();
+    let place = |path: PathBuf, access| Place { path, access, needed: true };
+    let mut places = vec![
+        place(folder.join("run"), Access::Write),
+        place(folder.join("images"), Access::Read),
+        place(folder.join("disks/disk"), Access::Take),
+        place("/dev/null".into(), Access::Device),
+        Place { path: "/dev/none".into(), access: Access::Device, needed: false },
+    ];
+    let profile = if profile == "spawns" { Profile::Spawns } else { Profile::InProcess };
+    if profile == Profile::Spawns {
+        for name in ["/usr", "/bin", "/lib", "/lib64"] {
+            places.push(Place { path: name.into(), access: Access::Execute, needed: false });
+        }
+    }
+    let seccomp = match mode {
+        "kill" => Mode::Kill,
+        _ => Mode::Off,
+    };
+    let group = PathBuf::from(format!("nacelle/{}", folder.file_name().unwrap().to_str().unwrap()));
+    let plan = Plan { places, scaffold: folder.join("run"), cgroup: Some(group), seccomp, profile };
+    if let Err(error) = nacelle_jail::enter(plan) {
+        println!("{}", nacelle_base::Chain(&error));
+        return ExitCode::FAILURE;
+    }
+    let filtered = std::sync::Arc::new(std::sync::Barrier::new(KINDS.len() + 1));
+    for kind in KINDS {
+        let filtered = filtered.clone();
+        std::thread::Builder::new()
+            .name(format!("{kind:?}"))
+            .spawn(move || {
+                nacelle_jail::thread(kind);
+                filtered.wait();
+                let (_keep, never) = std::sync::mpsc::channel::<()>();
+                let _ = never.recv();
+            })
+            .unwrap();
+    }
+    filtered.wait();
+    println!("in");
+    for line in std::io::stdin().lines() {
+        let line = line.unwrap();
+        let (verb, rest) = line.split_once(' ').unwrap_or((&line, ""));
+        let answer = match verb {
+            "read" => fs::read_to_string(rest).map_err(|error| error.kind()),
+            "write" => fs::write(rest, "x").map(|()| "written".to_owned()).map_err(|error| error.kind()),
+            "list" => fs::read_dir(rest).map_err(|error| error.kind()).map(|entries| {
+                let mut names: Vec<_> =
+                    entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+                names.sort();
+                names.join(" ")
+            }),
+            "run" => {
+                Command::new(rest).output().map(|output| format!("{:?}", output.status.code())).map_err(|e| e.kind())
+            }
+            "thread" => Ok(act_on(rest)),
+            _ => Ok(act(verb)),
+        };
+        println!("{answer:?}");
+    }
+    ExitCode::SUCCESS
+}
+
+/// Does something that may kill.
+fn act(what: &str) -> String {
+    let done = match what {
+        "inet" => std::net::UdpSocket::bind("127.0.0.1:0").map(drop).map_err(|error| error.to_string()),
+        "unshare" => nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS).map_err(|error| error.to_string()),
+        "unix" => std::os::unix::net::UnixStream::pair().map(drop).map_err(|error| error.to_string()),
+        "open" => fs::File::open("/dev/null").map(drop).map_err(|error| error.to_string()),
+        "spawn" => {
+            std::thread::Builder::new().spawn(|| ()).map(|t| t.join().unwrap()).map_err(|error| error.to_string())
+        }
+        other => Err(format!("what is {other}?")),
+    };
+    format!("{done:?}")
+}
+
+/// Does it on a thread of a kind: "KIND WHAT".
+fn act_on(words: &str) -> String {
+    let (kind, what) = words.split_once(' ').unwrap();
+    let kind = ThreadKind::ALL.into_iter().find(|known| format!("{known:?}") == kind).unwrap();
+    let what = what.to_owned();
+    std::thread::spawn(move || {
+        nacelle_jail::thread(kind);
+        act(&what)
+    })
+    .join()
+    .unwrap()
+}
+
+/// A prisoner and what is outside.
+struct Jail {
+    folder: tempfile::TempDir,
+    child: Child,
+    input: Option<ChildStdin>,
+    output: BufReader<ChildStdout>,
+}
+
+impl Jail {
+    fn new(profile: &str, mode: &str) -> Jail {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["run", "images", "disks", "other"] {
+            fs::create_dir(folder.path().join(name)).unwrap();
+            fs::write(folder.path().join(name).join("file"), name).unwrap();
+        }
+        fs::write(folder.path().join("disks/disk"), "disk").unwrap();
+        let inherited = fs::File::open("/dev/null").unwrap();
+        nix::fcntl::fcntl(&inherited, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::empty())).unwrap();
+        assert!(inherited.as_raw_fd() > 2);
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["prisoner", profile, mode, folder.path().to_str().unwrap()])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let (input, output) = (child.stdin.take(), BufReader::new(child.stdout.take().unwrap()));
+        let mut jail = Jail { folder, child, input, output };
+        assert_eq!(jail.line().as_deref(), Some("in"));
+        jail
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.folder.path().join(name).to_str().unwrap().to_owned()
+    }
+
+    fn line(&mut self) -> Option<String> {
+        let mut line = String::new();
+        let count = self.output.read_line(&mut line).unwrap();
+        (count > 0).then(|| line.trim_end().to_owned())
+    }
+
+    /// What it answers; none if that was its end.
+    fn ask(&mut self, what: &str) -> Option<String> {
+        writeln!(self.input.as_ref().unwrap(), "{what}").unwrap();
+        self.line()
+    }
+
+    fn proc(&self, file: &str) -> String {
+        fs::read_to_string(format!("/proc/{}/{file}", self.child.id())).unwrap()
+    }
+
+    /// The status files of its threads, by their names.
+    fn threads(&self) -> BTreeMap<String, BTreeMap<String, String>> {
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap();
+        let tasks = tasks.map(|task| fields(&fs::read_to_string(task.unwrap().path().join("status")).unwrap()));
+        tasks.map(|fields| (fields["Name"].clone(), fields)).collect()
+    }
+
+    fn group(&self) -> PathBuf {
+        Path::new("nacelle").join(self.folder.path().file_name().unwrap())
+    }
+
+    fn end(&mut self) -> ExitStatus {
+        self.input = None;
+        self.child.wait().unwrap()
+    }
+}
+
+impl Drop for Jail {
+    fn drop(&mut self) {
+        // It may have ended before.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        cgroup::remove(&self.group()).unwrap();
+        assert!(cgroup::folders(&self.group()).iter().all(|folder| !folder.exists()));
+    }
+}
+
+fn fields(status: &str) -> BTreeMap<String, String> {
+    status.lines().filter_map(|line| line.split_once(':')).map(|(k, v)| (k.to_owned(), v.trim().to_owned())).collect()
+}
+
+fn nothing_but_its_places() {
+    let mut jail = Jail::new("in-process", "kill");
+    let [run, images, disk, other] =
+        ["run/file", "images/file", "disks/disk", "other/file"].map(|name| jail.path(name));
+    assert_eq!(jail.ask(&format!("read {run}")).unwrap(), r#"Ok("run")"#);
+    assert_eq!(jail.ask(&format!("read {images}")).unwrap(), r#"Ok("images")"#);
+    assert_eq!(jail.ask(&format!("read {disk}")).unwrap(), r#"Ok("disk")"#);
+    assert_eq!(jail.ask("read /dev/null").unwrap(), r#"Ok("")"#);
+    for gone in [other.as_str(), "/etc/passwd", "/proc/self/status", "/usr/bin/true", "/sys/kernel"] {
+        assert_eq!(jail.ask(&format!("read {gone}")).unwrap(), "Err(NotFound)", "{gone}");
+    }
+    assert_eq!(jail.ask("list /").unwrap(), format!(r#"Ok("dev {}")"#, other.split('/').nth(1).unwrap()));
+    // It writes what is its own, and nothing else.
+    assert_eq!(jail.ask(&format!("write {run}")).unwrap(), r#"Ok("written")"#);
+    assert_eq!(fs::read_to_string(&run).unwrap(), "x");
+    assert_eq!(jail.ask(&format!("write {disk}")).unwrap(), r#"Ok("written")"#);
+    for sealed in [images.as_str(), "/new", "/dev/new"] {
+        assert_eq!(jail.ask(&format!("write {sealed}")).unwrap(), "Err(ReadOnlyFilesystem)", "{sealed}");
+    }
+    // What was taken has no name outside any more; nothing of the walls is seen there.
+    assert!(!Path::new(&disk).exists() && Path::new(&jail.path("disks/file")).exists());
+    let mounts = jail.proc("mountinfo");
+    for line in mounts.lines() {
+        let options = line.split(' ').nth(5).unwrap();
+        assert!(options.contains("nosuid") && options.contains("noexec"), "{line}");
+        assert!(options.contains("nodev") || line.contains(" /dev/null "), "{line}");
+    }
+    assert_eq!(mounts.lines().count(), 5, "{mounts}");
+    assert!(!fs::read_to_string("/proc/self/mountinfo").unwrap().contains(&jail.path("")));
+    assert!(jail.end().success());
+}
+
+fn no_rights() {
+    let mut jail = Jail::new("in-process", "kill");
+    for (thread, status) in jail.threads() {
+        for set in ["CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"] {
+            assert_eq!(status[set].trim_start_matches('0'), "", "{thread} {set}");
+        }
+        assert_eq!(status["NoNewPrivs"], "1", "{thread}");
+    }
+    let limits = jail.proc("limits");
+    for name in ["Max core file size", "Max locked memory"] {
+        let limit = limits.lines().find_map(|line| line.strip_prefix(name)).unwrap();
+        assert_eq!(limit.split_whitespace().take(2).collect::<Vec<_>>(), ["0", "0"], "{name}");
+    }
+    // Descriptors: the standard streams, and nothing that was inherited.
+    let open = fs::read_dir(format!("/proc/{}/fd", jail.child.id())).unwrap().count();
+    assert_eq!(open, 3);
+    let folders = cgroup::folders(&jail.group());
+    if folders.is_empty() {
+        println!("no control groups here");
+    }
+    for folder in folders.iter().filter(|folder| folder.exists()) {
+        let members = fs::read_to_string(folder.join("cgroup.procs")).unwrap();
+        assert_eq!(members.trim(), jail.child.id().to_string(), "{}", folder.display());
+    }
+    assert!(jail.end().success());
+}
+
+fn every_thread_is_filtered() {
+    let jail = Jail::new("in-process", "kill");
+    let threads = jail.threads();
+    assert_eq!(threads.len(), KINDS.len() + 1, "{:?}", threads.keys());
+    for (thread, status) in threads {
+        assert_eq!(status["Seccomp"], "2", "{thread}");
+        // Its own filter and the process's.
+        let filters = if KINDS.iter().any(|kind| format!("{kind:?}") == thread) { "2" } else { "1" };
+        assert_eq!(status["Seccomp_filters"], filters, "{thread}");
+    }
+    let jail = Jail::new("in-process", "off");
+    assert!(jail.threads().values().all(|status| status["Seccomp"] == "0"));
+    let jail = Jail::new("spawns", "kill");
+    assert!(jail.threads().values().all(|status| status["Seccomp"] == "2"));
+}
+
+fn what_is_forbidden_kills() {
+    let kills = |profile: &str, what: &str| {
+        let mut jail = Jail::new(profile, "kill");
+        assert_eq!(jail.ask(what), None, "{what}");
+        assert_eq!(jail.end().signal(), Some(nix::libc::SIGSYS), "{what}");
+    };
+    for what in ["inet", "unshare", "run /usr/bin/true", "thread Vcpu open", "thread Vcpu spawn", "thread Vcpu unix"] {
+        kills("in-process", what);
+    }
+    for what in ["thread Queue open", "thread Vsock open", "thread Log unix", "thread Queue spawn"] {
+        kills("in-process", what);
+    }
+    kills("spawns", "unshare");
+    kills("spawns", "thread Queue open");
+    // And what is allowed does not.
+    let mut jail = Jail::new("in-process", "kill");
+    for what in ["unix", "open", "spawn", "thread Vsock unix", "thread Blocking open", "thread Machine spawn"] {
+        assert!(jail.ask(what).unwrap().contains("Ok("), "{what}");
+    }
+    assert!(jail.end().success());
+}
+
+fn spawns() {
+    let mut jail = Jail::new("spawns", "kill");
+    assert_eq!(jail.ask("run /usr/bin/true").unwrap(), r#"Ok("Some(0)")"#);
+    let images = jail.path("images/file");
+    assert_eq!(jail.ask(&format!("run {images}")).unwrap(), "Err(PermissionDenied)");
+    assert!(jail.end().success());
+}
