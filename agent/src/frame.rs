@@ -32,6 +32,18 @@ pub enum FrameError {
     },
 }
 
+impl FrameError {
+    /// The peer has gone: between frames or in one.
+    pub fn is_hung_up(&self) -> bool {
+        use io::ErrorKind as E;
+        let FrameError::Io { source, .. } = self else { return false };
+        matches!(
+            source.kind(),
+            E::UnexpectedEof | E::ConnectionReset | E::ConnectionAborted | E::BrokenPipe | E::NotConnected
+        )
+    }
+}
+
 fn io_error(what: &'static str) -> impl FnOnce(io::Error) -> FrameError {
     move |source| FrameError::Io { what, source }
 }
@@ -99,6 +111,15 @@ mod tests {
         let mut bytes = Vec::new();
         write(&mut bytes, &sent).unwrap();
         assert_eq!(read::<StreamOpen>(&mut bytes.as_slice()).unwrap(), sent);
+    }
+
+    #[test]
+    fn a_peer_that_is_gone_is_told_from_one_that_is_wrong() {
+        let error = |bytes: &[u8]| read::<WaitRequest>(&mut &*bytes).unwrap_err();
+        assert!(error(&[]).is_hung_up() && error(&[9, 0, 0, 0, 1]).is_hung_up());
+        assert!(!error(&[0xff; 4]).is_hung_up() && !error(&[1, 0, 0, 0, 0xff]).is_hung_up());
+        let slow = FrameError::Io { what: "read", source: io::ErrorKind::WouldBlock.into() };
+        assert!(!slow.is_hung_up());
     }
 
     #[test]

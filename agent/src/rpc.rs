@@ -4,13 +4,14 @@ use nacelle_base::{Chain, Classify};
 use nacelle_proto::agent::agent_server::Agent;
 use nacelle_proto::agent::{
     AttachImageRequest, ContainerRef, CreateContainerRequest, CreateContainerResponse, DetachImageRequest, Empty,
-    ExecRequest, ListContainersResponse, ResizeRequest, SignalRequest, WaitRequest, WaitResponse,
+    ExecRequest, ListContainersResponse, RenewRequest, ResizeRequest, SignalRequest, WaitRequest, WaitResponse,
 };
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::Notify;
 use tonic::{Code, Request, Response, Status};
 
+use crate::boot::apply;
 use crate::container::{CreateOptions, ExecOptions, Pod, PodError};
 
 /// No request takes longer; a caller's own deadline may be nearer.
@@ -24,6 +25,8 @@ pub struct Service {
     pub pod: Arc<Pod>,
     /// Told when the machine shall end.
     pub end: Arc<Notify>,
+    /// The machine's life that it was told of last; empty: the first.
+    pub generation: Mutex<Vec<u8>>,
 }
 
 fn status(error: &PodError) -> Status {
@@ -125,6 +128,20 @@ impl Agent for Service {
 
     async fn list_containers(&self, _: Request<Empty>) -> Result<Response<ListContainersResponse>, Status> {
         Ok(Response::new(ListContainersResponse { containers: self.pod.list() }))
+    }
+
+    async fn renew(&self, request: Request<RenewRequest>) -> Result<Response<Empty>, Status> {
+        let request = request.into_inner();
+        let mut generation = self.generation.lock().unwrap_or_else(PoisonError::into_inner);
+        if *generation == request.generation {
+            return Ok(Response::new(Empty {}));
+        }
+        // The clock last: what is slow before it would make it late.
+        let renewed = apply::entropy(&request.entropy).and_then(|()| apply::clock(request.time_unix_nanos));
+        renewed.map_err(|error| Status::internal(Chain(&error).to_string()))?;
+        *generation = request.generation;
+        tracing::info!("this machine was restored: clock and random pool are new");
+        Ok(Response::new(Empty {}))
     }
 
     async fn shutdown(&self, _: Request<Empty>) -> Result<Response<Empty>, Status> {

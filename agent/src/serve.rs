@@ -3,7 +3,7 @@
 
 use nacelle_proto::agent::agent_server::AgentServer;
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::Notify;
@@ -43,7 +43,7 @@ async fn run(ready: Ready) -> io::Result<()> {
     let early = Arc::clone(&pod);
     tokio::task::spawn_blocking(move || early.disks.scratch());
     tokio::spawn(streams::serve(sys::vsock_listener(ready.streams), Arc::clone(&pod)));
-    let service = Service { pod: Arc::clone(&pod), end: Arc::clone(&end) };
+    let service = Service { pod: Arc::clone(&pod), end: Arc::clone(&end), generation: Mutex::default() };
     let server = tonic::transport::Server::builder()
         .timeout(DEADLINE)
         .concurrency_limit_per_connection(256)

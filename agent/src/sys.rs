@@ -13,6 +13,7 @@ fn check(result: c_int) -> io::Result<c_int> {
 }
 
 const RNDADDENTROPY: libc::Ioctl = 0x4008_5203;
+const RNDRESEEDCRNG: libc::Ioctl = 0x5207;
 const BLKPG: libc::Ioctl = 0x1269;
 const BLKPG_ADD_PARTITION: c_int = 1;
 const BLKPG_DEL_PARTITION: c_int = 2;
@@ -21,7 +22,8 @@ const TIOCGPTPEER: libc::Ioctl = 0x5441;
 /// The longest seed that `add_entropy` takes, in bytes.
 pub const MAX_ENTROPY: usize = 512;
 
-/// Adds bytes to the kernel's random pool and counts them as random.
+/// Adds bytes to the kernel's random pool, counts them as random, and draws a new key for the generator from the pool
+/// at once: one that was copied with a snapshot would give the same numbers in each copy for up to a minute.
 pub fn add_entropy(random: impl AsFd, bytes: &[u8]) -> io::Result<()> {
     #[repr(C)]
     struct PoolInfo {
@@ -36,7 +38,13 @@ pub fn add_entropy(random: impl AsFd, bytes: &[u8]) -> io::Result<()> {
         info.bits += 8;
     }
     // SAFETY: the kernel reads `size` bytes of `info.bytes`, which has at least that many.
-    check(unsafe { libc::ioctl(random.as_fd().as_raw_fd(), RNDADDENTROPY, &raw const info) }).map(drop)
+    check(unsafe { libc::ioctl(random.as_fd().as_raw_fd(), RNDADDENTROPY, &raw const info) })?;
+    // SAFETY: the request takes no argument.
+    match check(unsafe { libc::ioctl(random.as_fd().as_raw_fd(), RNDRESEEDCRNG) }) {
+        // The generator has no key yet: its first one will be of this pool.
+        Err(error) if error.raw_os_error() == Some(libc::ENODATA) => Ok(()),
+        result => result.map(drop),
+    }
 }
 
 #[repr(C)]

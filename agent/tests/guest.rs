@@ -7,7 +7,7 @@ use machine::{LIMIT, place};
 use nacelle_engine::NicSpec;
 use nacelle_proto::agent::{
     AttachImageRequest, BootConfig, ContainerRef, CreateContainerRequest, DetachImageRequest, Dns, Empty, ExecRequest,
-    Interface, PidMode, ResizeRequest, Route, SignalRequest, Stream, WaitRequest,
+    Interface, PidMode, RenewRequest, ResizeRequest, Route, SignalRequest, Stream, WaitRequest,
 };
 use serde_json::json;
 use std::io::{Read, Write};
@@ -61,7 +61,18 @@ fn containers_run() {
         guest.agent.signal(signal(9, false)).await.unwrap();
         guest.agent.signal(signal(9, true)).await.unwrap();
 
-        for id in ["c1", "c2", "c3", "c3"] {
+        let renew = |seconds: i64| RenewRequest {
+            generation: vec![1; 16],
+            time_unix_nanos: seconds * 1_000_000_000,
+            entropy: vec![9; 32],
+        };
+        guest.agent.renew(renew(2_000_000_000)).await.unwrap();
+        guest.agent.renew(renew(1_950_000_000)).await.unwrap();
+        let (output, _) = guest.run("c4", "busybox date +%s", |_, _| ()).await;
+        let seconds: i64 = output.trim().parse().unwrap();
+        assert!(seconds >= 2_000_000_000, "{seconds}: a life is renewed once");
+
+        for id in ["c1", "c2", "c3", "c3", "c4"] {
             guest.agent.remove_container(ContainerRef { id: id.into() }).await.unwrap();
         }
         let gone = guest.agent.wait(WaitRequest { id: "c1".into(), exec_id: String::new(), timeout_ms: 0 }).await;

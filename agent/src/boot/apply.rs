@@ -27,7 +27,8 @@ pub fn apply(config: &BootConfig) -> Result<(), BootError> {
     Ok(())
 }
 
-fn clock(nanos: i64) -> Result<(), BootError> {
+/// Sets the clock, in nanoseconds since 1970; 0 and less leave it as it is.
+pub fn clock(nanos: i64) -> Result<(), BootError> {
     if nanos <= 0 {
         return Ok(());
     }
@@ -35,7 +36,8 @@ fn clock(nanos: i64) -> Result<(), BootError> {
     nix::time::clock_settime(nix::time::ClockId::CLOCK_REALTIME, time).map_err(|source| BootError::Clock { source })
 }
 
-fn entropy(bytes: &[u8]) -> Result<(), BootError> {
+/// Makes the random pool one that no other machine has; no bytes leave it as it is.
+pub fn entropy(bytes: &[u8]) -> Result<(), BootError> {
     if bytes.is_empty() {
         return Ok(());
     }

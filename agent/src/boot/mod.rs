@@ -28,6 +28,8 @@ pub const RPC_PORT: u32 = 1025;
 pub const STREAM_PORT: u32 = 1026;
 /// How long the host may take to answer, CNI included.
 const PATIENCE: Duration = Duration::from_secs(600);
+/// How long the host may take to listen.
+const CALLING: Duration = Duration::from_secs(60);
 
 /// Why the guest did not become ready.
 #[derive(Debug, thiserror::Error)]
@@ -86,21 +88,11 @@ pub struct Ready {
 /// Boots. The hello goes out first, so that the host's answer and the guest's own work overlap.
 pub fn boot() -> Result<Ready, BootError> {
     let started_nanos = monotonic_nanos();
-    let mut host = File::from(connect_to_host()?);
     let handshake = |source| BootError::Handshake { source };
-    let kernel_release =
-        nix::sys::utsname::uname().map(|name| name.release().to_string_lossy().into_owned()).unwrap_or_default();
-    let hello = AgentHello {
-        protocol: 1,
-        agent_version: env!("CARGO_PKG_VERSION").to_owned(),
-        kernel_release,
-        started_nanos,
-        sent_nanos: monotonic_nanos(),
-    };
-    frame::write(&mut host, &hello).map_err(handshake)?;
+    let host = hello(started_nanos)?;
     mounts::first()?;
     crate::log::start();
-    let config: BootConfig = frame::read(&mut host).map_err(handshake)?;
+    let (mut host, config) = configuration(host, started_nanos)?;
     let configured = apply::apply(&config).and_then(|()| Ok((listening(RPC_PORT)?, listening(STREAM_PORT)?)));
     let error = configured.as_ref().err().map(|error| Chain(error).to_string()).unwrap_or_default();
     frame::write(&mut host, &BootReport { error }).map_err(handshake)?;
@@ -122,12 +114,48 @@ fn monotonic_nanos() -> u64 {
     time.map_or(0, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX))
 }
 
+/// Connects to the host and says hello.
+fn hello(started_nanos: u64) -> Result<File, BootError> {
+    let kernel_release =
+        nix::sys::utsname::uname().map(|name| name.release().to_string_lossy().into_owned()).unwrap_or_default();
+    let deadline = Instant::now() + CALLING;
+    loop {
+        let mut host = File::from(connect_to_host(deadline)?);
+        let hello = AgentHello {
+            protocol: 1,
+            agent_version: env!("CARGO_PKG_VERSION").to_owned(),
+            kernel_release: kernel_release.clone(),
+            started_nanos,
+            sent_nanos: monotonic_nanos(),
+        };
+        match frame::write(&mut host, &hello) {
+            Ok(()) => return Ok(host),
+            Err(error) if error.is_hung_up() && Instant::now() < deadline => continue,
+            Err(source) => return Err(BootError::Handshake { source }),
+        }
+    }
+}
+
+/// Waits for what the host wants. A host that is gone before it has said so is one that this machine was saved under
+/// and not restored under: the new one is told hello anew.
+fn configuration(mut host: File, started_nanos: u64) -> Result<(File, BootConfig), BootError> {
+    loop {
+        match frame::read(&mut host) {
+            Ok(config) => return Ok((host, config)),
+            Err(error) if error.is_hung_up() => {
+                tracing::info!("the host is gone: looking for a new one");
+                host = hello(started_nanos)?;
+            }
+            Err(source) => return Err(BootError::Handshake { source }),
+        }
+    }
+}
+
 fn vsock() -> nix::Result<OwnedFd> {
     socket(AddressFamily::Vsock, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)
 }
 
-fn connect_to_host() -> Result<OwnedFd, BootError> {
-    let deadline = Instant::now() + Duration::from_secs(60);
+fn connect_to_host(deadline: Instant) -> Result<OwnedFd, BootError> {
     loop {
         let connected = vsock().and_then(|fd| {
             setsockopt(

@@ -261,12 +261,21 @@ pub fn place(machine: &dyn Machine, image: &Path, at: u64) -> u64 {
     length
 }
 
-/// The host's side of the handshake.
+/// The host's side of the handshake, after one host that went away in the middle of it.
 fn handshake(link: &dyn GuestLink, config: &BootConfig, folder: &Path) -> (AgentHello, BootReport) {
-    let guest = link.listen(1024).expect("a port").accept(LIMIT);
-    let mut host = guest.unwrap_or_else(|error| panic!("no guest: {error}; {}", console(folder)));
-    host.set_read_timeout(Some(LIMIT)).expect("a limit");
-    let hello: AgentHello = frame::read(&mut host).expect("a hello");
+    let incoming = link.listen(1024).expect("a port");
+    let greeted = || {
+        let guest = incoming.accept(LIMIT);
+        let mut host = guest.unwrap_or_else(|error| panic!("no guest: {error}; {}", console(folder)));
+        host.set_read_timeout(Some(LIMIT)).expect("a limit");
+        let hello: AgentHello = frame::read(&mut host).expect("a hello");
+        (host, hello)
+    };
+    let (gone, first) = greeted();
+    drop(gone);
+    let (mut host, hello) = greeted();
+    assert_eq!(first.kernel_release, hello.kernel_release);
+    assert!(first.sent_nanos < hello.sent_nanos, "a hello of its own");
     frame::write(&mut host, config).expect("to answer");
     (hello, frame::read(&mut host).expect("a report"))
 }

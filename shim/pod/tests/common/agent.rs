@@ -276,6 +276,10 @@ impl Agent for Service {
         Ok(Response::new(proto::ListContainersResponse::default()))
     }
 
+    async fn renew(&self, _: Request<proto::RenewRequest>) -> Answer<proto::Empty> {
+        empty()
+    }
+
     async fn shutdown(&self, _: Request<proto::Empty>) -> Answer<proto::Empty> {
         self.gate("shutdown").await?;
         let guest = self.0.guest.lock().unwrap().clone().unwrap();
