@@ -1,0 +1,93 @@
+//! Owns: the bytes of the file `state`: a header of 32 bytes (magic, version, length, checksum) and a JSON document.
+//! Reading trusts nothing: any bytes end in a value or an error.
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::path::Path;
+
+use super::SnapshotError;
+
+/// The version that is written; older ones are converted when they are read.
+pub const VERSION: u32 = 1;
+
+/// The most bytes that the file `state` has: 64 processors need less than a fourth of it.
+pub const MAX_STATE_BYTES: u64 = 16 << 20;
+
+const MAGIC: [u8; 8] = *b"NACELLE\x1a";
+/// Magic, version, checksum, length of the document, and eight bytes that are 0.
+const HEADER: usize = 32;
+
+struct Header {
+    version: u32,
+    checksum: u32,
+    length: u64,
+}
+
+impl Header {
+    fn bytes(&self) -> Vec<u8> {
+        let mut bytes = MAGIC.to_vec();
+        bytes.extend(self.version.to_le_bytes());
+        bytes.extend(self.checksum.to_le_bytes());
+        bytes.extend(self.length.to_le_bytes());
+        bytes.resize(HEADER, 0);
+        bytes
+    }
+
+    /// The header and the document; `None`: it is neither.
+    fn split(bytes: &[u8]) -> Option<(Header, &[u8])> {
+        let rest = bytes.strip_prefix(&MAGIC)?;
+        let (version, rest) = rest.split_first_chunk()?;
+        let (checksum, rest) = rest.split_first_chunk()?;
+        let (length, rest) = rest.split_first_chunk()?;
+        let (_reserved, document) = rest.split_first_chunk::<8>()?;
+        let header = Header {
+            version: u32::from_le_bytes(*version),
+            checksum: u32::from_le_bytes(*checksum),
+            length: u64::from_le_bytes(*length),
+        };
+        Some((header, document))
+    }
+}
+
+/// The checksum covers what decides how the document is read, too.
+fn checksum(version: u32, document: &[u8]) -> u32 {
+    let mut hasher = crc32fast::Hasher::new();
+    hasher.update(&version.to_le_bytes());
+    hasher.update(document);
+    hasher.finalize()
+}
+
+/// The file's bytes for this state.
+pub(super) fn seal(state: &impl Serialize) -> Result<Vec<u8>, SnapshotError> {
+    let document = serde_json::to_vec(state).map_err(|source| SnapshotError::Encode { source })?;
+    let length = document.len() as u64;
+    let bytes = length.saturating_add(HEADER as u64);
+    if bytes > MAX_STATE_BYTES {
+        return Err(SnapshotError::TooLarge { bytes, max: MAX_STATE_BYTES });
+    }
+    let mut bytes = Header { version: VERSION, checksum: checksum(VERSION, &document), length }.bytes();
+    bytes.extend(document);
+    Ok(bytes)
+}
+
+/// The state in the file's bytes; `path` is for messages.
+pub(super) fn open<S: DeserializeOwned>(bytes: &[u8], path: &Path) -> Result<S, SnapshotError> {
+    let path = || path.to_owned();
+    if bytes.len() as u64 > MAX_STATE_BYTES {
+        return Err(SnapshotError::TooLarge { bytes: bytes.len() as u64, max: MAX_STATE_BYTES });
+    }
+    let (header, document) = Header::split(bytes).ok_or_else(|| SnapshotError::NotASnapshot { path: path() })?;
+    // The version comes first: a newer one may have another header after it.
+    if !(1..=VERSION).contains(&header.version) {
+        return Err(SnapshotError::Version { path: path(), got: header.version });
+    }
+    if document.len() as u64 != header.length {
+        let (got, expected) = (bytes.len() as u64, header.length.saturating_add(HEADER as u64));
+        return Err(SnapshotError::Length { path: path(), got, expected });
+    }
+    let got = checksum(header.version, document);
+    if got != header.checksum {
+        return Err(SnapshotError::Checksum { path: path(), got, expected: header.checksum });
+    }
+    serde_json::from_slice(document).map_err(|source| SnapshotError::Decode { path: path(), source })
+}

@@ -1,0 +1,80 @@
+//! Owns: a folder that appears whole or not at all: written beside its place under another name, flushed, renamed.
+
+use nix::errno::Errno;
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::SnapshotError;
+
+/// A folder that is being written. Dropping it removes what there is of it.
+#[derive(Debug)]
+pub(super) struct Folder {
+    target: PathBuf,
+    parent: PathBuf,
+    partial: PathBuf,
+    done: bool,
+}
+
+fn failed(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> SnapshotError {
+    let path = path.to_owned();
+    move |source| SnapshotError::Io { what, path, source }
+}
+
+impl Folder {
+    /// Begins to write what shall be `target`. What a crash leaves is `.NAME.PID.N.partial` beside it.
+    pub(super) fn begin(target: &Path) -> Result<Folder, SnapshotError> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let no_place = || SnapshotError::Place { path: target.to_owned() };
+        let name = target.file_name().and_then(|name| name.to_str()).ok_or_else(no_place)?;
+        let parent = match target.parent().ok_or_else(no_place)? {
+            here if here.as_os_str().is_empty() => PathBuf::from("."),
+            parent => parent.to_owned(),
+        };
+        // Found out before memory is written; the rename is what decides.
+        match fs::read_dir(target).map(|mut entries| entries.next().is_some()) {
+            Ok(true) => return Err(SnapshotError::Exists { path: target.to_owned() }),
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed("look into", target)(error)),
+            _ => {}
+        }
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let partial = parent.join(format!(".{name}.{}.{number}.partial", std::process::id()));
+        // The guest's memory is nobody else's business.
+        DirBuilder::new().mode(0o700).create(&partial).map_err(failed("make the folder", &partial))?;
+        Ok(Folder { target: target.to_owned(), parent, partial, done: false })
+    }
+
+    /// Writes one file and flushes it.
+    pub(super) fn file(&self, name: &str, write: impl FnOnce(&File) -> io::Result<()>) -> Result<(), SnapshotError> {
+        let path = self.partial.join(name);
+        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path);
+        let file = file.map_err(failed("make", &path))?;
+        write(&file).map_err(failed("write", &path))?;
+        file.sync_all().map_err(failed("flush", &path))
+    }
+
+    /// Makes the folder appear.
+    pub(super) fn commit(mut self) -> Result<(), SnapshotError> {
+        let flush = |path: &Path| File::open(path).and_then(|folder| folder.sync_all()).map_err(failed("flush", path));
+        flush(&self.partial)?;
+        fs::rename(&self.partial, &self.target).map_err(|source| match source.raw_os_error().map(Errno::from_raw) {
+            Some(Errno::ENOTEMPTY | Errno::EEXIST) => SnapshotError::Exists { path: self.target.clone() },
+            _ => SnapshotError::Io { what: "name the folder", path: self.target.clone(), source },
+        })?;
+        self.done = true;
+        flush(&self.parent)
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        if self.done {
+            return;
+        }
+        if let Err(error) = fs::remove_dir_all(&self.partial) {
+            tracing::warn!(%error, folder = %self.partial.display(), "half a snapshot is left behind");
+        }
+    }
+}

@@ -1,0 +1,154 @@
+//! Owns: the file `memory`: the guest's memory, region after region, in which pages of zeros are holes; and mapping it.
+//! Threads: writing uses up to four for the time of the call.
+
+use crate::virtio::Memory;
+use nix::errno::Errno;
+use nix::unistd::{Whence, lseek};
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use vm_memory::mmap::{FromRangesError, MmapRegionBuilder};
+use vm_memory::{
+    FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap, MemoryRegionAddress,
+};
+
+use super::SnapshotError;
+
+/// Where memory lies for the guest: start and length of each region, in the order of their addresses.
+pub type Layout = Vec<(GuestAddress, usize)>;
+
+const PAGE: usize = 4096;
+/// What one thread takes at a time.
+const PIECE: usize = 1 << 20;
+const MAX_THREADS: usize = 4;
+/// An entry of /proc/PID/pagemap: the page is in memory, or in swap (kernel's admin-guide/mm/pagemap).
+const IS_SOMEWHERE: u64 = 0b11 << 62;
+
+/// A part of a region, at most [`PIECE`] long, and where it goes in the file.
+struct Piece<'a> {
+    region: &'a GuestRegionMmap<()>,
+    start: usize,
+    length: usize,
+    at: u64,
+}
+
+/// Writes all of memory, sparsely. Nobody may write to it meanwhile.
+pub(super) fn write(file: &File, memory: &Memory) -> io::Result<()> {
+    let total = memory.iter().map(GuestMemoryRegion::len).sum();
+    file.set_len(total)?;
+    let mut pieces = Vec::new();
+    let mut at = 0;
+    for region in memory.iter() {
+        let size = region.as_volatile_slice().map_err(io::Error::other)?.len();
+        let piece = |start| Piece { region, start, length: PIECE.min(size - start), at: at + start as u64 };
+        pieces.extend((0..size).step_by(PIECE).map(piece));
+        at += region.len();
+    }
+    // Without it everything is looked at.
+    let pagemap = File::open("/proc/self/pagemap").ok();
+    let next = AtomicUsize::new(0);
+    let work = || -> io::Result<()> {
+        let mut buffer = vec![0; PIECE];
+        while let Some(piece) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
+            if piece.may_hold_something(pagemap.as_ref()) {
+                piece.write(file, &mut buffer)?;
+            }
+        }
+        Ok(())
+    };
+    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS).min(pieces.len());
+    std::thread::scope(|scope| {
+        let others: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
+        let mut result = work();
+        for other in others {
+            let joined = other.join().unwrap_or_else(|_panic| Err(io::Error::other("a thread panicked")));
+            result = result.and(joined);
+        }
+        result
+    })
+}
+
+impl Piece<'_> {
+    /// Not if no page of it was ever touched: then it is zeros, or a hole in the file that it is mapped from.
+    /// To read it would make page tables, and pages of the file, for nothing.
+    fn may_hold_something(&self, pagemap: Option<&File>) -> bool {
+        let Some(pagemap) = pagemap else { return true };
+        let address = (self.region.as_ptr() as usize).saturating_add(self.start);
+        let mut entries = [0; PIECE / PAGE * 8];
+        let Some(entries) = entries.get_mut(..self.length.div_ceil(PAGE) * 8) else { return true };
+        if pagemap.read_exact_at(entries, (address / PAGE * 8) as u64).is_err() {
+            return true;
+        }
+        let touched = entries.chunks_exact(8).any(|entry| {
+            let entry = entry.try_into().map_or(u64::MAX, u64::from_le_bytes);
+            entry & IS_SOMEWHERE != 0
+        });
+        touched || self.file_has_data()
+    }
+
+    fn file_has_data(&self) -> bool {
+        let Some(backing) = self.region.file_offset() else { return false };
+        let start = backing.start().saturating_add(self.start as u64);
+        let Ok(offset) = i64::try_from(start) else { return true };
+        match lseek(backing.file(), offset, Whence::SeekData) {
+            Ok(data) => u64::try_from(data).is_ok_and(|data| data < start.saturating_add(self.length as u64)),
+            Err(Errno::ENXIO) => false,
+            Err(_) => true,
+        }
+    }
+
+    /// Writes the runs of pages that are not zeros.
+    fn write(&self, file: &File, buffer: &mut [u8]) -> io::Result<()> {
+        let slice = self.region.get_slice(MemoryRegionAddress(self.start as u64), self.length);
+        slice.map_err(io::Error::other)?.copy_to(buffer);
+        let pages = buffer.get(..self.length).unwrap_or_default().chunks(PAGE);
+        let mut run: Option<(usize, usize)> = None;
+        let put = |run: Option<(usize, usize)>| match run {
+            Some((start, end)) => file.write_all_at(buffer.get(start..end).unwrap_or_default(), self.at + start as u64),
+            None => Ok(()),
+        };
+        for (number, page) in pages.enumerate() {
+            let start = number * PAGE;
+            if is_zero(page) {
+                put(run.take())?;
+            } else {
+                run = Some((run.map_or(start, |(first, _)| first), start + page.len()));
+            }
+        }
+        put(run)
+    }
+}
+
+fn is_zero(page: &[u8]) -> bool {
+    static ZEROS: [u8; PAGE] = [0; PAGE];
+    ZEROS.get(..page.len()) == Some(page)
+}
+
+/// Maps the file as memory of this layout, privately.
+pub(super) fn map(file: &File, path: &Path, layout: &Layout) -> Result<Memory, SnapshotError> {
+    let failed = |source| SnapshotError::Map { path: path.to_owned(), source };
+    let length =
+        file.metadata().map_err(|source| SnapshotError::Io { what: "look at", path: path.to_owned(), source })?;
+    let expected = layout.iter().fold(0_u64, |sum, (_, size)| sum.saturating_add(*size as u64));
+    if length.len() != expected {
+        return Err(SnapshotError::Length { path: path.to_owned(), got: length.len(), expected });
+    }
+    let mut at = 0;
+    let mut regions = Vec::new();
+    for &(start, size) in layout {
+        let duplicate = file.try_clone();
+        let file = duplicate.map_err(|source| SnapshotError::Io { what: "open", path: path.to_owned(), source })?;
+        let mapping = MmapRegionBuilder::new(size)
+            .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
+            .with_mmap_flags(libc::MAP_PRIVATE | libc::MAP_NORESERVE)
+            .with_file_offset(FileOffset::new(file, at))
+            .build();
+        let mapping = mapping.map_err(FromRangesError::MmapRegion).map_err(failed)?;
+        let region = GuestRegionMmap::new(mapping, start).ok_or(FromRangesError::InvalidGuestRegion).map_err(failed)?;
+        regions.push(region);
+        at += size as u64;
+    }
+    Memory::from_regions(regions).map_err(FromRangesError::from).map_err(failed)
+}

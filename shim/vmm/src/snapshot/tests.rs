@@ -1,0 +1,184 @@
+//! Owns: the tests of the format: what was written comes back, and nothing else does.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing, reason = "tests")]
+
+use super::*;
+use nacelle_base::{Classify, Kind};
+use proptest::prelude::*;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use vm_memory::{Bytes, GuestAddress};
+
+const MIB: usize = 1 << 20;
+
+fn layout() -> Layout {
+    vec![(GuestAddress(0), 5 * MIB), (GuestAddress(1 << 32), 3 * MIB)]
+}
+
+/// Memory with something at its ends, across a border of pieces, and holes between.
+fn memory() -> Memory {
+    let memory = Memory::from_ranges(&layout()).unwrap();
+    memory.write_slice(b"first", GuestAddress(0)).unwrap();
+    memory.write_slice(&[7; 3 * 4096], GuestAddress(MIB as u64 - 4096)).unwrap();
+    memory.write_slice(&[0; 4096], GuestAddress(3 * MIB as u64)).unwrap();
+    memory.write_slice(b"last", GuestAddress((1 << 32) + 3 * MIB as u64 - 4)).unwrap();
+    memory
+}
+
+fn bytes(memory: &Memory) -> Vec<u8> {
+    let mut all = vec![0; 8 * MIB];
+    let (low, high) = all.split_at_mut(5 * MIB);
+    memory.read_slice(low, GuestAddress(0)).unwrap();
+    memory.read_slice(high, GuestAddress(1 << 32)).unwrap();
+    all
+}
+
+fn entries(folder: &Path) -> Vec<String> {
+    let mut names: Vec<_> =
+        std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn what_was_written_comes_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = folder.path().join("s1");
+    let memory = memory();
+    write(&dir, &vec!["a state"], &memory).unwrap();
+    assert_eq!(entries(folder.path()), ["s1"]);
+    assert_eq!(entries(&dir), [MEMORY_FILE, STATE_FILE]);
+
+    let saved: Saved<Vec<String>> = read(&dir).unwrap();
+    assert_eq!(saved.state, ["a state"]);
+    let file = std::fs::metadata(dir.join(MEMORY_FILE)).unwrap();
+    assert_eq!((file.len(), file.mode() & 0o777), (8 * MIB as u64, 0o600));
+    assert!(file.blocks() * 512 < 4 * MIB as u64, "{} blocks: zeros are holes", file.blocks());
+
+    // Two machines from one snapshot: what one writes, neither the other nor the file sees.
+    let [one, two] = [(); 2].map(|()| saved.map(&layout()).unwrap());
+    assert!(bytes(&one) == bytes(&memory));
+    one.write_slice(b"changed", GuestAddress(2 * MIB as u64)).unwrap();
+    assert!(bytes(&two) == bytes(&memory));
+
+    // A restored machine can be saved again: pages that it never touched are in the file only.
+    let again = folder.path().join("s2");
+    let three = saved.map(&layout()).unwrap();
+    three.write_slice(b"changed", GuestAddress(2 * MIB as u64)).unwrap();
+    write(&again, &(), &three).unwrap();
+    let saved: Saved<()> = read(&again).unwrap();
+    assert!(bytes(&saved.map(&layout()).unwrap()) == bytes(&one));
+}
+
+#[test]
+fn a_snapshot_is_there_whole_or_not_at_all() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = folder.path().join("s");
+    write(&dir, &1, &memory()).unwrap();
+    let error = write(&dir, &2, &memory()).unwrap_err();
+    assert_eq!(error.kind(), Kind::AlreadyExists, "{error}");
+    assert_eq!(read::<i32>(&dir).unwrap().state, 1, "the old one stays");
+
+    // One that comes into being while we write.
+    let partial = Folder::begin(&folder.path().join("late")).unwrap();
+    partial.file("state", |_| Ok(())).unwrap();
+    std::fs::create_dir_all(folder.path().join("late/x")).unwrap();
+    assert_eq!(partial.commit().unwrap_err().kind(), Kind::AlreadyExists);
+
+    let partial = Folder::begin(&folder.path().join("never")).unwrap();
+    let error = partial.file("memory", |_| Err(std::io::ErrorKind::StorageFull.into())).unwrap_err();
+    assert_eq!(error.kind(), Kind::Exhausted, "{error}");
+    drop(partial);
+    assert_eq!(entries(folder.path()), ["late", "s"]);
+
+    // An empty folder is as good as none.
+    std::fs::create_dir(folder.path().join("empty")).unwrap();
+    write(&folder.path().join("empty"), &3, &memory()).unwrap();
+    assert_eq!(read::<i32>(&folder.path().join("empty")).unwrap().state, 3);
+
+    for place in ["/", "..", ""] {
+        assert_eq!(write(Path::new(place), &4, &memory()).unwrap_err().kind(), Kind::Invalid, "{place}");
+    }
+    assert_eq!(read::<i32>(&folder.path().join("none")).unwrap_err().kind(), Kind::NotFound);
+}
+
+#[test]
+fn a_memory_file_of_another_length_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = folder.path().join("s");
+    write(&dir, &1, &memory()).unwrap();
+    let saved: Saved<i32> = read(&dir).unwrap();
+    let error = saved.map(&vec![(GuestAddress(0), 5 * MIB)]).unwrap_err();
+    assert!(matches!(error, SnapshotError::Length { got, expected, .. } if (got, expected) == (8 << 20, 5 << 20)));
+    let overlap = vec![(GuestAddress(0), 5 * MIB), (GuestAddress(4096), 3 * MIB)];
+    assert!(matches!(saved.map(&overlap).unwrap_err(), SnapshotError::Map { .. }));
+    let cut = std::fs::OpenOptions::new().write(true).open(dir.join(MEMORY_FILE)).unwrap();
+    cut.set_len(8 * MIB as u64 - 1).unwrap();
+    assert_eq!(saved.map(&layout()).unwrap_err().kind(), Kind::Invalid);
+}
+
+fn opened(bytes: &[u8]) -> Result<Vec<u64>, SnapshotError> {
+    envelope::open(bytes, Path::new("state"))
+}
+
+#[test]
+fn each_damage_has_its_error() {
+    let good = envelope::seal(&vec![1_u64, 2, 3]).unwrap();
+    assert_eq!(opened(&good).unwrap(), [1, 2, 3]);
+    assert!(matches!(opened(&good[..31]).unwrap_err(), SnapshotError::NotASnapshot { .. }));
+    assert!(matches!(opened(&good[..good.len() - 1]).unwrap_err(), SnapshotError::Length { .. }));
+    assert!(matches!(opened(&[&good[..], b" "].concat()).unwrap_err(), SnapshotError::Length { .. }));
+    let spoiled = |at: usize, byte: u8| {
+        let mut bytes = good.clone();
+        bytes[at] = byte;
+        opened(&bytes).unwrap_err()
+    };
+    assert!(matches!(spoiled(0, b'X'), SnapshotError::NotASnapshot { .. }));
+    let newer = spoiled(8, 2);
+    assert_eq!(newer.to_string(), "state has format version 2; this Nacelle reads 1 to 1");
+    assert_eq!(newer.kind(), Kind::Unsupported);
+    assert!(matches!(spoiled(8, 0), SnapshotError::Version { got: 0, .. }));
+    assert!(matches!(spoiled(12, !good[12]), SnapshotError::Checksum { .. }));
+    assert!(matches!(spoiled(33, b'4'), SnapshotError::Checksum { .. }));
+    let other = envelope::seal(&"text").unwrap();
+    assert!(matches!(opened(&other).unwrap_err(), SnapshotError::Decode { .. }));
+    let large = vec![0; MAX_STATE_BYTES as usize + 1];
+    assert!(matches!(opened(&large).unwrap_err(), SnapshotError::TooLarge { .. }));
+    assert!(matches!(envelope::seal(&large).unwrap_err(), SnapshotError::TooLarge { .. }));
+}
+
+#[test]
+fn version_1_is_written_as_it_always_was() {
+    let golden = b"NACELLE\x1a\x01\x00\x00\x00\xbb\x02\x08\xca\x07\x00\x00\x00\x00\x00\x00\x00\0\0\0\0\0\0\0\0[1,2,3]";
+    let sealed = envelope::seal(&[1, 2, 3]).unwrap();
+    assert_eq!(opened(&sealed).unwrap(), [1, 2, 3]);
+    assert_eq!(sealed[..], golden[..]);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_change_of_a_byte_is_found(at in 0..39_usize, by in 1..=255_u8) {
+        let mut bytes = envelope::seal(&[1, 2, 3]).unwrap();
+        prop_assert_eq!(bytes.len(), 39);
+        // Eight bytes of the header are kept for later and not looked at.
+        prop_assume!(!(24..32).contains(&at));
+        bytes[at] ^= by;
+        prop_assert!(opened(&bytes).is_err());
+    }
+
+    #[test]
+    fn memory_comes_back(pages in proptest::collection::vec((0..2048_u64, any::<u8>()), 0..20)) {
+        let folder = tempfile::tempdir().unwrap();
+        let layout: Layout = vec![(GuestAddress(0), 8 * MIB)];
+        let memory = Memory::from_ranges(&layout).unwrap();
+        for (page, byte) in pages {
+            memory.write_slice(&[byte; 4096], GuestAddress(page * 4096)).unwrap();
+        }
+        let file = std::fs::File::options().read(true).write(true).create_new(true).open(folder.path().join("m")).unwrap();
+        memory::write(&file, &memory).unwrap();
+        let (mut expected, mut got) = (vec![0; 8 * MIB], vec![0; 8 * MIB]);
+        memory.read_slice(&mut expected, GuestAddress(0)).unwrap();
+        file.read_exact_at(&mut got, 0).unwrap();
+        prop_assert!(expected == got);
+    }
+}
