@@ -2,16 +2,13 @@
 //! /dev/kvm may be there and interpret the guest kernel instruction by instruction: only running a guest tells.
 //! Threads: the probe runs on a thread of its own, which is left alone if KVM does not come back.
 
-mod guest;
-
 use std::fmt;
 use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
 use nacelle_base::Chain;
-
-use self::guest::{GuestError, TinyGuest};
+use nacelle_vmm::machine::tiny::{TinyError, TinyGuest};
 
 /// A processor needs well under a millisecond for the probe's guest, an interpreter forty-five. The best of several
 /// runs is compared, so a busy node looks slower for a while but no interpreter looks faster than it is.
@@ -104,7 +101,7 @@ pub fn probe() -> KvmVerdict {
     }
 }
 
-fn best_time() -> Result<Duration, GuestError> {
+fn best_time() -> Result<Duration, TinyError> {
     let mut guest = TinyGuest::new()?;
     let mut best = Duration::MAX;
     for _ in 0..RUNS {
@@ -116,14 +113,14 @@ fn best_time() -> Result<Duration, GuestError> {
     Ok(best)
 }
 
-fn judge(result: Result<Duration, GuestError>) -> KvmVerdict {
+fn judge(result: Result<Duration, TinyError>) -> KvmVerdict {
     match result {
         Ok(took) if took < HARDWARE_LIMIT => KvmVerdict::Hardware { took },
         Ok(took) => KvmVerdict::Interpreted { took },
-        Err(GuestError::Open { source }) => match source.errno() {
+        Err(TinyError::Open { source }) => match source.errno() {
             libc::ENOENT | libc::ENXIO | libc::ENODEV => KvmVerdict::Absent,
             libc::EACCES | libc::EPERM => KvmVerdict::NoPermission,
-            _ => KvmVerdict::Broken { why: Chain(&GuestError::Open { source }).to_string() },
+            _ => KvmVerdict::Broken { why: Chain(&TinyError::Open { source }).to_string() },
         },
         Err(error) => KvmVerdict::Broken { why: Chain(&error).to_string() },
     }
@@ -141,8 +138,8 @@ pub fn choose(verdict: &KvmVerdict) -> Accelerator {
 mod tests {
     use super::*;
 
-    fn open(errno: i32) -> Result<Duration, GuestError> {
-        Err(GuestError::Open { source: kvm_ioctls::Error::new(errno) })
+    fn open(errno: i32) -> Result<Duration, TinyError> {
+        Err(TinyError::Open { source: kvm_ioctls::Error::new(errno) })
     }
 
     #[test]
@@ -155,7 +152,7 @@ mod tests {
             (open(libc::ENOENT), Accelerator::Tcg, "there is no /dev/kvm"),
             (open(libc::EACCES), Accelerator::Tcg, "may not be opened"),
             (open(libc::EBUSY), Accelerator::Tcg, "(cannot open /dev/kvm: "),
-            (Err(GuestError::Version { got: 11 }), Accelerator::Tcg, "version 11"),
+            (Err(TinyError::Version { got: 11 }), Accelerator::Tcg, "version 11"),
         ];
         for (result, accelerator, words) in table {
             let verdict = judge(result);

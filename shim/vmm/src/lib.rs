@@ -18,6 +18,7 @@
 //! # Ok(()) }
 //! ```
 
+pub mod machine;
 pub mod snapshot;
 pub mod transport;
 pub mod virtio;

@@ -131,3 +131,19 @@ pub(crate) fn own(received: Vec<RawFd>) -> Vec<OwnedFd> {
         .map(|fd| unsafe { OwnedFd::from_raw_fd(fd) })
         .collect()
 }
+
+/// Sends a signal to a thread of this process; one that is gone is left alone.
+pub(crate) fn signal_thread(thread: i32, signal: i32) {
+    // SAFETY: takes three numbers; a thread of another process is out of reach, because ours is named.
+    let sent = unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), thread, signal) };
+    if sent != 0 {
+        tracing::debug!(thread, "cannot signal a thread: {}", io::Error::last_os_error());
+    }
+}
+
+/// What KVM says about an internal error, directly after it has reported one: the kind and the data.
+pub(crate) fn internal_error(vcpu: &mut kvm_ioctls::VcpuFd) -> (u32, Vec<u64>) {
+    // SAFETY: the union holds plain numbers, of which any value is valid; KVM has just filled this member.
+    let report = unsafe { vcpu.get_kvm_run().__bindgen_anon_1.internal };
+    (report.suberror, report.data.into_iter().take(report.ndata as usize).collect())
+}

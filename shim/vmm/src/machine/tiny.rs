@@ -19,17 +19,39 @@ const PORT: u16 = 0x10;
 
 /// The probe's guest does not run.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum GuestError {
+pub enum TinyError {
+    /// `/dev/kvm` cannot be opened.
     #[error("cannot open /dev/kvm")]
-    Open { source: kvm_ioctls::Error },
+    Open {
+        /// Why not.
+        source: kvm_ioctls::Error,
+    },
+    /// A KVM of another time.
     #[error("KVM has API version {got}, not 12")]
-    Version { got: i32 },
+    Version {
+        /// What it says.
+        got: i32,
+    },
+    /// There is no memory for it.
     #[error("cannot map memory for the probe's guest")]
-    Map { source: nix::Error },
+    Map {
+        /// Why not.
+        source: nix::Error,
+    },
+    /// A call to KVM failed.
     #[error("KVM does not {what}")]
-    Call { what: &'static str, source: kvm_ioctls::Error },
+    Call {
+        /// What it should do.
+        what: &'static str,
+        /// Why not.
+        source: kvm_ioctls::Error,
+    },
+    /// It did something else than run its loop.
     #[error("the probe's guest left in an unexpected way: {exit}")]
-    Exit { exit: String },
+    Exit {
+        /// How it left.
+        exit: String,
+    },
 }
 
 /// A mapping that outlives the guest it is given to.
@@ -46,30 +68,30 @@ impl Drop for Mapping {
 }
 
 /// The guest. Fields are dropped in this order.
-pub(super) struct TinyGuest {
+pub struct TinyGuest {
     vcpu: VcpuFd,
     _vm: VmFd,
     _memory: Mapping,
 }
 
-fn call(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> GuestError {
-    move |source| GuestError::Call { what, source }
+fn call(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> TinyError {
+    move |source| TinyError::Call { what, source }
 }
 
 impl TinyGuest {
     /// A guest that is about to run.
-    pub fn new() -> Result<TinyGuest, GuestError> {
-        let kvm = Kvm::new().map_err(|source| GuestError::Open { source })?;
+    pub fn new() -> Result<TinyGuest, TinyError> {
+        let kvm = Kvm::new().map_err(|source| TinyError::Open { source })?;
         match kvm.get_api_version() {
             12 => {}
-            got => return Err(GuestError::Version { got }),
+            got => return Err(TinyError::Version { got }),
         }
         let vm = kvm.create_vm().map_err(call("make a machine"))?;
         let (protection, flags) = (ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, MapFlags::MAP_PRIVATE);
         // SAFETY: an anonymous mapping at a place of the kernel's choice touches nothing that exists.
         let memory = unsafe { mmap_anonymous(None, MEMORY, protection, flags) }
             .map(Mapping)
-            .map_err(|source| GuestError::Map { source })?;
+            .map_err(|source| TinyError::Map { source })?;
         // SAFETY: the mapping has this length, is readable and writable, and nobody else refers to it yet.
         fill(unsafe { std::slice::from_raw_parts_mut(memory.0.as_ptr().cast::<u8>(), MEMORY.get()) });
         let region = kvm_userspace_memory_region {
@@ -85,14 +107,14 @@ impl TinyGuest {
     }
 
     /// Runs the loop once more.
-    pub fn run(&mut self) -> Result<Duration, GuestError> {
+    pub fn run(&mut self) -> Result<Duration, TinyError> {
         let start = Instant::now();
         loop {
             match self.vcpu.run() {
                 Ok(VcpuExit::IoOut(PORT, _)) => return Ok(start.elapsed()),
-                Ok(exit) => return Err(GuestError::Exit { exit: format!("{exit:?}") }),
+                Ok(exit) => return Err(TinyError::Exit { exit: format!("{exit:?}") }),
                 Err(error) if matches!(error.errno(), libc::EINTR | libc::EAGAIN) => {}
-                Err(source) => return Err(GuestError::Call { what: "run the processor", source }),
+                Err(source) => return Err(TinyError::Call { what: "run the processor", source }),
             }
         }
     }
@@ -110,7 +132,7 @@ fn fill(memory: &mut [u8]) {
     memory[CODE_AT..CODE_AT + CODE.len()].copy_from_slice(&CODE);
 }
 
-fn enter_long_mode(vcpu: &VcpuFd) -> Result<(), GuestError> {
+fn enter_long_mode(vcpu: &VcpuFd) -> Result<(), TinyError> {
     let mut sregs = vcpu.get_sregs().map_err(call("tell registers"))?;
     let flat = kvm_segment { limit: u32::MAX, present: 1, s: 1, g: 1, ..Default::default() };
     let data = kvm_segment { selector: 0x10, type_: 3, db: 1, ..flat };

@@ -1,0 +1,210 @@
+//! Owns: what a kernel finds when it starts: zero page or PVH start information, descriptor and page tables, registers.
+
+use super::kernel::{Entry, KernelError, Loaded};
+use super::layout::{self, memory_map};
+use crate::Memory;
+use kvm_bindings::{kvm_regs, kvm_segment, kvm_sregs};
+use linux_loader::bootparam::boot_params;
+use linux_loader::loader::elf::start_info::{hvm_memmap_table_entry, hvm_modlist_entry, hvm_start_info};
+use vm_memory::{Bytes, GuestAddress};
+
+/// The segments that both entries want: code, data and a task, at the selectors of Linux' boot protocol.
+#[derive(Clone, Copy)]
+struct Descriptor {
+    selector: u16,
+    /// The access byte: present, ring 0, and the type.
+    access: u8,
+    /// The upper four bits of the flags: granularity, size, long mode.
+    flags: u8,
+    limit: u32,
+}
+
+const CODE_64: Descriptor = Descriptor { selector: 0x10, access: 0x9b, flags: 0xa, limit: 0xf_ffff };
+const CODE_32: Descriptor = Descriptor { selector: 0x10, access: 0x9b, flags: 0xc, limit: 0xf_ffff };
+const DATA: Descriptor = Descriptor { selector: 0x18, access: 0x93, flags: 0xc, limit: 0xf_ffff };
+const TASK: Descriptor = Descriptor { selector: 0x20, access: 0x8b, flags: 0x0, limit: 0x67 };
+
+impl Descriptor {
+    /// As it lies in a descriptor table (AMD64 manual, volume 2, 4.7 and 4.8); the base is 0.
+    fn entry(self) -> u64 {
+        let limit = u64::from(self.limit);
+        (limit & 0xffff) | u64::from(self.access) << 40 | (limit >> 16) << 48 | u64::from(self.flags) << 52
+    }
+
+    /// As KVM wants it.
+    fn segment(self) -> kvm_segment {
+        let bit = |byte: u8, at: u8| byte >> at & 1;
+        let pages = bit(self.flags, 3) == 1;
+        kvm_segment {
+            base: 0,
+            limit: if pages { self.limit << 12 | 0xfff } else { self.limit },
+            selector: self.selector,
+            type_: self.access & 0xf,
+            present: bit(self.access, 7),
+            dpl: 0,
+            db: bit(self.flags, 2),
+            s: bit(self.access, 4),
+            l: bit(self.flags, 1),
+            g: bit(self.flags, 3),
+            ..Default::default()
+        }
+    }
+}
+
+/// The words of a command line as one; it must fit where it goes.
+pub(super) fn cmdline(words: impl IntoIterator<Item = String>) -> Result<String, KernelError> {
+    let line = words.into_iter().collect::<Vec<_>>().join(" ");
+    match line.len() + 1 {
+        got if got > layout::CMDLINE_MAX => Err(KernelError::Cmdline { got, max: layout::CMDLINE_MAX }),
+        _ => Ok(line),
+    }
+}
+
+/// Writes all that the kernel finds in memory. `initrd` is its address and size.
+pub(super) fn prepare(
+    memory: &Memory,
+    memory_mib: u32,
+    kernel: &Loaded,
+    cmdline: &str,
+    initrd: Option<(u64, u64)>,
+) -> Result<(), KernelError> {
+    let mut writer = Writer { memory };
+    writer.bytes(layout::CMDLINE, cmdline.as_bytes())?;
+    writer.bytes(layout::CMDLINE + cmdline.len() as u64, &[0])?;
+    match kernel.entry {
+        Entry::Long(_) => {
+            writer.object(layout::ZERO_PAGE, zero_page(memory_mib, kernel, cmdline, initrd))?;
+            writer.tables(CODE_64)?;
+            writer.page_tables()
+        }
+        Entry::Pvh(_) => {
+            writer.tables(CODE_32)?;
+            writer.start_info(memory_mib, initrd)
+        }
+    }
+}
+
+/// The boot parameters of Linux ("The Linux/x86 Boot Protocol", "zero page").
+fn zero_page(memory_mib: u32, kernel: &Loaded, cmdline: &str, initrd: Option<(u64, u64)>) -> boot_params {
+    let mut page = boot_params { hdr: kernel.header.unwrap_or_default(), ..Default::default() };
+    page.hdr.type_of_loader = 0xff; // none that has a number
+    page.hdr.boot_flag = 0xaa55;
+    page.hdr.header = u32::from_le_bytes(*b"HdrS");
+    page.hdr.cmd_line_ptr = layout::CMDLINE as u32;
+    page.hdr.cmdline_size = cmdline.len() as u32;
+    if kernel.header.is_none() {
+        page.hdr.kernel_alignment = 0x100_0000;
+    }
+    if let Some((address, size)) = initrd {
+        page.hdr.ramdisk_image = address as u32; // below the hole
+        page.hdr.ramdisk_size = size as u32;
+    }
+    let map = memory_map(memory_mib);
+    page.e820_entries = map.len() as u8; // four at most
+    page.e820_table[..map.len()].copy_from_slice(&map);
+    page
+}
+
+struct Writer<'a> {
+    memory: &'a Memory,
+}
+
+impl Writer<'_> {
+    fn bytes(&mut self, at: u64, bytes: &[u8]) -> Result<(), KernelError> {
+        self.memory.write_slice(bytes, GuestAddress(at)).map_err(|source| KernelError::Write { source })
+    }
+
+    fn object<T: vm_memory::ByteValued>(&mut self, at: u64, object: T) -> Result<(), KernelError> {
+        self.memory.write_obj(object, GuestAddress(at)).map_err(|source| KernelError::Write { source })
+    }
+
+    /// The descriptor table, and an interrupt table with nothing in it.
+    fn tables(&mut self, code: Descriptor) -> Result<(), KernelError> {
+        let mut table = [0u64; GDT_ENTRIES];
+        for descriptor in [code, DATA, TASK] {
+            table[usize::from(descriptor.selector / 8)] = descriptor.entry();
+        }
+        let bytes: Vec<u8> = table.iter().flat_map(|entry| entry.to_le_bytes()).collect();
+        self.bytes(layout::GDT, &bytes)?;
+        self.object(layout::IDT, 0u64)
+    }
+
+    /// The first 4 GiB, one to one, in pages of 2 MiB.
+    fn page_tables(&mut self) -> Result<(), KernelError> {
+        const PRESENT_WRITABLE: u64 = 0x3;
+        const LARGE: u64 = 0x80;
+        let [top, middle, directories @ ..] = layout::PAGE_TABLES;
+        self.object(top, middle | PRESENT_WRITABLE)?;
+        for (gib, directory) in directories.into_iter().enumerate() {
+            self.object(middle + gib as u64 * 8, directory | PRESENT_WRITABLE)?;
+            let pages = (0..512).map(|page| (gib as u64) << 30 | page << 21 | PRESENT_WRITABLE | LARGE);
+            let bytes: Vec<u8> = pages.flat_map(u64::to_le_bytes).collect();
+            self.bytes(directory, &bytes)?;
+        }
+        Ok(())
+    }
+
+    /// PVH's start information (`xen/include/public/arch-x86/hvm/start_info.h`).
+    fn start_info(&mut self, memory_mib: u32, initrd: Option<(u64, u64)>) -> Result<(), KernelError> {
+        const MAGIC: u32 = 0x336e_c578;
+        let map = memory_map(memory_mib);
+        let info = hvm_start_info {
+            magic: MAGIC,
+            version: 1,
+            nr_modules: u32::from(initrd.is_some()),
+            modlist_paddr: layout::PVH_MODULES,
+            cmdline_paddr: layout::CMDLINE,
+            memmap_paddr: layout::PVH_MEMORY_MAP,
+            memmap_entries: map.len() as u32,
+            ..Default::default()
+        };
+        self.object(layout::PVH_INFO, info)?;
+        if let Some((paddr, size)) = initrd {
+            self.object(layout::PVH_MODULES, hvm_modlist_entry { paddr, size, ..Default::default() })?;
+        }
+        for (index, entry) in map.iter().enumerate() {
+            let entry = hvm_memmap_table_entry { addr: entry.addr, size: entry.size, type_: entry.r#type, reserved: 0 };
+            self.object(layout::PVH_MEMORY_MAP + (index * size_of::<hvm_memmap_table_entry>()) as u64, entry)?;
+        }
+        Ok(())
+    }
+}
+
+/// Null, nothing, code, data, task.
+const GDT_ENTRIES: usize = 5;
+
+/// The boot processor's general registers.
+pub(super) fn registers(entry: Entry) -> kvm_regs {
+    let regs = kvm_regs { rflags: 0x2, ..Default::default() };
+    match entry {
+        Entry::Long(rip) => kvm_regs { rip, rsp: layout::STACK, rbp: layout::STACK, rsi: layout::ZERO_PAGE, ..regs },
+        Entry::Pvh(rip) => kvm_regs { rip, rbx: layout::PVH_INFO, ..regs },
+    }
+}
+
+/// Sets the boot processor's segments and control registers; what an APIC needs stays as KVM made it.
+pub(super) fn set_special_registers(sregs: &mut kvm_sregs, entry: Entry) {
+    const CR0_PROTECTED: u64 = 1 | 1 << 4; // PE, ET
+    const CR0_PAGING: u64 = 1 << 31;
+    const CR4_PAE: u64 = 1 << 5;
+    const EFER_LONG: u64 = 1 << 8 | 1 << 10; // LME, LMA
+    let code = match entry {
+        Entry::Long(_) => CODE_64,
+        Entry::Pvh(_) => CODE_32,
+    };
+    sregs.cs = code.segment();
+    let data = DATA.segment();
+    (sregs.ds, sregs.es, sregs.fs, sregs.gs, sregs.ss) = (data, data, data, data, data);
+    sregs.tr = TASK.segment();
+    (sregs.gdt.base, sregs.gdt.limit) = (layout::GDT, GDT_ENTRIES as u16 * 8 - 1);
+    (sregs.idt.base, sregs.idt.limit) = (layout::IDT, 7);
+    match entry {
+        Entry::Long(_) => {
+            sregs.cr0 = CR0_PROTECTED | CR0_PAGING;
+            sregs.cr3 = layout::PAGE_TABLES[0];
+            sregs.cr4 = CR4_PAE;
+            sregs.efer = EFER_LONG;
+        }
+        Entry::Pvh(_) => (sregs.cr0, sregs.cr4, sregs.efer) = (CR0_PROTECTED, 0, 0),
+    }
+}

@@ -1,0 +1,249 @@
+//! Owns: how a machine is put together, in the order that KVM wants.
+
+use super::bus::Bus;
+use super::kernel::{self, Entry};
+use super::legacy::{self, Keyboard, SerialPort};
+use super::memory::GuestMemory;
+use super::state::{self, MachineState};
+use super::vcpu::{Control, Vcpu, prepare_signal};
+use super::{Config, Console, Error, Exit, MAX_VCPUS, Machine, boot, cpuid, layout, mptable};
+use crate::mmio::{self, Transport};
+use crate::{Device, Memory};
+use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, Msrs, kvm_cpuid_entry2, kvm_msr_entry};
+use kvm_ioctls::{Cap, IoEventAddress, Kvm, VcpuFd, VmFd};
+use std::fs::File;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use vm_memory::{Bytes, GuestAddress};
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+/// A machine that is being made: its memory is there and devices are attached; nothing runs.
+pub struct Builder {
+    config: Config,
+    supported: Vec<kvm_cpuid_entry2>,
+    control: Arc<Control>,
+    ports: Bus,
+    windows: Bus,
+    transports: Vec<Arc<Transport>>,
+    vm: Arc<VmFd>,
+    /// Dropped last.
+    memory: GuestMemory,
+}
+
+impl Builder {
+    /// Opens KVM and makes memory and interrupt controllers.
+    pub fn new(config: Config) -> Result<Builder, Error> {
+        let memory = GuestMemory::new(config.memory_mib, config.backing);
+        Builder::with_memory(config, memory)
+    }
+
+    /// As [`new`](Builder::new), with the memory that was saved to `file` (see [`Machine::save`]), which must not change as long as
+    /// the machine lives: it is mapped privately.
+    pub fn with_saved_memory(config: Config, file: &File) -> Result<Builder, Error> {
+        let memory = GuestMemory::from_file(config.memory_mib, file);
+        Builder::with_memory(config, memory)
+    }
+
+    fn with_memory(config: Config, memory: Result<GuestMemory, super::MemoryError>) -> Result<Builder, Error> {
+        let kvm = open()?;
+        let max = kvm.get_max_vcpus().min(MAX_VCPUS.into());
+        if config.vcpus == 0 || usize::from(config.vcpus) > max {
+            return Err(Error::Vcpus { got: config.vcpus, max });
+        }
+        let memory = memory.map_err(|source| Error::Memory { mib: config.memory_mib, source })?;
+        let supported = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(Error::call("tell what it supports"))?;
+        let vm = kvm.create_vm().map_err(Error::call("make a machine"))?;
+        memory.give_to(&vm).map_err(Error::call("take memory"))?;
+        vm.set_identity_map_address(layout::IDENTITY_MAP).map_err(Error::call("place its page table"))?;
+        vm.set_tss_address(layout::TSS).map_err(Error::call("place its task state"))?;
+        vm.create_irq_chip().map_err(Error::call("make interrupt controllers"))?;
+        let control = Arc::new(Control::new());
+        let mut ports = Bus::default();
+        let ended = control.clone();
+        let keyboard = Keyboard::new(move || ended.end(Exit::Reset));
+        ports.insert(legacy::I8042, legacy::I8042_PORTS, Arc::new(keyboard));
+        Ok(Builder {
+            config,
+            supported: supported.as_slice().to_vec(),
+            control,
+            ports,
+            windows: Bus::default(),
+            transports: Vec::new(),
+            vm: Arc::new(vm),
+            memory,
+        })
+    }
+
+    /// The guest's memory, all zero but for what was saved.
+    pub fn memory(&self) -> &Arc<Memory> {
+        self.memory.memory()
+    }
+
+    /// Gives the machine a serial port (`ttyS0`) whose output goes to `console`.
+    pub fn serial(&mut self, console: Console) -> Result<(), Error> {
+        let (port, line) = SerialPort::new(console)?;
+        self.vm.register_irqfd(&line, legacy::COM1_GSI).map_err(Error::call("take an interrupt"))?;
+        self.ports.insert(legacy::COM1, legacy::COM1_PORTS, Arc::new(port));
+        Ok(())
+    }
+
+    /// Puts a device behind the next window of registers, with an interrupt of its own.
+    pub fn attach(&mut self, device: Box<dyn Device>) -> Result<Arc<Transport>, Error> {
+        let (address, gsi) =
+            layout::window(self.transports.len()).ok_or(Error::Devices { max: layout::MAX_DEVICES })?;
+        let kind = device.kind();
+        let attach = |source| Error::Attach { device: kind, source };
+        let irq = EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK).map_err(attach)?;
+        self.vm.register_irqfd(&irq, gsi).map_err(Error::call("take an interrupt"))?;
+        let transport = Transport::new(device, self.memory().clone(), irq).map_err(attach)?;
+        let notify = IoEventAddress::Mmio(address + mmio::QUEUE_NOTIFY);
+        for (queue, kick) in (0u32..).zip(transport.kicks()) {
+            self.vm.register_ioevent(kick, &notify, queue).map_err(Error::call("take a notification"))?;
+        }
+        self.windows.insert(address, layout::WINDOW_SIZE, transport.clone());
+        self.transports.push(transport.clone());
+        Ok(transport)
+    }
+
+    /// Loads the kernel and lets the machine run.
+    pub fn start(self) -> Result<Machine, Error> {
+        let vcpus = self.make_vcpus()?;
+        let entry = self.load()?;
+        if let Some(first) = vcpus.first() {
+            let mut sregs = first.get_sregs().map_err(Error::call("tell registers"))?;
+            boot::set_special_registers(&mut sregs, entry);
+            first.set_sregs(&sregs).map_err(Error::call("set control registers"))?;
+            first.set_regs(&boot::registers(entry)).map_err(Error::call("set registers"))?;
+        }
+        let machine = self.spawn(vcpus)?;
+        machine.resume()?;
+        Ok(machine)
+    }
+
+    /// Puts the machine where `state` was saved. It stands still until [`Machine::resume`].
+    pub fn restore(self, state: &MachineState) -> Result<Machine, Error> {
+        let vcpus = self.make_vcpus()?;
+        state::restore(&self.vm, &vcpus, &self.transports, state)?;
+        self.spawn(vcpus)
+    }
+
+    /// Kernel, initial file system and tables. Where the kernel starts.
+    fn load(&self) -> Result<Entry, Error> {
+        let Config { memory_mib, kernel: path, initrd, cmdline, vcpus, .. } = &self.config;
+        let at = |path: &Path| {
+            let path = path.to_owned();
+            move |source| Error::Load { path, source }
+        };
+        let memory = self.memory();
+        let kernel = kernel::load(memory, layout::low_end(*memory_mib), path).map_err(at(path))?;
+        let initrd = match initrd {
+            Some(file) => Some(kernel::load_initrd(memory, *memory_mib, &kernel, file).map_err(at(file))?),
+            None => None,
+        };
+        let devices = (0..self.transports.len()).filter_map(layout::announce);
+        let words = cmdline.iter().cloned().chain(["reboot=k".to_owned()]).chain(devices);
+        let line = boot::cmdline(words).map_err(at(path))?;
+        boot::prepare(memory, *memory_mib, &kernel, &line, initrd).map_err(at(path))?;
+        let (signature, features) = cpuid::signature(&self.supported);
+        memory
+            .write_slice(&mptable::table(*vcpus, signature, features), GuestAddress(layout::MP_TABLE))
+            .map_err(|source| at(path)(super::KernelError::Write { source }))?;
+        Ok(kernel.entry)
+    }
+
+    fn make_vcpus(&self) -> Result<Vec<VcpuFd>, Error> {
+        (0..self.config.vcpus).map(|id| self.make_vcpu(id)).collect()
+    }
+
+    fn make_vcpu(&self, id: u8) -> Result<VcpuFd, Error> {
+        let vcpu = self.vm.create_vcpu(id.into()).map_err(Error::call("make a processor"))?;
+        let entries = cpuid::for_vcpu(&self.supported, id, self.config.vcpus);
+        let cpuid =
+            CpuId::from_entries(&entries).map_err(|_many| Error::Missing { capability: "KVM_CAP_EXT_CPUID" })?;
+        vcpu.set_cpuid2(&cpuid).map_err(Error::call("take CPUID"))?;
+        set_msrs(&vcpu)?;
+        set_local_interrupts(&vcpu)?;
+        Ok(vcpu)
+    }
+
+    fn spawn(self, vcpus: Vec<VcpuFd>) -> Result<Machine, Error> {
+        prepare_signal()?;
+        let vcpus: Vec<_> = vcpus.into_iter().map(|fd| Arc::new(Mutex::new(fd))).collect();
+        let (ports, windows) = (Arc::new(self.ports), Arc::new(self.windows));
+        // From here on dropping the machine ends the threads that there are.
+        let machine = Machine {
+            config: self.config,
+            control: self.control,
+            threads: Mutex::default(),
+            vcpus,
+            transports: self.transports,
+            vm: self.vm,
+            memory: self.memory,
+        };
+        for (id, fd) in (0..).zip(&machine.vcpus) {
+            let control = machine.control.clone();
+            let vcpu = Vcpu { id, fd: fd.clone(), control, ports: ports.clone(), memory: windows.clone() };
+            let thread = vcpu.spawn()?;
+            machine.threads.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push(thread);
+        }
+        Ok(machine)
+    }
+}
+
+/// Opens KVM, if it is one that can hold a machine.
+fn open() -> Result<Kvm, Error> {
+    let kvm = Kvm::new().map_err(|source| Error::Open { source })?;
+    match kvm.get_api_version() {
+        12 => {}
+        got => return Err(Error::Version { got }),
+    }
+    let needed = [
+        (Cap::Irqchip, "KVM_CAP_IRQCHIP"),
+        (Cap::Irqfd, "KVM_CAP_IRQFD"),
+        (Cap::Ioeventfd, "KVM_CAP_IOEVENTFD"),
+        (Cap::UserMemory, "KVM_CAP_USER_MEMORY"),
+        (Cap::SetTssAddr, "KVM_CAP_SET_TSS_ADDR"),
+        (Cap::ExtCpuid, "KVM_CAP_EXT_CPUID"),
+        (Cap::MpState, "KVM_CAP_MP_STATE"),
+        (Cap::ImmediateExit, "KVM_CAP_IMMEDIATE_EXIT"),
+        (Cap::TscDeadlineTimer, "KVM_CAP_TSC_DEADLINE_TIMER"),
+    ];
+    match needed.into_iter().find(|(cap, _)| !kvm.check_extension(*cap)) {
+        Some((_, capability)) => Err(Error::Missing { capability }),
+        None => Ok(kvm),
+    }
+}
+
+/// What firmware would have set.
+fn set_msrs(vcpu: &VcpuFd) -> Result<(), Error> {
+    const MISC_ENABLE: u32 = 0x1a0;
+    const FAST_STRING: u64 = 1;
+    const MTRR_DEF_TYPE: u32 = 0x2ff;
+    const WRITE_BACK_EVERYWHERE: u64 = 1 << 11 | 6;
+    let entry = |index, data| kvm_msr_entry { index, data, ..Default::default() };
+    let many = |_many| Error::Missing { capability: "KVM_GET_MSRS" };
+    let mut misc = Msrs::from_entries(&[entry(MISC_ENABLE, 0)]).map_err(many)?;
+    vcpu.get_msrs(&mut misc).map_err(Error::call("tell model-specific registers"))?;
+    let before = misc.as_slice().first().map_or(0, |entry| entry.data);
+    let entries = [entry(MISC_ENABLE, before | FAST_STRING), entry(MTRR_DEF_TYPE, WRITE_BACK_EVERYWHERE)];
+    let msrs = Msrs::from_entries(&entries).map_err(many)?;
+    match vcpu.set_msrs(&msrs).map_err(Error::call("set model-specific registers"))? {
+        done if done == entries.len() => Ok(()),
+        _ => Err(Error::Missing { capability: "MSR IA32_MISC_ENABLE or IA32_MTRR_DEF_TYPE" }),
+    }
+}
+
+/// LINT0 takes the old interrupt controller's interrupts, LINT1 is the NMI: as a PC's firmware leaves them.
+fn set_local_interrupts(vcpu: &VcpuFd) -> Result<(), Error> {
+    const LINT0: usize = 0x350;
+    const LINT1: usize = 0x360;
+    const EXT_INT: u8 = 7;
+    const NMI: u8 = 4;
+    let mut lapic = vcpu.get_lapic().map_err(Error::call("tell an interrupt controller's state"))?;
+    for (register, mode) in [(LINT0, EXT_INT), (LINT1, NMI)] {
+        // The delivery mode is in bits 8 to 10.
+        let byte = &mut lapic.regs[register + 1];
+        *byte = (*byte as u8 & !0x7 | mode) as libc::c_char;
+    }
+    vcpu.set_lapic(&lapic).map_err(Error::call("set an interrupt controller's state"))
+}

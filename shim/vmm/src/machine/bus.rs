@@ -1,0 +1,113 @@
+//! Owns: which device answers an access to a port or to an address that is not memory.
+//! Threads: the vCPUs', all at once.
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use crate::mmio::Transport;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// A device with registers. It is called on the threads of the vCPUs, several at once, and must not block.
+pub trait BusDevice: Send + Sync {
+    /// The guest reads `data.len()` bytes (1, 2, 4 or 8) at `offset` into the device's range.
+    fn read(&self, offset: u64, data: &mut [u8]);
+
+    /// The guest writes.
+    fn write(&self, offset: u64, data: &[u8]);
+}
+
+impl BusDevice for Transport {
+    fn read(&self, offset: u64, data: &mut [u8]) {
+        Transport::read(self, offset, data);
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) {
+        Transport::write(self, offset, data);
+    }
+}
+
+/// The devices of one address space. Made once, before the guest runs.
+#[derive(Default)]
+pub(super) struct Bus {
+    /// By first address: length and device. The ranges do not overlap.
+    ranges: BTreeMap<u64, (u64, Arc<dyn BusDevice>)>,
+}
+
+impl Bus {
+    /// Puts a device at `start`. The caller sees to it that ranges do not overlap.
+    pub fn insert(&mut self, start: u64, length: u64, device: Arc<dyn BusDevice>) {
+        self.ranges.insert(start, (length, device));
+    }
+
+    /// The device at `address`, and how far into its range that is. An access must lie in the range as a whole.
+    fn find(&self, address: u64, length: usize) -> Option<(u64, &dyn BusDevice)> {
+        let (start, (range, device)) = self.ranges.range(..=address).next_back()?;
+        let offset = address - start;
+        let end = offset.checked_add(length as u64)?;
+        (end <= *range).then_some((offset, &**device))
+    }
+
+    /// The guest reads; where nothing is, all ones.
+    pub fn read(&self, address: u64, data: &mut [u8]) {
+        match self.find(address, data.len()) {
+            Some((offset, device)) => device.read(offset, data),
+            None => data.fill(0xff),
+        }
+    }
+
+    /// The guest writes; where nothing is, nothing happens.
+    pub fn write(&self, address: u64, data: &[u8]) {
+        if let Some((offset, device)) = self.find(address, data.len()) {
+            device.write(offset, data);
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::sync::Mutex;
+
+    /// Remembers its last access.
+    #[derive(Default)]
+    struct Spy(Mutex<Option<(u64, usize)>>);
+
+    impl BusDevice for Spy {
+        fn read(&self, offset: u64, data: &mut [u8]) {
+            *self.0.lock().unwrap() = Some((offset, data.len()));
+            data.fill(0x5a);
+        }
+
+        fn write(&self, offset: u64, data: &[u8]) {
+            *self.0.lock().unwrap() = Some((offset, data.len()));
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn an_access_reaches_the_device_whose_range_it_lies_in(
+            address in prop_oneof![0u64..0x60, Just(u64::MAX), Just(u64::MAX - 3), any::<u64>()],
+            width in prop_oneof![Just(1usize), Just(2), Just(4), Just(8)],
+        ) {
+            let spies: [Arc<Spy>; 2] = Default::default();
+            let mut bus = Bus::default();
+            for (spy, start) in spies.iter().zip([0x10, 0x30]) {
+                bus.insert(start, 0x10, spy.clone());
+            }
+            let mut data = vec![0; width];
+            bus.read(address, &mut data);
+            let within = |start: u64| address >= start && address <= start + 0x10 - width as u64;
+            let want = if within(0x10) || within(0x30) { 0x5a } else { 0xff };
+            prop_assert!(data.iter().all(|byte| *byte == want));
+            for (spy, start) in spies.iter().zip([0x10, 0x30]) {
+                let seen = spy.0.lock().unwrap().take();
+                prop_assert_eq!(seen, within(start).then(|| (address - start, width)));
+            }
+            bus.write(address, &data);
+            for (spy, start) in spies.iter().zip([0x10, 0x30]) {
+                prop_assert_eq!(spy.0.lock().unwrap().is_some(), within(start));
+            }
+        }
+    }
+}

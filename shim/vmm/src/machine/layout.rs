@@ -1,0 +1,150 @@
+//! Owns: where things lie in the guest's physical address space, as pure arithmetic.
+
+use linux_loader::bootparam::boot_e820_entry;
+
+/// One MiB, in bytes.
+pub(super) const MIB: u64 = 1 << 20;
+/// Memory below this address is one region; the rest lies above [`HIGH_MEMORY`].
+pub(super) const HOLE: u64 = 3 << 30;
+/// Where memory goes on above the hole for devices.
+pub(super) const HIGH_MEMORY: u64 = 4 << 30;
+
+/// The address of the first device's registers.
+pub const WINDOWS: u64 = 0xd000_0000;
+/// The bytes of registers that one device has.
+pub const WINDOW_SIZE: u64 = 0x1000;
+/// The interrupt of the first device; each has its own. The lines below are the timer's, the serial port's and such.
+pub const FIRST_GSI: u32 = 5;
+/// The pins of the interrupt controller for devices (the IO-APIC that KVM makes).
+pub(super) const GSIS: u32 = 24;
+/// The most devices of a machine.
+pub const MAX_DEVICES: usize = (GSIS - FIRST_GSI) as usize;
+
+/// Where Intel processors keep a task state segment (three pages) and an identity-mapping page table for a guest in
+/// real mode; KVM wants a place that the guest does not use.
+pub(super) const IDENTITY_MAP: u64 = 0xfffb_c000;
+pub(super) const TSS: usize = 0xfffb_d000;
+
+pub(super) const GDT: u64 = 0x500;
+pub(super) const IDT: u64 = 0x540;
+pub(super) const PVH_INFO: u64 = 0x6000;
+pub(super) const PVH_MODULES: u64 = 0x6040;
+pub(super) const PVH_MEMORY_MAP: u64 = 0x6060;
+pub(super) const ZERO_PAGE: u64 = 0x7000;
+pub(super) const STACK: u64 = 0x8ff0;
+/// Page tables: the top, the middle, and four directories that map 1 GiB each.
+pub(super) const PAGE_TABLES: [u64; 6] = [0x9000, 0xa000, 0xb000, 0xc000, 0xd000, 0xe000];
+pub(super) const CMDLINE: u64 = 0x2_0000;
+/// The longest kernel command line with its closing zero (`COMMAND_LINE_SIZE` on x86).
+pub(super) const CMDLINE_MAX: usize = 2048;
+/// The end of what the guest may use below 1 MiB.
+pub(super) const BASE_MEMORY_END: u64 = 0x9_fc00;
+/// Where a kernel looks for tables of the firmware.
+pub(super) const MP_TABLE: u64 = 0xf_0000;
+/// Where kernels begin.
+pub(super) const HIGH: u64 = MIB;
+
+pub(super) const E820_RAM: u32 = 1;
+pub(super) const E820_RESERVED: u32 = 2;
+
+/// The guest's memory as (address, length) of its regions; they lie one after the other on the host.
+pub(super) fn regions(memory_mib: u32) -> Vec<(u64, u64)> {
+    let size = u64::from(memory_mib) * MIB;
+    match size.checked_sub(HOLE) {
+        None | Some(0) => vec![(0, size)],
+        Some(rest) => vec![(0, HOLE), (HIGH_MEMORY, rest)],
+    }
+}
+
+/// The end of the memory below the hole.
+pub(super) fn low_end(memory_mib: u32) -> u64 {
+    (u64::from(memory_mib) * MIB).min(HOLE)
+}
+
+/// The map of memory that the kernel is told.
+pub(super) fn memory_map(memory_mib: u32) -> Vec<boot_e820_entry> {
+    let entry = |addr, end, kind| boot_e820_entry { addr, size: end - addr, r#type: kind };
+    let mut map = vec![entry(0, BASE_MEMORY_END, E820_RAM), entry(BASE_MEMORY_END, HIGH, E820_RESERVED)];
+    for (start, length) in regions(memory_mib) {
+        map.push(entry(start.max(HIGH), start + length, E820_RAM));
+    }
+    map
+}
+
+/// Where an initial file system of `size` bytes lies: as high as it can below `limit` (what the boot protocol allows)
+/// and the hole, at a page; `None` if it does not fit above `kernel_end`.
+pub(super) fn initrd_address(memory_mib: u32, limit: u64, kernel_end: u64, size: u64) -> Option<u64> {
+    let end = low_end(memory_mib).min(limit);
+    let address = end.checked_sub(size)? & !0xfff;
+    (address >= kernel_end.max(HIGH)).then_some(address)
+}
+
+/// The address of the registers and the interrupt of device `index`.
+pub(super) fn window(index: usize) -> Option<(u64, u32)> {
+    (index < MAX_DEVICES).then(|| (WINDOWS + index as u64 * WINDOW_SIZE, FIRST_GSI + index as u32))
+}
+
+/// The word of the kernel's command line that announces device `index`.
+pub(super) fn announce(index: usize) -> Option<String> {
+    window(index).map(|(address, gsi)| format!("virtio_mmio.device=4K@{address:#x}:{gsi}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn fixed_places_do_not_overlap() {
+        let mut places = vec![
+            (GDT, 0x40),
+            (IDT, 8),
+            (PVH_INFO, 0x40),
+            (PVH_MODULES, 0x20),
+            (PVH_MEMORY_MAP, 24 * 5),
+            (ZERO_PAGE, 0x1000),
+            (STACK - 0xff0, 0xff0),
+            (CMDLINE, CMDLINE_MAX as u64),
+            (MP_TABLE, HIGH - MP_TABLE),
+        ];
+        places.extend(PAGE_TABLES.map(|at| (at, 0x1000)));
+        places.sort();
+        for pair in places.windows(2) {
+            assert!(pair[0].0 + pair[0].1 <= pair[1].0, "{pair:x?}");
+        }
+    }
+
+    #[test]
+    fn the_last_window_has_the_last_pin() {
+        assert_eq!(window(0), Some((0xd000_0000, 5)));
+        assert_eq!(window(MAX_DEVICES - 1), Some((0xd001_2000, 23)));
+        assert_eq!(window(MAX_DEVICES), None);
+        assert_eq!(announce(2).as_deref(), Some("virtio_mmio.device=4K@0xd0002000:7"));
+    }
+
+    proptest! {
+        #[test]
+        fn memory_is_all_there_and_out_of_the_hole(mib in 16u32..1 << 20) {
+            let regions = regions(mib);
+            prop_assert_eq!(regions.iter().map(|region| region.1).sum::<u64>(), u64::from(mib) * MIB);
+            for (start, length) in &regions {
+                prop_assert!(start + length <= HOLE || *start >= HIGH_MEMORY);
+            }
+            let map = memory_map(mib);
+            for pair in map.windows(2) {
+                let (address, size, next) = (pair[0].addr, pair[0].size, pair[1].addr);
+                prop_assert!(address + size <= next);
+            }
+            let usable: u64 = map.iter().filter(|entry| entry.r#type == E820_RAM).map(|entry| entry.size).sum();
+            prop_assert_eq!(usable, u64::from(mib) * MIB - (HIGH - BASE_MEMORY_END));
+        }
+
+        #[test]
+        fn an_initrd_lies_between_the_kernel_and_the_hole(mib in 16u32..8192, end in 0u64..1 << 33, size in 0u64..1 << 33) {
+            if let Some(address) = initrd_address(mib, u64::MAX, end, size) {
+                prop_assert!(address >= end && address >= HIGH && address % 4096 == 0);
+                prop_assert!(address + size <= low_end(mib));
+            }
+        }
+    }
+}

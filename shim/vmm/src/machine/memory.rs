@@ -1,0 +1,271 @@
+//! Owns: guest memory on the host: one reservation, aligned to huge pages, with inaccessible pages around it.
+#![allow(unsafe_code)] // reason: guest memory is a mapping that is given to KVM by address.
+
+use super::Backing;
+use super::layout;
+use crate::Memory;
+use kvm_bindings::kvm_userspace_memory_region;
+use kvm_ioctls::VmFd;
+use nacelle_base::{Classify, Kind};
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, SealFlag, fcntl};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+use std::fs::File;
+use std::io;
+use std::num::NonZeroUsize;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use vm_memory::mmap::MmapRegionBuilder;
+use vm_memory::{FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap, MmapRegion};
+
+/// The size of a huge page, in bytes.
+const HUGE_PAGE: usize = 2 << 20;
+
+/// Guest memory cannot be made.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum MemoryError {
+    /// A size that no machine can have.
+    #[error("the size must be {min_mib} MiB or more, and a multiple of {step_mib} MiB")]
+    Size {
+        /// The least.
+        min_mib: u32,
+        /// The unit: 2 for huge pages.
+        step_mib: u32,
+    },
+    /// The host does not give the address space or the memory.
+    #[error("the host does not map it")]
+    Map {
+        /// Why not.
+        source: Errno,
+    },
+    /// The host's pool of huge pages is too small.
+    #[error("the host has not enough free huge pages of 2 MiB: see /proc/sys/vm/nr_hugepages")]
+    HugePages {
+        /// What it said.
+        source: Errno,
+    },
+    /// The file for shared memory, or of saved memory, cannot be used.
+    #[error("its file cannot be {what}")]
+    File {
+        /// "made", "measured".
+        what: &'static str,
+        /// Why not.
+        source: io::Error,
+    },
+    /// A file of saved memory that is not as long as the memory.
+    #[error("its file has {got} bytes, not {want}")]
+    Length {
+        /// The length of the file.
+        got: u64,
+        /// The length of the memory.
+        want: u64,
+    },
+    /// The regions do not form a memory.
+    #[error("its regions do not fit together")]
+    Regions,
+}
+
+impl Classify for MemoryError {
+    fn kind(&self) -> Kind {
+        match self {
+            MemoryError::Size { .. } | MemoryError::Length { .. } => Kind::Invalid,
+            MemoryError::Map { .. } | MemoryError::HugePages { .. } => Kind::Exhausted,
+            MemoryError::File { .. } | MemoryError::Regions => Kind::Internal,
+        }
+    }
+}
+
+/// The reservation. Unmapped when dropped, unless somebody still has the memory: then it stays, for ever.
+struct Reservation {
+    start: NonNull<libc::c_void>,
+    length: usize,
+    regions: Vec<Arc<MmapRegion<()>>>,
+}
+
+// SAFETY: only its address and length are used, and only to unmap it, by whoever drops it.
+unsafe impl Send for Reservation {}
+// SAFETY: as above; a shared reference gives access to nothing.
+unsafe impl Sync for Reservation {}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        if self.regions.iter().any(|region| Arc::strong_count(region) > 1) {
+            tracing::error!("guest memory is still in use after its machine: it stays mapped");
+            return;
+        }
+        // SAFETY: mapped by `reserve` with this length; nobody else has a region of it (and nobody can get one from
+        // us any more), so no pointer into it is in use.
+        if let Err(error) = unsafe { munmap(self.start, self.length) } {
+            tracing::error!(%error, "cannot unmap guest memory");
+        }
+    }
+}
+
+/// Guest memory that its machine holds until the end.
+pub(super) struct GuestMemory {
+    /// Dropped before the reservation.
+    memory: Arc<Memory>,
+    _reservation: Reservation,
+}
+
+/// What is mapped into the reservation.
+struct Source<'a> {
+    file: Option<&'a File>,
+    flags: MapFlags,
+}
+
+impl GuestMemory {
+    /// New memory, all zero; populated when touched (except huge pages, which are reserved now).
+    pub fn new(mib: u32, backing: Backing) -> Result<GuestMemory, MemoryError> {
+        let step_mib = if backing == Backing::Huge { 2 } else { 1 };
+        if mib < 16 || !mib.is_multiple_of(step_mib) {
+            return Err(MemoryError::Size { min_mib: 16, step_mib });
+        }
+        match backing {
+            Backing::Private => {
+                GuestMemory::map(mib, Source { file: None, flags: MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE })
+            }
+            Backing::Shared => {
+                let file =
+                    memfd(u64::from(mib) * layout::MIB).map_err(|source| MemoryError::File { what: "made", source })?;
+                GuestMemory::map(
+                    mib,
+                    Source { file: Some(&file), flags: MapFlags::MAP_SHARED | MapFlags::MAP_NORESERVE },
+                )
+            }
+            Backing::Huge => {
+                let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_HUGETLB | MapFlags::MAP_HUGE_2MB;
+                GuestMemory::map(mib, Source { file: None, flags }).map_err(|error| match error {
+                    MemoryError::Map { source: source @ (Errno::ENOMEM | Errno::EINVAL) } => {
+                        MemoryError::HugePages { source }
+                    }
+                    other => other,
+                })
+            }
+        }
+    }
+
+    /// Memory with the content of `file`, which must not change as long as the machine lives. What the guest writes
+    /// stays private; pages are read when touched.
+    pub fn from_file(mib: u32, file: &File) -> Result<GuestMemory, MemoryError> {
+        let want = u64::from(mib) * layout::MIB;
+        match file.metadata().map_err(|source| MemoryError::File { what: "measured", source })?.len() {
+            got if got == want => {}
+            got => return Err(MemoryError::Length { got, want }),
+        }
+        GuestMemory::map(mib, Source { file: Some(file), flags: MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE })
+    }
+
+    fn map(mib: u32, source: Source<'_>) -> Result<GuestMemory, MemoryError> {
+        let regions = layout::regions(mib);
+        let size = usize::try_from(u64::from(mib) * layout::MIB)
+            .map_err(|_huge| MemoryError::Map { source: Errno::ENOMEM })?;
+        let (mut reservation, mut at) = reserve(size)?;
+        let mut offset = 0;
+        let mut mapped = Vec::with_capacity(regions.len());
+        for (address, length) in regions {
+            let region = map_region(at, length, offset, &source)?;
+            offset += length;
+            // SAFETY: the next region begins where this one ends, inside the reservation.
+            at = unsafe { at.byte_add(region.size()) };
+            reservation.regions.push(region.clone());
+            let region = GuestRegionMmap::with_arc(region, GuestAddress(address)).ok_or(MemoryError::Regions)?;
+            mapped.push(region);
+        }
+        let memory = Memory::from_regions(mapped).map_err(|_overlap| MemoryError::Regions)?;
+        Ok(GuestMemory { memory: Arc::new(memory), _reservation: reservation })
+    }
+
+    /// The memory.
+    pub fn memory(&self) -> &Arc<Memory> {
+        &self.memory
+    }
+
+    /// Gives the memory to a machine. The caller drops the machine (all its descriptors) before this.
+    pub fn give_to(&self, vm: &VmFd) -> Result<(), kvm_ioctls::Error> {
+        for (slot, region) in self.memory.iter().enumerate() {
+            let region = kvm_userspace_memory_region {
+                slot: slot as u32, // two regions at most
+                guest_phys_addr: region.start_addr().0,
+                memory_size: region.len(),
+                userspace_addr: region.as_ptr().addr() as u64,
+                flags: 0,
+            };
+            // SAFETY: the region is mapped, and stays so as long as the machine can run.
+            unsafe { vm.set_user_memory_region(region) }?;
+        }
+        Ok(())
+    }
+}
+
+/// Reserves address space for `size` bytes at an address aligned to huge pages, with nothing around it.
+fn reserve(size: usize) -> Result<(Reservation, NonNull<libc::c_void>), MemoryError> {
+    let length = size
+        .checked_next_multiple_of(HUGE_PAGE)
+        .and_then(|size| size.checked_add(2 * HUGE_PAGE))
+        .and_then(NonZeroUsize::new)
+        .ok_or(MemoryError::Map { source: Errno::ENOMEM })?;
+    let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
+    // SAFETY: an anonymous mapping at a place of the kernel's choice touches nothing that exists.
+    let start = unsafe { mmap_anonymous(None, length, ProtFlags::PROT_NONE, flags) }
+        .map_err(|source| MemoryError::Map { source })?;
+    let reservation = Reservation { start, length: length.get(), regions: Vec::new() };
+    let first = (start.addr().get() + 1).next_multiple_of(HUGE_PAGE);
+    // SAFETY: at most one huge page into a reservation that is two of them longer than `size`.
+    let aligned = unsafe { start.byte_add(first - start.addr().get()) };
+    Ok((reservation, aligned))
+}
+
+/// Maps one region into the reservation at `at`, where `length` bytes are free.
+fn map_region(
+    at: NonNull<libc::c_void>,
+    length: u64,
+    offset: u64,
+    source: &Source<'_>,
+) -> Result<Arc<MmapRegion<()>>, MemoryError> {
+    let size = usize::try_from(length).ok().and_then(NonZeroUsize::new).ok_or(MemoryError::Regions)?;
+    let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+    let flags = source.flags | MapFlags::MAP_FIXED;
+    let done = match source.file {
+        // SAFETY: the range lies in our own reservation, to which nobody has a pointer.
+        Some(file) => unsafe { mmap(Some(at.addr()), size, protection, flags, file, offset as libc::off_t) },
+        // SAFETY: as above.
+        None => unsafe { mmap_anonymous(Some(at.addr()), size, protection, flags) },
+    };
+    done.map_err(|source| MemoryError::Map { source })?;
+    advise(at, size.get(), !source.flags.contains(MapFlags::MAP_HUGETLB));
+    let mut builder =
+        MmapRegionBuilder::new(size.get()).with_mmap_prot(protection.bits()).with_mmap_flags(source.flags.bits());
+    if let Some(file) = source.file.filter(|_| source.flags.contains(MapFlags::MAP_SHARED)) {
+        let file = file.try_clone().map_err(|source| MemoryError::File { what: "shared", source })?;
+        builder = builder.with_file_offset(FileOffset::new(file, offset));
+    }
+    // SAFETY: the mapping was made above and stays until the reservation is dropped, which checks that nobody has
+    // the region any more.
+    let region = unsafe { builder.with_raw_mmap_pointer(at.as_ptr().cast()) }.build();
+    region.map(Arc::new).map_err(|_unaligned| MemoryError::Regions)
+}
+
+/// Children do not get guest memory, nor do core files; huge pages where the host has them. None of it is vital.
+fn advise(at: NonNull<libc::c_void>, size: usize, huge: bool) {
+    let mut advice = vec![MmapAdvise::MADV_DONTFORK, MmapAdvise::MADV_DONTDUMP];
+    if huge {
+        advice.push(MmapAdvise::MADV_HUGEPAGE);
+    }
+    for advice in advice {
+        // SAFETY: our own mapping; none of these changes its content.
+        if let Err(error) = unsafe { madvise(at, size, advice) } {
+            tracing::debug!(%error, ?advice, "the host does not take advice on guest memory");
+        }
+    }
+}
+
+/// A file in memory that nobody can shorten.
+fn memfd(size: u64) -> io::Result<File> {
+    let file = File::from(memfd_create(c"nacelle-guest", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?);
+    file.set_len(size)?;
+    fcntl(&file, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL))?;
+    Ok(file)
+}

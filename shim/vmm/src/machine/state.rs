@@ -1,0 +1,191 @@
+//! Owns: the state of processors and in-kernel devices, saved and restored in the order that KVM wants.
+#![allow(unsafe_code)] // reason: KVM's call that sets the extended registers trusts the size of what it is given.
+
+use super::Error;
+use crate::mmio::{Transport, TransportState};
+use kvm_bindings::{
+    CpuId, KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_MAX_CPUID_ENTRIES,
+    KVM_MAX_MSR_ENTRIES, Msrs, kvm_clock_data, kvm_cpuid_entry2, kvm_debugregs, kvm_irqchip, kvm_lapic_state,
+    kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs, kvm_vcpu_events, kvm_xcrs, kvm_xsave,
+};
+use kvm_ioctls::{Kvm, VcpuFd, VmFd};
+use serde::{Deserialize, Serialize};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// All that a machine is, beside its memory.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct MachineState {
+    /// Interrupt controllers and clock.
+    pub vm: VmState,
+    /// The processors, by number.
+    pub vcpus: Vec<VcpuState>,
+    /// The devices, in the order in which they were attached.
+    pub devices: Vec<TransportState>,
+}
+
+/// What belongs to all processors together.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct VmState {
+    /// The two PICs and the IO-APIC.
+    pub chips: Vec<kvm_irqchip>,
+    /// The paravirtual clock.
+    pub clock: kvm_clock_data,
+}
+
+/// One processor.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct VcpuState {
+    /// What CPUID says.
+    pub cpuid: Vec<kvm_cpuid_entry2>,
+    /// Whether it runs, halts or waits for its start.
+    pub mp_state: kvm_mp_state,
+    /// General registers.
+    pub regs: kvm_regs,
+    /// Segments and control registers.
+    pub sregs: kvm_sregs,
+    /// Which extended state is on.
+    pub xcrs: kvm_xcrs,
+    /// Floating point and vectors.
+    pub xsave: Box<kvm_xsave>,
+    /// Debug registers.
+    pub debug: kvm_debugregs,
+    /// The local APIC.
+    pub lapic: kvm_lapic_state,
+    /// Model-specific registers: those that KVM has.
+    pub msrs: Vec<kvm_msr_entry>,
+    /// Exceptions and interrupts on their way.
+    pub events: kvm_vcpu_events,
+    /// The speed of the TSC, in kHz.
+    pub tsc_khz: u32,
+}
+
+/// Registers that are written last: the deadline of the local APIC's timer makes sense only beside the TSC.
+const TSC_DEADLINE: u32 = 0x6e0;
+
+/// The state of a machine that stands still.
+pub(super) fn save(
+    vm: &VmFd,
+    vcpus: &[Arc<Mutex<VcpuFd>>],
+    transports: &[Arc<Transport>],
+) -> Result<MachineState, Error> {
+    let kvm = Kvm::new().map_err(|source| Error::Open { source })?;
+    let list = kvm.get_msr_index_list().map_err(Error::call("list model-specific registers"))?;
+    let saved = vcpus.iter().map(|fd| save_vcpu(&fd.lock().unwrap_or_else(PoisonError::into_inner), list.as_slice()));
+    let vcpus = saved.collect::<Result<_, _>>()?;
+    let chips = [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_IRQCHIP_IOAPIC].map(|chip_id| {
+        let mut chip = kvm_irqchip { chip_id, ..Default::default() };
+        vm.get_irqchip(&mut chip).map(|()| chip).map_err(Error::call("tell an interrupt controller's state"))
+    });
+    let chips = chips.into_iter().collect::<Result<_, _>>()?;
+    let clock = vm.get_clock().map_err(Error::call("tell the time"))?;
+    let devices = transports.iter().map(|transport| transport.save()).collect();
+    Ok(MachineState { vm: VmState { chips, clock }, vcpus, devices })
+}
+
+/// The order is KVM's: `KVM_GET_MP_STATE` may take pending events and change all else, the local APIC may change when
+/// it is read, and events are only known at the end.
+fn save_vcpu(fd: &VcpuFd, msrs: &[u32]) -> Result<VcpuState, Error> {
+    Ok(VcpuState {
+        mp_state: fd.get_mp_state().map_err(Error::call("tell whether a processor runs"))?,
+        regs: fd.get_regs().map_err(Error::call("tell registers"))?,
+        sregs: fd.get_sregs().map_err(Error::call("tell control registers"))?,
+        xsave: fd.get_xsave().map(Box::new).map_err(Error::call("tell extended registers"))?,
+        xcrs: fd.get_xcrs().map_err(Error::call("tell extended control registers"))?,
+        debug: fd.get_debug_regs().map_err(Error::call("tell debug registers"))?,
+        lapic: fd.get_lapic().map_err(Error::call("tell an interrupt controller's state"))?,
+        tsc_khz: fd.get_tsc_khz().map_err(Error::call("tell the speed of the TSC"))?,
+        cpuid: fd
+            .get_cpuid2(KVM_MAX_CPUID_ENTRIES)
+            .map(|cpuid| cpuid.as_slice().to_vec())
+            .map_err(Error::call("tell CPUID"))?,
+        msrs: save_msrs(fd, msrs)?,
+        events: fd.get_vcpu_events().map_err(Error::call("tell pending events"))?,
+    })
+}
+
+/// The registers of the list that this processor has. KVM stops at one that it has not.
+fn save_msrs(fd: &VcpuFd, mut list: &[u32]) -> Result<Vec<kvm_msr_entry>, Error> {
+    let mut saved = Vec::with_capacity(list.len());
+    while !list.is_empty() {
+        let some = list.get(..KVM_MAX_MSR_ENTRIES).unwrap_or(list);
+        let entries: Vec<_> = some.iter().map(|index| kvm_msr_entry { index: *index, ..Default::default() }).collect();
+        let mut msrs = Msrs::from_entries(&entries).map_err(|_many| Error::Missing { capability: "KVM_GET_MSRS" })?;
+        let got = fd.get_msrs(&mut msrs).map_err(Error::call("tell model-specific registers"))?;
+        saved.extend(msrs.as_slice().iter().take(got));
+        // The one that it stopped at is left out.
+        list = list.get(got + usize::from(got < some.len())..).unwrap_or_default();
+    }
+    Ok(saved)
+}
+
+/// Gives a machine that has not run yet the state of another.
+pub(super) fn restore(
+    vm: &VmFd,
+    vcpus: &[VcpuFd],
+    transports: &[Arc<Transport>],
+    state: &MachineState,
+) -> Result<(), Error> {
+    if state.devices.len() != transports.len() {
+        return Err(Error::Mismatch { what: "devices", saved: state.devices.len(), here: transports.len() });
+    }
+    if state.vcpus.len() != vcpus.len() {
+        return Err(Error::Mismatch { what: "vCPUs", saved: state.vcpus.len(), here: vcpus.len() });
+    }
+    for (fd, saved) in vcpus.iter().zip(&state.vcpus) {
+        restore_vcpu(fd, saved)?;
+    }
+    for chip in &state.vm.chips {
+        vm.set_irqchip(chip).map_err(Error::call("set an interrupt controller's state"))?;
+    }
+    // Without its flags: the guest's clock goes on where it stood, whatever time has passed since.
+    let clock = kvm_clock_data { clock: state.vm.clock.clock, ..Default::default() };
+    vm.set_clock(&clock).map_err(Error::call("set the time"))?;
+    for (transport, saved) in transports.iter().zip(&state.devices) {
+        transport.restore(saved).map_err(|source| Error::Restore { device: transport.kind(), source })?;
+    }
+    Ok(())
+}
+
+/// CPUID first, because it decides which registers there are; control registers before the local APIC, whose address
+/// and mode they hold; events last, because others clear them.
+fn restore_vcpu(fd: &VcpuFd, saved: &VcpuState) -> Result<(), Error> {
+    let cpuid =
+        CpuId::from_entries(&saved.cpuid).map_err(|_many| Error::Missing { capability: "KVM_CAP_EXT_CPUID" })?;
+    fd.set_cpuid2(&cpuid).map_err(Error::call("take CPUID"))?;
+    match fd.get_tsc_khz() {
+        Ok(khz) if khz == saved.tsc_khz => {}
+        _ => fd.set_tsc_khz(saved.tsc_khz).map_err(Error::call("set the speed of the TSC"))?,
+    }
+    fd.set_mp_state(saved.mp_state).map_err(Error::call("set whether a processor runs"))?;
+    fd.set_regs(&saved.regs).map_err(Error::call("set registers"))?;
+    fd.set_sregs(&saved.sregs).map_err(Error::call("set control registers"))?;
+    fd.set_xcrs(&saved.xcrs).map_err(Error::call("set extended control registers"))?;
+    // SAFETY: KVM reads as many bytes as a kvm_xsave has: it would read more only after this process had asked for
+    // dynamic features (ARCH_REQ_XCOMP_GUEST_PERM), which it never does.
+    unsafe { fd.set_xsave(&saved.xsave) }.map_err(Error::call("set extended registers"))?;
+    fd.set_debug_regs(&saved.debug).map_err(Error::call("set debug registers"))?;
+    fd.set_lapic(&saved.lapic).map_err(Error::call("set an interrupt controller's state"))?;
+    let (last, first): (Vec<_>, Vec<_>) = saved.msrs.iter().partition(|entry| entry.index == TSC_DEADLINE);
+    restore_msrs(fd, &first)?;
+    restore_msrs(fd, &last)?;
+    fd.set_vcpu_events(&saved.events).map_err(Error::call("set pending events"))
+}
+
+/// KVM stops at a register that it does not take; that is fine where it holds the value already.
+fn restore_msrs(fd: &VcpuFd, mut entries: &[kvm_msr_entry]) -> Result<(), Error> {
+    let many = |_many| Error::Missing { capability: "KVM_SET_MSRS" };
+    while !entries.is_empty() {
+        let some = entries.get(..KVM_MAX_MSR_ENTRIES).unwrap_or(entries);
+        let msrs = Msrs::from_entries(some).map_err(many)?;
+        let done = fd.set_msrs(&msrs).map_err(Error::call("set model-specific registers"))?;
+        entries = entries.get(done..).unwrap_or_default();
+        let Some((refused, rest)) = entries.split_first().filter(|_| done < some.len()) else { continue };
+        let mut here = Msrs::from_entries(&[kvm_msr_entry { data: 0, ..*refused }]).map_err(many)?;
+        let got = fd.get_msrs(&mut here).map_err(Error::call("tell model-specific registers"))?;
+        if got != 1 || here.as_slice().first().is_none_or(|entry| entry.data != refused.data) {
+            return Err(Error::Msr { index: refused.index, value: refused.data });
+        }
+        entries = rest;
+    }
+    Ok(())
+}
