@@ -21,7 +21,8 @@ mod spec;
 
 pub use error::{EngineError, LinkError};
 pub use machine::{
-    BOOT_PORT, Engine, ExitKind, GuestLink, Incoming, Machine, MachineExit, MachineStatus, Pausable, Stop,
+    BOOT_PORT, Engine, ExitKind, GuestLink, Incoming, Machine, MachineExit, MachineStatus, Pausable, Restorer,
+    Snapshottable, Stop,
 };
 pub use nacelle_base::machine::EngineKind;
 pub use nacelle_vmm::block::{BlockError, Slot};

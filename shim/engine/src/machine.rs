@@ -2,6 +2,7 @@
 //! Threads: see `lib.rs`; all calls block at most as long as their timeout says.
 
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -24,6 +25,26 @@ pub trait Engine: Send + Sync {
     ///
     /// The host's [`BOOT_PORT`] is open from the start: a guest that calls there waits for `link().listen(BOOT_PORT)`.
     fn start(&self, spec: CheckedSpec) -> Result<Box<dyn Machine>, EngineError>;
+
+    /// The power to start machines from snapshots, if this engine has it.
+    fn as_restorer(&self) -> Option<&dyn Restorer> {
+        None
+    }
+}
+
+/// An engine that can start a machine where another one was saved.
+pub trait Restorer {
+    /// Makes the machine that was saved to the folder `from` (see [`Snapshottable::save`]), with disks, interfaces and
+    /// a console of its own. The `spec` must have as many processors, as much memory, and disks and interfaces of the
+    /// same kinds in the same order as the machine saved; its kernel, initrd and parameters are not used: the guest
+    /// runs already. The folder must stay as it is as long as the machine lives; any number of machines may come from
+    /// one.
+    ///
+    /// The machine stands still: [`Pausable::resume`] lets it run, after whatever images its disks had were placed
+    /// again. Its guest then finds its connections reset and its listening ports open, its clock where it stood, and
+    /// random numbers that every other machine of this snapshot has too: whoever restores gives it time and entropy
+    /// before anything else.
+    fn restore(&self, spec: CheckedSpec, from: &Path) -> Result<Box<dyn Machine>, EngineError>;
 }
 
 /// One running guest. Dropping it kills the guest, waits for its end and removes what the engine made.
@@ -48,6 +69,19 @@ pub trait Machine: Send + Sync {
     fn as_pausable(&self) -> Option<&dyn Pausable> {
         None
     }
+
+    /// The power to be saved, if this engine has it.
+    fn as_snapshottable(&self) -> Option<&dyn Snapshottable> {
+        None
+    }
+}
+
+/// A machine that can be saved, to be started again by its engine's [`Restorer`].
+pub trait Snapshottable {
+    /// Writes memory and state to the folder `to`, which must not exist, or be empty; the disks' contents are the
+    /// caller's to keep. The machine must be paused, and stays so; afterwards it may go on. A folder that is there
+    /// afterwards is whole.
+    fn save(&self, to: &Path) -> Result<(), EngineError>;
 }
 
 /// A machine that can stand still. Both calls may be repeated.

@@ -120,7 +120,11 @@ impl Device for SlotDevice {
 
     fn restore(&mut self, state: DeviceState) -> Result<(), StateError> {
         match state {
-            DeviceState::Block(state) => state.check(&self.shared),
+            DeviceState::Block(state) => {
+                state.check(&self.shared)?;
+                self.shared.grow(state.capacity);
+                Ok(())
+            }
             other => Err(other.wrong(self.kind())),
         }
     }

@@ -68,6 +68,14 @@ impl Shared {
         self.now.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
+    /// Makes a read-only slot at least so large, in bytes.
+    pub(super) fn grow(&self, capacity: u64) {
+        let _alone = self.changing.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        if let View::ReadOnly(table) = self.view() {
+            self.show(View::ReadOnly(Arc::new(table.grown(capacity))));
+        }
+    }
+
     /// Shows something else from now on; tells the guest if the size is another.
     fn show(&self, view: View) {
         let mut now = self.now();

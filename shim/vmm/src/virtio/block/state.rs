@@ -1,6 +1,7 @@
 //! Owns: what a block device keeps over a save and restore, and whether a slot can go on from it.
 
 use super::slot::Shared;
+use super::table::MAX_CAPACITY;
 use crate::virtio::{DeviceKind, StateError};
 use serde::{Deserialize, Serialize};
 
@@ -21,7 +22,8 @@ impl State {
         State { serial: shared.serial.clone(), read_only: view.is_read_only(), capacity: view.capacity() }
     }
 
-    /// Whether a slot is as the guest knows it: the same disk, no smaller than it was.
+    /// Whether a slot can be as the guest knows it: the same disk; a writable one no smaller than it was. A read-only
+    /// one can be given its old size, and shows zeros where images were until they are placed again.
     pub(super) fn check(&self, shared: &Shared) -> Result<(), StateError> {
         let here = State::of(shared);
         let differs = |what, saved: &dyn ToString, now: &dyn ToString| {
@@ -33,9 +35,42 @@ impl State {
         if self.read_only != here.read_only {
             return differs("read_only", &self.read_only, &here.read_only);
         }
-        if self.capacity > here.capacity {
+        let most = if here.read_only { MAX_CAPACITY } else { here.capacity };
+        if self.capacity > most {
             return differs("capacity", &self.capacity, &here.capacity);
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::virtio::DeviceState;
+    use crate::virtio::block::Slot;
+
+    fn restore(slot: &Slot, read_only: bool, capacity: u64) -> Result<(), StateError> {
+        let state = State { serial: slot.serial().to_owned(), read_only, capacity };
+        slot.device().restore(DeviceState::Block(state))
+    }
+
+    #[test]
+    fn a_disk_of_images_is_as_large_as_it_was_before_they_are_placed_again() {
+        let slot = Slot::read_only("images").unwrap();
+        restore(&slot, true, 3 << 20).unwrap();
+        assert_eq!(slot.capacity(), 3 << 20);
+        restore(&slot, true, 1 << 20).unwrap();
+        assert_eq!(slot.capacity(), 3 << 20);
+        assert!(matches!(restore(&slot, true, u64::MAX), Err(StateError::Differs { what: "capacity", .. })));
+        assert!(matches!(restore(&slot, false, 0), Err(StateError::Differs { what: "read_only", .. })));
+    }
+
+    #[test]
+    fn a_file_must_be_as_large_as_it_was() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let slot = Slot::read_write("scratch", file.path(), 4096).unwrap();
+        restore(&slot, false, 4096).unwrap();
+        assert!(matches!(restore(&slot, false, 8192), Err(StateError::Differs { what: "capacity", .. })));
+        assert_eq!(slot.capacity(), 4096);
     }
 }

@@ -81,6 +81,11 @@ impl Table {
         (table.mapped.len() < self.mapped.len()).then_some(table)
     }
 
+    /// The table with at least this capacity.
+    pub(super) fn grown(&self, capacity: u64) -> Table {
+        Table { capacity: self.capacity.max(capacity), ..self.clone() }
+    }
+
     /// The ranges that images take.
     fn images(&self) -> impl Iterator<Item = Range<u64>> {
         self.mapped.chunk_by(|one, two| one.image == two.image).filter_map(|parts| {
