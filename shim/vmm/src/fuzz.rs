@@ -4,11 +4,13 @@
 
 use crate::testing::{Driver, QUEUE_BYTES};
 use crate::transport::vhost_user::harness;
+use crate::virtio::balloon::{self, Balloon};
 use crate::virtio::block::{self, Slot};
+use crate::virtio::console::{self, Console};
 use crate::virtio::ring::Ring;
 use crate::virtio::rng;
 use crate::virtio::vsock::{HOST_CID, Header, Muxer};
-use crate::virtio::{Interrupt, Memory};
+use crate::virtio::{Device, Interrupt, Memory};
 use nix::sys::epoll::{Epoll, EpollCreateFlags};
 use nix::sys::eventfd::EventFd;
 use std::sync::Arc;
@@ -52,9 +54,14 @@ pub(crate) fn ring(driver: &Driver, index: u16) -> Ring {
         avail_ring,
         used_ring,
     };
+    ring_from(driver.memory.clone(), index, state)
+}
+
+/// A queue that goes on from a state, and of which nobody is told.
+pub(crate) fn ring_from(memory: Arc<Memory>, index: u16, state: QueueState) -> Ring {
     let queue = Queue::try_from(state).expect("a queue");
     let kick = EventFd::new().expect("an eventfd").into();
-    Ring::new(index, queue, driver.memory.clone(), kick, Arc::new(Nobody)).expect("a ring")
+    Ring::new(index, queue, memory, kick, Arc::new(Nobody)).expect("a ring")
 }
 
 /// A queue whose descriptors and rings are these bytes, whatever they are.
@@ -146,6 +153,41 @@ pub fn entropy(data: &[u8]) {
     serve(wild(data, 0), |memory, request| rng::fill(&metrics, memory, request));
 }
 
+/// Lists of a balloon, on each of its queues; then what it writes to the configuration space.
+pub fn balloon(data: &[u8]) {
+    let balloon = Balloon::new();
+    let mut device = balloon.device();
+    device.acknowledge(device.features());
+    let shared = balloon.shared();
+    for index in 0..4 {
+        serve(tame(data), |memory, request| balloon::serve(shared, index, memory, request).unwrap_or(0));
+        serve(wild(data, index), |memory, request| balloon::serve(shared, index, memory, request).unwrap_or(0));
+    }
+    configure(&mut *device, data);
+}
+
+/// What a guest prints and reads, and what it writes to the configuration space.
+pub fn console(data: &[u8]) {
+    let console = Console::new(Box::new(|bytes| assert!(!bytes.is_empty())));
+    for index in 0..2 {
+        console.input(data);
+        let shared = console.shared();
+        serve(tame(data), |memory, request| console::serve(shared, index, memory, request).unwrap_or(0));
+        serve(wild(data, index), |memory, request| console::serve(shared, index, memory, request).unwrap_or(0));
+    }
+    configure(&mut *console.device(), data);
+}
+
+/// Writes these bytes to the configuration space, each piece after its offset and length, and reads it back.
+fn configure(device: &mut dyn Device, mut data: &[u8]) {
+    while let [offset, length, rest @ ..] = data {
+        let (bytes, later) = rest.split_at(usize::from(*length % 9).min(rest.len()));
+        device.write_config(u32::from(*offset % 16), bytes);
+        device.read_config(u32::from(*offset), &mut [0; 8]);
+        data = later;
+    }
+}
+
 /// Packets of a guest: wild queues, then packets whose headers are made of these bytes.
 pub fn packets(data: &[u8]) {
     let epoll = || Arc::new(Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).expect("epoll"));
@@ -212,8 +254,15 @@ pub fn messages(data: &[u8]) {
 pub type Target = fn(&[u8]);
 
 /// All harnesses by the names of their corpora.
-pub const TARGETS: [(&str, Target); 5] =
-    [("queue", queue), ("block", block), ("entropy", entropy), ("packets", packets), ("messages", messages)];
+pub const TARGETS: [(&str, Target); 7] = [
+    ("queue", queue),
+    ("balloon", balloon),
+    ("block", block),
+    ("console", console),
+    ("entropy", entropy),
+    ("packets", packets),
+    ("messages", messages),
+];
 
 #[cfg(test)]
 mod tests {
@@ -245,6 +294,16 @@ mod tests {
         #[test]
         fn random_queues(data in bytes()) {
             queue(&data);
+        }
+
+        #[test]
+        fn random_balloons(data in bytes()) {
+            balloon(&data);
+        }
+
+        #[test]
+        fn random_consoles(data in bytes()) {
+            console(&data);
         }
 
         #[test]

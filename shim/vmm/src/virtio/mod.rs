@@ -13,6 +13,8 @@ pub mod vsock;
 pub(crate) mod worker;
 
 #[cfg(test)]
+mod scripted;
+#[cfg(test)]
 mod tests;
 
 pub use ring::Ring;

@@ -3,6 +3,7 @@
 
 use super::ring::{Request, Ring};
 use super::{DeviceKind, Memory, StartError};
+use nacelle_jail::ThreadKind;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use std::io;
@@ -119,7 +120,10 @@ impl Worker {
         let bell = Bell(Arc::new(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?));
         let (commands, inbox) = channel();
         let heard = bell.clone();
-        let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || run(&inbox, &heard, handle))?;
+        let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
+            nacelle_jail::thread(ThreadKind::Queue);
+            run(&inbox, &heard, handle)
+        })?;
         Ok(Worker { commands: Some(commands), bell, thread: Some(thread) })
     }
 

@@ -47,6 +47,10 @@ impl Device for BalloonDevice {
         COMMON_FEATURES | STATS_VQ | DEFLATE_ON_OOM | REPORTING
     }
 
+    fn acknowledge(&mut self, features: u64) {
+        self.shared.statistics_agreed.store(features & STATS_VQ != 0, Ordering::SeqCst);
+    }
+
     fn queue_sizes(&self) -> &'static [u16] {
         QUEUES
     }

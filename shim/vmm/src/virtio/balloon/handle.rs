@@ -19,6 +19,8 @@ pub(crate) struct Shared {
     pub(super) target: AtomicU32,
     pub(super) actual: AtomicU32,
     pub(super) metrics: Metrics,
+    /// Whether the driver uses the statistics queue.
+    pub(super) statistics_agreed: AtomicBool,
     wish: AtomicBool,
     now: Mutex<Now>,
 }
@@ -115,6 +117,11 @@ impl Balloon {
     /// What it has done.
     pub fn metrics(&self) -> &Metrics {
         &self.0.metrics
+    }
+
+    #[cfg(any(test, feature = "fuzz"))]
+    pub(crate) fn shared(&self) -> &Shared {
+        &self.0
     }
 
     /// The device for a transport.

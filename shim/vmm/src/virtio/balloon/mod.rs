@@ -10,4 +10,9 @@ mod state;
 
 pub use handle::{Balloon, Statistics};
 pub use metrics::Metrics;
+#[cfg(any(test, feature = "fuzz"))]
+pub(crate) use requests::serve;
 pub use state::State;
+
+#[cfg(test)]
+mod tests;

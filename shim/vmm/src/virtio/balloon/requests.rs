@@ -7,14 +7,13 @@ use crate::guest_warn;
 use crate::virtio::Memory;
 use crate::virtio::pieces::Pieces;
 use crate::virtio::ring::Request;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
-/// The queues, by number. Linux numbers those of the features in use without gaps, so that reporting follows
-/// statistics where free-page hints (VIRTIO 1.2, 5.5.2) are not offered.
+/// The queues, by number. Those of features that are not agreed on do not exist, and the ones behind them move up
+/// (as Linux has it): without statistics, reporting is queue 2.
 pub(crate) const INFLATE: u16 = 0;
 pub(crate) const DEFLATE: u16 = 1;
 pub(crate) const STATISTICS: u16 = 2;
-pub(crate) const REPORTING: u16 = 3;
 
 /// The most pages in one request; Linux sends 256.
 pub(super) const MAX_PAGES: usize = 16384;
@@ -29,9 +28,10 @@ pub(crate) fn serve(shared: &Shared, index: u16, memory: &Memory, request: Reque
             let pages = request.buffers.readable.len() / 4;
             shared.metrics.deflated_pages.fetch_add(pages as u64, Relaxed);
         }
-        STATISTICS => return statistics(shared, memory, &request.buffers.readable),
-        REPORTING => report(shared, memory, &request.buffers.writable),
-        _ => {}
+        STATISTICS if shared.statistics_agreed.load(SeqCst) => {
+            return statistics(shared, memory, &request.buffers.readable);
+        }
+        _ => report(shared, memory, &request.buffers.writable),
     }
     Some(0)
 }

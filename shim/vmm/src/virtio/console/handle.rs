@@ -67,6 +67,11 @@ impl Console {
         &self.0.metrics
     }
 
+    #[cfg(any(test, feature = "fuzz"))]
+    pub(crate) fn shared(&self) -> &Shared {
+        &self.0
+    }
+
     /// The device for a transport.
     pub fn device(&self) -> Box<dyn Device> {
         Box::new(ConsoleDevice::new(self.0.clone()))

@@ -10,4 +10,9 @@ mod state;
 pub use handle::{Console, INPUT_BYTES, Sink};
 pub use metrics::Metrics;
 pub use requests::MAX_BYTES;
+#[cfg(any(test, feature = "fuzz"))]
+pub(crate) use requests::serve;
 pub use state::State;
+
+#[cfg(test)]
+mod tests;
