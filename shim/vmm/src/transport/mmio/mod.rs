@@ -6,8 +6,14 @@
 //! under the lock for a queue to stop is never waited for.
 
 mod front;
+#[cfg(any(test, feature = "fuzz"))]
+#[allow(dead_code, reason = "the tests use the rest")]
+pub(crate) mod harness;
 mod line;
 mod state;
+
+#[cfg(test)]
+mod tests;
 
 pub use state::{QueueRegisters, Registers, RestoreError, TransportState};
 

@@ -1,0 +1,255 @@
+//! Owns: a guest's driver at the level of registers, for the tests and the fuzz harness: it can do everything right,
+//! and anything else.
+
+use super::{Transport, reg};
+use crate::testing::{Driver, QUEUE_BYTES};
+use crate::virtio::balloon::Balloon;
+use crate::virtio::block::Slot;
+use crate::virtio::console::Console;
+use crate::virtio::rng::Rng;
+use crate::virtio::vsock::Vsock;
+use crate::virtio::{COMMON_FEATURES, Device, DeviceKind, Memory};
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use vm_memory::GuestAddress;
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+/// Guest memory, in bytes. Queues lie at its begin.
+pub(crate) const MEMORY: usize = 1 << 20;
+/// What lies from here on belongs to no queue.
+pub(crate) const BUFFERS: u64 = 16 * QUEUE_BYTES;
+/// How long anything may take.
+pub(crate) const LIMIT: Duration = Duration::from_secs(60);
+
+pub(crate) const ACKNOWLEDGE: u32 = 1;
+pub(crate) const DRIVER: u32 = 2;
+pub(crate) const DRIVER_OK: u32 = 4;
+pub(crate) const FEATURES_OK: u32 = 8;
+pub(crate) const NEEDS_RESET: u32 = 64;
+pub(crate) const FAILED: u32 = 128;
+pub(crate) const LIVE: u32 = ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK;
+
+/// Polls a condition until it holds.
+pub(crate) fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < LIMIT, "waited {LIMIT:?} for {what}");
+        std::thread::sleep(Duration::from_micros(200));
+    }
+}
+
+/// A guest with one device.
+pub(crate) struct Guest {
+    pub memory: Arc<Memory>,
+    pub transport: Arc<Transport>,
+    pub irq: EventFd,
+    pub queues: Vec<Driver>,
+}
+
+impl Guest {
+    pub(crate) fn new(device: Box<dyn Device>) -> Guest {
+        let memory = Arc::new(Memory::from_ranges(&[(GuestAddress(0), MEMORY)]).expect("memory"));
+        Guest::over(memory, device)
+    }
+
+    /// A guest with this memory, which it may know from before.
+    pub(crate) fn over(memory: Arc<Memory>, device: Box<dyn Device>) -> Guest {
+        let irq = EventFd::new(EFD_NONBLOCK).expect("an eventfd");
+        let ours = irq.try_clone().expect("a copy");
+        let transport = Transport::new(device, memory.clone(), ours).expect("a transport");
+        Guest { memory, transport, irq, queues: Vec::new() }
+    }
+
+    pub(crate) fn get(&self, register: u64) -> u32 {
+        let mut bytes = [0xff; 4];
+        self.transport.read(register, &mut bytes);
+        u32::from_le_bytes(bytes)
+    }
+
+    pub(crate) fn set(&self, register: u64, value: u32) {
+        self.transport.write(register, &value.to_le_bytes());
+    }
+
+    pub(crate) fn config<const N: usize>(&self, offset: u64) -> [u8; N] {
+        let mut bytes = [0xff; N];
+        self.transport.read(reg::CONFIG + offset, &mut bytes);
+        bytes
+    }
+
+    pub(crate) fn status(&self) -> u32 {
+        self.get(reg::STATUS)
+    }
+
+    /// Sets one more bit of the status, as a driver does.
+    pub(crate) fn step(&self, bit: u32) {
+        self.set(reg::STATUS, self.status() & !NEEDS_RESET | bit);
+    }
+
+    pub(crate) fn offered(&self) -> u64 {
+        let word = |select| {
+            self.set(reg::DEVICE_FEATURES_SEL, select);
+            u64::from(self.get(reg::DEVICE_FEATURES))
+        };
+        word(0) | word(1) << 32
+    }
+
+    /// Begins anew and agrees on these features.
+    pub(crate) fn negotiate(&mut self, features: u64) {
+        self.set(reg::STATUS, 0);
+        self.queues.clear();
+        self.step(ACKNOWLEDGE);
+        self.step(DRIVER);
+        for (word, value) in [(0, features as u32), (1, (features >> 32) as u32)] {
+            self.set(reg::DRIVER_FEATURES_SEL, word);
+            self.set(reg::DRIVER_FEATURES, value);
+        }
+        self.step(FEATURES_OK);
+    }
+
+    /// Sets the selected queue up at its usual place.
+    pub(crate) fn lay(&self, index: u16, size: u32) {
+        let base = u64::from(index) * QUEUE_BYTES;
+        let (descriptors, available, used) = Driver::new(self.memory.clone(), base, 1).addresses();
+        self.set(reg::QUEUE_SEL, index.into());
+        self.set(reg::QUEUE_SIZE, size);
+        for (register, address) in
+            [(reg::QUEUE_DESC_LOW, descriptors), (reg::QUEUE_DRIVER_LOW, available), (reg::QUEUE_DEVICE_LOW, used)]
+        {
+            self.set(register, address as u32);
+            self.set(register + 4, (address >> 32) as u32);
+        }
+    }
+
+    /// Lays a queue out, empty, and makes it ready.
+    pub(crate) fn ready(&self, index: u16, size: u16) -> Driver {
+        let base = u64::from(index) * QUEUE_BYTES;
+        vm_memory::Bytes::write_slice(&*self.memory, &[0; QUEUE_BYTES as usize], GuestAddress(base)).expect("memory");
+        self.lay(index, size.into());
+        self.set(reg::QUEUE_READY, 1);
+        Driver::new(self.memory.clone(), base, size)
+    }
+
+    /// Does all that a driver does, with all features that are offered.
+    pub(crate) fn start(&mut self) {
+        self.negotiate(self.offered());
+        for index in 0.. {
+            self.set(reg::QUEUE_SEL, index);
+            let max = self.get(reg::QUEUE_SIZE_MAX);
+            if max == 0 {
+                break;
+            }
+            assert_eq!(self.get(reg::QUEUE_READY), 0);
+            let driver = self.ready(index as u16, max.min(128) as u16);
+            assert_eq!(self.get(reg::QUEUE_READY), 1);
+            self.queues.push(driver);
+        }
+        self.step(DRIVER_OK);
+        assert_eq!(self.status(), LIVE);
+    }
+
+    pub(crate) fn kick(&self, queue: usize) {
+        self.set(reg::QUEUE_NOTIFY, queue as u32);
+    }
+
+    /// Waits for the next request of a queue that comes back.
+    pub(crate) fn wait_used(&mut self, queue: usize) -> (u16, u32) {
+        let mut used = None;
+        eventually("a request to come back", || {
+            used = self.queues[queue].take_used();
+            used.is_some()
+        });
+        used.expect("a request")
+    }
+
+    /// Waits for an interrupt, acknowledges it and returns what it was for.
+    pub(crate) fn wait_interrupt(&self) -> u32 {
+        eventually("an interrupt", || self.irq.read().is_ok());
+        let what = self.get(reg::INTERRUPT_STATUS);
+        self.set(reg::INTERRUPT_ACK, what);
+        what
+    }
+}
+
+/// One device of each kind that needs nothing from the host.
+pub(crate) fn devices() -> Vec<Box<dyn Device>> {
+    let file = crate::transport::vhost_user::harness::memfd(1 << 20);
+    let path = std::path::PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    vec![
+        Rng::new().device(),
+        Slot::read_write("writable", &path, 1 << 20).expect("a slot").device(),
+        Slot::read_only("empty").expect("a slot").device(),
+        Vsock::new(3).expect("a vsock device").device(),
+        Balloon::new().device(),
+        Console::new(Box::new(|_: &[u8]| {})).device(),
+    ]
+}
+
+/// The queue on which a device gives every request back, if it has one.
+fn answering(kind: DeviceKind) -> Option<usize> {
+    match kind {
+        DeviceKind::Block | DeviceKind::Rng | DeviceKind::Balloon => Some(0),
+        DeviceKind::Vsock | DeviceKind::Console => Some(1),
+        _ => None,
+    }
+}
+
+/// Does to a device's registers what these bytes say; then a driver that keeps the rules finds it in order.
+pub(crate) fn registers(device: Box<dyn Device>, data: &[u8]) {
+    let mut guest = Guest::new(device);
+    let mut rest = data;
+    while let Some(([op, place, value], after)) = rest.split_first_chunk() {
+        rest = after;
+        act(&mut guest, *op, *place, *value);
+    }
+    let state = guest.transport.save();
+    guest.transport.restore(&state).expect("its own state");
+    assert_eq!(guest.transport.save(), state);
+    guest.transport.resume().expect("queues");
+
+    guest.start();
+    if let Some(queue) = answering(guest.transport.kind()) {
+        guest.queues[queue].submit(&[(BUFFERS, 16, false), (BUFFERS + 16, 1, true)]);
+        guest.kick(queue);
+        guest.wait_used(queue);
+    }
+}
+
+const STEPS: [u32; 8] = [0, ACKNOWLEDGE, DRIVER, FEATURES_OK, DRIVER_OK, FAILED, LIVE, u32::MAX];
+
+fn act(guest: &mut Guest, op: u8, place: u8, value: u8) {
+    let word = u32::from(value).wrapping_mul([1, 0x101, 0x1000, 0x0101_0101][usize::from(value % 4)]);
+    let offset = u64::from(place) * if op & 1 == 0 { 4 } else { 1 };
+    match op % 16 {
+        0..=3 => guest.set(offset, word),
+        4 => drop(guest.get(offset)),
+        5 => {
+            let mut data = [0; 16];
+            guest.transport.read(offset, &mut data[..usize::from(value % 17)]);
+        }
+        6 => guest.transport.write(offset, &[value; 16][..usize::from(op / 16)]),
+        7 => guest.transport.write(reg::CONFIG + offset, &[value; 8][..1 << (op / 64)]),
+        8 => guest.step(STEPS[usize::from(value % 8)]),
+        9 => guest.set(reg::STATUS, word),
+        10 => guest.negotiate(COMMON_FEATURES | u64::from(value) << (place % 64)),
+        11 => guest.lay(u16::from(place % 8), 1 << (value % 10)),
+        12 => {
+            guest.set(reg::QUEUE_SEL, (place % 8).into());
+            guest.set(reg::QUEUE_READY, (value % 4).into());
+        }
+        13 => {
+            // Whatever lies in memory is a queue's, too.
+            let at = u64::from(place) << 8 | u64::from(value);
+            vm_memory::Bytes::write_slice(&*guest.memory, &[op, value, 0, 0], GuestAddress(at)).expect("memory");
+            guest.kick((place % 8).into());
+        }
+        14 if value.is_multiple_of(2) => guest.transport.pause(),
+        14 => guest.transport.resume().expect("queues"),
+        _ => {
+            let state = guest.transport.save();
+            guest.transport.restore(&state).expect("its own state");
+            assert_eq!(guest.transport.save(), state);
+            guest.transport.resume().expect("queues");
+        }
+    }
+}

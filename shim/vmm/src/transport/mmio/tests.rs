@@ -1,0 +1,539 @@
+//! Owns: tests of the registers against a device that keeps a diary, by drivers that follow the rules and that do not.
+
+use super::harness::*;
+use super::{RestoreError, TransportState, reg};
+use crate::virtio::{COMMON_FEATURES, Device, DeviceKind, DeviceState, Interrupt, Ring, StartError, StateError};
+use proptest::prelude::*;
+use std::sync::{Arc, Mutex};
+use virtio_queue::QueueState;
+
+/// What a device was asked to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Entry {
+    Features(u64),
+    Start(u16),
+    Stop(u16),
+    Reset,
+    Write(u32, Vec<u8>),
+}
+
+#[derive(Clone, Default)]
+struct Diary(Arc<Mutex<Vec<Entry>>>);
+
+impl Diary {
+    fn note(&self, entry: Entry) {
+        self.0.lock().unwrap().push(entry);
+    }
+
+    /// What was noted since the last time.
+    fn take(&self) -> Vec<Entry> {
+        std::mem::take(&mut self.0.lock().unwrap())
+    }
+}
+
+/// A device that does nothing with its queues.
+#[derive(Default)]
+struct Toy {
+    diary: Diary,
+    rings: Vec<Ring>,
+    config: Arc<Mutex<[u8; 12]>>,
+    interrupt: Arc<Mutex<Option<Arc<dyn Interrupt>>>>,
+    /// Whether the queue that was stopped last had event indexes.
+    event_indexes: Arc<Mutex<Option<bool>>>,
+    fails: bool,
+}
+
+impl Device for Toy {
+    fn kind(&self) -> DeviceKind {
+        DeviceKind::Rng
+    }
+
+    fn features(&self) -> u64 {
+        COMMON_FEATURES | 1 << 5 | 1 << 40
+    }
+
+    fn acknowledge(&mut self, features: u64) {
+        assert!(self.rings.is_empty());
+        self.diary.note(Entry::Features(features));
+    }
+
+    fn queue_sizes(&self) -> &[u16] {
+        &[256, 64, 64, 64]
+    }
+
+    fn read_config(&self, offset: u32, data: &mut [u8]) {
+        crate::virtio::read_config(&*self.config.lock().unwrap(), offset, data);
+    }
+
+    fn write_config(&mut self, offset: u32, data: &[u8]) {
+        self.diary.note(Entry::Write(offset, data.to_vec()));
+    }
+
+    fn start(&mut self, ring: Ring) -> Result<(), StartError> {
+        let index = ring.index();
+        assert!(self.rings.iter().all(|other| other.index() != index), "started twice");
+        if self.fails {
+            return Err(StartError::NoSuchQueue { device: self.kind(), index });
+        }
+        self.diary.note(Entry::Start(index));
+        *self.interrupt.lock().unwrap() = Some(ring.interrupt().clone());
+        self.rings.push(ring);
+        Ok(())
+    }
+
+    fn stop(&mut self, index: u16) -> Option<QueueState> {
+        let at = self.rings.iter().position(|ring| ring.index() == index)?;
+        self.diary.note(Entry::Stop(index));
+        let state = self.rings.remove(at).into_state();
+        *self.event_indexes.lock().unwrap() = Some(state.event_idx_enabled);
+        Some(QueueState { next_avail: state.next_avail.wrapping_add(7), ..state })
+    }
+
+    fn reset(&mut self) {
+        assert!(self.rings.is_empty(), "the transport stops the queues");
+        self.diary.note(Entry::Reset);
+    }
+
+    fn save(&self) -> DeviceState {
+        assert!(self.rings.is_empty());
+        DeviceState::Rng
+    }
+
+    fn restore(&mut self, state: DeviceState) -> Result<(), StateError> {
+        match state {
+            DeviceState::Rng => Ok(()),
+            other => Err(other.wrong(self.kind())),
+        }
+    }
+}
+
+fn toy() -> (Guest, Diary) {
+    let diary = Diary::default();
+    (Guest::new(Box::new(Toy { diary: diary.clone(), ..Toy::default() })), diary)
+}
+
+#[test]
+fn a_driver_finds_the_device_and_only_whole_registers() {
+    let (guest, _) = toy();
+    assert_eq!([0, 4, 8].map(|register| guest.get(register)), [0x7472_6976, 2, 4]);
+    assert_eq!(guest.offered(), COMMON_FEATURES | 1 << 5 | 1 << 40);
+    guest.set(reg::DEVICE_FEATURES_SEL, 2);
+    assert_eq!(guest.get(reg::DEVICE_FEATURES), 0);
+    let sizes = [0, 1, 3, 4, 1 << 16, u32::MAX].map(|index| {
+        guest.set(reg::QUEUE_SEL, index);
+        guest.get(reg::QUEUE_SIZE_MAX)
+    });
+    assert_eq!(sizes, [256, 64, 64, 0, 0, 0]);
+    for select in [0, 1, u32::MAX] {
+        guest.set(reg::SHM_SEL, select);
+        assert_eq!([0xb0, 0xb4, 0xb8, 0xbc].map(|register| guest.get(register)), [u32::MAX; 4]);
+    }
+    // Those that can be written only, and those that do not exist.
+    for register in [0x14, 0x20, 0x24, 0x30, 0x38, 0x50, 0x64, 0x80, 0x94, 0xa0, 0xac, 0xc0, 0x28, 0x3c, 0x40, 0xf8] {
+        assert_eq!(guest.get(register), 0, "{register:#x}");
+    }
+    for (offset, length) in [(0, 1), (0, 2), (0, 3), (0, 8), (1, 4), (2, 4), (0xfe, 4), (0xff, 1), (0xfd, 8), (0, 0)] {
+        let mut bytes = vec![0xff; length];
+        guest.transport.read(offset, &mut bytes);
+        assert_eq!(bytes, vec![0; length], "{length} bytes at {offset:#x}");
+    }
+    // A status of the wrong width is none.
+    guest.transport.write(reg::STATUS, &[1]);
+    guest.transport.write(reg::STATUS, &[1, 0]);
+    guest.transport.write(reg::STATUS, &[1, 0, 0, 0, 0, 0, 0, 0]);
+    assert_eq!(guest.status(), 0);
+}
+
+#[test]
+fn the_configuration_space_is_read_and_written_in_widths_that_exist() {
+    let diary = Diary::default();
+    let config = Arc::new(Mutex::new([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]));
+    let guest = Guest::new(Box::new(Toy { diary: diary.clone(), config, ..Toy::default() }));
+    assert_eq!(guest.config::<1>(3), [4]);
+    assert_eq!(guest.config::<2>(1), [2, 3]);
+    assert_eq!(guest.config::<4>(10), [11, 12, 0, 0]);
+    assert_eq!(guest.config::<8>(0), [1, 2, 3, 4, 5, 6, 7, 8]);
+    assert_eq!(guest.config::<8>(0xef8), [0; 8]);
+    assert_eq!((guest.config::<3>(0), guest.config::<5>(0), guest.config::<16>(0)), ([0; 3], [0; 5], [0; 16]));
+    diary.take();
+    for length in 0..=16 {
+        guest.transport.write(reg::CONFIG + 4, &[7; 16][..length]);
+    }
+    let written = [1, 2, 4, 8].map(|length| Entry::Write(4, vec![7; length]));
+    assert_eq!(diary.take(), written);
+    guest.transport.write(u64::MAX, &[1]);
+    assert_eq!(diary.take(), [], "an offset that no window has");
+}
+
+#[test]
+fn features_are_accepted_when_they_were_offered_and_version_1_is_among_them() {
+    const V1: u64 = 1 << 32;
+    let (mut guest, diary) = toy();
+    for (features, good) in [
+        (V1, true),
+        (COMMON_FEATURES | 1 << 5 | 1 << 40, true),
+        (0, false),
+        (1 << 5, false),
+        (V1 | 1 << 6, false),
+        (V1 | 1 << 63, false),
+    ] {
+        guest.negotiate(features);
+        let told = diary.take().contains(&Entry::Features(features));
+        assert_eq!((guest.status() & FEATURES_OK != 0, told), (good, good), "{features:#x}");
+    }
+    // A word that does not exist.
+    guest.negotiate(0);
+    guest.set(reg::DRIVER_FEATURES_SEL, 1);
+    guest.set(reg::DRIVER_FEATURES, 1);
+    guest.set(reg::DRIVER_FEATURES_SEL, 2);
+    guest.set(reg::DRIVER_FEATURES, 1);
+    guest.step(FEATURES_OK);
+    assert_eq!(guest.status(), ACKNOWLEDGE | DRIVER);
+    // Too late.
+    guest.negotiate(V1);
+    guest.set(reg::DRIVER_FEATURES_SEL, 0);
+    guest.set(reg::DRIVER_FEATURES, 1 << 5);
+    assert_eq!(guest.transport.save().registers.features, V1);
+    // Too early.
+    guest.set(reg::STATUS, 0);
+    guest.step(ACKNOWLEDGE);
+    guest.set(reg::DRIVER_FEATURES, 1 << 5);
+    assert_eq!(guest.transport.save().registers.features, 0);
+}
+
+#[test]
+fn the_status_goes_one_way_only() {
+    let steps = [ACKNOWLEDGE, DRIVER, FEATURES_OK, DRIVER_OK];
+    let mut live = 0;
+    // All orders, with repetition.
+    for order in 0..256usize {
+        let (mut guest, diary) = toy();
+        guest.negotiate(0);
+        guest.set(reg::STATUS, 0);
+        for place in 0..4 {
+            let before = guest.status();
+            let bit = steps[order >> (2 * place) & 3];
+            if bit == FEATURES_OK {
+                guest.set(reg::DRIVER_FEATURES_SEL, 1);
+                guest.set(reg::DRIVER_FEATURES, 1);
+            }
+            guest.set(reg::STATUS, before | bit);
+            let after = guest.status();
+            assert!([0, 1, 3, 11, 15].contains(&after) && after & before == before, "{after:#x}");
+            guest.set(reg::STATUS, bit);
+            assert_eq!(guest.status(), after, "bits cannot be taken back");
+        }
+        live += u32::from(guest.status() == LIVE);
+        diary.take();
+        guest.set(reg::STATUS, 0);
+        assert_eq!((guest.status(), diary.take()), (0, vec![Entry::Reset]));
+    }
+    assert_eq!(live, 1);
+}
+
+#[test]
+fn a_driver_that_has_failed_must_begin_anew() {
+    let (mut guest, diary) = toy();
+    guest.start();
+    diary.take();
+    guest.step(FAILED);
+    assert_eq!(guest.status(), LIVE | FAILED);
+    assert_eq!(diary.take(), [0, 1, 2, 3].map(Entry::Stop));
+    guest.set(reg::QUEUE_READY, 0);
+    guest.lay(3, 16);
+    guest.set(reg::QUEUE_READY, 1);
+    assert_eq!(diary.take(), []);
+    guest.start();
+    // Unknown bits are no status.
+    guest.set(reg::STATUS, LIVE | 0x100);
+    guest.set(reg::STATUS, u32::MAX);
+    assert_eq!(guest.status(), LIVE);
+    guest.set(reg::STATUS, FAILED);
+    assert_eq!(guest.status(), LIVE, "the other bits are missing");
+}
+
+#[test]
+fn queues_start_in_order_whatever_order_they_are_set_up_in() {
+    let (mut guest, diary) = toy();
+    guest.negotiate(guest.offered());
+    for index in [3, 0, 2] {
+        guest.ready(index, 16);
+    }
+    diary.take();
+    guest.step(DRIVER_OK);
+    assert_eq!(diary.take(), [0, 2, 3].map(Entry::Start));
+    guest.ready(1, 64);
+    assert_eq!(diary.take(), [Entry::Start(1)]);
+    guest.set(reg::QUEUE_READY, 1);
+    assert_eq!(diary.take(), [], "it runs already");
+    guest.set(reg::QUEUE_READY, 2);
+    assert_eq!((guest.get(reg::QUEUE_READY), diary.take()), (1, vec![]));
+    for round in 0..100 {
+        guest.set(reg::QUEUE_READY, round % 2);
+    }
+    assert_eq!(diary.take().len(), 100);
+    assert_eq!(guest.get(reg::QUEUE_READY), 1);
+    guest.set(reg::STATUS, 0);
+    assert_eq!(diary.take(), [0, 1, 2, 3].map(Entry::Stop).into_iter().chain([Entry::Reset]).collect::<Vec<_>>());
+    assert_eq!(guest.get(reg::QUEUE_READY), 0);
+}
+
+#[test]
+fn a_queue_is_ready_only_if_it_is_valid() {
+    let (mut guest, diary) = toy();
+    let last = MEMORY as u64;
+    guest.negotiate(guest.offered());
+    let attempt = |size: u32, [descriptors, available, used]: [u64; 3]| {
+        guest.lay(1, size);
+        for (register, address) in [(0x80, descriptors), (0x90, available), (0xa0, used)] {
+            guest.set(register, address as u32);
+            guest.set(register + 4, (address >> 32) as u32);
+        }
+        guest.set(reg::QUEUE_READY, 1);
+        let ready = guest.get(reg::QUEUE_READY) == 1;
+        guest.set(reg::QUEUE_READY, 0);
+        ready
+    };
+    let good = [0x4000, 0x6000, 0x7000];
+    for (size, ready) in [(1, true), (64, true), (0, false), (3, false), (65, false), (128, false)] {
+        assert_eq!(attempt(size, good), ready, "{size}");
+    }
+    assert!(!attempt(1 << 16 | 16, good) && !attempt(u32::MAX, good));
+    // Sizes of the three parts, with 16 descriptors: 256, 38 and 134 bytes.
+    assert!(attempt(16, [last - 256, last - 38, last - 136]));
+    for bad in [
+        [last - 240, 0x6000, 0x7000],
+        [0x4000, last - 36, 0x7000],
+        [0x4000, 0x6000, last - 132],
+        [0x4008, 0x6000, 0x7000],
+        [0x4000, 0x6001, 0x7000],
+        [0x4000, 0x6000, 0x7002],
+        [1 << 40, 0x6000, 0x7000],
+        [u64::MAX - 15, u64::MAX - 1, u64::MAX - 3],
+        [0x4000, 0, 0x7000],
+    ] {
+        assert!(!attempt(16, bad), "{bad:x?}");
+    }
+    // What is ready does not move, and what does not exist cannot be set up.
+    guest.ready(1, 16);
+    let before = guest.transport.save();
+    guest.lay(1, 32);
+    guest.lay(4, 32);
+    guest.set(reg::QUEUE_READY, 1);
+    assert_eq!(guest.transport.save().registers.queues, before.registers.queues);
+    // Not before the features are known: they change how queues work.
+    guest.set(reg::STATUS, 0);
+    guest.ready(0, 16);
+    assert_eq!(guest.get(reg::QUEUE_READY), 0);
+    assert!(!diary.take().iter().any(|entry| matches!(entry, Entry::Start(_))));
+}
+
+#[test]
+fn a_queue_works_as_was_agreed() {
+    for (features, expected) in [(1 << 32, false), (1 << 32 | 1 << 29, true)] {
+        let toy = Toy::default();
+        let seen = toy.event_indexes.clone();
+        let mut guest = Guest::new(Box::new(toy));
+        guest.negotiate(features);
+        guest.ready(0, 16);
+        guest.step(DRIVER_OK);
+        guest.transport.pause();
+        assert_eq!(*seen.lock().unwrap(), Some(expected));
+    }
+}
+
+#[test]
+fn interrupts_say_what_they_are_for() {
+    let toy = Toy::default();
+    let (interrupt, config) = (toy.interrupt.clone(), toy.config.clone());
+    let mut guest = Guest::new(Box::new(toy));
+    guest.start();
+    let line = interrupt.lock().unwrap().clone().unwrap();
+    assert_eq!((guest.get(reg::INTERRUPT_STATUS), guest.irq.read().is_err()), (0, true));
+    line.queue(3);
+    assert_eq!(guest.wait_interrupt(), 1);
+    let generation = guest.get(reg::CONFIG_GENERATION);
+    config.lock().unwrap()[0] = 1;
+    assert_ne!(guest.get(reg::CONFIG_GENERATION), generation, "also without an interrupt");
+    let generation = guest.get(reg::CONFIG_GENERATION);
+    assert_eq!(guest.get(reg::CONFIG_GENERATION), generation);
+    line.queue(0);
+    line.config();
+    assert_ne!(guest.get(reg::CONFIG_GENERATION), generation);
+    assert_eq!(guest.get(reg::INTERRUPT_STATUS), 3);
+    guest.set(reg::INTERRUPT_ACK, 1);
+    assert_eq!(guest.get(reg::INTERRUPT_STATUS), 2);
+    guest.set(reg::INTERRUPT_ACK, u32::MAX);
+    assert_eq!(guest.get(reg::INTERRUPT_STATUS), 0);
+    // After a reset nobody is interrupted, whoever still holds the line.
+    line.queue(0);
+    guest.irq.read().unwrap();
+    guest.set(reg::STATUS, 0);
+    line.queue(0);
+    line.config();
+    assert_eq!((guest.get(reg::INTERRUPT_STATUS), guest.irq.read().is_err()), (0, true));
+}
+
+#[test]
+fn who_interrupts_directly_is_seen_in_the_status() {
+    let toy = Toy::default();
+    let interrupt = toy.interrupt.clone();
+    let mut guest = Guest::new(Box::new(toy));
+    guest.start();
+    let line = interrupt.lock().unwrap().clone().unwrap();
+    let direct = line.eventfd(0).unwrap();
+    nix::unistd::write(&direct, &1u64.to_ne_bytes()).unwrap();
+    assert_eq!(guest.wait_interrupt(), 1);
+    assert_eq!(guest.get(reg::INTERRUPT_STATUS), 1, "acknowledging changes nothing");
+    guest.set(reg::STATUS, 0);
+    assert_eq!(guest.get(reg::INTERRUPT_STATUS), 0);
+}
+
+#[test]
+fn a_broken_queue_asks_for_a_reset() {
+    let toy = Toy::default();
+    let interrupt = toy.interrupt.clone();
+    let mut guest = Guest::new(Box::new(toy));
+    guest.start();
+    interrupt.lock().unwrap().clone().unwrap().broken(1);
+    assert_eq!(guest.wait_interrupt(), 2);
+    assert_eq!(guest.status(), LIVE | NEEDS_RESET);
+    guest.set(reg::STATUS, LIVE | NEEDS_RESET);
+    guest.set(reg::STATUS, LIVE);
+    assert_eq!(guest.status(), LIVE | NEEDS_RESET, "the driver cannot take it back");
+    let state = guest.transport.save();
+    guest.transport.restore(&state).unwrap();
+    assert_eq!(guest.status(), LIVE | NEEDS_RESET);
+    guest.start();
+    // A queue that the host cannot serve is no better.
+    let mut guest = Guest::new(Box::new(Toy { fails: true, ..Toy::default() }));
+    guest.negotiate(guest.offered());
+    guest.ready(0, 16);
+    guest.step(DRIVER_OK);
+    assert_eq!((guest.status(), guest.wait_interrupt()), (LIVE | NEEDS_RESET, 2));
+    guest.transport.pause();
+    assert!(guest.transport.resume().is_err());
+}
+
+#[test]
+fn changes_of_the_configuration_are_told_sooner_or_later() {
+    let toy = Toy::default();
+    let config = toy.config.clone();
+    let mut guest = Guest::new(Box::new(toy));
+    let change = || config.lock().unwrap()[5] += 1;
+    // Between the driver's look and DRIVER_OK.
+    guest.negotiate(guest.offered());
+    guest.get(reg::CONFIG_GENERATION);
+    change();
+    guest.get(reg::CONFIG_GENERATION);
+    assert!(guest.irq.read().is_err());
+    guest.step(DRIVER_OK);
+    assert_eq!(guest.wait_interrupt(), 2);
+    // While the machine stands still, and while it lies in a file.
+    guest.transport.pause();
+    let state = guest.transport.save();
+    change();
+    let generation = state.generation;
+    guest.transport.restore(&state).unwrap();
+    guest.transport.resume().unwrap();
+    assert_eq!(guest.wait_interrupt(), 2);
+    assert_ne!(guest.get(reg::CONFIG_GENERATION), generation);
+    guest.transport.pause();
+    guest.transport.resume().unwrap();
+    assert!(guest.irq.read().is_err(), "told once");
+}
+
+#[test]
+fn a_pause_keeps_the_queues_where_they_are() {
+    let (mut guest, diary) = toy();
+    guest.negotiate(guest.offered());
+    guest.ready(0, 16);
+    guest.ready(2, 16);
+    guest.step(DRIVER_OK);
+    diary.take();
+    guest.transport.pause();
+    guest.transport.pause();
+    assert_eq!(diary.take(), [0, 2].map(Entry::Stop));
+    // What the driver does meanwhile takes effect later.
+    guest.set(reg::QUEUE_SEL, 2);
+    guest.set(reg::QUEUE_READY, 0);
+    guest.ready(1, 16);
+    assert_eq!(diary.take(), []);
+    guest.transport.resume().unwrap();
+    guest.transport.resume().unwrap();
+    assert_eq!(diary.take(), [0, 1].map(Entry::Start));
+    let at =
+        |state: &TransportState| state.registers.queues.iter().map(|queue| queue.next_available).collect::<Vec<_>>();
+    assert_eq!(at(&guest.transport.save()), [14, 7, 0, 0], "each stop of the toy counts 7");
+    // The driver begins anew while the machine stands still.
+    diary.take();
+    guest.start();
+    assert_eq!(diary.take(), [Entry::Reset, Entry::Features(guest.offered())]);
+    guest.transport.resume().unwrap();
+    assert_eq!(diary.take(), [0, 1, 2, 3].map(Entry::Start));
+}
+
+#[test]
+fn states_that_make_no_sense_are_refused() {
+    let (mut guest, _) = toy();
+    guest.start();
+    let good = guest.transport.save();
+    let written = serde_json::to_string(&good).unwrap();
+    assert_eq!(serde_json::from_str::<TransportState>(&written).unwrap(), good);
+    let refused = |change: &dyn Fn(&mut TransportState)| {
+        let (guest, diary) = toy();
+        let mut state = good.clone();
+        change(&mut state);
+        let error = guest.transport.restore(&state).unwrap_err();
+        assert_eq!(guest.status(), 0);
+        guest.transport.resume().unwrap();
+        assert_eq!(diary.take(), [Entry::Reset]);
+        matches!(error, RestoreError::Invalid { .. })
+    };
+    assert!(refused(&|state| state.registers.status = DRIVER_OK));
+    assert!(refused(&|state| state.registers.status |= 0x100));
+    assert!(refused(&|state| state.registers.features |= 1));
+    assert!(refused(&|state| state.registers.features = 0));
+    assert!(refused(&|state| state.registers.excess_features = true));
+    assert!(refused(&|state| state.registers.queues.truncate(3)));
+    assert!(refused(&|state| state.registers.queues[1].size = 65));
+    assert!(refused(&|state| state.registers.queues[1].used = 1 << 50));
+    assert!(refused(&|state| state.config = vec![1; 257]));
+    let other = crate::virtio::vsock::State { guest_cid: 3 };
+    assert!(!refused(&|state| state.device = DeviceState::Vsock(other.clone())), "a device's own error");
+    let (fresh, diary) = toy();
+    fresh.transport.restore(&good).unwrap();
+    assert_eq!(fresh.transport.save(), good);
+    assert_eq!(diary.take(), [Entry::Reset, Entry::Features(fresh.offered())]);
+    fresh.transport.resume().unwrap();
+    assert_eq!(diary.take(), [0, 1, 2, 3].map(Entry::Start));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Any state at all, as from a file that somebody has changed: it is refused or it can be worked with.
+    #[test]
+    fn any_state_is_survived(
+        status in prop_oneof![Just(LIVE), Just(11), any::<u32>()],
+        features in prop_oneof![Just(COMMON_FEATURES), any::<u64>()],
+        queues in prop::collection::vec((0..300u32, 0..0x8000u64, any::<bool>(), any::<u16>()), 4),
+    ) {
+        let (mut guest, _) = toy();
+        let mut state = guest.transport.save();
+        state.registers.status = status;
+        state.registers.features = features;
+        for (saved, (size, at, ready, next)) in state.registers.queues.iter_mut().zip(queues) {
+            saved.size = if size > 256 { size } else { size.next_power_of_two() };
+            saved.descriptors = at & !15;
+            saved.available = (at & !1) + 0x8000;
+            saved.used = (at & !3) + 0x10000;
+            (saved.ready, saved.next_available, saved.next_used) = (ready, next, next.wrapping_mul(3));
+        }
+        if guest.transport.restore(&state).is_ok() {
+            prop_assert_eq!(guest.transport.save(), state);
+        }
+        guest.transport.resume().unwrap();
+        guest.start();
+    }
+}
