@@ -1,6 +1,7 @@
 //! Owns: compiling the tables and installing them, for the process and for single threads.
 //! Threads: any. Filters add up: a thread has its own, and those of the threads it descends from.
 
+use crate::spawn;
 use crate::table::{Allow, Only, forbidden, table};
 use crate::{Mode, Profile, ThreadKind};
 use nacelle_base::{Classify, Kind};
@@ -30,6 +31,12 @@ pub enum SeccompError {
         /// Why.
         source: seccompiler::Error,
     },
+    /// There is no thread that starts the others.
+    #[error("the thread that starts threads cannot be started")]
+    Starter {
+        /// Why.
+        source: std::io::Error,
+    },
     /// It has been done before.
     #[error("this process has its filters already")]
     Armed,
@@ -55,11 +62,12 @@ pub fn arm(mode: Mode, profile: Profile) -> Result<(), SeccompError> {
         filters.insert(kind, compile(kind, mode, profile)?);
     }
     FILTERS.set(filters).map_err(|_full| SeccompError::Armed)?;
-    install(ThreadKind::Main)
+    install(ThreadKind::Main)?;
+    spawn::begin().map_err(|source| SeccompError::Starter { source })
 }
 
-/// The first thing that a thread of this kind does. Until [`arm`] was called it does nothing. If an armed process
-/// cannot filter a thread, it ends.
+/// Puts the calling thread under the filter of its kind; until [`arm`] was called it does nothing. For threads that
+/// are not started by [`spawn`](crate::spawn). If an armed process cannot filter a thread, it ends.
 pub fn thread(kind: ThreadKind) {
     if let Err(error) = install(kind) {
         tracing::error!("{}", nacelle_base::Chain(&error));

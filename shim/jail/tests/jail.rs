@@ -86,15 +86,13 @@ fn prisoner(profile: &str, mode: &str, folder: &Path) -> ExitCode {
     let filtered = std::sync::Arc::new(std::sync::Barrier::new(KINDS.len() + 1));
     for kind in KINDS {
         let filtered = filtered.clone();
-        std::thread::Builder::new()
-            .name(format!("{kind:?}"))
-            .spawn(move || {
-                nacelle_jail::thread(kind);
-                filtered.wait();
-                let (_keep, never) = std::sync::mpsc::channel::<()>();
-                let _ = never.recv();
-            })
-            .unwrap();
+        let builder = std::thread::Builder::new().name(format!("{kind:?}"));
+        let idle = move || {
+            filtered.wait();
+            let (_keep, never) = std::sync::mpsc::channel::<()>();
+            let _ = never.recv();
+        };
+        nacelle_jail::spawn(kind, builder, idle).unwrap();
     }
     filtered.wait();
     println!("in");
@@ -127,6 +125,11 @@ fn act(what: &str) -> String {
         "inet" => std::net::UdpSocket::bind("127.0.0.1:0").map(drop).map_err(|error| error.to_string()),
         "unshare" => nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS).map_err(|error| error.to_string()),
         "unix" => std::os::unix::net::UnixStream::pair().map(drop).map_err(|error| error.to_string()),
+        // As the guest does when it makes a queue ready: by a thread that may not start any.
+        "queue" => nacelle_jail::spawn(ThreadKind::Queue, std::thread::Builder::new(), || act("nothing"))
+            .map(|thread| drop(thread.join().unwrap()))
+            .map_err(|error| error.to_string()),
+        "nothing" => Ok(()),
         "open" => fs::File::open("/dev/null").map(drop).map_err(|error| error.to_string()),
         "spawn" => {
             std::thread::Builder::new().spawn(|| ()).map(|t| t.join().unwrap()).map_err(|error| error.to_string())
@@ -141,12 +144,7 @@ fn act_on(words: &str) -> String {
     let (kind, what) = words.split_once(' ').unwrap();
     let kind = ThreadKind::ALL.into_iter().find(|known| format!("{known:?}") == kind).unwrap();
     let what = what.to_owned();
-    std::thread::spawn(move || {
-        nacelle_jail::thread(kind);
-        act(&what)
-    })
-    .join()
-    .unwrap()
+    nacelle_jail::spawn(kind, std::thread::Builder::new(), move || act(&what)).unwrap().join().unwrap()
 }
 
 /// A prisoner and what is outside.
@@ -293,7 +291,7 @@ fn no_rights() {
 fn every_thread_is_filtered() {
     let jail = Jail::new("in-process", "kill");
     let threads = jail.threads();
-    assert_eq!(threads.len(), KINDS.len() + 1, "{:?}", threads.keys());
+    assert_eq!(threads.len(), KINDS.len() + 2, "{:?}", threads.keys());
     for (thread, status) in threads {
         assert_eq!(status["Seccomp"], "2", "{thread}");
         // Its own filter and the process's.
@@ -322,7 +320,15 @@ fn what_is_forbidden_kills() {
     kills("spawns", "thread Queue open");
     // And what is allowed does not.
     let mut jail = Jail::new("in-process", "kill");
-    for what in ["unix", "open", "spawn", "thread Vsock unix", "thread Blocking open", "thread Machine spawn"] {
+    for what in [
+        "unix",
+        "open",
+        "spawn",
+        "thread Vsock unix",
+        "thread Blocking open",
+        "thread Machine spawn",
+        "thread Vcpu queue",
+    ] {
         assert!(jail.ask(what).unwrap().contains("Ok("), "{what}");
     }
     assert!(jail.end().success());

@@ -10,6 +10,7 @@ use crate::record::{ContainerPhase, ContainerRecord, LOST, PodRecord};
 use nacelle_base::machine::ImageDisk;
 use nacelle_base::{Chain, Classify, Kind};
 use nacelle_engine::Slot;
+use nacelle_jail::ThreadKind;
 use nacelle_proto::{agent as proto, pod};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
@@ -154,11 +155,11 @@ pub async fn start(agent: &Agent, id: &str, tty: bool, log: Option<LogPath>) -> 
         streams.0.push(Arc::clone(&stream));
         let (log, alive) = (Arc::clone(&log), alive.clone());
         let run = move || {
-            nacelle_jail::thread(nacelle_jail::ThreadKind::Log);
             pump(&*stream, source, &log);
             drop(alive);
         };
-        let thread = std::thread::Builder::new().name("log".into()).stack_size(PUMP_STACK).spawn(run);
+        let builder = std::thread::Builder::new().name("log".into()).stack_size(PUMP_STACK);
+        let thread = nacelle_jail::spawn(ThreadKind::Log, builder, run);
         thread.map_err(|source| PodError::Thread { what: "a log's thread", source })?;
     }
     if let Err(error) = agent.start_container(id).await {

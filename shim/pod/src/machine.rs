@@ -10,6 +10,7 @@ use nacelle_base::files::remove_if_there;
 use nacelle_base::net::Mac;
 use nacelle_base::undo::UndoStack;
 use nacelle_engine::{DiskSpec, Engine, Incoming, Machine, MachineExit, MachineSpec, NicSpec, Slot, Stop};
+use nacelle_jail::ThreadKind;
 use nacelle_net::{NetNs, Tap, tap};
 use std::io;
 use std::path::Path;
@@ -144,7 +145,6 @@ async fn start(engine: Arc<dyn Engine>, spec: MachineSpec) -> Result<Started, Po
     let (tell, started) = oneshot::channel();
     let (tell_gone, gone) = watch::channel(None);
     let life = move || {
-        nacelle_jail::thread(nacelle_jail::ThreadKind::Machine);
         let machine: Arc<dyn Machine> = match engine.start(spec) {
             Ok(machine) => machine.into(),
             Err(error) => {
@@ -162,7 +162,7 @@ async fn start(engine: Arc<dyn Engine>, spec: MachineSpec) -> Result<Started, Po
             tell_gone.send_replace(Some(exit));
         }
     };
-    let thread = std::thread::Builder::new().name("machine".into()).spawn(life);
+    let thread = nacelle_jail::spawn(ThreadKind::Machine, std::thread::Builder::new().name("machine".into()), life);
     thread.map_err(|source| PodError::Thread { what: "the machine's thread", source })?;
     let machine = started.await.map_err(|_thread_is_gone| PodError::Ending)??;
     Ok((machine, gone))

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::process::{Child, ChildStderr, ChildStdout, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
-use std::thread::{self, JoinHandle};
+use std::thread::{Builder, JoinHandle};
 
 use nacelle_jail::ThreadKind;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -57,32 +57,29 @@ impl Process {
         // The closure allocates nothing and owns its list of descriptors.
         unsafe { command.pre_exec(move || in_child(parent, &inherited)) };
         let (tell, told) = mpsc::sync_channel(1);
-        let warden = thread::Builder::new()
-            .name("qemu-warden".into())
-            .spawn(move || {
-                nacelle_jail::thread(ThreadKind::Warden);
-                let mut child = match command.spawn() {
-                    Ok(child) => child,
-                    Err(error) => {
-                        // Nobody hears it if the caller has gone: it has not.
-                        let _ = tell.send(Err(error));
-                        return;
-                    }
-                };
-                let process = Arc::new(Process {
-                    pid: Pid::from_raw(child.id().cast_signed()),
-                    alive: Mutex::new(true),
-                    killed: AtomicBool::new(false),
-                    ended: Ended::default(),
-                });
-                let _ = tell.send(Ok(Arc::clone(&process)));
-                let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
-                let (console, messages) = listen(console, stdout, stderr);
-                let status = process.reap(&mut child);
-                at_end();
-                process.ended.set(process.exit(status, &console, &messages));
-            })
-            .map_err(|source| EngineError::Resources { what: "a thread for QEMU", source })?;
+        let warden = nacelle_jail::spawn(ThreadKind::Warden, Builder::new().name("qemu-warden".into()), move || {
+            let mut child = match command.spawn() {
+                Ok(child) => child,
+                Err(error) => {
+                    // Nobody hears it if the caller has gone: it has not.
+                    let _ = tell.send(Err(error));
+                    return;
+                }
+            };
+            let process = Arc::new(Process {
+                pid: Pid::from_raw(child.id().cast_signed()),
+                alive: Mutex::new(true),
+                killed: AtomicBool::new(false),
+                ended: Ended::default(),
+            });
+            let _ = tell.send(Ok(Arc::clone(&process)));
+            let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
+            let (console, messages) = listen(console, stdout, stderr);
+            let status = process.reap(&mut child);
+            at_end();
+            process.ended.set(process.exit(status, &console, &messages));
+        })
+        .map_err(|source| EngineError::Resources { what: "a thread for QEMU", source })?;
         let spawn = |source| EngineError::Spawn { program: program.to_owned(), source };
         match told.recv() {
             Ok(Ok(process)) => Ok((process, warden)),

@@ -10,7 +10,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::JoinHandle;
+use std::thread::{Builder, JoinHandle};
 use virtio_queue::QueueState;
 
 /// A running thread and the queue that it serves.
@@ -36,8 +36,7 @@ impl QueueThread {
         let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         let stop = Arc::new(Stop { asked: AtomicBool::new(false), wake });
         let seen = stop.clone();
-        let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
-            nacelle_jail::thread(ThreadKind::Queue);
+        let thread = nacelle_jail::spawn(ThreadKind::Queue, Builder::new().name(name.to_owned()), move || {
             serve(ring, &seen, handle)
         })?;
         Ok(QueueThread { stop, thread })

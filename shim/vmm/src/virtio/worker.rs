@@ -10,7 +10,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, SyncSender, TryRecvError, channel, sync_channel};
-use std::thread::JoinHandle;
+use std::thread::{Builder, JoinHandle};
 use virtio_queue::QueueState;
 
 /// Requests of one queue that are served before the others have their turn.
@@ -120,8 +120,7 @@ impl Worker {
         let bell = Bell(Arc::new(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?));
         let (commands, inbox) = channel();
         let heard = bell.clone();
-        let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
-            nacelle_jail::thread(ThreadKind::Queue);
+        let thread = nacelle_jail::spawn(ThreadKind::Queue, Builder::new().name(name.to_owned()), move || {
             run(&inbox, &heard, handle)
         })?;
         Ok(Worker { commands: Some(commands), bell, thread: Some(thread) })

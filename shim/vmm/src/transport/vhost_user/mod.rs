@@ -21,7 +21,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
-use std::thread::JoinHandle;
+use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
 /// A front end that does not take an answer for so long is given up.
@@ -83,13 +83,10 @@ pub fn serve(device: Box<dyn Device>, listener: UnixListener) -> Result<Server, 
         EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK).map_err(|error| start(error.into()))?;
     let stop = Arc::new(stop);
     let seen = stop.clone();
-    let thread = std::thread::Builder::new()
-        .name(format!("vhost-{kind}"))
-        .spawn(move || {
-            nacelle_jail::thread(ThreadKind::VhostUser);
-            accept_all(device, &listener, &seen);
-        })
-        .map_err(start)?;
+    let thread = nacelle_jail::spawn(ThreadKind::VhostUser, Builder::new().name(format!("vhost-{kind}")), move || {
+        accept_all(device, &listener, &seen);
+    })
+    .map_err(start)?;
     Ok(Server { stop, thread: Some(thread) })
 }
 

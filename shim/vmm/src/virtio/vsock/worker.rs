@@ -10,6 +10,7 @@ use std::io;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel};
+use std::thread::Builder;
 use virtio_queue::QueueState;
 
 /// The upper half of the numbers by which epoll names what is not a connection: no port of the host.
@@ -46,10 +47,7 @@ impl Control {
         let (commands, inbox) = channel();
         let muxer = Muxer::new(guest_cid, epoll.clone(), metrics);
         let worker = Worker { muxer, epoll, wake: wake.clone(), inbox };
-        std::thread::Builder::new().name("vsock".to_owned()).spawn(move || {
-            nacelle_jail::thread(ThreadKind::Vsock);
-            worker.run();
-        })?;
+        nacelle_jail::spawn(ThreadKind::Vsock, Builder::new().name("vsock".to_owned()), move || worker.run())?;
         Ok(Control { commands, wake })
     }
 
