@@ -1,6 +1,7 @@
 //! Owns: how a machine is put together, in the order that KVM wants.
 
 use super::bus::Bus;
+use super::genid::GenerationId;
 use super::kernel::{self, Entry};
 use super::legacy::{self, Keyboard, SerialPort};
 use super::memory::GuestMemory;
@@ -62,12 +63,14 @@ impl Builder {
         let ended = control.clone();
         let keyboard = Keyboard::new(move || ended.end(Exit::Reset));
         ports.insert(legacy::I8042, legacy::I8042_PORTS, Arc::new(keyboard));
+        let mut windows = Bus::default();
+        windows.insert(layout::GENERATION_ID.0, layout::WINDOW_SIZE, Arc::new(GenerationId::new()?));
         Ok(Builder {
             config,
             supported: supported.as_slice().to_vec(),
             control,
             ports,
-            windows: Bus::default(),
+            windows,
             transports: Vec::new(),
             vm: Arc::new(vm),
             memory,
@@ -124,6 +127,11 @@ impl Builder {
     pub fn restore(self, state: &MachineState) -> Result<Machine, Error> {
         let vcpus = self.make_vcpus()?;
         state::restore(&self.vm, &vcpus, &self.transports, state)?;
+        // The first thing that the guest sees: its generation id is another.
+        for active in [true, false] {
+            let raised = self.vm.set_irq_line(layout::GENERATION_ID.1, active);
+            raised.map_err(Error::call("raise an interrupt"))?;
+        }
         self.spawn(vcpus)
     }
 
@@ -141,7 +149,8 @@ impl Builder {
             None => None,
         };
         let devices = (0..self.transports.len()).filter_map(layout::announce);
-        let words = cmdline.iter().cloned().chain(["reboot=k".to_owned()]).chain(devices);
+        let words =
+            cmdline.iter().cloned().chain(["reboot=k".to_owned(), layout::announce_generation_id()]).chain(devices);
         let line = boot::cmdline(words).map_err(at(path))?;
         boot::prepare(memory, *memory_mib, &kernel, &line, initrd).map_err(at(path))?;
         let (signature, features) = cpuid::signature(&self.supported);

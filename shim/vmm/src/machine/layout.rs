@@ -9,6 +9,8 @@ pub(super) const HOLE: u64 = 3 << 30;
 /// Where memory goes on above the hole for devices.
 pub(super) const HIGH_MEMORY: u64 = 4 << 30;
 
+/// The address and the interrupt of the generation id; the interrupt is that of a second serial port, which is not there.
+pub(super) const GENERATION_ID: (u64, u32) = (WINDOWS - WINDOW_SIZE, 3);
 /// The address of the first device's registers.
 pub const WINDOWS: u64 = 0xd000_0000;
 /// The bytes of registers that one device has.
@@ -82,6 +84,12 @@ pub(super) fn initrd_address(memory_mib: u32, limit: u64, kernel_end: u64, size:
 /// The address of the registers and the interrupt of device `index`.
 pub(super) fn window(index: usize) -> Option<(u64, u32)> {
     (index < MAX_DEVICES).then(|| (WINDOWS + index as u64 * WINDOW_SIZE, FIRST_GSI + index as u32))
+}
+
+/// The word of the kernel's command line that announces the generation id to our driver in the guest's kernel.
+pub(super) fn announce_generation_id() -> String {
+    let (address, gsi) = GENERATION_ID;
+    format!("nacelle_genid={address:#x}:{gsi}")
 }
 
 /// The word of the kernel's command line that announces device `index`.

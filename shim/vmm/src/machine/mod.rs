@@ -16,6 +16,7 @@ mod builder;
 mod bus;
 mod cpuid;
 mod error;
+mod genid;
 mod handle;
 mod kernel;
 mod layout;

@@ -1,0 +1,58 @@
+//! Owns: the generation id: 16 random bytes that a machine has from its making or restore to its end, so that a guest
+//! whose memory came from a snapshot finds others than it knows (docs/devices/genid.md).
+//! Threads: the vCPUs'.
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use super::{BusDevice, Error};
+
+/// The bytes of an id.
+const BYTES: usize = 16;
+
+/// The id of this machine. The guest reads it; an interrupt after a restore tells it to.
+pub(super) struct GenerationId([u8; BYTES]);
+
+impl GenerationId {
+    /// An id that no other machine has.
+    pub fn new() -> Result<GenerationId, Error> {
+        let mut id = [0; BYTES];
+        getrandom::fill(&mut id).map_err(|error| Error::Make {
+            what: "a generation id",
+            source: std::io::Error::other(error.to_string()),
+        })?;
+        Ok(GenerationId(id))
+    }
+}
+
+impl BusDevice for GenerationId {
+    fn read(&self, offset: u64, data: &mut [u8]) {
+        data.fill(0);
+        let there = self.0.iter().skip(usize::try_from(offset).unwrap_or(usize::MAX));
+        data.iter_mut().zip(there).for_each(|(to, byte)| *to = *byte);
+    }
+
+    fn write(&self, _offset: u64, _data: &[u8]) {}
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_guest_reads_it_in_any_way_and_changes_nothing() {
+        let device = GenerationId::new().unwrap();
+        let mut whole = [0; 24];
+        for (at, byte) in whole.iter_mut().enumerate() {
+            device.read(at as u64, std::slice::from_mut(byte));
+        }
+        assert_eq!((&whole[..16], &whole[16..]), (&device.0[..], &[0; 8][..]));
+        let mut words = [0xff; 8];
+        device.read(12, &mut words);
+        assert_eq!((&words[..4], &words[4..]), (&device.0[12..], &[0; 4][..]));
+        device.read(u64::MAX, &mut words);
+        assert_eq!(words, [0; 8]);
+        device.write(0, &[!device.0[0]; 8]);
+        assert_eq!(device.0[..], whole[..16]);
+        assert_ne!(device.0, GenerationId::new().unwrap().0);
+    }
+}
