@@ -186,7 +186,7 @@ pub(crate) fn devices() -> Vec<Box<dyn Device>> {
 }
 
 /// The queue on which a device gives every request back, if it has one.
-fn answering(kind: DeviceKind) -> Option<usize> {
+pub(crate) fn answering(kind: DeviceKind) -> Option<usize> {
     match kind {
         DeviceKind::Block | DeviceKind::Rng | DeviceKind::Balloon => Some(0),
         DeviceKind::Vsock | DeviceKind::Console => Some(1),

@@ -13,6 +13,8 @@ mod line;
 mod state;
 
 #[cfg(test)]
+mod hostile;
+#[cfg(test)]
 mod tests;
 
 pub use state::{QueueRegisters, Registers, RestoreError, TransportState};

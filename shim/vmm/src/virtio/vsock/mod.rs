@@ -16,7 +16,7 @@ pub use host::{Listener, Vsock};
 pub use metrics::Metrics;
 pub use state::State;
 #[cfg(any(test, feature = "fuzz"))]
-pub(crate) use {muxer::Muxer, packet::Header};
+pub(crate) use {muxer::Muxer, packet::Header, packet::Op};
 
 /// The context id of the host.
 pub const HOST_CID: u64 = 2;
