@@ -7,7 +7,7 @@ use super::legacy::{self, Keyboard, SerialPort};
 use super::memory::GuestMemory;
 use super::state::{self, MachineState};
 use super::vcpu::{Control, Vcpu, prepare_signal};
-use super::{Config, Console, Error, Exit, MAX_VCPUS, Machine, boot, cpuid, layout, mptable};
+use super::{Config, Console, Error, Exit, MAX_VCPUS, Machine, boot, cpuid, fit, layout, mptable};
 use crate::mmio::{self, Transport};
 use crate::{Device, Memory};
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, Msrs, kvm_cpuid_entry2, kvm_msr_entry};
@@ -26,6 +26,7 @@ pub struct Builder {
     ports: Bus,
     windows: Bus,
     transports: Vec<Arc<Transport>>,
+    serial: Option<Arc<SerialPort>>,
     vm: Arc<VmFd>,
     /// Dropped last.
     memory: GuestMemory,
@@ -72,6 +73,7 @@ impl Builder {
             ports,
             windows,
             transports: Vec::new(),
+            serial: None,
             vm: Arc::new(vm),
             memory,
         })
@@ -86,7 +88,9 @@ impl Builder {
     pub fn serial(&mut self, console: Console) -> Result<(), Error> {
         let (port, line) = SerialPort::new(console)?;
         self.vm.register_irqfd(&line, legacy::COM1_GSI).map_err(Error::call("take an interrupt"))?;
-        self.ports.insert(legacy::COM1, legacy::COM1_PORTS, Arc::new(port));
+        let port = Arc::new(port);
+        self.ports.insert(legacy::COM1, legacy::COM1_PORTS, port.clone());
+        self.serial = Some(port);
         Ok(())
     }
 
@@ -125,8 +129,11 @@ impl Builder {
 
     /// Puts the machine where `state` was saved. It stands still until [`Machine::resume`].
     pub fn restore(self, state: &MachineState) -> Result<Machine, Error> {
+        if let Some(missing) = state.vcpus.iter().find_map(|vcpu| fit::missing(&self.supported, &vcpu.cpuid)) {
+            return Err(Error::Processor { missing });
+        }
         let vcpus = self.make_vcpus()?;
-        state::restore(&self.vm, &vcpus, &self.transports, state)?;
+        state::restore(&self.vm, &vcpus, &self.transports, self.serial.as_deref(), state)?;
         // The first thing that the guest sees: its generation id is another.
         for active in [true, false] {
             let raised = self.vm.set_irq_line(layout::GENERATION_ID.1, active);
@@ -186,6 +193,7 @@ impl Builder {
             threads: Mutex::default(),
             vcpus,
             transports: self.transports,
+            serial: self.serial,
             vm: self.vm,
             memory: self.memory,
         };

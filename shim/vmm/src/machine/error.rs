@@ -120,6 +120,12 @@ pub enum Error {
         /// The value saved.
         value: u64,
     },
+    /// A machine that was saved on a processor with features that this one does not have.
+    #[error("the machine was saved on a processor that has {missing}, which this one has not")]
+    Processor {
+        /// The first difference.
+        missing: String,
+    },
     /// A saved state that does not fit the machine.
     #[error("a saved state with {saved} {what} for a machine with {here}")]
     Mismatch {
@@ -149,7 +155,7 @@ impl Classify for Error {
                 libc::ENOENT | libc::ENODEV | libc::ENXIO => Kind::Unsupported,
                 _ => Kind::Internal,
             },
-            Error::Version { .. } | Error::Missing { .. } => Kind::Unsupported,
+            Error::Version { .. } | Error::Missing { .. } | Error::Processor { .. } => Kind::Unsupported,
             Error::Memory { source, .. } => source.kind(),
             Error::Load { source, .. } => source.kind(),
             Error::Devices { .. } | Error::Make { .. } => Kind::Exhausted,

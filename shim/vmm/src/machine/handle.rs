@@ -1,5 +1,6 @@
 //! Owns: a running machine as others hold it.
 
+use super::legacy::SerialPort;
 use super::memory::GuestMemory;
 use super::state::{self, MachineState};
 use super::vcpu::Control;
@@ -46,6 +47,7 @@ pub struct Machine {
     pub(super) threads: Mutex<Vec<JoinHandle<()>>>,
     pub(super) vcpus: Vec<Arc<Mutex<VcpuFd>>>,
     pub(super) transports: Vec<Arc<Transport>>,
+    pub(super) serial: Option<Arc<SerialPort>>,
     pub(super) vm: Arc<VmFd>,
     /// Dropped last.
     pub(super) memory: GuestMemory,
@@ -120,7 +122,7 @@ impl Machine {
         if !self.control.is_paused() {
             return Err(Error::NotPaused);
         }
-        state::save(&self.vm, &self.vcpus, &self.transports)
+        state::save(&self.vm, &self.vcpus, &self.transports, self.serial.as_deref())
     }
 }
 

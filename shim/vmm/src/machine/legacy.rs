@@ -3,6 +3,7 @@
 
 use super::bus::BusDevice;
 use super::{Console, Error};
+use serde::{Deserialize, Serialize};
 use std::io;
 use std::sync::{Mutex, PoisonError};
 use vm_superio::serial::NoEvents;
@@ -92,6 +93,53 @@ impl SerialPort {
         let ours = line.try_clone().map_err(make)?;
         Ok((SerialPort(Mutex::new(Serial::new(Line(ours), Sink(console)))), line))
     }
+
+    /// What its driver has written.
+    pub fn save(&self) -> SerialState {
+        let state = self.0.lock().unwrap_or_else(PoisonError::into_inner).state();
+        SerialState {
+            divisor: [state.baud_divisor_low, state.baud_divisor_high],
+            line_control: state.line_control,
+            interrupt_enable: state.interrupt_enable,
+            modem_control: state.modem_control,
+            scratch: state.scratch,
+        }
+    }
+
+    /// Writes it again, as the driver did. A driver that waits for an interrupt to send more gets one.
+    pub fn restore(&self, saved: &SerialState) {
+        const LATCH: u8 = 1 << 7;
+        let [low, high] = saved.divisor;
+        let line = saved.line_control;
+        let (interrupts, modem) = (saved.interrupt_enable, saved.modem_control);
+        for (register, byte) in [
+            (3, line | LATCH),
+            (0, low),
+            (1, high),
+            (3, line & !LATCH),
+            (1, interrupts),
+            (4, modem),
+            (7, saved.scratch),
+            (3, line),
+        ] {
+            self.write(register, &[byte]);
+        }
+    }
+}
+
+/// The registers of a serial port that keep what is written to them.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SerialState {
+    /// DLL and DLM.
+    pub divisor: [u8; 2],
+    /// LCR.
+    pub line_control: u8,
+    /// IER.
+    pub interrupt_enable: u8,
+    /// MCR.
+    pub modem_control: u8,
+    /// SCR.
+    pub scratch: u8,
 }
 
 impl BusDevice for SerialPort {
@@ -109,5 +157,26 @@ impl BusDevice for SerialPort {
                 tracing::debug!("a byte of the serial console is lost: {error:?}");
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_serial_port_goes_on_as_its_driver_left_it() {
+        let (one, _line) = SerialPort::new(Box::new(|_| ())).unwrap();
+        for (register, byte) in [(3, 0x83), (0, 1), (1, 0), (3, 0x03), (1, 0x05), (4, 0x0b), (7, 0x5a)] {
+            one.write(register, &[byte]);
+        }
+        let saved = one.save();
+        let (two, line) = SerialPort::new(Box::new(|_| ())).unwrap();
+        two.restore(&saved);
+        assert_eq!(two.save(), saved);
+        assert!(line.read().is_err(), "nobody waits to send");
+        one.write(1, &[0x07]);
+        two.restore(&one.save());
+        assert_eq!(line.read().unwrap(), 1, "a driver that waits to send is told to go on");
     }
 }

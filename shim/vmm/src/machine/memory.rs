@@ -49,7 +49,7 @@ pub enum MemoryError {
     /// The file for shared memory, or of saved memory, cannot be used.
     #[error("its file cannot be {what}")]
     File {
-        /// "made", "measured".
+        /// "made", "measured", "duplicated".
         what: &'static str,
         /// Why not.
         source: io::Error,
@@ -238,8 +238,9 @@ fn map_region(
     advise(at, size.get(), !source.flags.contains(MapFlags::MAP_HUGETLB));
     let mut builder =
         MmapRegionBuilder::new(size.get()).with_mmap_prot(protection.bits()).with_mmap_flags(source.flags.bits());
-    if let Some(file) = source.file.filter(|_| source.flags.contains(MapFlags::MAP_SHARED)) {
-        let file = file.try_clone().map_err(|source| MemoryError::File { what: "shared", source })?;
+    // Also of private memory: whoever saves it again must know that pages never touched are in the file.
+    if let Some(file) = source.file {
+        let file = file.try_clone().map_err(|source| MemoryError::File { what: "duplicated", source })?;
         builder = builder.with_file_offset(FileOffset::new(file, offset));
     }
     // SAFETY: the mapping was made above and stays until the reservation is dropped, which checks that nobody has

@@ -16,6 +16,7 @@ mod builder;
 mod bus;
 mod cpuid;
 mod error;
+mod fit;
 mod genid;
 mod handle;
 mod kernel;
@@ -33,6 +34,7 @@ pub use error::Error;
 pub use handle::{Exit, Machine};
 pub use kernel::KernelError;
 pub use layout::{FIRST_GSI, MAX_DEVICES, WINDOW_SIZE, WINDOWS};
+pub use legacy::SerialState;
 pub use memory::MemoryError;
 pub use state::{MachineState, VcpuState, VmState};
 

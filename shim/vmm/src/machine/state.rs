@@ -2,6 +2,7 @@
 #![allow(unsafe_code)] // reason: KVM's call that sets the extended registers trusts the size of what it is given.
 
 use super::Error;
+use super::legacy::{SerialPort, SerialState};
 use crate::mmio::{Transport, TransportState};
 use kvm_bindings::{
     CpuId, KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_MAX_CPUID_ENTRIES,
@@ -21,6 +22,8 @@ pub struct MachineState {
     pub vcpus: Vec<VcpuState>,
     /// The devices, in the order in which they were attached.
     pub devices: Vec<TransportState>,
+    /// The serial port, if there is one.
+    pub serial: Option<SerialState>,
 }
 
 /// What belongs to all processors together.
@@ -67,6 +70,7 @@ pub(super) fn save(
     vm: &VmFd,
     vcpus: &[Arc<Mutex<VcpuFd>>],
     transports: &[Arc<Transport>],
+    serial: Option<&SerialPort>,
 ) -> Result<MachineState, Error> {
     let kvm = Kvm::new().map_err(|source| Error::Open { source })?;
     let list = kvm.get_msr_index_list().map_err(Error::call("list model-specific registers"))?;
@@ -79,7 +83,7 @@ pub(super) fn save(
     let chips = chips.into_iter().collect::<Result<_, _>>()?;
     let clock = vm.get_clock().map_err(Error::call("tell the time"))?;
     let devices = transports.iter().map(|transport| transport.save()).collect();
-    Ok(MachineState { vm: VmState { chips, clock }, vcpus, devices })
+    Ok(MachineState { vm: VmState { chips, clock }, vcpus, devices, serial: serial.map(SerialPort::save) })
 }
 
 /// The order is KVM's: `KVM_GET_MP_STATE` may take pending events and change all else, the local APIC may change when
@@ -123,6 +127,7 @@ pub(super) fn restore(
     vm: &VmFd,
     vcpus: &[VcpuFd],
     transports: &[Arc<Transport>],
+    serial: Option<&SerialPort>,
     state: &MachineState,
 ) -> Result<(), Error> {
     if state.devices.len() != transports.len() {
@@ -142,6 +147,9 @@ pub(super) fn restore(
     vm.set_clock(&clock).map_err(Error::call("set the time"))?;
     for (transport, saved) in transports.iter().zip(&state.devices) {
         transport.restore(saved).map_err(|source| Error::Restore { device: transport.kind(), source })?;
+    }
+    if let (Some(port), Some(saved)) = (serial, &state.serial) {
+        port.restore(saved);
     }
     Ok(())
 }

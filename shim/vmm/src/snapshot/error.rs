@@ -87,13 +87,11 @@ pub enum SnapshotError {
         /// What is wrong.
         source: serde_json::Error,
     },
-    /// Memory cannot be mapped.
-    #[error("cannot map {}", path.display())]
-    Map {
-        /// The file.
-        path: PathBuf,
+    /// The machine's state cannot be taken.
+    #[error("cannot take the machine's state")]
+    Machine {
         /// Why not.
-        source: vm_memory::mmap::FromRangesError,
+        source: crate::machine::Error,
     },
 }
 
@@ -107,7 +105,8 @@ impl Classify for SnapshotError {
                 _ => Kind::Internal,
             },
             SnapshotError::Version { .. } => Kind::Unsupported,
-            SnapshotError::TooLarge { .. } | SnapshotError::Map { .. } => Kind::Exhausted,
+            SnapshotError::TooLarge { .. } => Kind::Exhausted,
+            SnapshotError::Machine { source } => source.kind(),
             SnapshotError::Encode { .. } => Kind::Internal,
             SnapshotError::Place { .. }
             | SnapshotError::NotASnapshot { .. }

@@ -1,4 +1,4 @@
-//! Owns: the file `memory`: the guest's memory, region after region, in which pages of zeros are holes; and mapping it.
+//! Owns: the file `memory`: the guest's memory, region after region, in which pages of zeros are holes.
 //! Threads: writing uses up to four for the time of the call.
 
 use crate::virtio::Memory;
@@ -7,17 +7,8 @@ use nix::unistd::{Whence, lseek};
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use vm_memory::mmap::{FromRangesError, MmapRegionBuilder};
-use vm_memory::{
-    FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap, MemoryRegionAddress,
-};
-
-use super::SnapshotError;
-
-/// Where memory lies for the guest: start and length of each region, in the order of their addresses.
-pub type Layout = Vec<(GuestAddress, usize)>;
+use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap, MemoryRegionAddress};
 
 const PAGE: usize = 4096;
 /// What one thread takes at a time.
@@ -124,31 +115,4 @@ impl Piece<'_> {
 fn is_zero(page: &[u8]) -> bool {
     static ZEROS: [u8; PAGE] = [0; PAGE];
     ZEROS.get(..page.len()) == Some(page)
-}
-
-/// Maps the file as memory of this layout, privately.
-pub(super) fn map(file: &File, path: &Path, layout: &Layout) -> Result<Memory, SnapshotError> {
-    let failed = |source| SnapshotError::Map { path: path.to_owned(), source };
-    let length =
-        file.metadata().map_err(|source| SnapshotError::Io { what: "look at", path: path.to_owned(), source })?;
-    let expected = layout.iter().fold(0_u64, |sum, (_, size)| sum.saturating_add(*size as u64));
-    if length.len() != expected {
-        return Err(SnapshotError::Length { path: path.to_owned(), got: length.len(), expected });
-    }
-    let mut at = 0;
-    let mut regions = Vec::new();
-    for &(start, size) in layout {
-        let duplicate = file.try_clone();
-        let file = duplicate.map_err(|source| SnapshotError::Io { what: "open", path: path.to_owned(), source })?;
-        let mapping = MmapRegionBuilder::new(size)
-            .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
-            .with_mmap_flags(libc::MAP_PRIVATE | libc::MAP_NORESERVE)
-            .with_file_offset(FileOffset::new(file, at))
-            .build();
-        let mapping = mapping.map_err(FromRangesError::MmapRegion).map_err(failed)?;
-        let region = GuestRegionMmap::new(mapping, start).ok_or(FromRangesError::InvalidGuestRegion).map_err(failed)?;
-        regions.push(region);
-        at += size as u64;
-    }
-    Memory::from_regions(regions).map_err(FromRangesError::from).map_err(failed)
 }

@@ -1,0 +1,136 @@
+//! Owns: whether a processor can go on as another one: a saved machine has read CPUID and acts on it.
+//! Pure: compares two lists of entries.
+
+use kvm_bindings::kvm_cpuid_entry2;
+
+type Entry = kvm_cpuid_entry2;
+
+#[derive(Clone, Copy)]
+enum Register {
+    Eax,
+    Ebx,
+    Ecx,
+    Edx,
+}
+
+/// Words of feature bits, and the bits in them that say nothing about the host: those that the machine sets itself
+/// (see `cpuid`), and those that follow what the guest has switched on (OSXSAVE, OSPKE).
+const FEATURES: [(u32, u32, Register, u32); 22] = [
+    (0x1, 0, Register::Ecx, 1 << 31 | 1 << 27 | 1 << 24),
+    (0x1, 0, Register::Edx, 1 << 28),
+    (0x6, 0, Register::Eax, 0),
+    (0x7, 0, Register::Ebx, 0),
+    (0x7, 0, Register::Ecx, 1 << 4),
+    (0x7, 0, Register::Edx, 0),
+    (0x7, 1, Register::Eax, 0),
+    (0x7, 1, Register::Edx, 0),
+    (0x7, 2, Register::Edx, 0),
+    (0xd, 0, Register::Eax, 0),
+    (0xd, 0, Register::Edx, 0),
+    (0xd, 1, Register::Eax, 0),
+    (0x14, 0, Register::Ebx, 0),
+    (0x4000_0001, 0, Register::Eax, 0),
+    (0x8000_0001, 0, Register::Ecx, 1 << 1),
+    (0x8000_0001, 0, Register::Edx, 0),
+    (0x8000_0007, 0, Register::Ebx, 0),
+    (0x8000_0007, 0, Register::Edx, 0),
+    (0x8000_0008, 0, Register::Ebx, 0),
+    (0x8000_000a, 0, Register::Edx, 0),
+    (0x8000_001f, 0, Register::Eax, 0),
+    (0x8000_0021, 0, Register::Eax, 0),
+];
+
+impl Register {
+    fn of(self, entry: &Entry) -> u32 {
+        match self {
+            Register::Eax => entry.eax,
+            Register::Ebx => entry.ebx,
+            Register::Ecx => entry.ecx,
+            Register::Edx => entry.edx,
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Register::Eax => "EAX",
+            Register::Ebx => "EBX",
+            Register::Ecx => "ECX",
+            Register::Edx => "EDX",
+        }
+    }
+}
+
+fn find(entries: &[Entry], function: u32, index: u32) -> Option<&Entry> {
+    entries.iter().find(|entry| (entry.function, entry.index) == (function, index))
+}
+
+/// The first thing that the saved processor had and that is not supported here; `None`: it can go on here.
+pub(super) fn missing(supported: &[Entry], saved: &[Entry]) -> Option<String> {
+    let vendor = |entries| find(entries, 0, 0).map(|entry| [entry.ebx, entry.edx, entry.ecx]);
+    if vendor(saved) != vendor(supported) {
+        let name = vendor(saved).unwrap_or_default().map(u32::to_le_bytes).concat();
+        return Some(format!("the vendor {:?}", String::from_utf8_lossy(&name)));
+    }
+    for (function, index, register, ours) in FEATURES {
+        let had = find(saved, function, index).map_or(0, |entry| register.of(entry));
+        let has = find(supported, function, index).map_or(0, |entry| register.of(entry));
+        let lost = had & !has & !ours;
+        if lost != 0 {
+            return Some(format!("the bits {lost:#x} of CPUID {function:#x}.{index} {}", register.name()));
+        }
+    }
+    let width = |entries| find(entries, 0x8000_0008, 0).map_or(0, |entry| entry.eax & 0xff);
+    (width(saved) > width(supported)).then(|| format!("physical addresses of {} bits", width(saved)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::machine::cpuid;
+
+    fn entry(function: u32, index: u32, [eax, ebx, ecx, edx]: [u32; 4]) -> Entry {
+        Entry { function, index, eax, ebx, ecx, edx, ..Default::default() }
+    }
+
+    fn host() -> Vec<Entry> {
+        let vendor = [0x10, 0x6874_7541, 0x444d_4163, 0x6974_6e65];
+        vec![
+            entry(0, 0, vendor),
+            entry(1, 0, [0x80_0f12, 0, 0x7ed8_320b, 0x178b_fbff]),
+            entry(7, 0, [1, 0x209c_01a9, 0x40_0004, 0]),
+            entry(0xd, 0, [7, 0x340, 0x340, 0]),
+            entry(0x4000_0001, 0, [0x100_7efb, 0, 0, 0]),
+            entry(0x8000_0001, 0, [0, 0, 0x40_03f3, 0x2fd3_fbff]),
+            entry(0x8000_0008, 0, [0x3028, 0x1000, 0, 0]),
+        ]
+    }
+
+    #[test]
+    fn what_a_host_gives_fits_it() {
+        for (id, vcpus) in [(0, 1), (1, 2), (3, 4)] {
+            assert_eq!(missing(&host(), &cpuid::for_vcpu(&host(), id, vcpus)), None);
+        }
+    }
+
+    #[test]
+    fn what_a_host_does_not_have_is_named() {
+        let saved = cpuid::for_vcpu(&host(), 0, 2);
+        type Change = fn(&mut Vec<Entry>);
+        let table: [(Change, &str); 6] = [
+            (|host| host[0].ebx = 0, "the vendor \"AuthenticAMD\""),
+            (|host| host[2].ebx &= !(1 << 5), "the bits 0x20 of CPUID 0x7.0 EBX"),
+            (|host| host.truncate(2), "the bits 0x209c01a9 of CPUID 0x7.0 EBX"),
+            (|host| host[3].eax = 3, "the bits 0x4 of CPUID 0xd.0 EAX"),
+            (|host| host[4].eax &= !8, "the bits 0x8 of CPUID 0x40000001.0 EAX"),
+            (|host| host[6].eax = 0x3024, "physical addresses of 40 bits"),
+        ];
+        for (change, expected) in table {
+            let mut other = host();
+            change(&mut other);
+            assert_eq!(missing(&other, &saved).as_deref(), Some(expected));
+        }
+        let mut better = host();
+        better[2].ecx |= 1 << 8;
+        assert_eq!(missing(&better, &saved), None, "more is no hindrance");
+    }
+}
