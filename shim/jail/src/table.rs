@@ -247,6 +247,19 @@ const VCPU: &[Allow] = &[
     always(c::SYS_sched_setaffinity, "where a processor runs"),
 ];
 
+/// What starting a queue takes, which the guest asks for by a write to a register: on the thread of its processor.
+const QUEUES: &[Allow] = &[
+    Allow {
+        syscall: c::SYS_fcntl,
+        only: Only::Arg(1, &[c::F_DUPFD_CLOEXEC as u64, c::F_GETFL as u64, c::F_SETFL as u64]),
+        why: "a queue has its own copy of its eventfds, and does not block on them",
+    },
+    always(c::SYS_eventfd2, "a queue's thread is told to stop"),
+    ioctls(VHOST, "a network queue that the kernel serves"),
+    ioctl(0x54d0, "TUNSETOFFLOAD: what the guest's network driver can do"),
+    ioctl(0x54d9, "TUNSETQUEUE: a queue of a tap is used or not"),
+];
+
 /// What only the first thread does.
 const MAIN: &[Allow] = &[
     always(c::SYS_uname, "the kernel's version"),
@@ -275,7 +288,7 @@ pub fn table(kind: ThreadKind) -> impl Iterator<Item = &'static Allow> {
         ThreadKind::Main => &[LIFE, WAIT, SPAWN, DATA, STREAM, SOCKET, FILES, MACHINE, VCPU, MAIN],
         ThreadKind::Blocking => &[LIFE, WAIT, SPAWN, DATA, STREAM, SOCKET, FILES, MACHINE],
         ThreadKind::Machine => &[LIFE, WAIT, SPAWN, DATA, STREAM, SOCKET, FILES, MACHINE, VCPU],
-        ThreadKind::Vcpu => &[LIFE, VCPU],
+        ThreadKind::Vcpu => &[LIFE, VCPU, QUEUES],
         ThreadKind::Queue => &[LIFE, WAIT, DATA],
         ThreadKind::Vsock => &[LIFE, WAIT, STREAM, SOCKET],
         ThreadKind::VhostUser => &[LIFE, WAIT, SPAWN, DATA, STREAM, SOCKET],
