@@ -15,6 +15,8 @@ pub enum ThreadKind {
     Vcpu,
     /// Serves queues of a device: block, net, rng, balloon, console.
     Queue,
+    /// Serves the control queue of a network device: which queues of its tap take part, and who serves them.
+    NetControl,
     /// Serves the vsock device.
     Vsock,
     /// Serves a device to another process over vhost-user, and starts its queues' threads.
@@ -27,12 +29,13 @@ pub enum ThreadKind {
 
 impl ThreadKind {
     /// All kinds.
-    pub const ALL: [ThreadKind; 9] = [
+    pub const ALL: [ThreadKind; 10] = [
         ThreadKind::Main,
         ThreadKind::Blocking,
         ThreadKind::Machine,
         ThreadKind::Vcpu,
         ThreadKind::Queue,
+        ThreadKind::NetControl,
         ThreadKind::Vsock,
         ThreadKind::VhostUser,
         ThreadKind::Warden,

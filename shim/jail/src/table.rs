@@ -199,16 +199,18 @@ const FILES: &[Allow] = &[
     always(c::SYS_getcwd, "where relative names begin"),
 ];
 
-/// Making a machine in this process: memory, KVM, taps, vhost-net.
-const MACHINE: &[Allow] = &[
-    ioctls(KVM, "the machine is made, saved and restored"),
+/// Changing a network interface while it runs.
+const NETWORK: &[Allow] = &[
     ioctls(VHOST, "a network queue that the kernel serves"),
     ioctl(0x54d0, "TUNSETOFFLOAD: what the guest's network driver can do"),
-    ioctl(0x54d2, "TUNGETFEATURES: what the kernel's tap can do"),
-    ioctl(0x54d4, "TUNSETSNDBUF: what a tap holds back"),
-    ioctl(0x54d8, "TUNSETVNETHDRSZ: the header before each frame"),
     ioctl(0x54d9, "TUNSETQUEUE: a queue of a tap is used or not"),
-    ioctl(0x54dc, "TUNSETVNETLE: the byte order of that header"),
+];
+
+/// Making a machine in this process: memory, KVM, taps.
+const MACHINE: &[Allow] = &[
+    ioctls(KVM, "the machine is made, saved and restored"),
+    ioctl(0x54d2, "TUNGETIFF: what sort of tap it is"),
+    ioctl(0x54d8, "TUNSETVNETHDRSZ: the header before each frame"),
     always(c::SYS_memfd_create, "guest memory that is shared"),
     always(c::SYS_fallocate, "guest memory that is given back"),
     always(c::SYS_mbind, "where guest memory lies"),
@@ -285,11 +287,12 @@ const MAIN: &[Allow] = &[
 /// The system calls of a kind.
 pub fn table(kind: ThreadKind) -> impl Iterator<Item = &'static Allow> {
     let sets: &[&[Allow]] = match kind {
-        ThreadKind::Main => &[LIFE, WAIT, SPAWN, DATA, STREAM, SOCKET, FILES, MACHINE, VCPU, MAIN],
-        ThreadKind::Blocking => &[LIFE, WAIT, SPAWN, DATA, STREAM, SOCKET, FILES, MACHINE],
-        ThreadKind::Machine => &[LIFE, WAIT, SPAWN, DATA, STREAM, SOCKET, FILES, MACHINE, VCPU],
-        ThreadKind::Vcpu => &[LIFE, VCPU, QUEUES],
+        ThreadKind::Main => &[LIFE, WAIT, SPAWN, DATA, STREAM, SOCKET, FILES, NETWORK, MACHINE, VCPU, MAIN],
+        ThreadKind::Blocking => &[LIFE, WAIT, SPAWN, DATA, STREAM, SOCKET, FILES, NETWORK, MACHINE],
+        ThreadKind::Machine => &[LIFE, WAIT, SPAWN, DATA, STREAM, SOCKET, FILES, NETWORK, MACHINE, VCPU],
+        ThreadKind::Vcpu => &[LIFE, VCPU, QUEUES, NETWORK],
         ThreadKind::Queue => &[LIFE, WAIT, DATA],
+        ThreadKind::NetControl => &[LIFE, WAIT, NETWORK],
         ThreadKind::Vsock => &[LIFE, WAIT, STREAM, SOCKET],
         ThreadKind::VhostUser => &[LIFE, WAIT, SPAWN, DATA, STREAM, SOCKET],
         ThreadKind::Warden => &[LIFE, WAIT, SPAWN, STREAM, FILES],

@@ -16,6 +16,7 @@ enum Way {
     ReadAt(u64),
     WriteAt(u64),
     Read,
+    Write,
     Send,
 }
 
@@ -40,6 +41,8 @@ fn transfer(fd: RawFd, slices: &[VolatileSlice<'_>], way: Way) -> io::Result<usi
         }
         // SAFETY: each iovec lies in a mapping that `guards` keep alive; the kernel writes only there.
         Way::Read => unsafe { libc::readv(fd, iovecs.as_ptr(), count) },
+        // SAFETY: each iovec lies in a mapping that `guards` keep alive; the kernel only reads it.
+        Way::Write => unsafe { libc::writev(fd, iovecs.as_ptr(), count) },
         Way::Send => {
             // SAFETY: an all-zero msghdr is a valid empty one.
             let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
@@ -96,6 +99,11 @@ pub(crate) fn write_at(file: &File, slices: Vec<VolatileSlice<'_>>, at: u64) -> 
 /// Reads once from a stream into guest memory; 0 is its end.
 pub(crate) fn read_stream(fd: BorrowedFd<'_>, slices: &[VolatileSlice<'_>]) -> io::Result<usize> {
     transfer(fd.as_raw_fd(), slices, Way::Read)
+}
+
+/// Writes guest memory once: one frame of a tap. At most 1024 slices.
+pub(crate) fn write_stream(fd: BorrowedFd<'_>, slices: &[VolatileSlice<'_>]) -> io::Result<usize> {
+    transfer(fd.as_raw_fd(), slices, Way::Write)
 }
 
 /// Sends guest memory once to a socket, without blocking and without SIGPIPE.

@@ -4,6 +4,7 @@
 pub mod balloon;
 pub mod block;
 pub mod console;
+pub mod net;
 pub(crate) mod pieces;
 pub(crate) mod queue_thread;
 pub(crate) mod ring;

@@ -134,6 +134,17 @@ impl Pieces {
     /// The pieces as memory; one piece may become several where regions meet.
     pub fn slices<'m>(&self, memory: &'m Memory, access: Permissions) -> Result<Vec<VolatileSlice<'m>>, BadChain> {
         let mut slices = Vec::with_capacity(self.list.len());
+        self.add_slices(memory, access, &mut slices)?;
+        Ok(slices)
+    }
+
+    /// The pieces as memory, behind what is in `slices` already.
+    pub fn add_slices<'m>(
+        &self,
+        memory: &'m Memory,
+        access: Permissions,
+        slices: &mut Vec<VolatileSlice<'m>>,
+    ) -> Result<(), BadChain> {
         for piece in &self.list {
             let outside = || BadChain::Outside { address: piece.address.0, length: piece.length };
             // `GuestMemory` and not the backend's method of the same name: this one knows permissions.
@@ -142,7 +153,7 @@ impl Pieces {
                 slices.push(slice.map_err(|_why| outside())?);
             }
         }
-        Ok(slices)
+        Ok(())
     }
 
     /// Copies the first bytes into `bytes`; returns how many there were.
@@ -163,13 +174,24 @@ impl Pieces {
 
     /// Copies `bytes` to the first pieces; returns how many fitted.
     pub fn write(&self, memory: &Memory, bytes: &[u8]) -> Result<usize, BadChain> {
-        let mut rest = bytes;
-        let mut done = 0;
+        self.write_at(memory, 0, bytes)
+    }
+
+    /// Copies `bytes` to the pieces, `skip` bytes from their begin; returns how many fitted.
+    pub fn write_at(&self, memory: &Memory, skip: usize, bytes: &[u8]) -> Result<usize, BadChain> {
+        let (mut skip, mut rest, mut done) = (skip, bytes, 0);
         for piece in &self.list {
-            let (now, later) = rest.split_at(piece.length.min(rest.len()));
+            let before = skip.min(piece.length);
+            skip -= before;
+            let (now, later) = rest.split_at(rest.len().min(piece.length - before));
+            if now.is_empty() {
+                continue;
+            }
+            // The piece lies in guest memory, so an address within it does not overflow.
+            let address = piece.address.0.saturating_add(before as u64);
             memory
-                .write_slice(now, piece.address)
-                .map_err(|_why| BadChain::Outside { address: piece.address.0, length: now.len() })?;
+                .write_slice(now, GuestAddress(address))
+                .map_err(|_why| BadChain::Outside { address, length: now.len() })?;
             done += now.len();
             rest = later;
         }

@@ -2,7 +2,7 @@
 //! driver breaks its rules: a bad chain is given back empty, a bad ring is served no more.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-use super::pieces::Buffers;
+use super::pieces::{BadChain, Buffers};
 use super::{Interrupt, Memory};
 use crate::guest_warn;
 use nix::errno::Errno;
@@ -10,8 +10,12 @@ use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
-use virtio_queue::{Queue, QueueOwnedT, QueueState, QueueT};
+use std::sync::atomic::{Ordering, fence};
+use virtio_queue::{Error, Queue, QueueOwnedT, QueueState, QueueT};
+use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryError};
+
+/// `VIRTQ_AVAIL_F_NO_INTERRUPT`.
+const NO_INTERRUPT: u16 = 1;
 
 /// A queue that is handed to a device.
 pub struct Ring {
@@ -20,6 +24,8 @@ pub struct Ring {
     memory: Arc<Memory>,
     kick: OwnedFd,
     interrupt: Arc<dyn Interrupt>,
+    /// Requests given back since the guest was told last.
+    unsignalled: u16,
     broken: bool,
 }
 
@@ -44,7 +50,7 @@ impl Ring {
     ) -> io::Result<Ring> {
         let flags = OFlag::from_bits_retain(fcntl(&kick, FcntlArg::F_GETFL)?);
         fcntl(&kick, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
-        Ok(Ring { index, queue, memory, kick, interrupt, broken: false })
+        Ok(Ring { index, queue, memory, kick, interrupt, unsignalled: 0, broken: false })
     }
 
     /// Which queue of the device this is.
@@ -62,14 +68,50 @@ impl Ring {
         &self.interrupt
     }
 
+    /// Where it lies and how far it is served.
+    pub(crate) fn state(&self) -> QueueState {
+        self.queue.state()
+    }
+
+    /// The kernel has served it up to this index of the available ring, and has given back all that it took.
+    pub(crate) fn served_until(&mut self, next_avail: u16) {
+        self.queue.set_next_avail(next_avail);
+        match self.queue.used_idx(&*self.memory, Ordering::Acquire) {
+            Ok(used) => self.queue.set_next_used(used.0),
+            Err(error) => self.breaks(&error),
+        }
+    }
+
+    /// Kicks, as the guest does.
+    pub(crate) fn kick(&self) -> io::Result<()> {
+        match nix::unistd::write(&self.kick, &1u64.to_ne_bytes()) {
+            Ok(_) | Err(Errno::EAGAIN) => Ok(()), // a full counter is a kick too
+            Err(error) => Err(error.into()),
+        }
+    }
+
     /// What is left when the ring is served no more.
     pub fn into_state(self) -> QueueState {
-        self.queue.state()
+        self.state()
     }
 
     /// The next request, or `None` if there is none (or the ring is broken). Chains that make no sense are given
     /// back with no bytes written and skipped.
     pub(crate) fn pop(&mut self) -> Option<Request> {
+        loop {
+            let (head, buffers) = self.pop_any()?;
+            match buffers {
+                Ok(buffers) => return Some(Request { head, buffers }),
+                Err(_senseless) => {
+                    self.done(head, 0);
+                    self.signal();
+                }
+            }
+        }
+    }
+
+    /// The next request, or what is wrong with it: then it is to be given back with no bytes written, in its turn.
+    pub(crate) fn pop_any(&mut self) -> Option<(u16, Result<Buffers, BadChain>)> {
         while !self.broken {
             let memory = &*self.memory;
             let chain = match self.queue.iter(memory) {
@@ -93,14 +135,11 @@ impl Ring {
                 return None;
             };
             let head = chain.head_index();
-            match Buffers::collect(memory, chain) {
-                Ok(buffers) => return Some(Request { head, buffers }),
-                Err(error) => {
-                    guest_warn!(queue = self.index, head, "the guest sent {error}");
-                    self.done(head, 0);
-                    self.signal();
-                }
+            let buffers = Buffers::collect(memory, chain);
+            if let Err(error) = &buffers {
+                guest_warn!(queue = self.index, head, "the guest sent {error}");
             }
+            return Some((head, buffers));
         }
         None
     }
@@ -110,21 +149,69 @@ impl Ring {
         self.queue.go_to_previous_position();
     }
 
+    /// Puts the last `count` requests back. Only for those popped last, and none of them done.
+    pub(crate) fn unpop_many(&mut self, count: u16) {
+        self.queue.set_next_avail(self.queue.next_avail().wrapping_sub(count));
+    }
+
     /// Gives a request back to the guest with `written` bytes in its writable buffers.
     pub(crate) fn done(&mut self, head: u16, written: u32) {
+        self.done_together(&[(head, written)]);
+    }
+
+    /// Gives several requests back at once: the guest sees all of them or none.
+    pub(crate) fn done_together(&mut self, used: &[(u16, u32)]) {
         if !self.broken
-            && let Err(error) = self.queue.add_used(&*self.memory, head, written)
+            && let Err(error) = self.publish(used)
         {
             self.breaks(&error);
         }
     }
 
+    /// Fills the used ring behind its index and then moves the index (Virtio 1.2, 2.7.8).
+    fn publish(&mut self, used: &[(u16, u32)]) -> Result<(), Error> {
+        let (ring, size) = (GuestAddress(self.queue.used_ring()), self.queue.size().max(1));
+        if used.iter().any(|(head, _)| *head >= size) {
+            return Err(Error::InvalidDescriptorIndex);
+        }
+        let mut next = self.queue.next_used();
+        for (head, written) in used {
+            let slot = ring.unchecked_add(4 + 8 * u64::from(next % size)); // the queue was checked to lie in memory
+            let element = u64::from(*head) | u64::from(*written) << 32; // le32 id, le32 len
+            self.memory.write_obj(element.to_le(), slot).map_err(Error::GuestMemory)?;
+            next = next.wrapping_add(1);
+            self.unsignalled = self.unsignalled.saturating_add(1);
+        }
+        self.memory.store(next.to_le(), ring.unchecked_add(2), Ordering::Release).map_err(Error::GuestMemory)?;
+        self.queue.set_next_used(next);
+        Ok(())
+    }
+
     /// Interrupts the guest if it wants to know of what was given back.
     pub(crate) fn signal(&mut self) {
-        match self.queue.needs_notification(&*self.memory) {
+        let given = std::mem::take(&mut self.unsignalled);
+        if given == 0 || self.broken {
+            return;
+        }
+        match self.wants_signal(given) {
             Ok(true) => self.interrupt.queue(self.index),
             Ok(false) => {}
             Err(error) => self.breaks(&error),
+        }
+    }
+
+    /// Whether the guest asked for an interrupt within the last `given` buffers (Virtio 1.2, 2.7.7 and 2.7.10).
+    fn wants_signal(&self, given: u16) -> Result<bool, GuestMemoryError> {
+        let available = GuestAddress(self.queue.avail_ring());
+        // What was given back is visible before the wish is read, or both sides could wait.
+        fence(Ordering::SeqCst);
+        if self.queue.event_idx_enabled() {
+            let at = available.unchecked_add(4 + 2 * u64::from(self.queue.size()));
+            let event = u16::from_le(self.memory.load(at, Ordering::Relaxed)?);
+            Ok(self.queue.next_used().wrapping_sub(event).wrapping_sub(1) < given)
+        } else {
+            let flags = u16::from_le(self.memory.load(available, Ordering::Relaxed)?);
+            Ok(flags & NO_INTERRUPT == 0)
         }
     }
 

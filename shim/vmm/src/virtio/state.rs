@@ -1,6 +1,6 @@
 //! Owns: what devices keep over a save and restore, and why one cannot go on from it.
 
-use super::{DeviceKind, balloon, block, console, vsock};
+use super::{DeviceKind, balloon, block, console, net, vsock};
 use nacelle_base::{Classify, Kind};
 use serde::{Deserialize, Serialize};
 
@@ -13,6 +13,8 @@ pub enum DeviceState {
     Block(block::State),
     /// Of a console.
     Console(console::State),
+    /// Of a network interface.
+    Net(net::State),
     /// Of an entropy source: nothing.
     Rng,
     /// Of a socket device.
@@ -26,6 +28,7 @@ impl DeviceState {
             DeviceState::Balloon(_) => DeviceKind::Balloon,
             DeviceState::Block(_) => DeviceKind::Block,
             DeviceState::Console(_) => DeviceKind::Console,
+            DeviceState::Net(_) => DeviceKind::Net,
             DeviceState::Rng => DeviceKind::Rng,
             DeviceState::Vsock(_) => DeviceKind::Vsock,
         }
@@ -94,6 +97,7 @@ mod tests {
             DeviceState::Balloon(balloon::State { target: 512, actual: 7 }),
             DeviceState::Block(block),
             DeviceState::Console(console::State { columns: 80, rows: 25 }),
+            DeviceState::Net(net::State { mac: [2, 0, 0, 0, 0, 1], max_pairs: 4, pairs: 2, offloads: 0x182 }),
             DeviceState::Rng,
             DeviceState::Vsock(vsock::State { guest_cid: 3 }),
         ];

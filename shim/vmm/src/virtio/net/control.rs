@@ -1,0 +1,137 @@
+//! Owns: commands on the control queue (Virtio 1.2, 5.1.6.5): what they may be, not what follows from them.
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+/// The most bytes of a command. The longest one is the table of addresses, which is only checked.
+pub(crate) const MAX_COMMAND: usize = 16 << 10;
+
+/// What the driver may ask for, given what was agreed on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Allowed {
+    /// Pairs of queues; 1 if the driver knows of no more.
+    pub pairs: u16,
+    /// Offloads that can be switched.
+    pub offloads: u64,
+    /// Whether the address can be set.
+    pub mac: bool,
+}
+
+/// A good command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Command {
+    /// Which frames the driver wants to see: nothing follows, it sees all.
+    Filter,
+    /// The interface's address.
+    Mac([u8; 6]),
+    /// Pairs of queues to use from now on.
+    Pairs(u16),
+    /// What the driver takes unfinished from now on.
+    Offloads(u64),
+}
+
+const RX: u8 = 0;
+const RX_LAST: u8 = 5;
+const MAC: u8 = 1;
+const MAC_TABLE_SET: u8 = 0;
+const MAC_ADDR_SET: u8 = 1;
+const MQ: u8 = 4;
+const MQ_PAIRS_SET: u8 = 0;
+const OFFLOADS: u8 = 5;
+const OFFLOADS_SET: u8 = 0;
+
+impl Command {
+    /// Reads a command; `None`: unknown, of the wrong length or out of range.
+    pub(crate) fn parse(bytes: &[u8], allowed: Allowed) -> Option<Command> {
+        let (&[class, command], body) = bytes.split_first_chunk()?;
+        match (class, command) {
+            (RX, 0..=RX_LAST) => (body.len() == 1).then_some(Command::Filter),
+            (MAC, MAC_TABLE_SET) => {
+                let rest = skip_table(skip_table(body)?)?;
+                rest.is_empty().then_some(Command::Filter)
+            }
+            (MAC, MAC_ADDR_SET) => {
+                let mac: [u8; 6] = body.try_into().ok()?;
+                (allowed.mac && is_unicast(mac)).then_some(Command::Mac(mac))
+            }
+            (MQ, MQ_PAIRS_SET) => {
+                let pairs = u16::from_le_bytes(body.try_into().ok()?);
+                (1..=allowed.pairs).contains(&pairs).then_some(Command::Pairs(pairs))
+            }
+            (OFFLOADS, OFFLOADS_SET) => {
+                let bits = u64::from_le_bytes(body.try_into().ok()?);
+                (bits & !allowed.offloads == 0).then_some(Command::Offloads(bits))
+            }
+            _ => None,
+        }
+    }
+}
+
+/// What follows a table of addresses: a count, then so many of six bytes.
+fn skip_table(bytes: &[u8]) -> Option<&[u8]> {
+    let (count, rest) = bytes.split_first_chunk()?;
+    let length = usize::try_from(u32::from_le_bytes(*count)).ok()?.checked_mul(6)?;
+    rest.get(length..)
+}
+
+/// The address of one interface.
+fn is_unicast(mac: [u8; 6]) -> bool {
+    let [first, ..] = mac;
+    first & 1 == 0 && mac != [0; 6]
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::indexing_slicing, reason = "tests")]
+    use super::*;
+    use proptest::prelude::*;
+
+    const ALL: Allowed = Allowed { pairs: 4, offloads: 0b1010, mac: true };
+    const NONE: Allowed = Allowed { pairs: 1, offloads: 0, mac: false };
+
+    #[test]
+    fn good_commands_are_read() {
+        let table: [(&[u8], Option<Command>, Option<Command>); 12] = [
+            (&[0, 0, 1], Some(Command::Filter), Some(Command::Filter)),
+            (&[0, 5, 0], Some(Command::Filter), Some(Command::Filter)),
+            (&[0, 6, 0], None, None),
+            (&[0, 0], None, None),
+            (&[1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 1, 2, 3, 4, 5, 6], Some(Command::Filter), Some(Command::Filter)),
+            (&[1, 0, 0, 0, 0, 0, 2, 0, 0, 0, 1, 2, 3, 4, 5, 6], None, None),
+            (&[1, 1, 2, 2, 3, 4, 5, 6], Some(Command::Mac([2, 2, 3, 4, 5, 6])), None),
+            (&[1, 1, 3, 2, 3, 4, 5, 6], None, None),
+            (&[4, 0, 4, 0], Some(Command::Pairs(4)), None),
+            (&[4, 0, 5, 0], None, None),
+            (&[5, 0, 8, 0, 0, 0, 0, 0, 0, 0], Some(Command::Offloads(8)), None),
+            (&[5, 0, 4, 0, 0, 0, 0, 0, 0, 0], None, None),
+        ];
+        for (bytes, with, without) in table {
+            assert_eq!(Command::parse(bytes, ALL), with, "{bytes:?}");
+            assert_eq!(Command::parse(bytes, NONE), without, "{bytes:?}");
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn no_command_asks_for_more_than_is_allowed(
+            head in (0..7u8, 0..3u8), body in prop::collection::vec(any::<u8>(), 0..24), pairs in 1..9u16,
+        ) {
+            let allowed = Allowed { pairs, offloads: 0x182, mac: true };
+            let bytes = [&[head.0, head.1], body.as_slice()].concat();
+            match Command::parse(&bytes, allowed) {
+                None => {}
+                Some(Command::Filter) => prop_assert!(head.0 <= 1),
+                Some(Command::Mac(mac)) => prop_assert!(mac[0] & 1 == 0 && body == mac),
+                Some(Command::Pairs(count)) => prop_assert!((1..=pairs).contains(&count) && body.len() == 2),
+                Some(Command::Offloads(bits)) => prop_assert!(bits & !0x182 == 0 && body.len() == 8),
+            }
+        }
+
+        #[test]
+        fn a_command_cut_short_or_too_long_is_refused(cut in 0..8usize, more in 1..9usize) {
+            let command = [1, 1, 2, 2, 3, 4, 5, 6];
+            prop_assert_eq!(Command::parse(&command[..cut], ALL), None);
+            prop_assert_eq!(Command::parse(&[&command[..], &[0; 9][..more]].concat(), ALL), None);
+        }
+    }
+}

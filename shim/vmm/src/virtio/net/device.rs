@@ -1,0 +1,367 @@
+//! Owns: the network device as a transport sees it, and what its control queue does.
+//! Threads: any. The pairs are behind one lock, the configuration space behind another; a thread that serves a pair
+//! takes the second only, so the first may be held while waiting for it. Nobody waits for the control queue's
+//! thread under a lock.
+
+use super::control::{Allowed, Command, MAX_COMMAND};
+use super::pair::Pair;
+use super::tap::Tap;
+use super::{MAX_PAIRS, Metrics, NetError, State, feature};
+use crate::guest_warn;
+use crate::virtio::queue_thread::{self, QueueThread};
+use crate::virtio::ring::Request;
+use crate::virtio::{
+    COMMON_FEATURES, Device, DeviceKind, DeviceState, Interrupt, Memory, Ring, StartError, StateError, read_config,
+};
+use nacelle_jail::ThreadKind;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard};
+use virtio_queue::QueueState;
+
+/// Descriptors of each queue.
+const SIZE: u16 = 256;
+
+/// `VIRTIO_NET_S_LINK_UP`.
+const LINK_UP: u16 = 1;
+
+/// What a network device is made of.
+#[derive(Debug)]
+pub struct NetConfig {
+    /// Open queues of one tap with `IFF_TAP | IFF_NO_PI | IFF_VNET_HDR`, 1 to [`MAX_PAIRS`]; several also with
+    /// `IFF_MULTI_QUEUE`. A pair of queues for each.
+    pub taps: Vec<OwnedFd>,
+    /// The address that the guest's driver begins with.
+    pub mac: [u8; 6],
+    /// The largest MTU that the guest may set, in bytes: 68 and above.
+    pub mtu: u16,
+    /// Open files of vhost-net, as many as taps, or none: then threads of ours serve the queues.
+    /// [`open_vhost`](super::open_vhost) has them.
+    pub vhost: Vec<OwnedFd>,
+}
+
+/// The network device.
+#[derive(Debug)]
+pub struct Net {
+    shared: Arc<Shared>,
+    /// The largest size of each queue.
+    sizes: Vec<u16>,
+    features: u64,
+    /// The address before the guest set one.
+    mac: [u8; 6],
+    control: Option<QueueThread>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    metrics: Arc<Metrics>,
+    face: Mutex<Face>,
+    traffic: Mutex<Traffic>,
+}
+
+/// What the guest sees in the configuration space.
+struct Face {
+    mac: [u8; 6],
+    up: bool,
+    max_pairs: u16,
+    mtu: u16,
+    interrupt: Option<Arc<dyn Interrupt>>,
+}
+
+/// The pairs, and what was agreed on.
+#[derive(Debug)]
+struct Traffic {
+    pairs: Vec<Pair>,
+    features: u64,
+    active: u16,
+    offloads: u64,
+    /// The driver had switched offloads when it was saved; they hold in place of what is agreed on.
+    restored: Option<u64>,
+}
+
+/// A queue by its number.
+enum Queue {
+    Control,
+    Data { pair: usize, place: usize },
+}
+
+impl Net {
+    /// Takes the taps. They are made non-blocking and get a header of 12 bytes.
+    pub fn new(config: NetConfig) -> Result<Net, NetError> {
+        let NetConfig { taps, mac, mtu, vhost } = config;
+        let count = u16::try_from(taps.len()).ok().filter(|count| (1..=MAX_PAIRS).contains(count));
+        let max_pairs = count.ok_or(NetError::Taps { got: taps.len() })?;
+        if !vhost.is_empty() && vhost.len() != taps.len() {
+            return Err(NetError::Vhosts { got: vhost.len(), taps: taps.len() });
+        }
+        let mut vhosts = vhost.into_iter();
+        let mut pairs = Vec::with_capacity(taps.len());
+        for tap in taps {
+            pairs.push(Pair::new(Tap::new(tap, max_pairs > 1)?, vhosts.next()));
+        }
+        let mut features = offered(max_pairs, pairs.iter().all(|pair| pair.tap().has_uso()));
+        for pair in &pairs {
+            if let Some(vhost) = pair.vhost() {
+                features = vhost.features(features)?;
+            }
+        }
+        let mut traffic = Traffic { pairs, features: 0, active: max_pairs, offloads: 0, restored: None };
+        let begin = |source| NetError::System { what: "prepare a tap", source };
+        traffic.set_active(1).map_err(begin)?;
+        traffic.set_offloads(0).map_err(begin)?;
+        let face = Mutex::new(Face { mac, up: true, max_pairs, mtu, interrupt: None });
+        let shared = Shared { metrics: Arc::default(), face, traffic: Mutex::new(traffic) };
+        let sizes = vec![SIZE; 2 * usize::from(max_pairs) + 1];
+        Ok(Net { shared: Arc::new(shared), sizes, features, mac, control: None })
+    }
+
+    /// What it has done; stays readable after the device is given away.
+    pub fn metrics(&self) -> Arc<Metrics> {
+        self.shared.metrics.clone()
+    }
+
+    /// The device for a transport.
+    pub fn device(self) -> Box<dyn Device> {
+        Box::new(self)
+    }
+
+    /// Which queue that is: the control queue stands behind the pairs that the driver knows of (Virtio 1.2, 5.1.2).
+    fn queue(&self, index: u16) -> Option<Queue> {
+        let multi = self.shared.traffic().features & feature::MQ != 0;
+        let control = if multi { self.sizes.len() - 1 } else { 2 };
+        let index = usize::from(index);
+        match index {
+            _ if index == control => Some(Queue::Control),
+            _ if index < control => Some(Queue::Data { pair: index / 2, place: index % 2 }),
+            _ => None,
+        }
+    }
+}
+
+/// What a device with so many pairs offers. UDP fragmentation is not among it: Linux has given it up.
+fn offered(max_pairs: u16, uso: bool) -> u64 {
+    use feature::*;
+    let uso = if uso { GUEST_USO | HOST_USO } else { 0 };
+    let several = if max_pairs > 1 { MQ } else { 0 };
+    let frames = CSUM | HOST_TSO4 | HOST_TSO6 | HOST_ECN | MRG_RXBUF;
+    let guest = GUEST_CSUM | GUEST_TSO4 | GUEST_TSO6 | GUEST_ECN | CTRL_GUEST_OFFLOADS;
+    COMMON_FEATURES | frames | guest | uso | MAC | MTU | STATUS | CTRL_VQ | CTRL_MAC_ADDR | several
+}
+
+impl Shared {
+    fn traffic(&self) -> MutexGuard<'_, Traffic> {
+        self.traffic.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    fn face(&self) -> MutexGuard<'_, Face> {
+        self.face.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    /// Tells the guest that the interface is no more.
+    fn link_down(&self) {
+        let mut face = self.face();
+        face.up = false;
+        let interrupt = face.interrupt.clone();
+        drop(face);
+        if let Some(interrupt) = interrupt {
+            interrupt.config();
+        }
+    }
+
+    /// Serves a command; returns the bytes written to the guest.
+    fn command(&self, memory: &Memory, mut request: Request) -> u32 {
+        self.metrics.commands.fetch_add(1, Ordering::Relaxed);
+        let Some(answer) = request.buffers.writable.take_front(1) else {
+            self.metrics.bad_commands.fetch_add(1, Ordering::Relaxed);
+            return 0;
+        };
+        let done = self.obey(memory, &request).is_some();
+        if !done {
+            guest_warn!("a command of the guest's network driver was refused");
+            self.metrics.bad_commands.fetch_add(1, Ordering::Relaxed);
+        }
+        let written = answer.write(memory, &[u8::from(!done)]).unwrap_or(0); // VIRTIO_NET_OK, VIRTIO_NET_ERR
+        u32::try_from(written).unwrap_or(0)
+    }
+
+    fn obey(&self, memory: &Memory, request: &Request) -> Option<()> {
+        let length = request.buffers.readable.len();
+        if length > MAX_COMMAND {
+            return None;
+        }
+        let mut bytes = vec![0; length];
+        request.buffers.readable.read(memory, &mut bytes).ok()?;
+        let mut traffic = self.traffic();
+        let allowed = traffic.allowed();
+        let done = match Command::parse(&bytes, allowed)? {
+            Command::Filter => Ok(()),
+            Command::Mac(mac) => {
+                self.face().mac = mac;
+                Ok(())
+            }
+            Command::Pairs(count) => traffic.set_active(count),
+            Command::Offloads(bits) => traffic.set_offloads(bits),
+        };
+        done.inspect_err(|error| tracing::error!("a network interface cannot be changed: {error}")).ok()
+    }
+}
+
+impl Traffic {
+    fn allowed(&self) -> Allowed {
+        let has = |bits| self.features & bits != 0;
+        let pairs = if has(feature::MQ) { u16::try_from(self.pairs.len()).unwrap_or(1) } else { 1 };
+        let switched = if has(feature::CTRL_GUEST_OFFLOADS) { feature::GUEST_OFFLOADS } else { 0 };
+        Allowed { pairs, offloads: self.features & switched, mac: has(feature::CTRL_MAC_ADDR) }
+    }
+
+    /// The first `count` pairs take part.
+    fn set_active(&mut self, count: u16) -> std::io::Result<()> {
+        for (index, pair) in self.pairs.iter_mut().enumerate() {
+            pair.set_active(index < usize::from(count))?;
+        }
+        self.active = count;
+        Ok(())
+    }
+
+    /// What the tap may leave undone in frames for the guest.
+    fn set_offloads(&mut self, bits: u64) -> std::io::Result<()> {
+        // It belongs to the interface: one queue speaks for all, and the first takes part always.
+        if let Some(first) = self.pairs.first() {
+            first.tap().offload(bits)?;
+        }
+        self.offloads = bits;
+        Ok(())
+    }
+}
+
+impl Device for Net {
+    fn kind(&self) -> DeviceKind {
+        DeviceKind::Net
+    }
+
+    fn features(&self) -> u64 {
+        self.features
+    }
+
+    fn acknowledge(&mut self, features: u64) {
+        let mut traffic = self.shared.traffic();
+        traffic.features = features;
+        let agreed = features & feature::GUEST_OFFLOADS;
+        let offloads = traffic.restored.take().map_or(agreed, |restored| restored & agreed);
+        if let Err(error) = traffic.set_offloads(offloads) {
+            tracing::error!("a tap does not take the guest's offloads: {error}");
+        }
+    }
+
+    fn queue_sizes(&self) -> &[u16] {
+        &self.sizes
+    }
+
+    fn read_config(&self, offset: u32, data: &mut [u8]) {
+        // struct virtio_net_config up to `mtu` (Virtio 1.2, 5.1.4)
+        let face = self.shared.face();
+        let mut config = face.mac.to_vec();
+        let status = if face.up { LINK_UP } else { 0 };
+        config.extend([status, face.max_pairs, face.mtu].into_iter().flat_map(u16::to_le_bytes));
+        read_config(&config, offset, data);
+    }
+
+    fn start(&mut self, ring: Ring) -> Result<(), StartError> {
+        let (device, index) = (self.kind(), ring.index());
+        let shared = self.shared.clone();
+        shared.face().interrupt = Some(ring.interrupt().clone());
+        let failed = |source| StartError::Thread { device, index, source };
+        match self.queue(index) {
+            None => Err(StartError::NoSuchQueue { device, index }),
+            Some(Queue::Control) => {
+                if self.control.is_some() {
+                    return Err(StartError::Running { device, index });
+                }
+                let thread = QueueThread::run("net-ctl", ThreadKind::NetControl, ring, move |ring, stop| {
+                    queue_thread::serve(ring, stop, |memory, request| shared.command(memory, request))
+                });
+                self.control = Some(thread.map_err(failed)?);
+                Ok(())
+            }
+            Some(Queue::Data { pair, place }) => {
+                let mut traffic = self.shared.traffic();
+                let features = traffic.features;
+                let pair = traffic.pairs.get_mut(pair).ok_or(StartError::NoSuchQueue { device, index })?;
+                if pair.runs(place) {
+                    return Err(StartError::Running { device, index });
+                }
+                let gone = move || shared.link_down();
+                pair.start(place, ring, features, &self.shared.metrics, gone).map_err(failed)
+            }
+        }
+    }
+
+    fn stop(&mut self, index: u16) -> Option<QueueState> {
+        match self.queue(index)? {
+            Queue::Control => self.control.take()?.stop(),
+            Queue::Data { pair, place } => self.shared.traffic().pairs.get_mut(pair)?.stop(place),
+        }
+    }
+
+    fn reset(&mut self) {
+        if let Some(control) = self.control.take() {
+            control.stop();
+        }
+        let mut traffic = self.shared.traffic();
+        for pair in &mut traffic.pairs {
+            for place in 0..2 {
+                pair.stop(place);
+            }
+        }
+        traffic.features = 0;
+        traffic.restored = None;
+        if let Err(error) = traffic.set_active(1).and_then(|()| traffic.set_offloads(0)) {
+            tracing::error!("a tap cannot be reset: {error}");
+        }
+        let mut face = self.shared.face();
+        face.mac = self.mac;
+        face.interrupt = None;
+    }
+
+    fn save(&self) -> DeviceState {
+        let traffic = self.shared.traffic();
+        let face = self.shared.face();
+        let (pairs, offloads) = (traffic.active, traffic.offloads);
+        DeviceState::Net(State { mac: face.mac, max_pairs: face.max_pairs, pairs, offloads })
+    }
+
+    fn restore(&mut self, state: DeviceState) -> Result<(), StateError> {
+        let State { mac, max_pairs, pairs, offloads } = match state {
+            DeviceState::Net(state) => state,
+            other => return Err(other.wrong(self.kind())),
+        };
+        let differs = |what, saved: String, here: String| StateError::differs(self.kind(), what, saved, here);
+        let here = self.shared.face().max_pairs;
+        if max_pairs != here || !(1..=here).contains(&pairs) {
+            return Err(differs("pairs", format!("{pairs} of {max_pairs}"), here.to_string()));
+        }
+        let offered = self.features & feature::GUEST_OFFLOADS;
+        if offloads & !offered != 0 {
+            return Err(differs("offloads", format!("{offloads:#x}"), format!("{offered:#x}")));
+        }
+        let mut traffic = self.shared.traffic();
+        if let Err(error) = traffic.set_active(pairs).and_then(|()| traffic.set_offloads(offloads)) {
+            return Err(differs("tap", format!("{pairs} queues, offloads {offloads:#x}"), error.to_string()));
+        }
+        traffic.restored = Some(offloads);
+        self.shared.face().mac = mac;
+        Ok(())
+    }
+}
+
+impl Drop for Net {
+    fn drop(&mut self) {
+        self.reset();
+    }
+}
+
+impl std::fmt::Debug for Face {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Face").field("mac", &self.mac).field("up", &self.up).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,151 @@
+//! Owns: a pair of queues that the kernel serves (vhost-net; linux/vhost.h).
+//! The kernel takes the addresses of a ring as addresses of this process, so each part of a ring is first shown to
+//! lie in one piece of guest memory. What it finds in a ring it checks against the table of guest memory.
+
+use super::tap::Tap;
+use super::{NetError, feature, sys};
+use crate::virtio::{COMMON_FEATURES, Memory, Ring};
+use std::fs::OpenOptions;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::sync::Arc;
+use vhost::vhost_kern::VhostKernBackend;
+use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
+use vm_memory::{Address, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
+
+const DEVICE: &str = "/dev/vhost-net";
+
+/// The features that concern the kernel's half of the work.
+const OURS: u64 = COMMON_FEATURES | feature::MRG_RXBUF;
+
+/// Opens vhost-net for `pairs` pairs of queues; none where the kernel has no vhost-net.
+pub fn open(pairs: usize) -> Result<Vec<OwnedFd>, NetError> {
+    let one = || OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(DEVICE);
+    match (0..pairs).map(|_| one().map(OwnedFd::from)).collect() {
+        Ok(all) => Ok(all),
+        Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENODEV | libc::ENXIO)) => Ok(Vec::new()),
+        Err(source) => Err(NetError::System { what: "open /dev/vhost-net", source }),
+    }
+}
+
+/// The kernel's half of a pair.
+#[derive(Debug)]
+pub(super) struct Vhost {
+    fd: OwnedFd,
+    /// Whether this process is known to the kernel as the owner of the memory.
+    owned: bool,
+    /// Which of the two queues are set up.
+    ready: [bool; 2],
+}
+
+/// The open file as the crate `vhost` wants it.
+struct Handle<'v> {
+    fd: &'v OwnedFd,
+    memory: Arc<Memory>,
+}
+
+impl AsRawFd for Handle<'_> {
+    fn as_raw_fd(&self) -> RawFd {
+        self.fd.as_raw_fd()
+    }
+}
+
+impl VhostKernBackend for Handle<'_> {
+    type AS = Arc<Memory>;
+
+    fn mem(&self) -> &Arc<Memory> {
+        &self.memory
+    }
+}
+
+impl Vhost {
+    pub(super) fn new(fd: OwnedFd) -> Vhost {
+        Vhost { fd, owned: false, ready: [false; 2] }
+    }
+
+    /// Those of `offered` that can be kept if the kernel serves the queues.
+    pub(super) fn features(&self, offered: u64) -> Result<u64, NetError> {
+        let handle = Handle { fd: &self.fd, memory: Arc::default() };
+        let here = handle.get_features().map_err(|error| NetError::System {
+            what: "read the features of vhost-net",
+            source: io::Error::other(error),
+        })?;
+        Ok(offered & (here | !OURS))
+    }
+
+    /// Sets a queue of the pair up. The kernel does not serve it before [`connect`](Vhost::connect).
+    pub(super) fn set_up(&mut self, queue: usize, ring: &Ring, call: OwnedFd, features: u64) -> io::Result<()> {
+        let state = ring.state();
+        let memory = ring.memory();
+        let size = usize::from(state.size);
+        // Virtio 1.2, 2.7: with the event indexes at their ends.
+        let parts = [(state.desc_table, 16 * size), (state.avail_ring, 6 + 2 * size), (state.used_ring, 6 + 8 * size)];
+        for (address, length) in parts {
+            GuestMemoryBackend::get_slice(&**memory, GuestAddress(address), length).map_err(io::Error::other)?;
+        }
+        let handle = Handle { fd: &self.fd, memory: memory.clone() };
+        let setup = || -> Result<(), vhost::Error> {
+            if !self.owned {
+                handle.set_owner()?;
+            }
+            if self.ready == [false; 2] {
+                handle.set_features(features & OURS)?;
+                handle.set_mem_table(&regions(memory))?;
+            }
+            handle.set_vring_num(queue, state.size)?;
+            handle.set_vring_base(queue, state.next_avail)?;
+            handle.set_vring_addr(
+                queue,
+                &VringConfigData {
+                    queue_max_size: state.size,
+                    queue_size: state.size,
+                    flags: 0,
+                    desc_table_addr: state.desc_table,
+                    used_ring_addr: state.used_ring,
+                    avail_ring_addr: state.avail_ring,
+                    log_addr: None,
+                },
+            )
+        };
+        setup().map_err(io::Error::other)?;
+        self.owned = true;
+        // The kernel keeps both descriptors open for itself.
+        handle.set_vring_call(queue, &sys::event(call)).map_err(io::Error::other)?;
+        handle.set_vring_kick(queue, &sys::event(ring.as_fd().try_clone_to_owned()?)).map_err(io::Error::other)?;
+        self.ready[queue] = true;
+        Ok(())
+    }
+
+    /// The kernel serves the queue from now on, and at once what lies in it.
+    pub(super) fn connect(&self, queue: usize, ring: &Ring, tap: &Tap) -> io::Result<()> {
+        sys::set_backend(self.fd.as_fd(), queue as u32, Some(tap.as_fd()))?; // 0 or 1
+        ring.kick()
+    }
+
+    /// The kernel stops serving the queue: on return it touches neither ring nor buffers.
+    pub(super) fn disconnect(&self, queue: usize) -> io::Result<()> {
+        sys::set_backend(self.fd.as_fd(), queue as u32, None) // 0 or 1
+    }
+
+    /// Stops, and notes in `ring` how far it is served.
+    pub(super) fn take_back(&mut self, queue: usize, ring: &mut Ring) -> io::Result<()> {
+        self.ready[queue] = false;
+        self.disconnect(queue)?;
+        let handle = Handle { fd: &self.fd, memory: ring.memory().clone() };
+        let base = handle.get_vring_base(queue).map_err(io::Error::other)?;
+        ring.served_until(base as u16); // an index of a split ring
+        Ok(())
+    }
+}
+
+/// Guest memory as the kernel's table wants it.
+fn regions(memory: &Memory) -> Vec<VhostUserMemoryRegionInfo> {
+    let one = |region: &vm_memory::GuestRegionMmap<()>| VhostUserMemoryRegionInfo {
+        guest_phys_addr: region.start_addr().raw_value(),
+        memory_size: region.len(),
+        userspace_addr: region.as_ptr() as u64,
+        ..Default::default()
+    };
+    memory.iter().map(one).collect()
+}

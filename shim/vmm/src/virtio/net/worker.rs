@@ -1,0 +1,395 @@
+//! Owns: frames between a queue and a tap, without a copy: one readv or writev a frame, straight from or to guest
+//! memory. A received frame that is longer than what was provided for it goes on in a buffer of ours until the
+//! guest provides more.
+//! Threads: one a queue. It waits for the tap while the guest has buffers, and for the guest while it has none.
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use super::tap::Tap;
+use super::{HEADER, MAX_FRAME, Metrics};
+use crate::guest_warn;
+use crate::sys::{read_stream, write_stream};
+use crate::virtio::pieces::Pieces;
+use crate::virtio::queue_thread::Stop;
+use crate::virtio::ring::Ring;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use vm_memory::{Permissions, VolatileSlice};
+
+/// Frames between two looks at whether to stop or interrupt.
+const BATCH: usize = 64;
+
+/// The most slices of guest memory in one call; the kernel takes 1024.
+const MAX_SLICES: usize = 1000;
+
+/// The shortest frame: its addresses and type.
+const MIN_FRAME: usize = HEADER + 14;
+
+/// Where `num_buffers` lies in the header, which the tap leaves to us (Virtio 1.2, 5.1.6).
+const NUM_BUFFERS: usize = 10;
+
+/// What has to happen before it makes sense to go on.
+#[derive(Debug)]
+pub(crate) enum Need {
+    /// Nothing.
+    Turn,
+    /// Requests of the guest.
+    Guest,
+    /// The tap's frames, or room in it.
+    Tap,
+    /// The tap works no more, or not for now.
+    Parked(io::Error),
+}
+
+/// The guest's side of frames that arrive.
+pub(crate) struct Receiver {
+    ring: Ring,
+    metrics: Arc<Metrics>,
+    /// A frame may use several of the guest's buffers (`VIRTIO_NET_F_MRG_RXBUF`).
+    mergeable: bool,
+    /// Buffers taken from the ring and not given back, and their bytes.
+    rooms: VecDeque<Room>,
+    capacity: usize,
+    /// How long frames are lately.
+    expected: usize,
+    /// What did not fit: one byte more than any frame has.
+    spill: Box<[u8]>,
+    held: Option<Held>,
+}
+
+/// A buffer for a frame.
+struct Room {
+    head: u16,
+    pieces: Pieces,
+}
+
+/// A frame that has arrived: its first `placed` bytes are in the rooms, the rest is spilt.
+#[derive(Clone, Copy)]
+struct Held {
+    length: usize,
+    placed: usize,
+}
+
+impl Receiver {
+    pub(crate) fn new(ring: Ring, mergeable: bool, metrics: Arc<Metrics>) -> Receiver {
+        Receiver {
+            ring,
+            metrics,
+            mergeable,
+            rooms: VecDeque::new(),
+            capacity: 0,
+            expected: MIN_FRAME,
+            spill: vec![0; MAX_FRAME + 1].into_boxed_slice(),
+            held: None,
+        }
+    }
+
+    /// Gives the guest frames, as many as there are, or at most a batch.
+    pub(crate) fn run(&mut self, tap: BorrowedFd<'_>) -> Need {
+        let mut need = Need::Turn;
+        for _ in 0..BATCH {
+            need = self.step(tap);
+            if !matches!(need, Need::Turn) {
+                break;
+            }
+        }
+        self.ring.signal();
+        need
+    }
+
+    /// The ring, with what was not used put back. A frame that waits for buffers is lost.
+    pub(crate) fn into_ring(mut self) -> Ring {
+        if self.held.is_some() {
+            count(&self.metrics.receive_drops);
+        }
+        self.ring.unpop_many(u16::try_from(self.rooms.len()).unwrap_or(u16::MAX));
+        self.ring
+    }
+
+    fn step(&mut self, tap: BorrowedFd<'_>) -> Need {
+        let held = match self.held {
+            Some(held) => held,
+            None => match self.read(tap) {
+                Ok(Some(held)) => held,
+                Ok(None) => return Need::Guest,
+                Err(error) => return self.failed(error),
+            },
+        };
+        self.held = None;
+        if held.placed + self.spill.len() <= held.length {
+            guest_warn!(queue = self.ring.index(), "a frame of more than {MAX_FRAME} bytes was dropped");
+            count(&self.metrics.receive_drops);
+            return Need::Turn;
+        }
+        self.provide(held.length);
+        if self.capacity < held.length {
+            let all = !self.mergeable || self.rooms.len() >= usize::from(self.ring.state().size);
+            if all {
+                count(&self.metrics.receive_drops);
+                return Need::Turn;
+            }
+            self.held = Some(held);
+            return Need::Guest;
+        }
+        self.deliver(held);
+        Need::Turn
+    }
+
+    fn failed(&mut self, error: io::Error) -> Need {
+        match error.raw_os_error() {
+            Some(libc::EAGAIN) => Need::Tap,
+            Some(libc::EINTR) => Need::Turn,
+            // The kernel could not put it there, or has no header for it; the frame is gone.
+            Some(libc::EFAULT | libc::EINVAL) => {
+                count(&self.metrics.receive_drops);
+                Need::Turn
+            }
+            _ => Need::Parked(error),
+        }
+    }
+
+    /// Takes buffers of the guest until they have `wanted` bytes, or one if a frame must fit into one. At the front
+    /// is one that has room for a header, or there is none.
+    fn provide(&mut self, wanted: usize) {
+        while self.capacity < wanted && (self.mergeable || self.rooms.is_empty()) {
+            let Some((head, buffers)) = self.ring.pop_any() else { break };
+            // A chain that makes no sense has no room, and is given back when it is its turn.
+            let pieces = buffers.map(|buffers| buffers.writable).unwrap_or_default();
+            if self.rooms.is_empty() && pieces.len() < HEADER {
+                self.ring.done(head, 0);
+                continue;
+            }
+            self.capacity = self.capacity.saturating_add(pieces.len());
+            self.rooms.push_back(Room { head, pieces });
+        }
+    }
+
+    /// Reads a frame; `None`: the guest has no buffer for it.
+    fn read(&mut self, tap: BorrowedFd<'_>) -> io::Result<Option<Held>> {
+        self.provide(self.expected);
+        if self.rooms.is_empty() {
+            return Ok(None);
+        }
+        let memory = self.ring.memory().clone();
+        let mut slices = Vec::with_capacity(self.rooms.len() + 1);
+        let mut offered = 0;
+        for room in &self.rooms {
+            // The pieces were checked when they were taken.
+            room.pieces.add_slices(&memory, Permissions::Write, &mut slices).map_err(io::Error::other)?;
+            offered += room.pieces.len();
+            if offered >= self.expected || slices.len() >= MAX_SLICES {
+                break;
+            }
+        }
+        slices.truncate(MAX_SLICES);
+        let offered: usize = slices.iter().map(VolatileSlice::len).sum();
+        slices.push(VolatileSlice::from(&mut *self.spill));
+        let length = read_stream(tap, &slices)?;
+        if length < HEADER {
+            return Err(io::ErrorKind::UnexpectedEof.into()); // no tap with a header
+        }
+        // Long frames come in rows; a short one among them changes little.
+        self.expected = length.max(self.expected - self.expected.saturating_sub(length) / 16);
+        Ok(Some(Held { length, placed: length.min(offered) }))
+    }
+
+    /// Completes a frame that fits into the rooms and gives them back.
+    fn deliver(&mut self, held: Held) {
+        let spilt = held.length - held.placed;
+        let mut used = Vec::new();
+        let mut left = held.length;
+        for room in &self.rooms {
+            let here = room.pieces.len().min(left);
+            left -= here;
+            used.push((room.head, here as u32)); // at most MAX_FRAME
+            if left == 0 {
+                break;
+            }
+        }
+        let count_of = u16::try_from(used.len()).unwrap_or(u16::MAX); // at most the queue's size
+        if let Some(rest) = self.spill.get(..spilt) {
+            write_at(&self.ring, &self.rooms, held.placed, rest);
+        }
+        write_at(&self.ring, &self.rooms, NUM_BUFFERS, &count_of.to_le_bytes());
+        self.ring.done_together(&used);
+        for room in self.rooms.drain(..used.len().min(self.rooms.len())) {
+            self.capacity -= room.pieces.len();
+        }
+        self.first_has_room();
+        count(&self.metrics.received);
+        self.metrics.received_bytes.fetch_add(held.length as u64, Ordering::Relaxed);
+    }
+
+    /// Gives back what stands at the front and has no room for a header.
+    fn first_has_room(&mut self) {
+        while let Some(room) = self.rooms.front()
+            && room.pieces.len() < HEADER
+        {
+            self.ring.done(room.head, 0);
+            self.capacity -= room.pieces.len();
+            self.rooms.pop_front();
+        }
+    }
+}
+
+/// Writes to the rooms as if they were one, from byte `at` on.
+fn write_at(ring: &Ring, rooms: &VecDeque<Room>, at: usize, bytes: &[u8]) {
+    let (mut skip, mut rest) = (at, bytes);
+    for room in rooms {
+        if rest.is_empty() {
+            return;
+        }
+        if skip < room.pieces.len() {
+            // The pieces were checked when they were taken.
+            let written = room.pieces.write_at(ring.memory(), skip, rest).unwrap_or_default();
+            rest = rest.get(written..).unwrap_or_default();
+        }
+        skip = skip.saturating_sub(room.pieces.len());
+    }
+}
+
+/// The guest's side of frames that leave.
+pub(crate) struct Sender {
+    ring: Ring,
+    metrics: Arc<Metrics>,
+}
+
+impl Sender {
+    pub(crate) fn new(ring: Ring, metrics: Arc<Metrics>) -> Sender {
+        Sender { ring, metrics }
+    }
+
+    /// The ring.
+    pub(crate) fn into_ring(self) -> Ring {
+        self.ring
+    }
+
+    /// Sends frames of the guest, as many as there are, or at most a batch.
+    pub(crate) fn run(&mut self, tap: BorrowedFd<'_>) -> Need {
+        let memory = self.ring.memory().clone();
+        let mut need = Need::Turn;
+        for _ in 0..BATCH {
+            let Some(request) = self.ring.pop() else {
+                need = Need::Guest;
+                break;
+            };
+            let frame = &request.buffers.readable;
+            let sent = if (MIN_FRAME..=MAX_FRAME).contains(&frame.len()) {
+                match frame.slices(&memory, Permissions::Read) {
+                    Ok(slices) if slices.len() <= MAX_SLICES => send(tap, &slices),
+                    _ => Err(io::ErrorKind::InvalidInput.into()),
+                }
+            } else {
+                Err(io::ErrorKind::InvalidInput.into())
+            };
+            match sent {
+                Ok(bytes) => {
+                    count(&self.metrics.sent);
+                    self.metrics.sent_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    self.ring.unpop();
+                    need = Need::Tap;
+                    break;
+                }
+                // A header that the kernel does not take, an interface that is down: frames may be lost.
+                Err(error) => {
+                    guest_warn!(queue = self.ring.index(), bytes = frame.len(), "a frame was dropped: {error}");
+                    count(&self.metrics.send_drops);
+                }
+            }
+            self.ring.done(request.head, 0);
+        }
+        self.ring.signal();
+        need
+    }
+}
+
+/// Hands one frame to the tap, whole.
+fn send(tap: BorrowedFd<'_>, slices: &[VolatileSlice<'_>]) -> io::Result<usize> {
+    loop {
+        match write_stream(tap, slices) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            other => return other,
+        }
+    }
+}
+
+/// Serves a queue of frames to the guest until asked to stop. `gone` is told when the interface is no more.
+pub(super) fn receive(
+    ring: Ring,
+    stop: &Stop,
+    tap: &Tap,
+    mergeable: bool,
+    metrics: Arc<Metrics>,
+    gone: impl Fn(),
+) -> Ring {
+    let mut receiver = Receiver::new(ring, mergeable, metrics);
+    receiver.ring.quiet();
+    while !stop.asked() {
+        match receiver.run(tap.as_fd()) {
+            Need::Turn => {}
+            Need::Tap => wait(stop, Some((tap.as_fd(), PollFlags::POLLIN))),
+            Need::Guest => {
+                if !receiver.ring.rearm() {
+                    wait_kick(stop, &mut receiver.ring);
+                }
+                receiver.ring.quiet();
+            }
+            Need::Parked(error) => {
+                if tap.is_attached() {
+                    tracing::warn!("a network interface is gone: {error}");
+                    gone();
+                }
+                wait(stop, None);
+            }
+        }
+    }
+    receiver.into_ring()
+}
+
+/// Serves a queue of frames from the guest until asked to stop.
+pub(super) fn transmit(ring: Ring, stop: &Stop, tap: &Tap, metrics: Arc<Metrics>) -> Ring {
+    let mut sender = Sender::new(ring, metrics);
+    sender.ring.quiet();
+    while !stop.asked() {
+        match sender.run(tap.as_fd()) {
+            Need::Turn => {}
+            Need::Tap => wait(stop, Some((tap.as_fd(), PollFlags::POLLOUT))),
+            Need::Guest | Need::Parked(_) => {
+                if !sender.ring.rearm() {
+                    wait_kick(stop, &mut sender.ring);
+                }
+                sender.ring.quiet();
+            }
+        }
+    }
+    sender.into_ring()
+}
+
+/// Waits for a kick, unless the ring is broken.
+fn wait_kick(stop: &Stop, ring: &mut Ring) {
+    let kick = if ring.is_broken() { None } else { Some((ring.as_fd(), PollFlags::POLLIN)) };
+    wait(stop, kick);
+    if !ring.is_broken() {
+        ring.kicked();
+    }
+}
+
+/// Waits for this, for a nudge or for the wish to stop.
+fn wait(stop: &Stop, other: Option<(BorrowedFd<'_>, PollFlags)>) {
+    let mut events = vec![PollFd::new(stop.as_fd(), PollFlags::POLLIN)];
+    events.extend(other.map(|(fd, flags)| PollFd::new(fd, flags)));
+    // A failure is a signal: whoever waits looks again.
+    let _ = poll(&mut events, PollTimeout::NONE);
+    if !stop.asked() && events.first().is_some_and(|event| event.any().unwrap_or(true)) {
+        stop.heard();
+    }
+}
+
+fn count(counter: &AtomicU64) {
+    counter.fetch_add(1, Ordering::Relaxed);
+}
