@@ -257,9 +257,6 @@ const QUEUES: &[Allow] = &[
         why: "a queue has its own copy of its eventfds, and does not block on them",
     },
     always(c::SYS_eventfd2, "a queue's thread is told to stop"),
-    ioctls(VHOST, "a network queue that the kernel serves"),
-    ioctl(0x54d0, "TUNSETOFFLOAD: what the guest's network driver can do"),
-    ioctl(0x54d9, "TUNSETQUEUE: a queue of a tap is used or not"),
 ];
 
 /// What only the first thread does.

@@ -66,9 +66,7 @@ impl QueueThread {
         let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         let stop = Arc::new(Stop { asked: AtomicBool::new(false), wake });
         let seen = stop.clone();
-        let thread = nacelle_jail::spawn(kind, Builder::new().name(name.to_owned()), move || {
-            serve(ring, &seen)
-        })?;
+        let thread = nacelle_jail::spawn(kind, Builder::new().name(name.to_owned()), move || serve(ring, &seen))?;
         Ok(QueueThread { stop, thread })
     }
 
