@@ -250,11 +250,16 @@ pub fn messages(data: &[u8]) {
     harness::converse(data);
 }
 
+/// The file `state` of a snapshot.
+pub fn snapshot(data: &[u8]) {
+    crate::snapshot::harness(data);
+}
+
 /// A harness.
 pub type Target = fn(&[u8]);
 
 /// All harnesses by the names of their corpora.
-pub const TARGETS: [(&str, Target); 7] = [
+pub const TARGETS: [(&str, Target); 8] = [
     ("queue", queue),
     ("balloon", balloon),
     ("block", block),
@@ -262,6 +267,7 @@ pub const TARGETS: [(&str, Target); 7] = [
     ("entropy", entropy),
     ("packets", packets),
     ("messages", messages),
+    ("snapshot", snapshot),
 ];
 
 #[cfg(test)]
@@ -319,6 +325,17 @@ mod tests {
         #[test]
         fn random_packets(data in prop_oneof![bytes(), prop::collection::vec(any::<u8>(), 0..600)]) {
             packets(&data);
+        }
+
+        #[test]
+        fn random_snapshots(data in bytes(), cut in any::<prop::sample::Index>(), byte in any::<u8>()) {
+            snapshot(&data);
+            let good = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus/snapshot/document");
+            let mut good = std::fs::read(good).unwrap();
+            let at = cut.index(good.len());
+            good[at] = byte;
+            snapshot(&good);
+            snapshot(&good[..at]);
         }
 
         #[test]

@@ -7,7 +7,7 @@ use super::legacy::{self, Keyboard, SerialPort};
 use super::memory::GuestMemory;
 use super::state::{self, MachineState};
 use super::vcpu::{Control, Vcpu, prepare_signal};
-use super::{Config, Console, Error, Exit, MAX_VCPUS, Machine, boot, cpuid, fit, layout, mptable};
+use super::{Config, Console, Error, Exit, MAX_VCPUS, Machine, boot, cpuid, layout, mptable};
 use crate::mmio::{self, Transport};
 use crate::{Device, Memory};
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, Msrs, kvm_cpuid_entry2, kvm_msr_entry};
@@ -129,9 +129,6 @@ impl Builder {
 
     /// Puts the machine where `state` was saved. It stands still until [`Machine::resume`].
     pub fn restore(self, state: &MachineState) -> Result<Machine, Error> {
-        if let Some(missing) = state.vcpus.iter().find_map(|vcpu| fit::missing(&self.supported, &vcpu.cpuid)) {
-            return Err(Error::Processor { missing });
-        }
         let vcpus = self.make_vcpus()?;
         state::restore(&self.vm, &vcpus, &self.transports, self.serial.as_deref(), state)?;
         // The first thing that the guest sees: its generation id is another.

@@ -1,8 +1,8 @@
 //! Owns: the state of processors and in-kernel devices, saved and restored in the order that KVM wants.
 #![allow(unsafe_code)] // reason: KVM's call that sets the extended registers trusts the size of what it is given.
 
-use super::Error;
 use super::legacy::{SerialPort, SerialState};
+use super::{Error, fit};
 use crate::mmio::{Transport, TransportState};
 use kvm_bindings::{
     CpuId, KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_MAX_CPUID_ENTRIES,
@@ -98,13 +98,15 @@ fn save_vcpu(fd: &VcpuFd, msrs: &[u32]) -> Result<VcpuState, Error> {
         debug: fd.get_debug_regs().map_err(Error::call("tell debug registers"))?,
         lapic: fd.get_lapic().map_err(Error::call("tell an interrupt controller's state"))?,
         tsc_khz: fd.get_tsc_khz().map_err(Error::call("tell the speed of the TSC"))?,
-        cpuid: fd
-            .get_cpuid2(KVM_MAX_CPUID_ENTRIES)
-            .map(|cpuid| cpuid.as_slice().to_vec())
-            .map_err(Error::call("tell CPUID"))?,
+        cpuid: cpuid(fd)?,
         msrs: save_msrs(fd, msrs)?,
         events: fd.get_vcpu_events().map_err(Error::call("tell pending events"))?,
     })
+}
+
+fn cpuid(fd: &VcpuFd) -> Result<Vec<kvm_cpuid_entry2>, Error> {
+    let cpuid = fd.get_cpuid2(KVM_MAX_CPUID_ENTRIES).map_err(Error::call("tell CPUID"))?;
+    Ok(cpuid.as_slice().to_vec())
 }
 
 /// The registers of the list that this processor has. KVM stops at one that it has not.
@@ -157,6 +159,9 @@ pub(super) fn restore(
 /// CPUID first, because it decides which registers there are; control registers before the local APIC, whose address
 /// and mode they hold; events last, because others clear them.
 fn restore_vcpu(fd: &VcpuFd, saved: &VcpuState) -> Result<(), Error> {
+    if let Some(missing) = fit::missing(&cpuid(fd)?, &saved.cpuid) {
+        return Err(Error::Processor { missing });
+    }
     let cpuid =
         CpuId::from_entries(&saved.cpuid).map_err(|_many| Error::Missing { capability: "KVM_CAP_EXT_CPUID" })?;
     fd.set_cpuid2(&cpuid).map_err(Error::call("take CPUID"))?;

@@ -59,13 +59,17 @@ fn checksum(version: u32, document: &[u8]) -> u32 {
 
 /// The file's bytes for this state.
 pub(super) fn seal(state: &impl Serialize) -> Result<Vec<u8>, SnapshotError> {
-    let document = serde_json::to_vec(state).map_err(|source| SnapshotError::Encode { source })?;
+    wrap(&serde_json::to_vec(state).map_err(|source| SnapshotError::Encode { source })?)
+}
+
+/// The file's bytes for this document.
+pub(super) fn wrap(document: &[u8]) -> Result<Vec<u8>, SnapshotError> {
     let length = document.len() as u64;
     let bytes = length.saturating_add(HEADER as u64);
     if bytes > MAX_STATE_BYTES {
         return Err(SnapshotError::TooLarge { bytes, max: MAX_STATE_BYTES });
     }
-    let mut bytes = Header { version: VERSION, checksum: checksum(VERSION, &document), length }.bytes();
+    let mut bytes = Header { version: VERSION, checksum: checksum(VERSION, document), length }.bytes();
     bytes.extend(document);
     Ok(bytes)
 }

@@ -97,6 +97,18 @@ fn read<S: DeserializeOwned>(dir: &Path) -> Result<Snapshot<S>, SnapshotError> {
     }
 }
 
+/// For `fuzz`: reads these bytes as a file `state`, and as the document of one that is whole.
+#[cfg(any(test, feature = "fuzz"))]
+pub(crate) fn harness(data: &[u8]) {
+    let whole = envelope::wrap(data).unwrap_or_default();
+    for bytes in [data, &whole] {
+        if let Ok(document) = envelope::open::<Document<MachineState>>(bytes, Path::new(STATE_FILE)) {
+            let again = envelope::seal(&document).unwrap_or_default();
+            assert!(envelope::open::<Document<MachineState>>(&again, Path::new(STATE_FILE)).is_ok());
+        }
+    }
+}
+
 impl Snapshot {
     /// The state, for [`Builder::restore`].
     pub fn state(&self) -> &MachineState {

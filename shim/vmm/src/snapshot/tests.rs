@@ -175,6 +175,17 @@ fn version_1_is_written_as_it_always_was() {
     assert_eq!(sealed[..], golden[..]);
 }
 
+/// A machine with one processor and an entropy device, as version 1 wrote it.
+#[test]
+fn a_machine_of_version_1_is_read() {
+    let golden = include_bytes!("../../tests/corpus/snapshot/document");
+    let document: Document<MachineState> =
+        envelope::open(&envelope::wrap(golden).unwrap(), Path::new("state")).unwrap();
+    assert_eq!((document.memory_mib, document.machine.vcpus.len()), (16, 1));
+    assert_eq!(document.machine.devices[0].device.kind(), DeviceKind::Rng);
+    assert!(serde_json::to_vec(&document).unwrap() == golden, "a change that needs a version of its own");
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
 

@@ -1,0 +1,182 @@
+//! Owns: a machine that is saved and restored, with a guest of a few instructions instead of a kernel, so that it runs
+//! on any KVM: also on one that interprets kernel mode.
+
+use nacelle_base::{Classify, Kind};
+use nacelle_vmm::DeviceKind;
+use nacelle_vmm::balloon::Balloon;
+use nacelle_vmm::machine::{Builder, Config, Error, Exit, Machine};
+use nacelle_vmm::rng::Rng;
+use nacelle_vmm::snapshot::{self, SnapshotError};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+/// Longer than anything takes on a slow and busy machine.
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// Where the guest counts, in memory that is zero at first.
+const COUNTER: u32 = 0x20_0000;
+
+/// Counts in a register and in memory, and sends both counts to the serial port, again and again.
+fn code() -> Vec<u8> {
+    let [a, b, c, d] = COUNTER.to_le_bytes();
+    let code: [&[u8]; 8] = [
+        &[0x66, 0xba, 0xf8, 0x03],       // mov dx, 0x3f8
+        &[0x31, 0xc9],                   // xor ecx, ecx
+        &[0x88, 0xc8, 0xee],             // again: mov al, cl; out dx, al
+        &[0xff, 0xc1],                   // inc ecx
+        &[0x8a, 0x04, 0x25, a, b, c, d], // mov al, [COUNTER]
+        &[0xee],                         // out dx, al
+        &[0xfe, 0x04, 0x25, a, b, c, d], // inc byte [COUNTER]
+        &[0xeb, 0xea],                   // jmp again
+    ];
+    code.concat()
+}
+
+/// What the guest has sent after `from` bytes, and sends next.
+fn expected(from: usize, length: usize) -> Vec<u8> {
+    (from..from + length).map(|at| (at / 2) as u8).collect()
+}
+
+/// An ELF image with one segment.
+fn kernel(folder: &Path) -> PathBuf {
+    const AT: u64 = 0x10_0000;
+    let code = code();
+    let mut elf = b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0\x02\0\x3e\0\x01\0\0\0".to_vec();
+    elf.extend(AT.to_le_bytes());
+    elf.extend(64_u64.to_le_bytes()); // program headers
+    elf.extend([0; 12]);
+    for half in [64_u16, 56, 1, 64, 0, 0] {
+        elf.extend(half.to_le_bytes());
+    }
+    elf.extend([1, 0, 0, 0, 5, 0, 0, 0]); // PT_LOAD, to be read and executed
+    for word in [0x1000, AT, AT, code.len() as u64, code.len() as u64, 0x1000] {
+        elf.extend(word.to_le_bytes());
+    }
+    elf.resize(0x1000, 0);
+    elf.extend(code);
+    let path = folder.join("kernel");
+    std::fs::write(&path, elf).unwrap();
+    path
+}
+
+/// What a guest has sent to its serial port.
+#[derive(Clone, Default)]
+struct Output(Arc<Mutex<Vec<u8>>>);
+
+impl Output {
+    /// The machine's serial port.
+    fn listen(&self, builder: &mut Builder) {
+        let output = self.0.clone();
+        builder.serial(Box::new(move |bytes| output.lock().unwrap().extend(bytes))).unwrap();
+    }
+
+    fn get(&self) -> Vec<u8> {
+        self.0.lock().unwrap().clone()
+    }
+
+    /// Waits until there are more than so many bytes.
+    fn wait(&self, machine: &Machine, more: usize) {
+        let deadline = Instant::now() + LIMIT;
+        while self.get().len() <= more {
+            assert_eq!(machine.exit(), None);
+            assert!(Instant::now() < deadline, "{} bytes", self.get().len());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+/// The guest on a machine with a device; `None` where there is no KVM, after saying so.
+fn start(folder: &Path, vcpus: u8) -> Option<(Machine, Output)> {
+    let mut builder = match Builder::new(Config { vcpus, memory_mib: 16, kernel: kernel(folder), ..Config::default() })
+    {
+        Ok(builder) => builder,
+        Err(error) => {
+            println!("skipped: {}", nacelle_base::Chain(&error));
+            return None;
+        }
+    };
+    let output = Output::default();
+    output.listen(&mut builder);
+    builder.attach(Rng::new().device()).unwrap();
+    let machine = builder.start().unwrap();
+    output.wait(&machine, 1000);
+    Some((machine, output))
+}
+
+/// A machine from the snapshot, which stands still.
+fn restore(dir: &Path) -> (Machine, Output) {
+    let saved = snapshot::open(dir).unwrap();
+    let mut builder = saved.builder().unwrap();
+    let output = Output::default();
+    output.listen(&mut builder);
+    builder.attach(Rng::new().device()).unwrap();
+    (builder.restore(saved.state()).unwrap(), output)
+}
+
+#[test]
+fn a_saved_machine_goes_on_in_each_restored_one() {
+    let folder = tempfile::tempdir().unwrap();
+    for vcpus in [1, 2] {
+        let Some((machine, output)) = start(folder.path(), vcpus) else { return };
+        let dir = folder.path().join(format!("of-{vcpus}"));
+        assert!(matches!(snapshot::save(&machine, &dir), Err(SnapshotError::Machine { source: Error::NotPaused })));
+        assert!(!dir.exists());
+        machine.pause().unwrap();
+        snapshot::save(&machine, &dir).unwrap();
+        let before = output.get().len();
+        assert_eq!(output.get(), expected(0, before));
+
+        let saved = snapshot::open(&dir).unwrap();
+        assert_eq!((saved.vcpus(), saved.memory_mib()), (usize::from(vcpus), 16));
+        assert_eq!(saved.devices().collect::<Vec<_>>(), [DeviceKind::Rng]);
+        // The one that was saved goes on, and so do two that were restored, all at once.
+        let [(one, first), (two, second)] = [restore(&dir), restore(&dir)];
+        assert!(first.get().is_empty(), "it stands still");
+        for machine in [&machine, &one, &two] {
+            machine.resume().unwrap();
+        }
+        output.wait(&machine, before + 1000);
+        assert_eq!(output.get()[before..before + 1000], expected(before, 1000));
+        for (machine, output) in [(&one, &first), (&two, &second)] {
+            output.wait(machine, 1000);
+            assert_eq!(output.get()[..1000], expected(before, 1000));
+        }
+
+        // A restored machine is saved again: what it never touched comes from the first snapshot.
+        one.pause().unwrap();
+        let again = folder.path().join(format!("again-{vcpus}"));
+        snapshot::save(&one, &again).unwrap();
+        let before = before + first.get().len();
+        drop(one);
+        let (three, third) = restore(&again);
+        three.resume().unwrap();
+        third.wait(&three, 1000);
+        assert_eq!(third.get()[..1000], expected(before, 1000));
+        assert_eq!(three.kill().unwrap(), Exit::Killed);
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let Some((machine, _)) = start(folder.path(), 1) else { return };
+    machine.pause().unwrap();
+    let dir = folder.path().join("snapshot");
+    snapshot::save(&machine, &dir).unwrap();
+    let taken = snapshot::save(&machine, &dir).unwrap_err();
+    assert_eq!(taken.kind(), Kind::AlreadyExists, "{taken}");
+    let saved = snapshot::open(&dir).unwrap();
+
+    let builder = saved.builder().unwrap();
+    let error = builder.restore(saved.state()).err().unwrap();
+    assert!(matches!(error, Error::Mismatch { what: "devices", saved: 1, here: 0 }), "{error}");
+    let mut builder = saved.builder().unwrap();
+    builder.attach(Balloon::new().device()).unwrap();
+    let error = builder.restore(saved.state()).err().unwrap();
+    assert!(matches!(error, Error::Restore { device: DeviceKind::Balloon, .. }), "{error}");
+    let mut builder = Builder::new(Config { vcpus: 2, memory_mib: 16, ..Config::default() }).unwrap();
+    builder.attach(Rng::new().device()).unwrap();
+    let error = builder.restore(saved.state()).err().unwrap();
+    assert!(matches!(error, Error::Mismatch { what: "vCPUs", saved: 1, here: 2 }), "{error}");
+}
