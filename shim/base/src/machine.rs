@@ -7,6 +7,8 @@ use std::path::PathBuf;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum EngineKind {
+    /// Nacelle's own VMM on KVM, in the pod process.
+    Kvm,
     /// QEMU's microvm machine.
     Qemu,
 }
@@ -14,6 +16,7 @@ pub enum EngineKind {
 impl std::fmt::Display for EngineKind {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
+            EngineKind::Kvm => "kvm",
             EngineKind::Qemu => "qemu",
         })
     }

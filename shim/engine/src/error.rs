@@ -66,6 +66,14 @@ pub enum EngineError {
         /// Why not.
         source: io::Error,
     },
+    /// Our own VMM cannot do something with the machine.
+    #[error("cannot {what} the machine")]
+    Machine {
+        /// The verb: "make", "pause".
+        what: &'static str,
+        /// Why not.
+        source: nacelle_vmm::machine::Error,
+    },
     /// The engine refused or did not answer.
     #[error("the machine does not {what}")]
     Control {
@@ -104,6 +112,7 @@ impl Classify for EngineError {
             EngineError::Disk { source, .. } => source.kind(),
             EngineError::Vsock { source, .. } => source.kind(),
             EngineError::Serve { source, .. } => source.kind(),
+            EngineError::Machine { source, .. } => source.kind(),
             EngineError::Resources { .. } => Kind::Exhausted,
             EngineError::Control { source, .. } => source.kind(),
             EngineError::Ended { .. } => Kind::Conflict,

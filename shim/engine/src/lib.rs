@@ -14,6 +14,8 @@ mod disk;
 mod ended;
 mod error;
 pub mod fake;
+pub mod kvm;
+mod link;
 mod machine;
 pub mod probe;
 pub mod qemu;
@@ -26,5 +28,5 @@ pub use machine::{
 };
 pub use nacelle_base::machine::EngineKind;
 pub use nacelle_vmm::block::{BlockError, Slot};
-pub use probe::{Accelerator, KvmVerdict, choose, probe};
+pub use probe::{Accelerator, KvmVerdict, choose, fitting, probe};
 pub use spec::{CheckedSpec, DiskSpec, Limits, MachineSpec, NicSpec, SpecError};

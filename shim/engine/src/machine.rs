@@ -154,13 +154,13 @@ pub enum ExitKind {
     Killed,
     /// The guest kernel panicked; the console tail says why.
     Panicked,
-    /// The engine's process ended by itself: the machine was lost.
+    /// The machine was lost: the engine's process ended by itself, or the engine could not run it any longer.
     Died {
         /// The exit code of the process, if it had one.
         code: Option<i32>,
         /// The signal that killed it, if one did.
         signal: Option<i32>,
-        /// The last lines that the process wrote about itself.
+        /// The last lines that the process wrote about itself, or what the engine has to say.
         message: String,
     },
 }
@@ -172,7 +172,7 @@ impl std::fmt::Display for ExitKind {
             ExitKind::Killed => f.write_str("the machine was killed"),
             ExitKind::Panicked => f.write_str("the guest kernel panicked"),
             ExitKind::Died { code, signal, message } => {
-                f.write_str("the machine's process died")?;
+                f.write_str("the machine died")?;
                 if let Some(code) = code {
                     write!(f, " with exit code {code}")?;
                 }

@@ -1,4 +1,4 @@
-//! Owns: what the node's KVM is worth, and the accelerator that follows from it.
+//! Owns: what the node's KVM is worth, and the engine and accelerator that follow from it.
 //! /dev/kvm may be there and interpret the guest kernel instruction by instruction: only running a guest tells.
 //! Threads: the probe runs on a thread of its own, which is left alone if KVM does not come back.
 
@@ -8,6 +8,7 @@ use std::thread;
 use std::time::Duration;
 
 use nacelle_base::Chain;
+use nacelle_base::machine::EngineKind;
 use nacelle_vmm::machine::tiny::{TinyError, TinyGuest};
 
 /// A processor needs well under a millisecond for the probe's guest, an interpreter forty-five. The best of several
@@ -65,21 +66,24 @@ impl fmt::Display for Accelerator {
 impl fmt::Display for KvmVerdict {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            KvmVerdict::Absent => {
-                f.write_str("there is no /dev/kvm: guests run in software (tcg); enable virtualization for speed")
-            }
-            KvmVerdict::NoPermission => f.write_str(
-                "/dev/kvm may not be opened: guests run in software (tcg); give this process access to /dev/kvm",
+            KvmVerdict::Absent => f.write_str(
+                "there is no /dev/kvm: pods run in QEMU, in software (tcg); for speed, enable virtualization in the \
+                 firmware or the hypervisor of this node and load the module kvm_intel or kvm_amd",
             ),
-            KvmVerdict::Hardware { took } => {
-                write!(f, "KVM runs guest kernels on the processor (probe: {took:?}): guests run with kvm")
-            }
+            KvmVerdict::NoPermission => f.write_str(
+                "/dev/kvm may not be opened: pods run in QEMU, in software (tcg); give this process access to /dev/kvm",
+            ),
+            KvmVerdict::Hardware { took } => write!(
+                f,
+                "KVM runs guest kernels on the processor (probe: {took:?}): pods run in Nacelle's own VMM (engine kvm)"
+            ),
             KvmVerdict::Interpreted { took } => write!(
                 f,
-                "KVM interprets guest kernels (probe: {took:?}): guests run in software (tcg), which is faster and complete"
+                "KVM interprets guest kernels (probe: {took:?}): pods run in QEMU, in software (tcg), which is faster \
+                 and complete; engine kvm does not work here"
             ),
             KvmVerdict::Broken { why } => {
-                write!(f, "KVM cannot run a guest ({why}): guests run in software (tcg)")
+                write!(f, "KVM cannot run a guest ({why}): pods run in QEMU, in software (tcg)")
             }
         }
     }
@@ -126,6 +130,14 @@ fn judge(result: Result<Duration, TinyError>) -> KvmVerdict {
     }
 }
 
+/// The engine for pods whose handler names none.
+pub fn fitting(verdict: &KvmVerdict) -> EngineKind {
+    match choose(verdict) {
+        Accelerator::Kvm => EngineKind::Kvm,
+        Accelerator::Tcg => EngineKind::Qemu,
+    }
+}
+
 /// The accelerator for QEMU.
 pub fn choose(verdict: &KvmVerdict) -> Accelerator {
     match verdict {
@@ -157,6 +169,8 @@ mod tests {
         for (result, accelerator, words) in table {
             let verdict = judge(result);
             assert_eq!(choose(&verdict), accelerator, "{verdict:?}");
+            let engine = if accelerator == Accelerator::Kvm { EngineKind::Kvm } else { EngineKind::Qemu };
+            assert_eq!(fitting(&verdict), engine, "{verdict:?}");
             assert!(verdict.to_string().contains(words), "{verdict}");
         }
     }

@@ -92,9 +92,10 @@ impl World for FakeWorld {
         "/nowhere/initrd".into()
     }
 
-    fn lose(&self, _run_dir: &Path) {
+    fn lose(&self, _run_dir: &Path) -> bool {
         let guest = self.guests.lock().unwrap().pop().unwrap();
         guest.end(ExitKind::Died { code: None, signal: Some(9), message: "an accident".into() });
+        true
     }
 
     fn has_disks(&self) -> bool {

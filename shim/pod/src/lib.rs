@@ -26,8 +26,10 @@ mod teardown;
 pub use error::PodError;
 
 use nacelle_base::Chain;
+use nacelle_engine::Engine;
+use nacelle_engine::kvm::Kvm;
 use nacelle_engine::qemu::Qemu;
-use nacelle_engine::{Engine, EngineKind};
+use spec::{Accelerator, EngineSpec};
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -37,13 +39,14 @@ pub const SOCKET_FILE: &str = "pod.sock";
 
 /// The pod process: serves the pod in `dir` until it is stopped. The exit code is 0 after an orderly stop.
 pub fn run(dir: &Path) -> ExitCode {
-    run_with(dir, |spec| {
-        let accelerator = match spec.engine.accelerator {
-            spec::Accelerator::Kvm => nacelle_engine::Accelerator::Kvm,
-            spec::Accelerator::Tcg => nacelle_engine::Accelerator::Tcg,
-        };
-        match spec.engine.kind {
-            EngineKind::Qemu => Arc::new(Qemu::new(&spec.engine.binary, accelerator)),
+    run_with(dir, |spec| match &spec.engine {
+        EngineSpec::Kvm {} => Arc::new(Kvm::new()),
+        EngineSpec::Qemu { binary, accelerator } => {
+            let accelerator = match accelerator {
+                Accelerator::Kvm => nacelle_engine::Accelerator::Kvm,
+                Accelerator::Tcg => nacelle_engine::Accelerator::Tcg,
+            };
+            Arc::new(Qemu::new(binary, accelerator))
         }
     })
 }

@@ -2,7 +2,6 @@
 //! May use: nouns of `base`. No effects but reading and writing that one file.
 
 use nacelle_base::files::{FileError, at, write_whole};
-use nacelle_base::machine::EngineKind;
 use nacelle_base::{Classify, Kind, PodId};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -65,17 +64,20 @@ pub struct PodSpec {
 
 /// The engine and its settings.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct EngineSpec {
-    /// Which engine.
-    pub kind: EngineKind,
-    /// Its program: QEMU's.
-    pub binary: PathBuf,
-    /// What the daemon's probe chose for this node.
-    pub accelerator: Accelerator,
+#[serde(tag = "kind", rename_all = "lowercase", deny_unknown_fields)]
+pub enum EngineSpec {
+    /// Nacelle's own VMM.
+    Kvm {},
+    /// QEMU.
+    Qemu {
+        /// Its program.
+        binary: PathBuf,
+        /// What the daemon's probe chose for this node.
+        accelerator: Accelerator,
+    },
 }
 
-/// What runs the guest's instructions.
+/// What runs the guest's instructions under QEMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Accelerator {
@@ -265,11 +267,7 @@ pub(crate) mod tests {
         PodSpec {
             version: VERSION,
             id: PodId::from_bytes([1; 32]),
-            engine: EngineSpec {
-                kind: EngineKind::Qemu,
-                binary: "/usr/bin/qemu-system-x86_64".into(),
-                accelerator: Accelerator::Tcg,
-            },
+            engine: EngineSpec::Qemu { binary: "/usr/bin/qemu-system-x86_64".into(), accelerator: Accelerator::Tcg },
             vcpus: 1,
             memory_mib: 128,
             kernel: "/k/vmlinux".into(),
@@ -289,8 +287,20 @@ pub(crate) mod tests {
     #[test]
     fn comes_back_from_its_file() {
         let dir = tempfile::tempdir().unwrap();
-        sample().write(dir.path()).unwrap();
-        assert_eq!(PodSpec::read(dir.path()).unwrap(), sample());
+        for engine in [sample().engine, EngineSpec::Kvm {}] {
+            let spec = PodSpec { engine, ..sample() };
+            spec.write(dir.path()).unwrap();
+            assert_eq!(PodSpec::read(dir.path()).unwrap(), spec);
+        }
+    }
+
+    #[test]
+    fn an_engine_is_written_as_it_always_was() {
+        let text = r#"{"kind":"qemu","binary":"/usr/bin/qemu-system-x86_64","accelerator":"tcg"}"#;
+        assert_eq!(serde_json::from_str::<EngineSpec>(text).unwrap(), sample().engine);
+        assert_eq!(serde_json::to_string(&sample().engine).unwrap(), text);
+        assert_eq!(serde_json::to_string(&EngineSpec::Kvm {}).unwrap(), r#"{"kind":"kvm"}"#);
+        assert!(serde_json::from_str::<EngineSpec>(r#"{"kind":"kvm","binary":"/q"}"#).is_err());
     }
 
     #[test]

@@ -1,19 +1,21 @@
-//! Owns: a pod process with everything real: QEMU, the guest's kernel, the agent, a network namespace. Needs root,
-//! qemu, mkfs.erofs, busybox, ip, and NACELLE_KERNEL and NACELLE_INITRD as `guest/build all` prints them.
+//! Owns: a pod process with everything real: the engine that fits this node, the guest's kernel, the agent, a network
+//! namespace. Needs root, QEMU where KVM does not run guests on hardware, mkfs.erofs, busybox, ip, and NACELLE_KERNEL and NACELLE_INITRD as `guest/build all` prints them.
 
 mod common;
 
 use common::harness;
+use nacelle_base::machine::EngineKind;
 use nacelle_net::{NetNs, netns};
 use nacelle_pod::client::{self, PodClient};
 use nacelle_pod::record::Phase;
-use nacelle_pod::spec::{NetworkSpec, PodSpec};
+use nacelle_pod::spec::{Accelerator, EngineSpec, NetworkSpec, PodSpec};
 use nacelle_proto::pod;
 use serde_json::json;
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
@@ -37,10 +39,17 @@ fn needs() -> Result<(PathBuf, PathBuf), String> {
     if !Path::new("/dev/net/tun").exists() {
         return Err("no /dev/net/tun".into());
     }
-    for program in ["qemu-system-x86_64", "mkfs.erofs", "busybox", "ip"] {
+    let qemu = (engine() == EngineKind::Qemu).then_some("qemu-system-x86_64");
+    for program in qemu.into_iter().chain(["mkfs.erofs", "busybox", "ip"]) {
         path_of(program).ok_or(format!("{program} is not installed"))?;
     }
     Ok((file("NACELLE_KERNEL")?, file("NACELLE_INITRD")?))
+}
+
+/// The engine that fits this node.
+fn engine() -> EngineKind {
+    static ENGINE: OnceLock<EngineKind> = OnceLock::new();
+    *ENGINE.get_or_init(|| nacelle_engine::fitting(&nacelle_engine::probe()))
 }
 
 fn path_of(program: &str) -> Option<PathBuf> {
@@ -118,7 +127,13 @@ impl Place {
 
     async fn spawn(&self, (kernel, initrd): (PathBuf, PathBuf)) -> PodClient {
         let mut spec: PodSpec = common::spec(self.root.path());
-        spec.engine.binary = path_of("qemu-system-x86_64").unwrap();
+        spec.engine = match engine() {
+            EngineKind::Kvm => EngineSpec::Kvm {},
+            EngineKind::Qemu => {
+                let binary = path_of("qemu-system-x86_64").unwrap();
+                EngineSpec::Qemu { binary, accelerator: Accelerator::Tcg }
+            }
+        };
         (spec.kernel, spec.initrd, spec.memory_mib, spec.scratch.size_mib) = (kernel, initrd, 192, 10_240);
         spec.network = Some(NetworkSpec { netns: self.net.pod.clone(), interfaces: vec!["eth0".into()] });
         client::spawn(&std::env::current_exe().unwrap(), &self.dir, &spec).await.unwrap()
@@ -307,7 +322,7 @@ async fn killed() {
     let children: Vec<String> =
         children.collect::<String>().split_whitespace().map(|child| format!("/proc/{child}/cmdline")).collect();
     let qemu = |path: &String| fs::read_to_string(path).is_ok_and(|text| text.contains("qemu"));
-    assert!(children.iter().any(qemu), "QEMU runs: {children:?}");
+    assert_eq!(children.iter().any(qemu), engine() == EngineKind::Qemu, "{children:?}");
     harness::end(&place.dir);
     let record = client::clean_up(&place.dir).await.unwrap().unwrap();
     assert_eq!((record.phase, record.containers[0].exit_code), (Phase::Stopped, 255));

@@ -1,14 +1,17 @@
 //! Owns: `nacelle check`: what this node can do, and what follows from it.
 
-use crate::config::Config;
+use crate::config::{Config, EngineSetting};
 use nacelle_base::Chain;
-use nacelle_engine::probe::KvmVerdict;
+use nacelle_base::machine::EngineKind;
+use nacelle_engine::probe::{self, KvmVerdict};
 use std::fmt;
 use std::path::Path;
 use std::process::{Command, ExitCode};
 
 /// Less than this and the first images do not fit.
 const ENOUGH_DISK: u64 = 2 << 30;
+/// The node kernel's own device for guests' packets.
+const VHOST_NET: &str = "/dev/vhost-net";
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Level {
@@ -41,7 +44,10 @@ fn finding(level: Level, what: &'static str, says: impl Into<String>) -> Finding
 
 pub(super) fn check(config: Config) -> anyhow::Result<ExitCode> {
     let (engine, verdict) = super::serve::engine();
-    let mut findings = vec![user(), kernel(), kvm(&verdict), qemu(&engine.binary)];
+    let handlers: Vec<_> = config.handlers.iter().map(|(name, handler)| (name.as_str(), handler.engine)).collect();
+    let mut findings = vec![user(), kernel(), kvm(&verdict, &handlers), vhost(Path::new(VHOST_NET), &verdict)];
+    findings
+        .push(qemu(&engine.qemu, handlers.iter().any(|(_, setting)| setting.or(engine.fitting) == EngineKind::Qemu)));
     for (name, handler) in &config.handlers {
         findings.push(file(name, "kernel", &handler.kernel));
         findings.push(file(name, "initrd", &handler.initrd));
@@ -84,12 +90,39 @@ fn kernel() -> Finding {
     }
 }
 
-fn kvm(verdict: &KvmVerdict) -> Finding {
-    let level = if matches!(verdict, KvmVerdict::Hardware { .. }) { Level::Good } else { Level::Worse };
-    finding(level, "kvm", verdict.to_string())
+/// What KVM is worth, and whether a handler wants more of it.
+fn kvm(verdict: &KvmVerdict, handlers: &[(&str, EngineSetting)]) -> Finding {
+    if probe::fitting(verdict) == EngineKind::Kvm {
+        return finding(Level::Good, "kvm", verdict.to_string());
+    }
+    match handlers.iter().find(|(_, setting)| *setting == EngineSetting::Kvm) {
+        None => finding(Level::Worse, "kvm", verdict.to_string()),
+        Some((name, _)) => {
+            let advice = format!("handler {name} has engine = \"kvm\", which does not work here: set it to \"auto\"");
+            finding(Level::Bad, "kvm", format!("{verdict}; {advice}"))
+        }
+    }
 }
 
-fn qemu(program: &Path) -> Finding {
+/// Only our own VMM uses it.
+fn vhost(path: &Path, verdict: &KvmVerdict) -> Finding {
+    let there = std::fs::File::options().read(true).write(true).open(path);
+    match (there, probe::fitting(verdict)) {
+        (_, EngineKind::Qemu) => finding(Level::Good, "vhost", "not needed: pods run in QEMU here"),
+        (Ok(_), EngineKind::Kvm) => finding(Level::Good, "vhost", "the node's kernel moves the packets of guests"),
+        (Err(error), EngineKind::Kvm) => {
+            let path = path.display();
+            let says = format!("{path}: {error}: each pod process moves its packets itself; load the module vhost_net");
+            finding(Level::Worse, "vhost", says)
+        }
+    }
+}
+
+/// QEMU; whether a handler `needs` it decides how bad it is that it is missing.
+fn qemu(program: &Path, needs: bool) -> Finding {
+    if !needs {
+        return finding(Level::Good, "qemu", "not needed: no handler uses it");
+    }
     match Command::new(program).arg("--version").output() {
         Ok(output) if output.status.success() => {
             let text = String::from_utf8_lossy(&output.stdout);
@@ -155,5 +188,61 @@ fn disk(root: &Path) -> Finding {
             }
         }
         Err(error) => finding(Level::Worse, "disk", format!("{}: {error}", there.display())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    const AUTO: &[(&str, EngineSetting)] = &[("a", EngineSetting::Auto), ("q", EngineSetting::Qemu)];
+    const KVM: &[(&str, EngineSetting)] = &[("a", EngineSetting::Auto), ("k", EngineSetting::Kvm)];
+
+    fn verdicts() -> [(KvmVerdict, &'static str); 5] {
+        let took = Duration::from_millis(45);
+        [
+            (KvmVerdict::Absent, "no /dev/kvm"),
+            (KvmVerdict::NoPermission, "give this process access to /dev/kvm"),
+            (KvmVerdict::Hardware { took: Duration::from_micros(50) }, "Nacelle's own VMM (engine kvm)"),
+            (KvmVerdict::Interpreted { took }, "interprets guest kernels (probe: 45ms)"),
+            (KvmVerdict::Broken { why: "out of luck".into() }, "(out of luck)"),
+        ]
+    }
+
+    #[test]
+    fn each_verdict_says_what_it_is_and_what_follows() {
+        for (verdict, words) in verdicts() {
+            let hardware = matches!(verdict, KvmVerdict::Hardware { .. });
+            let found = kvm(&verdict, AUTO);
+            assert!(found.says.contains(words), "{found}");
+            assert!(found.says.contains(if hardware { "engine kvm" } else { "pods run in QEMU" }), "{found}");
+            assert!(found.level == if hardware { Level::Good } else { Level::Worse }, "{found}");
+            let found = kvm(&verdict, KVM);
+            assert!(found.level == if hardware { Level::Good } else { Level::Bad }, "{found}");
+            assert_eq!(found.says.contains("handler k has engine"), !hardware, "{found}");
+        }
+    }
+
+    #[test]
+    fn vhost_is_for_our_own_vmm() {
+        let folder = tempfile::tempdir().unwrap();
+        let (there, missing) = (folder.path().join("there"), folder.path().join("missing"));
+        std::fs::write(&there, "").unwrap();
+        for (verdict, _) in verdicts() {
+            let hardware = matches!(verdict, KvmVerdict::Hardware { .. });
+            assert!(vhost(&there, &verdict).level == Level::Good);
+            let found = vhost(&missing, &verdict);
+            assert!(found.level == if hardware { Level::Worse } else { Level::Good }, "{found}");
+            assert_eq!(found.says.contains("load the module vhost_net"), hardware, "{found}");
+        }
+    }
+
+    #[test]
+    fn qemu_is_asked_for_only_where_it_is_used() {
+        let missing = Path::new("/nowhere/qemu");
+        assert!(qemu(missing, false).level == Level::Good);
+        let found = qemu(missing, true);
+        assert!(found.level == Level::Bad && found.says.contains("install qemu-system-x86"), "{found}");
     }
 }

@@ -18,13 +18,15 @@ pub(super) fn engine() -> (EngineChoice, probe::KvmVerdict) {
         probe::Accelerator::Kvm => Accelerator::Kvm,
         probe::Accelerator::Tcg => Accelerator::Tcg,
     };
-    (EngineChoice { binary: nacelle_engine::qemu::PROGRAM.into(), accelerator }, verdict)
+    (
+        EngineChoice { fitting: probe::fitting(&verdict), qemu: nacelle_engine::qemu::PROGRAM.into(), accelerator },
+        verdict,
+    )
 }
 
 pub(super) fn serve(config: Config) -> anyhow::Result<ExitCode> {
     let (engine, verdict) = engine();
-    let accelerator = probe::choose(&verdict);
-    tracing::info!(engine = "qemu", %accelerator, program = %engine.binary.display(), "{verdict}");
+    tracing::info!(engine = %engine.fitting, "{verdict}");
     let exe = std::env::current_exe().context("cannot find the path of this program, which pods are started with")?;
     let networks = Arc::new(nacelle_net::Network::new(config.network_options()));
     let setup = Setup { config, engine, pods: Arc::new(Processes { exe }), networks, observer: None };

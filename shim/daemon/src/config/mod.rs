@@ -117,12 +117,36 @@ pub struct Registry {
     pub mirrors: Vec<String>,
 }
 
+/// The engine of a handler.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum EngineSetting {
+    /// What fits this node, as the probe of KVM says.
+    #[default]
+    Auto,
+    /// Nacelle's own VMM.
+    Kvm,
+    /// QEMU.
+    Qemu,
+}
+
+impl EngineSetting {
+    /// The engine that it means where `fitting` fits the node.
+    pub fn or(self, fitting: EngineKind) -> EngineKind {
+        match self {
+            EngineSetting::Auto => fitting,
+            EngineSetting::Kvm => EngineKind::Kvm,
+            EngineSetting::Qemu => EngineKind::Qemu,
+        }
+    }
+}
+
 /// What a RuntimeClass can name: how its machines are made.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Handler {
     /// What gives a pod its kernel.
-    pub engine: EngineKind,
+    pub engine: EngineSetting,
     /// The guest's kernel, an uncompressed vmlinux.
     pub kernel: PathBuf,
     /// The initramfs with the agent.
@@ -197,7 +221,7 @@ impl Default for Images {
 impl Default for Handler {
     fn default() -> Self {
         Handler {
-            engine: EngineKind::Qemu,
+            engine: EngineSetting::Auto,
             kernel: "/usr/lib/nacelle/vmlinux".into(),
             initrd: "/usr/lib/nacelle/initrd".into(),
             kernel_args: Vec::new(),
@@ -343,6 +367,20 @@ mod tests {
         assert_eq!(config.handler("nacelle").unwrap().1, &Handler::default());
         assert!(config.handler("other").is_none());
         assert_eq!(config.paths.socket, Path::new("/run/nacelle/nacelle.sock"));
+    }
+
+    #[test]
+    fn an_engine_is_named_or_found() {
+        let config = parse(
+            "default_handler = \"a\"\n[handlers.a]\n[handlers.k]\nengine = \"kvm\"\n\
+                            [handlers.q]\nengine = \"qemu\"\n[handlers.b]\nengine = \"auto\"\n",
+        );
+        let config = config.unwrap();
+        let engine = |name, fitting| config.handler(name).unwrap().1.engine.or(fitting);
+        for fitting in [EngineKind::Kvm, EngineKind::Qemu] {
+            assert_eq!([engine("a", fitting), engine("b", fitting)], [fitting, fitting]);
+            assert_eq!([engine("k", fitting), engine("q", fitting)], [EngineKind::Kvm, EngineKind::Qemu]);
+        }
     }
 
     #[test]

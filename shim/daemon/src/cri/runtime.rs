@@ -3,10 +3,12 @@
 use super::Cri;
 use super::status::{refuse, status};
 use crate::config::CgroupDriver;
+use nacelle_base::machine::EngineKind;
 use nacelle_base::{Chain, Kind};
 use nacelle_proto::cri;
 use serde_json::json;
 use std::collections::HashMap;
+use std::path::PathBuf;
 use tonic::Status;
 
 /// The version of kubelet's runtime API in Version's first field, a constant since its beginning.
@@ -50,7 +52,9 @@ impl Cri {
         let parts = self.node.parts();
         let info = json!({
             "version": env!("CARGO_PKG_VERSION"),
-            "engine": { "binary": parts.engine.binary, "accelerator": parts.engine.accelerator },
+            "engine": {
+                "fitting": parts.engine.fitting, "qemu": parts.engine.qemu, "accelerator": parts.engine.accelerator,
+            },
             "config": parts.config,
             "pods": self.node.views().len(),
         });
@@ -93,8 +97,12 @@ impl Cri {
 /// What no pod could be started without, if it is missing.
 async fn missing_parts(parts: &crate::lifecycle::Parts) -> Option<String> {
     let config = &parts.config;
-    let mut needed = vec![("sandbox", "the engine", parts.engine.binary.clone())];
+    let mut needed = Vec::new();
     if let Some((name, handler)) = config.handler("") {
+        needed.push(match handler.engine.or(parts.engine.fitting) {
+            EngineKind::Kvm => (name, "the device of engine kvm", PathBuf::from("/dev/kvm")),
+            EngineKind::Qemu => (name, "the engine", parts.engine.qemu.clone()),
+        });
         needed.push((name, "the guest's kernel", handler.kernel.clone()));
         needed.push((name, "the guest's initrd", handler.initrd.clone()));
     }

@@ -11,7 +11,7 @@ use nacelle_base::{Chain, PodId, files};
 use nacelle_net::{Attachment, Dns, PodRef};
 use nacelle_pod::client::PodClient;
 use nacelle_pod::record::PodRecord as LastRecord;
-use nacelle_pod::spec::{self, EngineSpec, NetworkSpec, PodSpec, ScratchSpec, Timeouts};
+use nacelle_pod::spec::{self, NetworkSpec, PodSpec, ScratchSpec, Timeouts};
 use nacelle_proto::pod as proto;
 use std::net::IpAddr;
 use std::os::unix::fs::DirBuilderExt;
@@ -105,11 +105,7 @@ fn pod_spec(parts: &Parts, id: &PodId, config: &PodConfig, handler: &Handler, ne
     PodSpec {
         version: spec::VERSION,
         id: id.clone(),
-        engine: EngineSpec {
-            kind: handler.engine,
-            binary: parts.engine.binary.clone(),
-            accelerator: parts.engine.accelerator,
-        },
+        engine: parts.engine.spec(handler.engine),
         vcpus: handler.vcpus.max(narrow(cpus)),
         memory_mib: narrow(handler.memory_mib.saturating_add(limit_mib)),
         kernel: handler.kernel.clone(),

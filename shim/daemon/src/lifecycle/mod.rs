@@ -13,16 +13,17 @@ pub mod state;
 
 pub use error::{LifecycleError, StepError};
 
-use crate::config::Config;
+use crate::config::{Config, EngineSetting};
 use crate::nouns::{ContainerConfig, ImageOf, PodConfig, PodName};
 use crate::store::{ContainerRecord, PodRecord, Store};
 use actor::{Answer, Begin, Message};
 use ipnet::IpNet;
+use nacelle_base::machine::EngineKind;
 use nacelle_base::{Chain, ContainerId, PodId};
 use nacelle_image::ImageId;
 use nacelle_pod::client::{ClientError, PodClient};
 use nacelle_pod::record::PodRecord as LastRecord;
-use nacelle_pod::spec::Accelerator;
+use nacelle_pod::spec::{Accelerator, EngineSpec};
 use nacelle_proto::pod as proto;
 use seams::{Networks, Pods};
 use std::collections::{BTreeMap, HashSet};
@@ -37,10 +38,21 @@ pub(crate) const CLIP: usize = 2000;
 /// What runs machines on this node.
 #[derive(Clone, Debug)]
 pub struct EngineChoice {
-    /// QEMU.
-    pub binary: PathBuf,
-    /// What it runs guests with.
+    /// For handlers that name no engine.
+    pub fitting: EngineKind,
+    /// QEMU, for handlers whose engine it is.
+    pub qemu: PathBuf,
+    /// What QEMU runs guests with.
     pub accelerator: Accelerator,
+}
+
+impl EngineChoice {
+    fn spec(&self, setting: EngineSetting) -> EngineSpec {
+        match setting.or(self.fitting) {
+            EngineKind::Kvm => EngineSpec::Kvm {},
+            EngineKind::Qemu => EngineSpec::Qemu { binary: self.qemu.clone(), accelerator: self.accelerator },
+        }
+    }
 }
 
 /// All that the pods of a node share.

@@ -210,7 +210,7 @@ impl World {
         config.paths.socket = self.root.path().join("s.sock");
         config.default_handler = "small".into();
         let allowed_annotations = vec!["vm.nacelle.dev/cpus".into()];
-        let handler = Handler { engine: EngineKind::Qemu, allowed_annotations, ..Handler::default() };
+        let handler = Handler { allowed_annotations, ..Handler::default() };
         config.handlers = [("small".to_owned(), handler.clone()), ("other".to_owned(), handler)].into();
         config
     }
@@ -224,7 +224,11 @@ impl World {
         let socket = config.paths.socket.clone();
         let setup = Setup {
             config,
-            engine: EngineChoice { binary: "/usr/bin/qemu".into(), accelerator: Accelerator::Tcg },
+            engine: EngineChoice {
+                fitting: EngineKind::Qemu,
+                qemu: "/usr/bin/qemu".into(),
+                accelerator: Accelerator::Tcg,
+            },
             pods: Arc::clone(&self.pods) as _,
             networks: Arc::clone(&self.networks) as _,
             observer,

@@ -27,8 +27,9 @@ pub trait World {
     fn kernel(&self) -> PathBuf;
     /// An initramfs with the guest of this suite.
     fn initrd(&self) -> PathBuf;
-    /// Makes the machine that lives in this folder die, as an accident would.
-    fn lose(&self, run_dir: &Path);
+    /// Makes the machine that lives in this folder die, as an accident would. `false`: it cannot be lost without this
+    /// process, because it runs in it; its own tests show what becomes of it then.
+    fn lose(&self, run_dir: &Path) -> bool;
     /// Whether its guests read and write their disks (the fake's only see their size).
     fn has_disks(&self) -> bool;
 }

@@ -18,12 +18,10 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{Id, WaitPidFlag, waitid};
 use nix::unistd::Pid;
 
-use crate::console::{Console, printable_tail};
+use crate::console::{Console, PANIC, printable_tail};
 use crate::ended::Ended;
 use crate::{EngineError, ExitKind, MachineExit};
 
-/// The kernel's own words for its end.
-const PANIC: &str = "Kernel panic - not syncing";
 /// What is kept of QEMU's messages, in bytes.
 const MESSAGES: usize = 4 << 10;
 

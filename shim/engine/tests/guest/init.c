@@ -1,13 +1,19 @@
 // The guest of the contract suite: PID 1 that says hello to the host's vsock port 1024 and does what it is told on its
-// own port 1025: one line a connection, the answer, the end. The commands are described in src/contract/mod.rs;
-// `nic` is for the tests of QEMU alone.
+// own port 1025: one line a connection, the answer, the end. The commands are described in src/contract/mod.rs; `nic`
+// is for the tests of engines with a tap, and the benchmarks (ci/bench blk, net) have some of their own:
+//   reads DISK SECONDS THREADS   random reads of 4 KiB past the page cache, answered by their number a second
+//   address A.B.C.D              eth0 has this address (/24) and is up
+//   send A.B.C.D PORT SECONDS    bytes a second over one TCP connection to there
+//   receive PORT                 takes one TCP connection; bytes a second until its end
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/fs.h>
 #include <linux/if_packet.h>
 #include <linux/vm_sockets.h>
+#include <arpa/inet.h>
 #include <net/if.h>
+#include <netinet/in.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -20,6 +26,7 @@
 #include <sys/stat.h>
 #include <sys/sysinfo.h>
 #include <sys/time.h>
+#include <time.h>
 #include <unistd.h>
 
 static void say(int fd, const char *text) {
@@ -142,6 +149,105 @@ static void nic(int fd) {
     say(fd, answer);
 }
 
+static double now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec + time.tv_nsec / 1e9;
+}
+
+struct reader {
+    pthread_t thread;
+    int disk;
+    uint64_t blocks, seed;
+    double until;
+    long long done;
+};
+
+static void *reader(void *arg) {
+    struct reader *r = arg;
+    void *buffer = aligned_alloc(4096, 4096);
+    while (now() < r->until) {
+        r->seed ^= r->seed << 13, r->seed ^= r->seed >> 7, r->seed ^= r->seed << 17;
+        if (pread(r->disk, buffer, 4096, r->seed % r->blocks * 4096) != 4096) break;
+        r->done++;
+    }
+    free(buffer);
+    return NULL;
+}
+
+static void reads(int fd, int index, int seconds, int threads) {
+    struct reader readers[64];
+    unsigned long long bytes = 0;
+    char answer[64];
+    int dev = disk(index, O_RDONLY | O_DIRECT);
+    if (dev < 0 || ioctl(dev, BLKGETSIZE64, &bytes) != 0 || bytes < 4096 || threads < 1 || threads > 64) {
+        say(fd, "no such disk\n");
+        return;
+    }
+    double start = now();
+    long long done = 0;
+    for (int i = 0; i < threads; i++) {
+        readers[i] = (struct reader){ .disk = dev, .blocks = bytes / 4096, .seed = 0x9e3779b97f4a7c15 * (i + 1) };
+        readers[i].until = start + seconds;
+        pthread_create(&readers[i].thread, NULL, reader, &readers[i]);
+    }
+    for (int i = 0; i < threads; i++) pthread_join(readers[i].thread, NULL), done += readers[i].done;
+    close(dev);
+    snprintf(answer, sizeof answer, "%.1f\n", done / (now() - start));
+    say(fd, answer);
+}
+
+static void address(int fd, const char *text) {
+    struct ifreq request = { .ifr_name = "eth0" };
+    struct sockaddr_in *in = (struct sockaddr_in *)&request.ifr_addr;
+    int sock = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    in->sin_family = AF_INET;
+    int ok = sock >= 0 && inet_pton(AF_INET, text, &in->sin_addr) == 1 && ioctl(sock, SIOCSIFADDR, &request) == 0;
+    in->sin_addr.s_addr = htonl(0xffffff00);
+    ok = ok && ioctl(sock, SIOCSIFNETMASK, &request) == 0 && ioctl(sock, SIOCGIFFLAGS, &request) == 0;
+    request.ifr_flags |= IFF_UP;
+    ok = ok && ioctl(sock, SIOCSIFFLAGS, &request) == 0;
+    if (sock >= 0) close(sock);
+    say(fd, ok ? "ok\n" : "failed\n");
+}
+
+static void send_bytes(int fd, const char *text, int port, int seconds) {
+    struct sockaddr_in to = { .sin_family = AF_INET, .sin_port = htons(port) };
+    static char buffer[131072];
+    char answer[64];
+    int sock = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    inet_pton(AF_INET, text, &to.sin_addr);
+    if (sock < 0 || connect(sock, (struct sockaddr *)&to, sizeof to) != 0) {
+        snprintf(answer, sizeof answer, "errno %d\n", errno);
+    } else {
+        double start = now(), bytes = 0;
+        ssize_t n = 1;
+        while (n > 0 && now() < start + seconds) n = write(sock, buffer, sizeof buffer), bytes += n > 0 ? n : 0;
+        snprintf(answer, sizeof answer, "%.0f\n", bytes / (now() - start));
+    }
+    if (sock >= 0) close(sock);
+    say(fd, answer);
+}
+
+static void receive_bytes(int fd, int port) {
+    struct sockaddr_in here = { .sin_family = AF_INET, .sin_port = htons(port) };
+    static char buffer[131072];
+    char answer[64];
+    int sock = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), one = 1;
+    setsockopt(sock, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+    int peer = bind(sock, (struct sockaddr *)&here, sizeof here) || listen(sock, 1) ? -1 : accept4(sock, NULL, NULL, SOCK_CLOEXEC);
+    if (peer < 0) {
+        snprintf(answer, sizeof answer, "errno %d\n", errno);
+    } else {
+        double start = now(), bytes = 0;
+        for (ssize_t n; (n = read(peer, buffer, sizeof buffer)) > 0;) bytes += n;
+        snprintf(answer, sizeof answer, "%.0f\n", bytes / (now() - start));
+        close(peer);
+    }
+    if (sock >= 0) close(sock);
+    say(fd, answer);
+}
+
 static void echo(int fd) {
     char buffer[16384];
     ssize_t n;
@@ -154,10 +260,10 @@ static void echo(int fd) {
 }
 
 static void *serve(void *arg) {
-    int fd = (int)(intptr_t)arg, index, byte;
+    int fd = (int)(intptr_t)arg, index, byte, seconds, threads;
     unsigned port;
     long long at, length;
-    char line[256], answer[64];
+    char line[256], answer[64], host[32];
     size_t n = 0;
     while (n < sizeof line - 1 && read(fd, line + n, 1) == 1 && line[n] != '\n') n++;
     line[n] = 0;
@@ -175,6 +281,10 @@ static void *serve(void *arg) {
     else if (sscanf(line, "call %u", &port) == 1) call(fd, port);
     else if (!strcmp(line, "hwrng")) hwrng(fd);
     else if (!strcmp(line, "nic")) nic(fd);
+    else if (sscanf(line, "reads %d %d %d", &index, &seconds, &threads) == 3) reads(fd, index, seconds, threads);
+    else if (sscanf(line, "address %31s", host) == 1) address(fd, host);
+    else if (sscanf(line, "send %31s %d %d", host, &index, &seconds) == 3) send_bytes(fd, host, index, seconds);
+    else if (sscanf(line, "receive %d", &index) == 1) receive_bytes(fd, index);
     else if (!strcmp(line, "poweroff")) reboot(RB_AUTOBOOT);
     else if (!strcmp(line, "panic")) {
         printf("contract: about to panic\n");

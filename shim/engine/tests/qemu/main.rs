@@ -1,7 +1,8 @@
 //! Owns: QEMU under the contract, with the guest kernel and a small init of this suite.
 //! Skipped, with the reason, where QEMU, the kernel or a compiler is missing.
 
-mod tap;
+#[path = "../common/mod.rs"]
+mod common;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,13 +10,10 @@ use std::process::Command;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use nacelle_engine::contract::{Bench, World, fnv, turn};
+use common::LONG;
+use nacelle_engine::contract::{World, turn};
 use nacelle_engine::qemu::{PROGRAM, Qemu};
-use nacelle_engine::{
-    Accelerator, BOOT_PORT, Engine, EngineError, ExitKind, MachineSpec, MachineStatus, NicSpec, choose, probe,
-};
-
-const LONG: Duration = Duration::from_secs(120);
+use nacelle_engine::{Accelerator, BOOT_PORT, Engine, EngineError, ExitKind, MachineStatus, choose, probe};
 
 struct QemuWorld {
     accelerator: Accelerator,
@@ -36,9 +34,10 @@ impl World for QemuWorld {
         self.initrd.clone()
     }
 
-    fn lose(&self, run_dir: &Path) {
+    fn lose(&self, run_dir: &Path) -> bool {
         let [pid] = qemus(run_dir)[..] else { panic!("one QEMU in {run_dir:?}") };
         nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL).unwrap();
+        true
     }
 
     fn has_disks(&self) -> bool {
@@ -59,59 +58,13 @@ fn qemus(run_dir: &Path) -> Vec<i32> {
         .collect()
 }
 
-fn kernel() -> Option<PathBuf> {
-    if let Some(path) = std::env::var_os("NACELLE_KERNEL") {
-        return Some(path.into());
-    }
-    let cache = match std::env::var_os("NACELLE_CACHE") {
-        Some(cache) => PathBuf::from(cache),
-        None => PathBuf::from(std::env::var_os("HOME")?).join(".cache/nacelle"),
-    };
-    let kernels = fs::read_dir(cache.join("guest")).ok()?.filter_map(|entry| {
-        let path = entry.ok()?.path().join("vmlinux");
-        Some((fs::metadata(&path).ok()?.modified().ok()?, path))
-    });
-    kernels.max().map(|(_, path)| path)
-}
-
-fn output(command: &mut Command) -> Result<Vec<u8>, String> {
-    let output = command.output().map_err(|error| format!("{command:?}: {error}"))?;
-    match output.status.success() {
-        true => Ok(output.stdout),
-        false => Err(format!("{command:?}: {}", String::from_utf8_lossy(&output.stderr))),
-    }
-}
-
-/// The suite's guest: built once for each version of its sources, and kept in the target directory.
-fn initrd() -> Result<PathBuf, String> {
-    static INITRD: OnceLock<Result<PathBuf, String>> = OnceLock::new();
-    let build = || {
-        let text = |error: std::io::Error| error.to_string();
-        let here = Path::new(env!("CARGO_MANIFEST_DIR"));
-        let (source, pack) = (here.join("tests/guest/init.c"), here.join("../../guest/mkinitramfs"));
-        let key = [fs::read(&source).map_err(text)?, fs::read(&pack).map_err(text)?].concat();
-        let kept = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("contract-{:016x}.cpio", fnv(&key)));
-        if kept.exists() {
-            return Ok(kept);
-        }
-        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).map_err(text)?;
-        let (init, initrd) = (folder.path().join("init"), folder.path().join("initrd"));
-        output(Command::new("cc").args(["-static", "-O1", "-pthread", "-o"]).arg(&init).arg(source))?;
-        fs::write(&initrd, output(Command::new(pack).arg(&init))?).map_err(text)?;
-        fs::rename(initrd, &kept).map_err(text)?;
-        Ok(kept)
-    };
-    INITRD.get_or_init(build).clone()
-}
-
 fn find() -> Result<QemuWorld, String> {
     if !Path::new(PROGRAM).exists() {
         return Err(format!("no {PROGRAM}"));
     }
-    let kernel = kernel().filter(|path| path.exists()).ok_or("no guest kernel (NACELLE_KERNEL, guest/build kernel)")?;
     static ACCELERATOR: OnceLock<Accelerator> = OnceLock::new();
     let accelerator = *ACCELERATOR.get_or_init(|| choose(&probe()));
-    Ok(QemuWorld { accelerator, kernel, initrd: initrd()? })
+    Ok(QemuWorld { accelerator, kernel: common::kernel()?, initrd: common::initrd()? })
 }
 
 fn world() -> Option<Box<QemuWorld>> {
@@ -126,27 +79,12 @@ fn world() -> Option<Box<QemuWorld>> {
 
 nacelle_engine::contract_tests!(world);
 
-fn spec(world: &dyn World, folder: &Path) -> MachineSpec {
-    MachineSpec {
-        vcpus: 1,
-        memory_mib: 128,
-        kernel: world.kernel(),
-        initrd: world.initrd(),
-        cmdline: vec![],
-        disks: vec![],
-        nics: vec![],
-        run_dir: folder.to_owned(),
-        console_log: folder.join("console.log"),
-        guest_cid: 3,
-    }
-}
-
 #[test]
 fn what_qemu_says_is_told() {
     let _turn = turn();
     let Some(world) = world() else { return };
     let folder = tempfile::tempdir().unwrap();
-    let mut spec = spec(&*world, folder.path());
+    let mut spec = common::spec(&*world, folder.path());
     spec.kernel = folder.path().join("no-kernel");
     fs::write(&spec.kernel, "this is no kernel").unwrap();
     let engine = world.engine();
@@ -164,9 +102,9 @@ fn a_missing_program_or_kernel_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let missing = folder.path().join("missing");
     let engine = Qemu::new(&missing, Accelerator::Tcg);
-    let error = engine.start(spec(&*world, folder.path()).check(&engine.limits()).unwrap()).err().unwrap();
+    let error = engine.start(common::spec(&*world, folder.path()).check(&engine.limits()).unwrap()).err().unwrap();
     assert!(matches!(&error, EngineError::Spawn { program, .. } if *program == missing), "{error:?}");
-    let mut spec = spec(&*world, folder.path());
+    let mut spec = common::spec(&*world, folder.path());
     spec.kernel = missing.clone();
     let engine = world.engine();
     let error = engine.start(spec.check(&engine.limits()).unwrap()).err().unwrap();
@@ -182,7 +120,7 @@ fn qemu_inherits_only_what_it_needs() {
     let secret = fs::File::create(folder.path().join("secret")).unwrap();
     nix::fcntl::fcntl(&secret, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::empty())).unwrap();
     let engine = world.engine();
-    let machine = engine.start(spec(&*world, folder.path()).check(&engine.limits()).unwrap()).unwrap();
+    let machine = engine.start(common::spec(&*world, folder.path()).check(&engine.limits()).unwrap()).unwrap();
     let link = machine.link();
     link.listen(BOOT_PORT).unwrap().accept(LONG).unwrap();
     let [pid] = qemus(folder.path())[..] else { panic!("one QEMU") };
@@ -196,31 +134,14 @@ fn qemu_inherits_only_what_it_needs() {
 
 #[test]
 fn a_tap_is_the_guests_network() {
-    let _turn = turn();
-    let Some(world) = world() else { return };
-    // A thread of its own, because it leaves the namespace of this process.
-    let test = move || {
-        let tap = match tap::tap_in_new_namespace("tap0") {
-            Ok(tap) => tap,
-            Err(why) => return println!("skipped: no tap: {why}"),
-        };
-        let nic = NicSpec { tap, mac: [0x52, 0x54, 0, 0x12, 0x34, 0x56], mtu: 1400 };
-        let bench = Bench::start(&*world, vec![], |spec| spec.nics.push(nic));
-        assert_eq!(bench.ask("nic"), "52:54:00:12:34:56 mtu 1400 sent 60");
-        let until = Instant::now() + LONG;
-        while tap::frames_received("tap0") == 0 {
-            assert!(Instant::now() < until, "the frame has not come out of the tap");
-            std::thread::sleep(Duration::from_millis(20));
-        }
-    };
-    std::thread::spawn(test).join().unwrap();
+    common::a_tap_is_the_guests_network(world());
 }
 
 /// The other half of the next test: starts a machine, says which process it is, and dies without a word.
 fn die_with_a_machine(folder: &Path) -> ! {
     let world = find().unwrap();
     let engine = world.engine();
-    let machine = engine.start(spec(&world, folder).check(&engine.limits()).unwrap()).unwrap();
+    let machine = engine.start(common::spec(&world, folder).check(&engine.limits()).unwrap()).unwrap();
     machine.link().listen(BOOT_PORT).unwrap().accept(LONG).unwrap();
     nix::sys::signal::raise(nix::sys::signal::Signal::SIGKILL).unwrap();
     unreachable!("killed")

@@ -7,9 +7,6 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-/// The engine's program in specifications that mean the fake engine.
-pub const FAKE: &str = "/fake";
-
 pub type Test = std::pin::Pin<Box<dyn Future<Output = ()>>>;
 pub type Start = fn() -> Test;
 
@@ -46,7 +43,7 @@ pub fn main(tests: &[(&str, Start)]) -> ExitCode {
 
 fn serve(dir: &Path) -> ExitCode {
     tracing_subscriber::fmt().with_ansi(false).init();
-    let fake = PodSpec::read(dir).is_ok_and(|spec| spec.engine.binary == Path::new(FAKE));
+    let fake = PodSpec::read(dir).is_ok_and(|spec| spec.engine == super::fake());
     if fake {
         let shared = Arc::default();
         nacelle_pod::run_with(dir, |_| Arc::new(super::engine(&shared)))

@@ -7,7 +7,6 @@ pub mod harness;
 
 use agent::Shared;
 use nacelle_base::PodId;
-use nacelle_base::machine::EngineKind;
 use nacelle_engine::fake::{Fake, Guest, Script};
 use nacelle_pod::client::{self, ClientError, PodClient};
 use nacelle_pod::record::{self, PodRecord};
@@ -25,7 +24,7 @@ pub fn spec(root: &Path) -> PodSpec {
     PodSpec {
         version: VERSION,
         id: PodId::from_bytes([9; 32]),
-        engine: EngineSpec { kind: EngineKind::Qemu, binary: harness::FAKE.into(), accelerator: Accelerator::Tcg },
+        engine: fake(),
         vcpus: 1,
         memory_mib: 64,
         kernel: "/none/vmlinux".into(),
@@ -40,6 +39,11 @@ pub fn spec(root: &Path) -> PodSpec {
         scratch: ScratchSpec { size_mib: 16, templates: root.join("templates") },
         timeouts: Timeouts { shutdown_ms: 60_000, ..Timeouts::default() },
     }
+}
+
+/// What specifications say of an engine when they mean the fake one.
+pub fn fake() -> EngineSpec {
+    EngineSpec::Qemu { binary: "/fake".into(), accelerator: Accelerator::Tcg }
 }
 
 /// An engine whose guests run the fake agent.

@@ -3,7 +3,7 @@
 use crate::Measured;
 use crate::containerd::Containerd;
 use crate::cri::{Cri, Pod};
-use crate::microvm;
+use crate::{guests, microvm};
 use nacelle_e2e::node::Options;
 use nacelle_e2e::{Image, Node};
 use std::fs;
@@ -18,6 +18,11 @@ pub const ALL: &[(&str, &str, Bench)] = &[
     ("exec", "ExecSync of /bin/true, against containerd and runc", exec),
     ("pull", "PullImage of 200 MB from a local registry, against containerd", pull),
     ("pod-memory", "private memory of the pod process beside the guest's, against its budget", pod_memory),
+    ("boot", "process start until the agent's answer: our VMM, QEMU microvm with KVM", guests::boot),
+    ("memory", "resident memory of the pod process beside guest memory, with engine kvm", guests::memory),
+    ("blk", "random reads of 4 KiB in the guest, a second, against QEMU microvm", guests::blk),
+    ("net-send", "TCP from the guest to the node, against QEMU microvm with vhost-net", guests::net_send),
+    ("net-receive", "TCP from the node to the guest, against QEMU microvm with vhost-net", guests::net_receive),
     ("daemon-memory", "resident memory of the daemon, against its budget", daemon_memory),
 ];
 
@@ -50,7 +55,7 @@ fn boots(runs: usize, peer: &'static str, tuning: impl Fn(&Node) -> Vec<String>)
     let node = node();
     let mut cri = ours(&node);
     let plain = microvm::initramfs(node.folder());
-    let mut measured = Measured { unit: "ms", peer, ours: Vec::new(), peers: Vec::new() };
+    let mut measured = Measured::new("ms", peer);
     // The first of each fills the page cache.
     for run in 0..=runs {
         let (pod, took) = cri.run_pod();
@@ -76,7 +81,7 @@ fn side_by_side(measure: impl Fn(&mut Cri, &Pod, &str) -> f64, runs: usize) -> M
         cri.pull(&image);
         pods.push(cri.run_pod().0);
     }
-    let mut measured = Measured { unit: "ms", peer: "containerd", ours: Vec::new(), peers: Vec::new() };
+    let mut measured = Measured::new("ms", "containerd");
     for run in 0..=runs {
         let samples = (measure(&mut ours, &pods[0], &image), measure(&mut theirs, &pods[1], &image));
         if run > 0 {
@@ -133,7 +138,7 @@ fn pull(runs: usize) -> Measured {
     let image = node.registry.push(&large(), "large:1");
     let (containerd, mut theirs) = Containerd::start(&node);
     let mut ours = ours(&node);
-    let mut measured = Measured { unit: "ms", peer: "containerd", ours: Vec::new(), peers: Vec::new() };
+    let mut measured = Measured::new("ms", "containerd");
     for run in 0..=runs {
         let samples = (ours.pull(&image), theirs.pull(&image));
         ours.remove_image(&image);
@@ -148,7 +153,7 @@ fn pull(runs: usize) -> Measured {
 }
 
 /// Kilobytes of a line of /proc/PID/FILE.
-fn kilobytes(pid: i32, file: &str, line: &str) -> f64 {
+pub fn kilobytes(pid: i32, file: &str, line: &str) -> f64 {
     let text = fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap_or_default();
     let value = text.lines().find_map(|found| found.strip_prefix(line)?.split_whitespace().next()?.parse().ok());
     value.unwrap_or(f64::NAN)
@@ -158,7 +163,7 @@ fn pod_memory(runs: usize) -> Measured {
     let node = node();
     let image = node.image(&Image::busybox(), "busybox:1");
     let mut cri = ours(&node);
-    let mut measured = Measured { unit: "MiB", peer: "budget", ours: Vec::new(), peers: vec![10.0] };
+    let mut measured = Measured { peers: vec![10.0], ..Measured::new("MiB", "budget") };
     for _ in 0..runs {
         let (pod, _) = cri.run_pod();
         let (container, _) = cri.start(&pod, &image, &["/bin/sh", "-c", "echo here; sleep 1000"]);
@@ -176,7 +181,7 @@ fn daemon_memory(runs: usize) -> Measured {
     let node = node();
     let image = node.image(&Image::busybox(), "busybox:1");
     let mut cri = ours(&node);
-    let mut measured = Measured { unit: "MiB", peer: "budget", ours: Vec::new(), peers: vec![32.0] };
+    let mut measured = Measured { peers: vec![32.0], ..Measured::new("MiB", "budget") };
     for _ in 0..runs {
         let (pod, _) = cri.run_pod();
         cri.start(&pod, &image, &["/bin/echo", "here"]);

@@ -3,7 +3,10 @@
 mod benches;
 mod containerd;
 mod cri;
+mod guests;
+mod machines;
 mod microvm;
+mod plot;
 
 use std::process::ExitCode;
 
@@ -13,6 +16,14 @@ struct Measured {
     peer: &'static str,
     ours: Vec<f64>,
     peers: Vec<f64>,
+    /// More than one number, for those who plot; null if there is nothing more to say.
+    details: serde_json::Value,
+}
+
+impl Measured {
+    fn new(unit: &'static str, peer: &'static str) -> Measured {
+        Measured { unit, peer, ours: Vec::new(), peers: Vec::new(), details: serde_json::Value::Null }
+    }
 }
 
 fn median(samples: &[f64]) -> f64 {
@@ -26,9 +37,19 @@ fn median(samples: &[f64]) -> f64 {
 }
 
 fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        [machines::SERVE, description] => return machines::serve(description),
+        ["plot", "boot"] => {
+            let measured = serde_json::from_reader(std::io::stdin()).expect("the JSON of the bench boot on stdin");
+            print!("{}", plot::boot(&measured));
+            return ExitCode::SUCCESS;
+        }
+        _ => {}
+    }
     let mut names = Vec::new();
     let (mut json, mut runs) = (false, 5);
-    for argument in std::env::args().skip(1) {
+    for argument in arguments {
         match argument.strip_prefix("--runs=").map(str::parse) {
             Some(Ok(number)) => runs = number,
             Some(Err(error)) => {
@@ -47,14 +68,14 @@ fn main() -> ExitCode {
         return ExitCode::from(2);
     }
     for (name, what, bench) in benches::ALL.iter().filter(|(name, ..)| names.iter().any(|wanted| wanted == name)) {
-        let Measured { unit, peer, ours: samples, peers } = bench(runs);
+        let Measured { unit, peer, ours: samples, peers, details } = bench(runs);
         let (ours, theirs) = (median(&samples), median(&peers));
         let ratio = ours / theirs;
         if json {
             println!(
                 "{}",
                 serde_json::json!({"name": name, "unit": unit, "ours": ours, "peer": theirs, "ratio": ratio,
-                                   "peer_name": peer, "samples": samples, "peer_samples": peers})
+                                   "peer_name": peer, "samples": samples, "peer_samples": peers, "details": details})
             );
         } else {
             println!("{name}: {what}");
@@ -63,6 +84,9 @@ fn main() -> ExitCode {
                 samples.len()
             );
             println!("  ours {samples:.1?}\n  {peer} {peers:.1?}");
+            for bar in details.as_array().into_iter().flatten() {
+                println!("  {bar}");
+            }
         }
     }
     ExitCode::SUCCESS

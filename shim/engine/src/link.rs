@@ -12,11 +12,11 @@ use crate::LinkError;
 use crate::machine::{BOOT_PORT, GuestLink, Incoming};
 
 /// How often somebody who waits for the guest looks whether the machine is still there. The device itself does not
-/// know: to it, a front end has gone and another one may come.
+/// know: to it, a driver has gone and another one may come.
 const LOOK: Duration = Duration::from_millis(250);
 
 /// The link of one machine.
-pub(super) struct Link {
+pub(crate) struct Link {
     vsock: Vsock,
     /// The boot port, until somebody listens there.
     boot: Mutex<Option<Listener>>,

@@ -1,0 +1,198 @@
+//! Owns: what is measured of a machine alone, without a daemon: the start, disks and the network, against QEMU microvm.
+
+use crate::Measured;
+use crate::cri::Cri;
+use crate::machines::{Machine, Setup, Timeline, Vmm};
+use crate::median;
+use nacelle_e2e::node::Options;
+use nacelle_e2e::{Image, Node, part, run};
+use std::fs;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+/// How long one sample of throughput takes, in seconds.
+const SAMPLE: u32 = 3;
+/// Threads that read at once: a queue of some depth.
+const READERS: u32 = 8;
+
+/// A folder for machines and what they are made of.
+struct Place {
+    folder: tempfile::TempDir,
+    initrd: PathBuf,
+}
+
+impl Place {
+    /// With the agent in the guest.
+    fn agent() -> Place {
+        Place { folder: tempfile::tempdir().expect("a folder"), initrd: part("NACELLE_INITRD") }
+    }
+
+    /// With the guest of the engines' contract, which takes commands.
+    fn commands() -> Place {
+        Place { folder: tempfile::tempdir().expect("a folder"), initrd: part("NACELLE_COMMANDS_INITRD") }
+    }
+
+    /// A machine's description: as a pod has it, an empty disk for images and one to write on.
+    fn setup(&self, disk_mib: u64) -> Setup {
+        let disk = |name: &str, mib: u64| {
+            let path = self.folder.path().join(name);
+            if !path.exists() {
+                // With content: a hole is read without the disk.
+                let mut file = fs::File::create(&path).expect("the bench's folder is writable");
+                let block = vec![0x5a; 1 << 20];
+                (0..mib).for_each(|_| file.write_all(&block).expect("the bench's folder has room"));
+            }
+            path
+        };
+        Setup {
+            kernel: part("NACELLE_KERNEL"),
+            initrd: self.initrd.clone(),
+            memory_mib: 128,
+            disks: vec![disk("images", 1), disk("scratch", disk_mib)],
+            tap: None,
+            folder: self.folder.path().to_owned(),
+        }
+    }
+}
+
+/// Samples of ours and of QEMU in turn; the first of each fills the page cache and does not count.
+fn in_turn(runs: usize, mut sample: impl FnMut(Vmm) -> f64) -> (Vec<f64>, Vec<f64>) {
+    let (mut ours, mut theirs) = (Vec::new(), Vec::new());
+    for run in 0..=runs {
+        let samples = (sample(Vmm::Ours), sample(Vmm::Qemu));
+        if run > 0 {
+            ours.push(samples.0);
+            theirs.push(samples.1);
+        }
+    }
+    (ours, theirs)
+}
+
+/// Process start to the agent's answer.
+pub fn boot(runs: usize) -> Measured {
+    let place = Place::agent();
+    let setup = place.setup(1);
+    let (mut our_lines, mut their_lines) = (Vec::new(), Vec::new());
+    let (ours, peers) = in_turn(runs, |vmm| {
+        let timeline = Machine::start(vmm, &setup).timeline;
+        match vmm {
+            Vmm::Ours => our_lines.push(timeline),
+            Vmm::Qemu => their_lines.push(timeline),
+        }
+        timeline.total
+    });
+    let bar = |name: &str, lines: &[Timeline]| {
+        // The first one of each does not count.
+        let of = |part: fn(&Timeline) -> f64| median(&lines.iter().skip(1).map(part).collect::<Vec<_>>());
+        serde_json::json!({"name": name, "vmm": of(Timeline::vmm), "kernel": of(|line| line.kernel), "init": of(|line| line.init)})
+    };
+    let ours_bar = bar("nacelle", &our_lines);
+    let floor = serde_json::json!({"name": "kernel alone", "vmm": 0.0, "kernel": ours_bar["kernel"], "init": 0.0});
+    let details = serde_json::json!([ours_bar, bar("qemu microvm", &their_lines), floor]);
+    Measured { ours, peers, details, ..Measured::new("ms", "qemu microvm") }
+}
+
+/// Random reads of 4 KiB, a second.
+pub fn blk(runs: usize) -> Measured {
+    let place = Place::commands();
+    let setup = place.setup(256);
+    let command = format!("reads 1 {SAMPLE} {READERS}");
+    let (ours, peers) = in_turn(runs, |vmm| number(&Machine::start(vmm, &setup).ask(&command)));
+    Measured { ours, peers, ..Measured::new("reads/s", "qemu microvm, io_uring") }
+}
+
+fn number(answer: &str) -> f64 {
+    answer.parse().unwrap_or_else(|_no_number| panic!("the guest says {answer:?}"))
+}
+
+/// TCP from the guest to the node, in MB a second.
+pub fn net_send(runs: usize) -> Measured {
+    net(runs, |machine, _port| {
+        let listener = TcpListener::bind((NODE, 0)).expect("a port");
+        let to = listener.local_addr().expect("an address").port();
+        let sink = std::thread::spawn(move || {
+            let (mut stream, _guest) = listener.accept().expect("the guest connects");
+            let mut buffer = vec![0; 128 << 10];
+            while stream.read(&mut buffer).is_ok_and(|count| count > 0) {}
+        });
+        let answer = machine.ask(&format!("send {NODE} {to} {SAMPLE}"));
+        sink.join().expect("the sink ends with the connection");
+        number(&answer)
+    })
+}
+
+/// TCP from the node to the guest, in MB a second.
+pub fn net_receive(runs: usize) -> Measured {
+    net(runs, |machine, port| {
+        let source = std::thread::spawn(move || {
+            let end = Instant::now() + Duration::from_secs(120);
+            let mut stream = loop {
+                match TcpStream::connect((GUEST, port)) {
+                    Ok(stream) => break stream,
+                    Err(error) => assert!(Instant::now() < end, "the guest does not listen: {error}"),
+                }
+                std::thread::sleep(Duration::from_millis(20));
+            };
+            let (buffer, end) = (vec![0; 128 << 10], Instant::now() + Duration::from_secs(SAMPLE.into()));
+            while Instant::now() < end {
+                stream.write_all(&buffer).expect("the guest reads");
+            }
+        });
+        let answer = machine.ask(&format!("receive {port}"));
+        source.join().expect("the source ends in time");
+        number(&answer)
+    })
+}
+
+const NODE: &str = "10.99.0.1";
+const GUEST: &str = "10.99.0.2";
+
+fn net(runs: usize, sample: impl Fn(&mut Machine, u16) -> f64) -> Measured {
+    let place = Place::commands();
+    let tap = "benchtap0";
+    let setup = Setup { tap: Some(tap.to_owned()), memory_mib: 256, ..place.setup(1) };
+    let (ours, peers) = in_turn(runs, |vmm| {
+        let mut machine = Machine::start(vmm, &setup);
+        run::call("ip", ["address", "add", &format!("{NODE}/24"), "dev", tap]).ok();
+        run::call("ip", ["link", "set", tap, "up"]).ok();
+        assert_eq!(machine.ask(&format!("address {GUEST}")), "ok");
+        sample(&mut machine, 5001) / 1e6
+    });
+    Measured { ours, peers, ..Measured::new("MB/s", "qemu microvm, vhost-net") }
+}
+
+/// Resident memory of the pod process beside the guest's, in MiB, against the budget.
+pub fn memory(runs: usize) -> Measured {
+    let node = Node::with(Options { ipv6: false, ..Options::default() });
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let mut cri = Cri::connect(&node.folder().join("nacelle.sock"), &node.folder().join("logs"));
+    let mut measured = Measured { peers: vec![5.0], ..Measured::new("MiB", "budget") };
+    for _ in 0..runs {
+        let (pod, _) = cri.run_pod();
+        let (container, _) = cri.start(&pod, &image, &["/bin/sh", "-c", "echo here; sleep 1000"]);
+        cri.exec(&container, &["/bin/true"]);
+        measured.ours.push(beside_guest(node.processes(" pod ")[0]));
+        cri.remove_pod(&pod);
+    }
+    measured
+}
+
+/// Resident MiB of a process outside of its largest mapping, which is guest memory.
+fn beside_guest(pid: i32) -> f64 {
+    let text = fs::read_to_string(format!("/proc/{pid}/smaps")).expect("the pod process runs");
+    let (mut all, mut guest, mut largest, mut size) = (0, 0, 0, 0);
+    for line in text.lines() {
+        let kilobytes = || line.split_whitespace().nth(1).and_then(|word| word.parse::<u64>().ok()).unwrap_or(0);
+        if line.starts_with("Size:") {
+            size = kilobytes();
+        } else if line.starts_with("Rss:") {
+            all += kilobytes();
+            if size > largest {
+                (largest, guest) = (size, kilobytes());
+            }
+        }
+    }
+    (all - guest) as f64 / 1024.0
+}

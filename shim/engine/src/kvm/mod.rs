@@ -1,0 +1,245 @@
+//! Owns: the engine that runs machines in this process, on KVM.
+//! May use: `vmm` (its machine and devices), `console`, `ended`, `link`. Knows no pod.
+//! Threads: per machine the warden, which waits for its end, and those of the processors and devices.
+
+use std::fs;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use nacelle_vmm::Device;
+use nacelle_vmm::balloon::Balloon;
+use nacelle_vmm::machine::{self, Builder, Config, Exit, MAX_DEVICES};
+use nacelle_vmm::rng::Rng;
+use nacelle_vmm::vsock::Vsock;
+
+use crate::console::{Console, PANIC};
+use crate::disk::make_slot;
+use crate::ended::Ended;
+use crate::link::Link;
+use crate::machine::{Engine, ExitKind, GuestLink, Machine, MachineExit, MachineStatus, Pausable, Stop};
+use crate::{CheckedSpec, EngineError, EngineKind, Limits, MachineSpec, Slot};
+
+/// The devices that every machine has: vsock, rng and balloon.
+const OWN_DEVICES: usize = 3;
+/// The kernel parameters of every machine: where the console is, silence on it, and a reset at a panic (the machine
+/// itself says how to reset).
+const CMDLINE: [&str; 3] = ["console=ttyS0", "quiet", "panic=-1"];
+/// How long the end of a killed machine may take: its devices finish what they do on a slow disk.
+const KILL_LIMIT: Duration = Duration::from_secs(60);
+/// Longer than any wait: the warden asks again.
+const DAY: Duration = Duration::from_secs(86_400);
+
+/// The engine. Cheap to make; holds nothing.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Kvm {}
+
+impl Kvm {
+    /// An engine on this node's `/dev/kvm`. Whether that runs guests at all, [`probe`](crate::probe()) finds out.
+    pub fn new() -> Kvm {
+        Kvm {}
+    }
+}
+
+impl Engine for Kvm {
+    fn kind(&self) -> EngineKind {
+        EngineKind::Kvm
+    }
+
+    fn limits(&self) -> Limits {
+        Limits { vcpus: machine::MAX_VCPUS.min(crate::spec::MAX_VCPUS), devices: MAX_DEVICES - OWN_DEVICES }
+    }
+
+    fn start(&self, spec: CheckedSpec) -> Result<Box<dyn Machine>, EngineError> {
+        let spec = spec.into_inner();
+        let file = |what, path: &Path| {
+            let path = path.to_owned();
+            move |source| EngineError::File { what, path, source }
+        };
+        // Before anything is made of memory and processors.
+        for path in [&spec.kernel, &spec.initrd] {
+            fs::File::open(path).map_err(file("open", path))?;
+        }
+        let console = Console::open(&spec.console_log).map_err(file("open", &spec.console_log))?;
+        let console = Arc::new(Mutex::new(console));
+        let slots = spec.disks.iter().map(make_slot).collect::<Result<Vec<_>, _>>()?;
+        let no_vsock = |source| EngineError::Vsock { cid: spec.guest_cid, source };
+        let vsock = Vsock::new(spec.guest_cid).map_err(no_vsock)?;
+        let vsock_device = vsock.device();
+        let link = Arc::new(Link::new(vsock).map_err(no_vsock)?);
+
+        let failed = |source| EngineError::Machine { what: "make", source };
+        let mut builder = Builder::new(config(&spec)).map_err(failed)?;
+        let sink = Arc::clone(&console);
+        builder.serial(Box::new(move |bytes| lock(&sink).push(bytes))).map_err(failed)?;
+        for device in devices(spec, &slots, vsock_device)? {
+            builder.attach(device).map_err(failed)?;
+        }
+        let vm = Arc::new(builder.start().map_err(failed)?);
+        let running = Arc::new(Running {
+            vm: Mutex::new(Some(vm)),
+            paused: AtomicBool::new(false),
+            ended: Ended::default(),
+        });
+        let warden = {
+            let (running, link) = (Arc::clone(&running), Arc::clone(&link));
+            let spawned = thread::Builder::new().name("kvm-warden".into()).spawn(move || running.watch(&link, &console));
+            spawned.map_err(|source| EngineError::Resources { what: "a thread for the machine", source })?
+        };
+        Ok(Box::new(KvmMachine { running, warden: Some(warden), link, slots }))
+    }
+}
+
+fn config(spec: &MachineSpec) -> Config {
+    Config {
+        vcpus: spec.vcpus,
+        memory_mib: spec.memory_mib,
+        kernel: spec.kernel.clone(),
+        initrd: Some(spec.initrd.clone()),
+        cmdline: CMDLINE.into_iter().map(str::to_owned).chain(spec.cmdline.iter().cloned()).collect(),
+        ..Config::default()
+    }
+}
+
+/// The devices, in the order in which the guest finds them: disks and network interfaces are numbered by it.
+fn devices(spec: MachineSpec, slots: &[Slot], vsock: Box<dyn Device>) -> Result<Vec<Box<dyn Device>>, EngineError> {
+    let mut devices: Vec<Box<dyn Device>> = slots.iter().map(Slot::device).collect();
+    for nic in spec.nics {
+        let _ = nic;
+    }
+    devices.extend([vsock, Rng::new().device(), Balloon::new().device()]);
+    Ok(devices)
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What the machine's owner and its warden share.
+struct Running {
+    /// Until it has ended: then its memory, processors and devices go.
+    vm: Mutex<Option<Arc<machine::Machine>>>,
+    paused: AtomicBool,
+    ended: Ended,
+}
+
+impl Running {
+    fn vm(&self) -> Option<Arc<machine::Machine>> {
+        lock(&self.vm).clone()
+    }
+
+    /// Waits for the end and makes it known.
+    fn watch(&self, link: &Link, console: &Mutex<Console>) {
+        let Some(vm) = self.vm() else { return };
+        let exit = loop {
+            if let Some(exit) = vm.wait(DAY) {
+                break exit;
+            }
+        };
+        drop(vm);
+        // With it go its devices, which may still hold what the guest has printed.
+        drop(lock(&self.vm).take());
+        link.end();
+        let console = lock(console);
+        self.ended.set(MachineExit { how: how(exit, &console), console_tail: console.tail() });
+    }
+}
+
+/// The end as people speak of it. A kernel that panics resets, or, when it is too early for that, faults.
+fn how(exit: Exit, console: &Console) -> ExitKind {
+    match exit {
+        Exit::Killed => ExitKind::Killed,
+        Exit::Reset | Exit::TripleFault if console.says(PANIC) => ExitKind::Panicked,
+        Exit::Reset => ExitKind::Shutdown,
+        Exit::TripleFault | Exit::Failed { .. } => ExitKind::Died { code: None, signal: None, message: exit.to_string() },
+    }
+}
+
+struct KvmMachine {
+    running: Arc<Running>,
+    warden: Option<JoinHandle<()>>,
+    link: Arc<Link>,
+    slots: Vec<Slot>,
+}
+
+impl Machine for KvmMachine {
+    fn status(&self) -> MachineStatus {
+        match self.running.ended.get() {
+            Some(exit) => MachineStatus::Exited(exit),
+            None if self.running.paused.load(Ordering::SeqCst) => MachineStatus::Paused,
+            None => MachineStatus::Running,
+        }
+    }
+
+    fn wait(&self, timeout: Duration) -> Option<MachineExit> {
+        self.running.ended.wait(timeout)
+    }
+
+    fn stop(&self, how: Stop) -> Result<MachineExit, EngineError> {
+        if let Stop::Shutdown { grace } = how
+            && let Some(exit) = self.wait(grace)
+        {
+            return Ok(exit);
+        }
+        if let Some(vm) = self.running.vm() {
+            vm.kill().map_err(|source| EngineError::Machine { what: "end", source })?;
+        }
+        // The warden only has to clear up.
+        self.wait(KILL_LIMIT).ok_or(EngineError::NotEnding { pid: std::process::id(), limit: KILL_LIMIT })
+    }
+
+    fn link(&self) -> Arc<dyn GuestLink> {
+        Arc::<Link>::clone(&self.link)
+    }
+
+    fn disks(&self) -> &[Slot] {
+        &self.slots
+    }
+
+    fn as_pausable(&self) -> Option<&dyn Pausable> {
+        Some(self)
+    }
+}
+
+impl KvmMachine {
+    fn control(
+        &self,
+        what: &'static str,
+        paused: bool,
+        verb: impl Fn(&machine::Machine) -> Result<(), machine::Error>,
+    ) -> Result<(), EngineError> {
+        let vm = self.running.vm().ok_or(EngineError::Ended { what })?;
+        verb(&vm).map_err(|source| match source {
+            machine::Error::Ended { .. } => EngineError::Ended { what },
+            source => EngineError::Machine { what, source },
+        })?;
+        self.running.paused.store(paused, Ordering::SeqCst);
+        Ok(())
+    }
+}
+
+impl Pausable for KvmMachine {
+    fn pause(&self) -> Result<(), EngineError> {
+        self.control("pause", true, machine::Machine::pause)
+    }
+
+    fn resume(&self) -> Result<(), EngineError> {
+        self.control("resume", false, machine::Machine::resume)
+    }
+}
+
+impl Drop for KvmMachine {
+    fn drop(&mut self) {
+        if let Err(error) = self.stop(Stop::Kill) {
+            tracing::error!(error = %nacelle_base::Chain(&error), "a machine is left behind");
+            return;
+        }
+        if let Some(warden) = self.warden.take()
+            && warden.join().is_err()
+        {
+            tracing::error!("the thread that watches a machine panicked");
+        }
+    }
+}

@@ -1,0 +1,106 @@
+//! Owns: what the suites of the engines that boot machines share: the kernel, the guest, a machine's spec, a tap.
+
+mod tap;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use nacelle_engine::contract::{Bench, World, fnv, turn};
+use nacelle_engine::{MachineSpec, NicSpec};
+
+/// Longer than anything takes on a slow and busy node.
+pub const LONG: Duration = Duration::from_secs(120);
+
+/// The guest's kernel: `NACELLE_KERNEL`, or the newest that `guest/build kernel` has left.
+pub fn kernel() -> Result<PathBuf, String> {
+    let missing = "no guest kernel (NACELLE_KERNEL, guest/build kernel)";
+    found_kernel().filter(|path| path.exists()).ok_or(missing.into())
+}
+
+fn found_kernel() -> Option<PathBuf> {
+    if let Some(path) = std::env::var_os("NACELLE_KERNEL") {
+        return Some(path.into());
+    }
+    let cache = match std::env::var_os("NACELLE_CACHE") {
+        Some(cache) => PathBuf::from(cache),
+        None => PathBuf::from(std::env::var_os("HOME")?).join(".cache/nacelle"),
+    };
+    let kernels = fs::read_dir(cache.join("guest")).ok()?.filter_map(|entry| {
+        let path = entry.ok()?.path().join("vmlinux");
+        Some((fs::metadata(&path).ok()?.modified().ok()?, path))
+    });
+    kernels.max().map(|(_, path)| path)
+}
+
+fn output(command: &mut Command) -> Result<Vec<u8>, String> {
+    let output = command.output().map_err(|error| format!("{command:?}: {error}"))?;
+    match output.status.success() {
+        true => Ok(output.stdout),
+        false => Err(format!("{command:?}: {}", String::from_utf8_lossy(&output.stderr))),
+    }
+}
+
+/// The suite's guest: built once for each version of its sources, and kept in the target directory: a node without a
+/// compiler finds it there.
+pub fn initrd() -> Result<PathBuf, String> {
+    static INITRD: OnceLock<Result<PathBuf, String>> = OnceLock::new();
+    let build = || {
+        let text = |error: std::io::Error| error.to_string();
+        let key =
+            [include_bytes!("../guest/init.c").as_slice(), include_bytes!("../../../../guest/mkinitramfs")].concat();
+        let kept = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("contract-{:016x}.cpio", fnv(&key)));
+        if kept.exists() {
+            return Ok(kept);
+        }
+        let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let (source, pack) = (here.join("tests/guest/init.c"), here.join("../../guest/mkinitramfs"));
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).map_err(text)?;
+        let (init, initrd) = (folder.path().join("init"), folder.path().join("initrd"));
+        output(Command::new("cc").args(["-static", "-O1", "-pthread", "-o"]).arg(&init).arg(source))?;
+        fs::write(&initrd, output(Command::new(pack).arg(&init))?).map_err(text)?;
+        fs::rename(initrd, &kept).map_err(text)?;
+        Ok(kept)
+    };
+    INITRD.get_or_init(build).clone()
+}
+
+/// A small machine without devices of its own.
+pub fn spec(world: &dyn World, folder: &Path) -> MachineSpec {
+    MachineSpec {
+        vcpus: 1,
+        memory_mib: 128,
+        kernel: world.kernel(),
+        initrd: world.initrd(),
+        cmdline: vec![],
+        disks: vec![],
+        nics: vec![],
+        run_dir: folder.to_owned(),
+        console_log: folder.join("console.log"),
+        guest_cid: 3,
+    }
+}
+
+/// What the guest sends comes out of the tap, and the guest sees the MAC and the MTU that it was given.
+pub fn a_tap_is_the_guests_network(world: Option<Box<impl World + Send + 'static>>) {
+    let _turn = turn();
+    let Some(world) = world else { return };
+    // A thread of its own, because it leaves the namespace of this process.
+    let test = move || {
+        let tap = match tap::tap_in_new_namespace("tap0") {
+            Ok(tap) => tap,
+            Err(why) => return println!("skipped: no tap: {why}"),
+        };
+        let nic = NicSpec { tap, mac: [0x52, 0x54, 0, 0x12, 0x34, 0x56], mtu: 1400 };
+        let bench = Bench::start(&*world, vec![], |spec| spec.nics.push(nic));
+        assert_eq!(bench.ask("nic"), "52:54:00:12:34:56 mtu 1400 sent 60");
+        let until = Instant::now() + LONG;
+        while tap::frames_received("tap0") == 0 {
+            assert!(Instant::now() < until, "the frame has not come out of the tap");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    };
+    std::thread::spawn(test).join().unwrap();
+}

@@ -1,0 +1,141 @@
+//! Owns: Nacelle's own VMM under the contract, with the guest kernel and the small init of this suite.
+//! Skipped, with the reason, where KVM does not run guests on hardware, or where the kernel or a compiler is missing.
+//! `NACELLE_TEST_BOOTS` is the number of boots in a row of `boot_after_boot` (3 without it).
+
+#[path = "../common/mod.rs"]
+mod common;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+use common::LONG;
+use nacelle_engine::contract::{Bench, World, turn};
+use nacelle_engine::kvm::Kvm;
+use nacelle_engine::{BOOT_PORT, Engine, EngineError, ExitKind, KvmVerdict, Stop, probe};
+
+struct KvmWorld {
+    kernel: PathBuf,
+    initrd: PathBuf,
+}
+
+impl World for KvmWorld {
+    fn engine(&self) -> Box<dyn Engine> {
+        Box::new(Kvm::new())
+    }
+
+    fn kernel(&self) -> PathBuf {
+        self.kernel.clone()
+    }
+
+    fn initrd(&self) -> PathBuf {
+        self.initrd.clone()
+    }
+
+    /// It runs in this process: see `a_kernel_that_kvm_cannot_run_has_died` and `nothing_outlives_a_killed_process`.
+    fn lose(&self, _run_dir: &Path) -> bool {
+        false
+    }
+
+    fn has_disks(&self) -> bool {
+        true
+    }
+}
+
+fn find() -> Result<KvmWorld, String> {
+    // First, so that a node with a compiler builds it for one without.
+    let initrd = common::initrd()?;
+    static VERDICT: OnceLock<KvmVerdict> = OnceLock::new();
+    match VERDICT.get_or_init(probe) {
+        KvmVerdict::Hardware { .. } => Ok(KvmWorld { kernel: common::kernel()?, initrd }),
+        verdict => Err(verdict.to_string()),
+    }
+}
+
+fn world() -> Option<Box<KvmWorld>> {
+    match find() {
+        Ok(world) => Some(Box::new(world)),
+        Err(why) => {
+            println!("skipped: {why}");
+            None
+        }
+    }
+}
+
+nacelle_engine::contract_tests!(world);
+
+#[test]
+fn a_tap_is_the_guests_network() {
+    common::a_tap_is_the_guests_network(world());
+}
+
+#[test]
+fn a_missing_or_strange_kernel_is_named() {
+    let _turn = turn();
+    let Some(world) = world() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let missing = folder.path().join("missing");
+    let strange = folder.path().join("strange");
+    fs::write(&strange, "this is no kernel").unwrap();
+    let start = |change: &dyn Fn(&mut nacelle_engine::MachineSpec)| {
+        let mut spec = common::spec(&*world, folder.path());
+        change(&mut spec);
+        let engine = world.engine();
+        engine.start(spec.check(&engine.limits()).unwrap()).err().unwrap()
+    };
+    for error in [start(&|spec| spec.kernel = missing.clone()), start(&|spec| spec.initrd = missing.clone())] {
+        assert!(matches!(&error, EngineError::File { what: "open", path, .. } if *path == missing), "{error:?}");
+    }
+    let error = start(&|spec| spec.kernel = strange.clone());
+    assert!(matches!(&error, EngineError::Machine { .. }), "{error:?}");
+    let text = nacelle_base::Chain(&error).to_string();
+    assert!(text.contains("strange"), "{text}");
+}
+
+/// A machine can be started again and again in one process.
+#[test]
+fn boot_after_boot() {
+    let _turn = turn();
+    let Some(world) = world() else { return };
+    let boots = std::env::var("NACELLE_TEST_BOOTS").map_or(3, |text| text.parse::<u32>().unwrap());
+    for boot in 0..boots {
+        let vcpus = [1, 2, 4][boot as usize % 3];
+        let bench = Bench::start(&*world, vec![], |spec| spec.vcpus = vcpus);
+        assert_eq!(bench.ask("cpus"), vcpus.to_string(), "boot {boot}");
+        let exit = bench.machine.stop(Stop::Kill).unwrap();
+        assert_eq!(exit.how, ExitKind::Killed, "boot {boot}: {exit:?}");
+    }
+}
+
+/// The other half of the next test: starts a machine and dies without a word.
+fn die_with_a_machine(folder: &Path) -> ! {
+    let world = find().unwrap();
+    let engine = world.engine();
+    let machine = engine.start(common::spec(&world, folder).check(&engine.limits()).unwrap()).unwrap();
+    machine.link().listen(BOOT_PORT).unwrap().accept(LONG).unwrap();
+    fs::write(folder.join("it-ran"), "").unwrap();
+    nix::sys::signal::raise(nix::sys::signal::Signal::SIGKILL).unwrap();
+    unreachable!("killed")
+}
+
+/// The machine is in its process: with that it is gone, and no name of it stays in the file system but its log.
+#[test]
+fn nothing_outlives_a_killed_process() {
+    const FOLDER: &str = "NACELLE_TEST_DIE_WITH_A_MACHINE";
+    if let Some(folder) = std::env::var_os(FOLDER) {
+        die_with_a_machine(Path::new(&folder));
+    }
+    let _turn = turn();
+    if world().is_none() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "nothing_outlives_a_killed_process", "--nocapture"]).env(FOLDER, folder.path());
+    let output = command.output().unwrap();
+    assert_eq!(std::os::unix::process::ExitStatusExt::signal(&output.status), Some(9), "{output:?}");
+    let mut names: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    names.sort();
+    assert_eq!(names, ["console.log", "it-ran"], "{output:?}");
+}
