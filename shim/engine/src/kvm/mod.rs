@@ -78,14 +78,12 @@ impl Engine for Kvm {
             builder.attach(device).map_err(failed)?;
         }
         let vm = Arc::new(builder.start().map_err(failed)?);
-        let running = Arc::new(Running {
-            vm: Mutex::new(Some(vm)),
-            paused: AtomicBool::new(false),
-            ended: Ended::default(),
-        });
+        let running =
+            Arc::new(Running { vm: Mutex::new(Some(vm)), paused: AtomicBool::new(false), ended: Ended::default() });
         let warden = {
             let (running, link) = (Arc::clone(&running), Arc::clone(&link));
-            let spawned = thread::Builder::new().name("kvm-warden".into()).spawn(move || running.watch(&link, &console));
+            let spawned =
+                thread::Builder::new().name("kvm-warden".into()).spawn(move || running.watch(&link, &console));
             spawned.map_err(|source| EngineError::Resources { what: "a thread for the machine", source })?
         };
         Ok(Box::new(KvmMachine { running, warden: Some(warden), link, slots }))
@@ -153,7 +151,9 @@ fn how(exit: Exit, console: &Console) -> ExitKind {
         Exit::Killed => ExitKind::Killed,
         Exit::Reset | Exit::TripleFault if console.says(PANIC) => ExitKind::Panicked,
         Exit::Reset => ExitKind::Shutdown,
-        Exit::TripleFault | Exit::Failed { .. } => ExitKind::Died { code: None, signal: None, message: exit.to_string() },
+        Exit::TripleFault | Exit::Failed { .. } => {
+            ExitKind::Died { code: None, signal: None, message: exit.to_string() }
+        }
     }
 }
 

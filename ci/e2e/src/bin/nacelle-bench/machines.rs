@@ -2,7 +2,7 @@
 //! `nacelle-bench --machine`) or plain QEMU microvm. The same kernel, initramfs and disks; both need working KVM.
 
 use nacelle_engine::kvm::Kvm;
-use nacelle_engine::{BOOT_PORT, DiskSpec, Engine, GuestLink, Machine as _, MachineSpec, NicSpec};
+use nacelle_engine::{BOOT_PORT, DiskSpec, Engine, MachineSpec, NicSpec};
 use nacelle_net::{NetNs, tap};
 use nacelle_proto::agent::AgentHello;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -114,11 +114,6 @@ impl Machine {
         let timeline =
             Timeline { total: ms(hello.at - started), kernel: ms(hello.started), init: ms(hello.sent - hello.started) };
         Machine { process, way, timeline }
-    }
-
-    /// Its process.
-    pub fn pid(&self) -> u32 {
-        self.process.id()
     }
 
     /// Gives the contract's guest a command; its answer.
