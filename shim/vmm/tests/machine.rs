@@ -1,40 +1,64 @@
 //! Owns: whole machines, booted with a real kernel. Skipped where KVM does not run guest kernels on the processor, or
 //! where there is no kernel, or neither a C compiler nor what one has left in the cache.
 
+use nacelle_base::{Classify, Kind};
+use nacelle_vmm::block::Slot;
 use nacelle_vmm::machine::tiny::TinyGuest;
-use nacelle_vmm::machine::{Backing, Builder, Config, Exit, Machine};
+use nacelle_vmm::machine::{Backing, Builder, Config, Error, Exit, MAX_DEVICES, Machine};
+use nacelle_vmm::rng::Rng;
+use nacelle_vmm::snapshot;
+use std::io::Write;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 /// How long a test waits for anything.
 const LIMIT: Duration = Duration::from_secs(120);
 
+/// The tests look for traces of their own machines, so they run one after the other.
+static ALONE: Mutex<()> = Mutex::new(());
+
+fn alone() -> MutexGuard<'static, ()> {
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// What a machine needs that is the same for all of them.
 struct Pieces {
     kernel: PathBuf,
     initrd: PathBuf,
+    _alone: MutexGuard<'static, ()>,
 }
 
 /// `None`, and says why, where machines cannot run.
 fn pieces() -> Option<Pieces> {
-    let found = (|| {
-        let cache = cache()?;
-        let kernel = kernel(&cache)?;
-        // Even if no machine runs here: one in a test node, which has no compiler, sees this cache.
-        let initrd = initrd(&cache)?;
-        let mut best = Duration::MAX;
-        let mut tiny = TinyGuest::new().map_err(|error| error.to_string())?;
-        for _ in 0..5 {
-            best = best.min(tiny.run().map_err(|error| error.to_string())?);
+    static FOUND: OnceLock<Result<(PathBuf, PathBuf), String>> = OnceLock::new();
+    let alone = alone();
+    match FOUND.get_or_init(find) {
+        Ok((kernel, initrd)) => Some(Pieces { kernel: kernel.clone(), initrd: initrd.clone(), _alone: alone }),
+        Err(why) => {
+            eprintln!("skipped: {why}");
+            None
         }
-        match best < Duration::from_millis(15) {
-            true => Ok(Pieces { kernel, initrd }),
-            false => Err(format!("KVM interprets guest kernels (probe: {best:?})")),
-        }
-    })();
-    found.inspect_err(|why: &String| eprintln!("skipped: {why}")).ok()
+    }
+}
+
+/// Kernel and initial file system, if KVM runs guests here.
+fn find() -> Result<(PathBuf, PathBuf), String> {
+    let cache = cache()?;
+    let kernel = kernel(&cache)?;
+    // Even if no machine runs here: one in a test node, which has no compiler, sees this cache.
+    let initrd = initrd(&cache)?;
+    let mut best = Duration::MAX;
+    let mut tiny = TinyGuest::new().map_err(|error| error.to_string())?;
+    for _ in 0..5 {
+        best = best.min(tiny.run().map_err(|error| error.to_string())?);
+    }
+    match best < Duration::from_millis(15) {
+        true => Ok((kernel, initrd)),
+        false => Err(format!("KVM interprets guest kernels (probe: {best:?})")),
+    }
 }
 
 fn cache() -> Result<PathBuf, String> {
@@ -61,7 +85,9 @@ fn kernel(cache: &Path) -> Result<PathBuf, String> {
 fn initrd(cache: &Path) -> Result<PathBuf, String> {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     let source = include_bytes!("machine_guest/init.c");
-    let sum = source.iter().fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3));
+    let sum = source
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3));
     let path = cache.join(format!("machine-test-{sum:016x}.cpio"));
     if path.is_file() {
         return Ok(path);
@@ -132,16 +158,255 @@ fn boot(config: Config) -> (Machine, Console) {
     (builder.start().unwrap(), console)
 }
 
+/// Boots, and waits for the guest's init.
+fn up(config: Config) -> (Machine, Console) {
+    let (machine, console) = boot(config);
+    console.expect("up after", 0);
+    (machine, console)
+}
+
+fn end_of(machine: &Machine, console: &Console) -> Exit {
+    machine.wait(LIMIT).unwrap_or_else(|| panic!("the machine does not end:\n{}", console.text()))
+}
+
+/// How many threads of this process have the name of a processor, and how many descriptors of KVM it has.
+fn traces() -> (usize, usize) {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    let names = tasks.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok());
+    let descriptors = std::fs::read_dir("/proc/self/fd").unwrap();
+    let links = descriptors.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok());
+    (
+        names.filter(|name| name.starts_with("vcpu")).count(),
+        links.filter(|link| link.to_string_lossy().contains("kvm")).count(),
+    )
+}
+
 #[test]
 fn a_kernel_boots_and_resets() {
     let Some(pieces) = pieces() else { return };
-    let begin = Instant::now();
-    let (machine, console) = boot(config(&pieces, &["do=memory"]));
-    console.expect("up after", 0);
-    eprintln!("{:?}: {}", begin.elapsed(), console.text());
+    let (machine, console) = up(config(&pieces, &["do=memory"]));
     let exit = machine.wait(LIMIT);
     assert_eq!(exit, Some(Exit::Reset), "{}", console.text());
     assert_eq!(machine.wait(Duration::ZERO), exit, "always the same answer");
     assert_eq!(machine.kill().unwrap(), Exit::Reset, "killed after its end");
+    assert!(matches!(machine.pause(), Err(Error::Ended { exit: Exit::Reset })));
     assert!(console.text().contains("memory good"), "{}", console.text());
+    assert_eq!(traces().0, 0, "threads of processors that have ended");
+    drop(machine);
+    assert_eq!(traces(), (0, 0), "threads and descriptors of a machine that is gone");
+}
+
+#[test]
+fn every_processor_comes_up() {
+    let Some(pieces) = pieces() else { return };
+    for vcpus in [1, 2, 3, 4, 8] {
+        let (machine, console) = boot(Config { vcpus, ..config(&pieces, &["do=tour"]) });
+        assert_eq!(end_of(&machine, &console), Exit::Reset);
+        let text = console.text();
+        assert!(text.contains(&format!("toured {vcpus} CPUs")), "{vcpus} vCPUs: {text}");
+    }
+}
+
+#[test]
+fn each_end_is_told_apart() {
+    let Some(pieces) = pieces() else { return };
+    // A panic asks for a reset; the console says why.
+    let (machine, console) = boot(Config { vcpus: 2, ..config(&pieces, &["do=panic", "panic=-1"]) });
+    assert_eq!(end_of(&machine, &console), Exit::Reset);
+    assert!(console.text().contains("Kernel panic"), "{}", console.text());
+    drop(machine);
+
+    let (machine, console) = boot(Config { vcpus: 2, ..config(&pieces, &["do=reset", "reboot=t"]) });
+    assert_eq!(end_of(&machine, &console), Exit::TripleFault);
+    drop(machine);
+
+    // A machine that halts for ever, and one whose processors never leave user mode.
+    for (word, sign) in [("do=halt", "up after"), ("do=spin", "spinning")] {
+        let (machine, console) = boot(Config { vcpus: 2, ..config(&pieces, &[word]) });
+        console.expect(sign, 0);
+        assert_eq!(machine.wait(Duration::from_millis(300)), None, "{}", console.text());
+        assert_eq!(machine.kill().unwrap(), Exit::Killed);
+        assert_eq!(machine.wait(Duration::ZERO), Some(Exit::Killed));
+        drop(machine);
+        assert_eq!(traces(), (0, 0));
+    }
+}
+
+#[test]
+fn a_paused_machine_stands_still() {
+    let Some(pieces) = pieces() else { return };
+    for vcpus in [1, 3] {
+        let (machine, console) = boot(Config { vcpus, ..config(&pieces, &["do=count"]) });
+        console.expect("count 3 ", 0);
+        for _ in 0..5 {
+            machine.pause().unwrap();
+            machine.pause().unwrap();
+            let said = console.length();
+            std::thread::sleep(Duration::from_millis(200));
+            assert_eq!(console.length(), said, "a paused guest has spoken");
+            machine.resume().unwrap();
+            machine.resume().unwrap();
+            console.expect("count", said);
+        }
+        machine.pause().unwrap();
+        assert_eq!(machine.kill().unwrap(), Exit::Killed, "a paused machine can be killed");
+    }
+}
+
+#[test]
+fn devices_work_behind_their_windows() {
+    let Some(pieces) = pieces() else { return };
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    let bytes: Vec<u8> = (0..1u32 << 20).map(|at| (at * 7 % 251) as u8).collect();
+    file.write_all(&bytes).unwrap();
+    let sum = bytes.iter().fold(0u32, |sum, byte| sum.wrapping_add(u32::from(*byte)));
+    for backing in [Backing::Private, Backing::Shared] {
+        let console = Console::default();
+        let mut builder = Builder::new(Config { vcpus: 2, backing, ..config(&pieces, &["do=disk"]) }).unwrap();
+        builder.serial(console.sink()).unwrap();
+        // So that the disk has the last window and interrupt.
+        for _ in 1..MAX_DEVICES {
+            builder.attach(Rng::new().device()).unwrap();
+        }
+        let slot = Slot::read_write("disk", file.path(), 1 << 20).unwrap();
+        builder.attach(slot.device()).unwrap();
+        assert!(matches!(builder.attach(Rng::new().device()), Err(Error::Devices { max: MAX_DEVICES })));
+        let machine = builder.start().unwrap();
+        assert_eq!(end_of(&machine, &console), Exit::Reset);
+        assert!(console.text().contains(&format!("disk sum {sum}")), "{}", console.text());
+    }
+}
+
+#[test]
+fn memory_may_be_large_and_lie_anywhere() {
+    let Some(pieces) = pieces() else { return };
+    for (memory_mib, backing) in [(64, Backing::Private), (131, Backing::Shared), (3100, Backing::Private)] {
+        let (machine, console) = boot(Config { memory_mib, backing, ..config(&pieces, &[]) });
+        assert_eq!(end_of(&machine, &console), Exit::Reset);
+        let text = console.text();
+        let mib: u32 = text.split(" and ").nth(1).and_then(|rest| rest.split(' ').next()?.parse().ok()).unwrap();
+        assert!(mib <= memory_mib && mib > memory_mib * 3 / 5, "{memory_mib}: {text}");
+    }
+}
+
+#[test]
+fn huge_pages_are_taken_or_their_lack_is_told() {
+    let Some(pieces) = pieces() else { return };
+    let config = || Config { backing: Backing::Huge, ..config(&pieces, &["do=memory"]) };
+    let pool = "/proc/sys/vm/nr_hugepages";
+    let before = std::fs::read_to_string(pool).unwrap();
+    if std::fs::write(pool, "0").is_err() {
+        eprintln!("skipped: the pool of huge pages cannot be changed here");
+        return;
+    }
+    let error = Builder::new(config()).err().expect("there are no huge pages");
+    assert_eq!(error.kind(), Kind::Exhausted, "{error:?}");
+    std::fs::write(pool, "80").unwrap();
+    let (machine, console) = boot(config());
+    assert_eq!(end_of(&machine, &console), Exit::Reset);
+    assert!(console.text().contains("memory good"), "{}", console.text());
+    drop(machine);
+    std::fs::write(pool, before).unwrap();
+}
+
+#[test]
+fn a_kernel_with_only_a_pvh_entry_boots() {
+    let Some(pieces) = pieces() else { return };
+    let copy = tempfile::NamedTempFile::new().unwrap();
+    std::fs::copy(&pieces.kernel, copy.path()).unwrap();
+    // e_entry of the ELF header.
+    copy.as_file().write_all_at(&[0; 8], 24).unwrap();
+    let (machine, console) = boot(Config { kernel: copy.path().to_owned(), vcpus: 2, ..config(&pieces, &["do=tour"]) });
+    assert_eq!(end_of(&machine, &console), Exit::Reset);
+    assert!(console.text().contains("toured 2 CPUs"), "{}", console.text());
+}
+
+#[test]
+fn a_saved_machine_goes_on_where_it_stood() {
+    let Some(pieces) = pieces() else { return };
+    for vcpus in [1, 2, 4] {
+        let (machine, console) = boot(Config { vcpus, ..config(&pieces, &["do=count"]) });
+        console.expect("count 5 ", 0);
+        assert!(matches!(machine.save(), Err(Error::NotPaused)));
+        machine.pause().unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let place = folder.path().join("saved");
+        snapshot::save(&machine, &place).unwrap();
+        drop(machine);
+        let (last, at) = last_count(&console.text());
+        // Twice: what one does, the other does not see.
+        for _ in 0..2 {
+            let saved = snapshot::open(&place).unwrap();
+            let console = Console::default();
+            let mut builder = saved.builder().unwrap();
+            builder.serial(console.sink()).unwrap();
+            let machine = builder.restore(saved.state()).unwrap();
+            assert_eq!(machine.wait(Duration::from_millis(50)), None);
+            assert_eq!(console.length(), 0, "it stands still until it is resumed");
+            machine.resume().unwrap();
+            console.expect(&format!("count {} at", last + 20), 0);
+            let (later, then) = last_count(&console.text());
+            assert!(later >= last + 19 && then > at && then < at + 60_000, "{last} at {at}: {}", console.text());
+            assert_eq!(machine.kill().unwrap(), Exit::Killed);
+        }
+    }
+}
+
+/// The last whole line of a counting guest: its number and its clock in milliseconds.
+fn last_count(text: &str) -> (u64, u64) {
+    let line = text.lines().rev().skip(1).find(|line| line.starts_with("count ")).unwrap();
+    let words: Vec<_> = line.split(' ').collect();
+    (words[1].parse().unwrap(), words[3].trim().parse().unwrap())
+}
+
+#[test]
+fn what_cannot_be_is_refused() {
+    let _alone = alone();
+    if TinyGuest::new().is_err() {
+        eprintln!("skipped: no KVM");
+        return;
+    }
+    let refused = |config: Config| Builder::new(config).and_then(Builder::start).err().expect("refused");
+    for vcpus in [0, 65] {
+        let error = refused(Config { vcpus, ..Config::default() });
+        assert!(matches!(error, Error::Vcpus { .. }) && error.kind() == Kind::Invalid, "{error}");
+    }
+    let error = refused(Config { memory_mib: 1, ..Config::default() });
+    assert!(matches!(error, Error::Memory { mib: 1, .. }) && error.kind() == Kind::Invalid, "{error}");
+    let missing = refused(Config { kernel: "/does/not/exist".into(), ..Config::default() });
+    assert_eq!(missing.kind(), Kind::NotFound, "{missing}");
+    let nonsense = refused(Config { kernel: "/proc/self/exe".into(), ..Config::default() });
+    assert_eq!(nonsense.kind(), Kind::Invalid, "{nonsense}");
+    assert_eq!(traces(), (0, 0));
+}
+
+/// Times of boots, in numbers for a person: `cargo test --test machine -- --ignored --nocapture measure`.
+#[test]
+#[ignore = "measures, and asserts nothing"]
+fn measure() {
+    let Some(pieces) = pieces() else { return };
+    let backings = [Backing::Private, Backing::Shared];
+    let variants = [(1, 128), (2, 128), (4, 128), (1, 1024)];
+    for ((vcpus, memory_mib), backing) in variants.into_iter().flat_map(|one| backings.map(|backing| (one, backing))) {
+        let mut times: Vec<_> = (0..5)
+            .map(|_| {
+                let begin = Instant::now();
+                let console = Console::default();
+                let config = Config { vcpus, memory_mib, backing, ..config(&pieces, &["do=reset"]) };
+                let mut builder = Builder::new(config).unwrap();
+                builder.serial(console.sink()).unwrap();
+                let built = begin.elapsed();
+                let machine = builder.start().unwrap();
+                let started = begin.elapsed();
+                console.expect("up after", 0);
+                let up = begin.elapsed();
+                end_of(&machine, &console);
+                let ended = begin.elapsed();
+                drop(machine);
+                (up, built, started, ended, begin.elapsed())
+            })
+            .collect();
+        times.sort();
+        eprintln!("{vcpus} vCPUs, {memory_mib} MiB, {backing:?}: up, built, started, ended, dropped: {:?}", times[2]);
+    }
 }

@@ -208,3 +208,99 @@ pub(super) fn set_special_registers(sregs: &mut kvm_sregs, entry: Entry) {
         Entry::Pvh(_) => (sregs.cr0, sregs.cr4, sregs.efer) = (CR0_PROTECTED, 0, 0),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vm_memory::GuestMemoryMmap;
+
+    const MIB: u32 = 16;
+
+    fn prepared(entry: Entry, initrd: Option<(u64, u64)>) -> Memory {
+        let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 16 << 20)]).unwrap();
+        prepare(&memory, MIB, &Loaded { entry, end: 2 << 20, header: None }, "a=1 quiet", initrd).unwrap();
+        memory
+    }
+
+    fn word<T: vm_memory::ByteValued>(memory: &Memory, at: u64) -> T {
+        memory.read_obj(GuestAddress(at)).unwrap()
+    }
+
+    /// Walks the page tables as a processor does.
+    fn translate(memory: &Memory, address: u64) -> Option<u64> {
+        let mut table = layout::PAGE_TABLES[0];
+        for shift in [39, 30, 21] {
+            let entry: u64 = word(memory, table + (address >> shift & 0x1ff) * 8);
+            match (entry & 1, entry >> 7 & 1) {
+                (0, _) => return None,
+                (_, 0) => table = entry & !0xfff,
+                _ => return Some(entry & !0x1f_ffff | address & ((1 << shift) - 1)),
+            }
+        }
+        None
+    }
+
+    #[test]
+    fn the_first_four_gib_are_mapped_one_to_one() {
+        let memory = prepared(Entry::Long(2 << 20), None);
+        for address in [0, 0x7000, 0x1f_ffff, 0x20_0000, (1 << 30) - 1, 1 << 30, 0xd000_0123, (4 << 30) - 1] {
+            assert_eq!(translate(&memory, address), Some(address), "{address:#x}");
+        }
+        assert_eq!(translate(&memory, 4 << 30), None);
+    }
+
+    #[test]
+    fn the_zero_page_says_what_the_boot_protocol_wants() {
+        let memory = prepared(Entry::Long(2 << 20), Some((0xff_0000, 0x1234)));
+        let page: boot_params = word(&memory, layout::ZERO_PAGE);
+        let header = page.hdr;
+        let (magic, flag, line, image, size) =
+            (header.header, header.boot_flag, header.cmd_line_ptr, header.ramdisk_image, header.ramdisk_size);
+        assert_eq!((magic, flag, line), (0x5372_6448, 0xaa55, layout::CMDLINE as u32));
+        assert_eq!((image, size), (0xff_0000, 0x1234));
+        assert_eq!(usize::from(page.e820_entries), memory_map(MIB).len());
+        let mut text = [0xff; 10];
+        memory.read_slice(&mut text, GuestAddress(layout::CMDLINE)).unwrap();
+        assert_eq!(&text, b"a=1 quiet\0");
+    }
+
+    #[test]
+    fn segments_are_those_of_the_table() {
+        // What Linux' boot protocol asks for, in the encoding of its own boot code.
+        assert_eq!(CODE_64.entry(), 0x00af_9b00_0000_ffff);
+        assert_eq!(CODE_32.entry(), 0x00cf_9b00_0000_ffff);
+        assert_eq!(DATA.entry(), 0x00cf_9300_0000_ffff);
+        let memory = prepared(Entry::Long(2 << 20), None);
+        let mut sregs = kvm_sregs::default();
+        set_special_registers(&mut sregs, Entry::Long(2 << 20));
+        for segment in [sregs.cs, sregs.ds, sregs.tr] {
+            let entry: u64 = word(&memory, sregs.gdt.base + u64::from(segment.selector));
+            assert_eq!(entry >> 40 & 0xf, u64::from(segment.type_));
+            assert_eq!(entry >> 53 & 1, u64::from(segment.l));
+            assert!(u64::from(segment.selector) + 7 <= u64::from(sregs.gdt.limit));
+        }
+        assert_eq!(sregs.cs.limit, u32::MAX);
+    }
+
+    #[test]
+    fn pvh_is_told_of_memory_and_modules() {
+        let memory = prepared(Entry::Pvh(2 << 20), Some((0xff_0000, 0x1234)));
+        let info: hvm_start_info = word(&memory, layout::PVH_INFO);
+        assert_eq!((info.magic, info.version, info.nr_modules), (0x336e_c578, 1, 1));
+        let module: hvm_modlist_entry = word(&memory, info.modlist_paddr);
+        assert_eq!((module.paddr, module.size), (0xff_0000, 0x1234));
+        let last: hvm_memmap_table_entry = word(&memory, info.memmap_paddr + 2 * 24);
+        assert_eq!((last.addr, last.size, last.type_), (1 << 20, 15 << 20, 1));
+        let mut sregs = kvm_sregs::default();
+        set_special_registers(&mut sregs, Entry::Pvh(2 << 20));
+        assert_eq!((sregs.cr0 >> 31, sregs.cs.l, sregs.cs.db), (0, 0, 1), "32 bits, no paging");
+        assert_eq!(registers(Entry::Pvh(2 << 20)).rbx, layout::PVH_INFO);
+    }
+
+    #[test]
+    fn a_command_line_that_is_too_long_is_refused() {
+        let words = |count: usize| std::iter::repeat_n("abcdefg".to_owned(), count);
+        assert_eq!(cmdline(words(256)).unwrap().len() + 1, layout::CMDLINE_MAX);
+        assert!(matches!(cmdline(words(257)), Err(KernelError::Cmdline { .. })));
+    }
+}

@@ -152,9 +152,9 @@ impl Builder {
             Some(file) => Some(kernel::load_initrd(memory, *memory_mib, &kernel, file).map_err(at(file))?),
             None => None,
         };
-        let devices = (0..self.transports.len()).filter_map(layout::announce);
-        let words =
-            cmdline.iter().cloned().chain(["reboot=k".to_owned(), layout::announce_generation_id()]).chain(devices);
+        // The caller's words come last: they win.
+        let words = ["reboot=k".to_owned(), layout::announce_generation_id()].into_iter();
+        let words = words.chain((0..self.transports.len()).filter_map(layout::announce)).chain(cmdline.iter().cloned());
         let line = boot::cmdline(words).map_err(at(path))?;
         boot::prepare(memory, *memory_mib, &kernel, &line, initrd).map_err(at(path))?;
         let (signature, features) = cpuid::signature(&self.supported);

@@ -85,3 +85,70 @@ fn set(register: &mut u32, bit: u32, on: bool) {
 pub(super) fn signature(entries: &[kvm_cpuid_entry2]) -> (u32, u32) {
     entries.iter().find(|entry| entry.function == 1).map_or((0, 0), |entry| (entry.eax, entry.edx))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn entry(function: u32, index: u32, [eax, ebx, ecx, edx]: [u32; 4]) -> kvm_cpuid_entry2 {
+        kvm_cpuid_entry2 { function, index, eax, ebx, ecx, edx, ..Default::default() }
+    }
+
+    fn supported() -> Vec<kvm_cpuid_entry2> {
+        vec![
+            entry(0x0, 0, [0x1f, 0, 0, 0]),
+            entry(0x1, 0, [0x800f12, 0xaa10_08bb, 0, 1 << 28]),
+            entry(0x4, 0, [0xfc00_4121, 1, 2, 3]),
+            entry(0x4, 3, [0xfc03_c163, 1, 2, 3]),
+            entry(0x4, 4, [0; 4]),
+            entry(0xa, 0, [0x0830_0805, 1, 2, 3]),
+            entry(0xb, 0, [7, 7, 7, 7]),
+            entry(0x8000_0001, 0, [0; 4]),
+            entry(0x8000_0008, 0, [0x3030, 0x200, 0x7007, 0]),
+            entry(0x8000_001d, 3, [0x163, 1, 2, 3]),
+            entry(0x8000_001e, 0, [9, 0x109, 0x203, 0]),
+        ]
+    }
+
+    fn find(entries: &[kvm_cpuid_entry2], function: u32, index: u32) -> [u32; 4] {
+        let found = entries.iter().find(|entry| (entry.function, entry.index) == (function, index));
+        found.map(|entry| [entry.eax, entry.ebx, entry.ecx, entry.edx]).unwrap()
+    }
+
+    #[test]
+    fn the_third_of_three() {
+        let entries = for_vcpu(&supported(), 2, 3);
+        assert_eq!(find(&entries, 0x1, 0), [0x800f12, 0x0203_08bb, 1 << 31 | 1 << 24, 1 << 28]);
+        assert_eq!(find(&entries, 0x4, 0)[0], 3 << 26 | 0x121, "a cache of one core");
+        assert_eq!(find(&entries, 0x4, 3)[0], 3 << 26 | 3 << 14 | 0x163, "a cache of all four places");
+        assert_eq!(find(&entries, 0x4, 4), [0; 4], "the end of the list");
+        assert_eq!(find(&entries, 0xa, 0), [0; 4]);
+        for leaf in [0xb, 0x1f] {
+            assert_eq!(find(&entries, leaf, 0), [0, 1, 1 << 8, 2]);
+            assert_eq!(find(&entries, leaf, 1), [2, 3, 2 << 8 | 1, 2]);
+            assert_eq!(find(&entries, leaf, 2), [0, 0, 2, 2]);
+        }
+        assert_eq!(find(&entries, 0x8000_0001, 0)[2], CMP_LEGACY);
+        assert_eq!(find(&entries, 0x8000_0008, 0), [0x3030, 0x200, 0x2002, 0]);
+        assert_eq!(find(&entries, 0x8000_001d, 3)[0], 3 << 14 | 0x163);
+        assert_eq!(find(&entries, 0x8000_001e, 0), [2, 2, 0, 0]);
+        assert_eq!(signature(&entries), (0x800f12, 1 << 28));
+    }
+
+    proptest! {
+        #[test]
+        fn each_has_its_own_id_and_all_agree(vcpus in 1u8..=64) {
+            let all: Vec<_> = (0..vcpus).map(|id| for_vcpu(&supported(), id, vcpus)).collect();
+            for (id, entries) in (0u32..).zip(&all) {
+                let [_, ebx, _, edx] = find(entries, 0x1, 0);
+                prop_assert_eq!((ebx >> 24, ebx >> 16 & 0xff), (id, u32::from(vcpus)));
+                prop_assert_eq!(edx & HTT != 0, vcpus > 1);
+                let [bits, ..] = find(entries, 0xb, 1);
+                prop_assert!(id >> bits == 0, "one package");
+                prop_assert!(u32::from(vcpus) <= 1 << bits && (1 << bits) < 2 * u32::from(vcpus));
+                prop_assert_eq!(find(entries, 0x8000_001e, 0)[0], id);
+            }
+        }
+    }
+}

@@ -308,3 +308,164 @@ pub(super) fn load_initrd(
         .map_err(|source| KernelError::Write { source })?;
     Ok((address, size))
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::indexing_slicing)]
+mod tests {
+    use super::*;
+    use crate::machine::layout::MIB;
+    use proptest::prelude::*;
+    use std::io::Write;
+
+    const MIB_OF_MEMORY: u32 = 16;
+
+    fn memory() -> Memory {
+        Memory::from_ranges(&[(GuestAddress(0), MIB_OF_MEMORY as usize * MIB as usize)]).unwrap()
+    }
+
+    fn load_bytes(memory: &Memory, bytes: &[u8]) -> Result<Loaded, KernelError> {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.write_all(bytes).unwrap();
+        load(memory, layout::low_end(MIB_OF_MEMORY), file.path())
+    }
+
+    /// Kind, offset, address, bytes in the file, bytes in memory.
+    type Header = (u32, u64, u64, u64, u64);
+
+    fn elf(entry: u64, headers: &[Header], length: usize) -> Vec<u8> {
+        let mut bytes = vec![0; 64];
+        bytes[..7].copy_from_slice(b"\x7fELF\x02\x01\x01");
+        bytes[18..20].copy_from_slice(&62u16.to_le_bytes());
+        bytes[24..32].copy_from_slice(&entry.to_le_bytes());
+        bytes[32..40].copy_from_slice(&64u64.to_le_bytes());
+        bytes[54..56].copy_from_slice(&56u16.to_le_bytes());
+        bytes[56..58].copy_from_slice(&(headers.len() as u16).to_le_bytes());
+        for (kind, offset, address, in_file, in_memory) in headers {
+            bytes.extend(kind.to_le_bytes());
+            bytes.extend([0; 4]);
+            for word in [offset, address, address, in_file, in_memory, &4096] {
+                bytes.extend(word.to_le_bytes());
+            }
+        }
+        let from = bytes.len().min(length);
+        bytes.resize(length, 0);
+        bytes[from..].iter_mut().enumerate().for_each(|(at, byte)| *byte = at as u8);
+        bytes
+    }
+
+    #[test]
+    fn segments_lie_where_they_belong() {
+        let memory = memory();
+        let image = elf(0x20_0010, &[(1, 0x200, 0x20_0000, 0x100, 0x3000), (1, 0x300, 0x30_0000, 8, 8)], 0x400);
+        let loaded = load_bytes(&memory, &image).unwrap();
+        assert_eq!((loaded.entry, loaded.end), (Entry::Long(0x20_0010), 0x30_0008));
+        let mut there = [0; 0x108];
+        memory.read_slice(&mut there, GuestAddress(0x20_0000)).unwrap();
+        assert_eq!((&there[..0x100], &there[0x100..]), (&image[0x200..0x300], &[0; 8][..]));
+    }
+
+    #[test]
+    fn a_pvh_entry_is_taken_when_there_is_no_other() {
+        let mut note = [4u32, 4, 18].map(u32::to_le_bytes).concat();
+        note.extend(b"Xen\0");
+        note.extend(0x20_0040u32.to_le_bytes());
+        for (entry, expected) in [(0, Entry::Pvh(0x20_0040)), (0x20_0000, Entry::Long(0x20_0000))] {
+            let headers = [(1, 0x200, 0x20_0000, 0x100, 0x100), (4, 0x300, 0, note.len() as u64, 0)];
+            let mut image = elf(entry, &headers, 0x300);
+            image.extend(&note);
+            assert_eq!(load_bytes(&memory(), &image).unwrap().entry, expected);
+        }
+    }
+
+    #[test]
+    fn broken_images_are_refused() {
+        let good = (1, 0x200, 0x20_0000, 0x100, 0x100);
+        let broken: [(u64, &[Header]); 11] = [
+            (0x10_0000, &[good]),
+            (0x20_0000, &[]),
+            (0x20_0000, &[(4, 0x200, 0, 0, 0)]),
+            (0x20_0000, &[(1, 0x200, 0x20_0000, 0x400, 0x400)]),
+            (0x20_0000, &[(1, u64::MAX, 0x20_0000, 0x100, 0x100)]),
+            (0x20_0000, &[(1, 0x200, 0x20_0000, 0x100, 0x80)]),
+            (0x2000, &[(1, 0x200, 0x2000, 0x100, 0x100)]),
+            (0x20_0000, &[(1, 0x200, 0x20_0000, 0x100, 16 * MIB)]),
+            (0x20_0000, &[(1, 0x200, 0x20_0000, 0x100, u64::MAX)]),
+            (0x20_0000, &[good, (1, 0x200, 0x20_00ff, 1, 1)]),
+            (0x20_0000, &[good, (4, 0x200, 0, 0x10_0000, 0)]),
+        ];
+        for (entry, headers) in broken {
+            let error = load_bytes(&memory(), &elf(entry, headers, 0x400)).unwrap_err();
+            assert_eq!(error.kind(), Kind::Invalid, "{headers:x?}: {error}");
+        }
+        for bytes in [&b""[..], b"\x7fELF", &[0; 4096], b"#!/bin/sh\n"] {
+            assert!(matches!(load_bytes(&memory(), bytes), Err(KernelError::Format)));
+        }
+    }
+
+    #[test]
+    fn a_bzimage_needs_its_room_and_a_64_bit_entry() {
+        let image = |version: u16, flags: u16, preferred: u64, init_size: u32| {
+            let mut bytes = vec![0; 8192];
+            bytes[0x1f1] = 3;
+            bytes[0x202..0x206].copy_from_slice(b"HdrS");
+            bytes[0x206..0x208].copy_from_slice(&version.to_le_bytes());
+            bytes[0x211] = 1;
+            bytes[0x236..0x238].copy_from_slice(&flags.to_le_bytes());
+            bytes[0x258..0x260].copy_from_slice(&preferred.to_le_bytes());
+            bytes[0x260..0x264].copy_from_slice(&init_size.to_le_bytes());
+            bytes
+        };
+        let loaded = load_bytes(&memory(), &image(0x20f, 1, 0x20_0000, 0x10_0000)).unwrap();
+        assert_eq!((loaded.entry, loaded.end), (Entry::Long(0x10_0200), 0x30_0000));
+        for bad in [
+            image(0x20b, 1, 0x20_0000, 0x10_0000),
+            image(0x20f, 2, 0x20_0000, 0x10_0000),
+            image(0x20f, 1, 0x20_0000, u32::MAX),
+            image(0x20f, 1, u64::MAX, 0x10_0000),
+        ] {
+            assert_eq!(load_bytes(&memory(), &bad).unwrap_err().kind(), Kind::Invalid);
+        }
+        let mut sectors = image(0x20f, 1, 0x20_0000, 0x10_0000);
+        sectors[0x1f1] = 0xff;
+        assert_eq!(load_bytes(&memory(), &sectors).unwrap_err().kind(), Kind::Invalid);
+    }
+
+    #[test]
+    fn an_initrd_that_does_not_fit_is_refused() {
+        let loaded = |header| Loaded { entry: Entry::Long(0), end: 15 * MIB, header };
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(MIB + 1).unwrap();
+        let refused = load_initrd(&memory(), MIB_OF_MEMORY, &loaded(None), file.path());
+        assert!(matches!(refused, Err(KernelError::Memory { .. })), "{refused:?}");
+        file.as_file().set_len(MIB - 1).unwrap();
+        assert_eq!(load_initrd(&memory(), MIB_OF_MEMORY, &loaded(None), file.path()).unwrap(), (15 * MIB, MIB - 1));
+        let low = setup_header { initrd_addr_max: 8 << 20, ..Default::default() };
+        assert!(load_initrd(&memory(), MIB_OF_MEMORY, &loaded(Some(low)), file.path()).is_err());
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(300))]
+
+        /// Whatever a file says, loading it ends, with a kernel that lies in memory or an error.
+        #[test]
+        fn any_headers_load_or_are_refused(
+            entry in any::<u64>(),
+            headers in prop::collection::vec(
+                (prop_oneof![Just(1u32), Just(4), any::<u32>()], near(), near(), near(), near()), 0..6),
+            noise in prop::collection::vec((0usize..0x400, any::<u8>()), 0..4),
+        ) {
+            let mut image = elf(entry, &headers, 0x400);
+            noise.into_iter().for_each(|(at, byte)| image[at] = byte);
+            if let Ok(loaded) = load_bytes(&memory(), &image) {
+                prop_assert!(loaded.end <= layout::low_end(MIB_OF_MEMORY));
+                let (Entry::Long(entry) | Entry::Pvh(entry)) = loaded.entry;
+                prop_assert!(entry >= HIGH && entry < loaded.end);
+            }
+        }
+    }
+
+    /// Numbers that are often almost right.
+    fn near() -> impl Strategy<Value = u64> {
+        prop_oneof![0u64..0x400, (0u64..17).prop_map(|mib| mib * MIB), any::<u64>(), Just(u64::MAX)]
+    }
+}

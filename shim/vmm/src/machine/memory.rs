@@ -270,3 +270,82 @@ fn memfd(size: u64) -> io::Result<File> {
     fcntl(&file, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL))?;
     Ok(file)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+    use vm_memory::Bytes;
+
+    /// The ranges of this process's mappings that touch `address`, with their permissions.
+    fn mapped(address: usize) -> Option<String> {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        maps.lines().find_map(|line| {
+            let (range, rest) = line.split_once(' ')?;
+            let (start, end) = range.split_once('-')?;
+            let start = usize::from_str_radix(start, 16).ok()?;
+            let end = usize::from_str_radix(end, 16).ok()?;
+            (start..end).contains(&address).then(|| rest.get(..4).unwrap_or_default().to_owned())
+        })
+    }
+
+    #[test]
+    fn memory_is_aligned_and_fenced_and_goes_away() {
+        for backing in [Backing::Private, Backing::Shared] {
+            let guest = GuestMemory::new(33, backing).unwrap();
+            let region = guest.memory().iter().next().unwrap();
+            let (start, length) = (region.as_ptr().addr(), region.len() as usize);
+            assert!(start.is_multiple_of(HUGE_PAGE) && length == 33 << 20);
+            assert_eq!(region.file_offset().is_some(), backing == Backing::Shared, "others can map it");
+            guest.memory().write_obj(7u64, GuestAddress((33 << 20) - 8)).unwrap();
+            assert_eq!(mapped(start).unwrap().get(..3), Some("rw-"));
+            assert_eq!(mapped(start - 1).unwrap().get(..3), Some("---"));
+            assert_eq!(mapped(start + length).unwrap().get(..3), Some("---"));
+            drop(guest);
+            assert_ne!(mapped(start).as_deref().and_then(|flags| flags.get(..3)), Some("---"));
+        }
+    }
+
+    #[test]
+    fn memory_in_use_outlives_its_machine() {
+        let guest = GuestMemory::new(16, Backing::Private).unwrap();
+        let kept = guest.memory().clone();
+        drop(guest);
+        kept.write_obj(7u64, GuestAddress(0x1000)).unwrap();
+        assert_eq!(kept.read_obj::<u64>(GuestAddress(0x1000)).unwrap(), 7);
+    }
+
+    #[test]
+    fn memory_above_the_hole_follows_on_the_host() {
+        let guest = GuestMemory::new(3 * 1024 + 32, Backing::Private).unwrap();
+        let ends: Vec<_> = guest.memory().iter().map(|region| (region.start_addr().0, region.len())).collect();
+        assert_eq!(ends, [(0, 3 << 30), (4 << 30, 32 << 20)]);
+        guest.memory().write_obj(9u64, GuestAddress(4 << 30)).unwrap();
+        assert!(guest.memory().write_obj(9u64, GuestAddress(3 << 30)).is_err());
+        for region in guest.memory().iter() {
+            assert!(region.as_ptr().addr().is_multiple_of(HUGE_PAGE), "both can have huge pages");
+        }
+    }
+
+    #[test]
+    fn a_file_is_mapped_privately_and_whole() {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&[0x5a; 4096]).unwrap();
+        let got = GuestMemory::from_file(16, &file).err();
+        assert!(matches!(got, Some(MemoryError::Length { got: 4096, .. })), "{got:?}");
+        file.set_len(16 << 20).unwrap();
+        let (one, two) = (GuestMemory::from_file(16, &file).unwrap(), GuestMemory::from_file(16, &file).unwrap());
+        one.memory().write_obj(1u8, GuestAddress(5)).unwrap();
+        assert_eq!(two.memory().read_obj::<u16>(GuestAddress(4)).unwrap(), 0x5a5a);
+        assert_eq!(one.memory().read_obj::<u16>(GuestAddress(4)).unwrap(), 0x015a);
+    }
+
+    #[test]
+    fn sizes_that_cannot_be_are_refused() {
+        for (mib, backing) in [(0, Backing::Private), (15, Backing::Shared), (17, Backing::Huge)] {
+            assert!(matches!(GuestMemory::new(mib, backing), Err(MemoryError::Size { .. })), "{mib} {backing:?}");
+        }
+        let size = GuestMemory::new(u32::MAX, Backing::Private).err();
+        assert_eq!(size.map(|error| error.kind()), Some(Kind::Exhausted));
+    }
+}
