@@ -3,6 +3,7 @@
 //! A harness fails by a panic only.
 
 use crate::testing::{Driver, QUEUE_BYTES};
+use crate::transport::mmio;
 use crate::transport::vhost_user::harness;
 use crate::virtio::balloon::{self, Balloon};
 use crate::virtio::block::{self, Slot};
@@ -196,6 +197,8 @@ pub fn packets(data: &[u8]) {
         *muxer.ring(index).expect("a queue") = Some(wild(data, index));
     }
     muxer.run();
+    muxer.restored();
+    muxer.run();
 
     let mut muxer = Muxer::new(CID, epoll(), Arc::default());
     let (incoming, accepted) = sync_channel(4);
@@ -255,11 +258,18 @@ pub fn snapshot(data: &[u8]) {
     crate::snapshot::harness(data);
 }
 
+/// Accesses to the registers of a device, which the first byte chooses; each has three bytes.
+pub fn registers(data: &[u8]) {
+    if let Some((which, accesses)) = data.split_first() {
+        mmio::harness::registers(mmio::harness::device(*which), accesses);
+    }
+}
+
 /// A harness.
 pub type Target = fn(&[u8]);
 
 /// All harnesses by the names of their corpora.
-pub const TARGETS: [(&str, Target); 8] = [
+pub const TARGETS: [(&str, Target); 9] = [
     ("queue", queue),
     ("balloon", balloon),
     ("block", block),
@@ -267,6 +277,7 @@ pub const TARGETS: [(&str, Target); 8] = [
     ("entropy", entropy),
     ("packets", packets),
     ("messages", messages),
+    ("registers", registers),
     ("snapshot", snapshot),
 ];
 

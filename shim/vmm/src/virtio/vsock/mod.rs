@@ -14,9 +14,11 @@ mod worker;
 pub use error::VsockError;
 pub use host::{Listener, Vsock};
 pub use metrics::Metrics;
+#[cfg(test)]
+pub(crate) use packet::Op;
 pub use state::State;
 #[cfg(any(test, feature = "fuzz"))]
-pub(crate) use {muxer::Muxer, packet::Header, packet::Op};
+pub(crate) use {muxer::Muxer, packet::Header};
 
 /// The context id of the host.
 pub const HOST_CID: u64 = 2;

@@ -163,7 +163,7 @@ impl Muxer {
 
     /// The guest goes on from a saved state and knows connections that are gone. Those that the host has asked for
     /// meanwhile are made once the guest knows.
-    pub(super) fn restored(&mut self) {
+    pub(crate) fn restored(&mut self) {
         self.forget();
         self.notice = Notice::Due;
     }
