@@ -1,0 +1,145 @@
+//! Owns: tests of the configuration space, the control queue and several pairs.
+
+use crate::guest::{By, Guest, HEADER, KIND, MAC, each, frame, host};
+use crate::host::Host;
+use nacelle_vmm::net::{Net, NetConfig, NetError};
+use std::time::{Duration, Instant};
+
+const PLAIN: u64 = 1 << 32 | 1 << 29 | 1 << 28 | 1 << 17 | 1 << 15;
+const MQ: u64 = 1 << 22;
+const ALL: u64 = u64::MAX;
+
+#[test]
+fn the_configuration_says_what_there_is() {
+    each(1, |guest| {
+        let guest = guest();
+        // mac, status, max_virtqueue_pairs, mtu; then nothing
+        assert_eq!(guest.config(), [&MAC[..], &[1, 0, 1, 0, 0xdc, 5, 0, 0, 0, 0]].concat());
+        assert_eq!(guest.device.queue_sizes().len(), 3);
+        assert_eq!(guest.device.features() & MQ, 0);
+        let whatever_there_is = [0, 1, 2, 3, 5, 7, 8, 9, 11, 12, 13, 15, 16, 17, 23, 28, 29, 32];
+        let needed = whatever_there_is.iter().fold(0u64, |bits, bit| bits | 1 << bit);
+        assert_eq!(guest.device.features() & needed, needed);
+    });
+    each(2, |guest| {
+        let guest = guest();
+        assert_eq!(guest.config()[8..10], [2, 0]);
+        assert_eq!(guest.device.queue_sizes().len(), 5);
+        assert_ne!(guest.device.features() & MQ, 0);
+    });
+}
+
+#[test]
+fn commands_are_answered_and_bad_ones_refused() {
+    each(1, |guest| {
+        let mut guest = guest();
+        guest.set_up(ALL);
+        let (ok, bad) = ((1, 0), (1, 1));
+        assert_eq!(guest.command(&[1, 1, 2, 9, 9, 9, 9, 9], 1), ok);
+        assert_eq!(guest.config()[..6], [2, 9, 9, 9, 9, 9]);
+        assert_eq!(guest.command(&[1, 1, 1, 9, 9, 9, 9, 9], 1), bad, "a group's address");
+        assert_eq!(guest.command(&[1, 1, 2, 8, 8, 8, 8], 1), bad, "too short");
+        assert_eq!(guest.command(&[1, 1, 2, 8, 8, 8, 8, 8, 8], 1), bad, "too long");
+        assert_eq!(guest.config()[..6], [2, 9, 9, 9, 9, 9]);
+        assert_eq!(guest.command(&[0, 0, 1], 1), ok, "promiscuous");
+        assert_eq!(guest.command(&[1, 0, 0, 0, 0, 0, 0, 0, 0, 0], 1), ok, "no other addresses");
+        assert_eq!(guest.command(&[2, 0, 1, 0], 1), bad, "VLANs are not offered");
+        assert_eq!(guest.command(&[4, 0, 1, 0], 1), ok);
+        assert_eq!(guest.command(&[4, 0, 2, 0], 1), bad, "two pairs");
+        assert_eq!(guest.command(&[4, 0, 0, 0], 1), bad, "no pair");
+        assert_eq!(guest.command(&[5, 0, 0x82, 0, 0, 0, 0, 0, 0, 0], 1), ok);
+        assert_eq!(guest.command(&[5, 0, 0, 4, 0, 0, 0, 0, 0, 0], 1), bad, "UDP fragmentation");
+        assert_eq!(guest.command(&[7, 7, 7], 1), bad);
+        // A long answer is one byte, and without room for it nothing is done.
+        assert_eq!(guest.command(&[0, 0, 1], 100), ok);
+        assert_eq!(guest.command(&[1, 1, 2, 7, 7, 7, 7, 7], 0), (0, 0xee));
+        assert_eq!(guest.config()[..6], [2, 9, 9, 9, 9, 9]);
+        // A reset forgets.
+        guest.reset();
+        assert_eq!(guest.config()[..6], MAC);
+    });
+}
+
+/// Frames to the guest arrive in this queue sooner or later, of many flows.
+fn arrives(guest: &mut Guest, index: usize, limit: Duration) -> bool {
+    let start = Instant::now();
+    let mut source = 0u8;
+    while start.elapsed() < limit {
+        source = source.wrapping_add(1);
+        // The kernel chooses the queue by addresses and ports.
+        let mut bytes = frame(60, 1);
+        bytes[12..14].copy_from_slice(&[8, 0]);
+        bytes.splice(14..34, [0x45, 0, 0, 60, 0, 0, 0, 0, 64, 17, 0, 0, 10, 0, 0, source, 10, 0, 0, 2]);
+        bytes[34..36].copy_from_slice(&[source, 1]);
+        guest.host.send([0; 10], &bytes);
+        if guest.next_used(index, Duration::from_millis(5)).is_some() {
+            guest.provide(index, 0, 1600);
+            return true;
+        }
+        for other in [0, 2] {
+            while guest.queues[other].take_used().is_some() {
+                guest.provide(other, 0, 1600);
+                if other == index {
+                    return true;
+                }
+            }
+        }
+    }
+    false
+}
+
+#[test]
+fn pairs_take_part_as_the_driver_says() {
+    each(2, |guest| {
+        let mut guest = guest();
+        guest.set_up(PLAIN | MQ);
+        (0..8).for_each(|number| guest.provide(0, number, 1600));
+        (0..8).for_each(|number| guest.provide(2, number, 1600));
+        assert!(arrives(&mut guest, 0, crate::guest::LIMIT));
+        assert!(!arrives(&mut guest, 2, Duration::from_millis(500)), "one pair until the driver says so");
+        for _ in 0..3 {
+            assert_eq!(guest.command(&[4, 0, 2, 0], 1), (1, 0));
+            assert!(arrives(&mut guest, 2, crate::guest::LIMIT));
+            assert!(arrives(&mut guest, 0, crate::guest::LIMIT));
+            guest.send(1, [0; HEADER], &frame(60, 1), &[]);
+            assert_eq!(guest.host.receive(KIND)[10..], frame(60, 1));
+            guest.send(3, [0; HEADER], &frame(60, 2), &[]);
+            assert_eq!(guest.host.receive(KIND)[10..], frame(60, 2));
+            assert_eq!(guest.command(&[4, 0, 3, 0], 1), (1, 1));
+            assert_eq!(guest.command(&[4, 0, 1, 0], 1), (1, 0));
+        }
+        assert_eq!(guest.command(&[4, 0, 2, 0], 1), (1, 0));
+        let saved = guest.device.save();
+        guest.stop();
+        guest.reset();
+        assert_ne!(guest.device.save(), saved, "a reset goes back to one pair");
+    });
+}
+
+#[test]
+fn a_driver_that_knows_no_pairs_finds_the_control_queue_behind_the_first() {
+    if host(2).is_none() {
+        return;
+    }
+    let mut guest = Guest::new(By::Us, 2);
+    guest.queues.truncate(3);
+    guest.set_up(PLAIN | 1 << 23);
+    assert_eq!(guest.command_on(2, &[1, 1, 2, 9, 9, 9, 9, 9], 1), (1, 0));
+    assert_eq!(guest.command_on(2, &[4, 0, 2, 0], 1), (1, 1));
+}
+
+#[test]
+fn taps_of_the_wrong_sort_are_refused() {
+    let net = |taps: Vec<_>, vhost| Net::new(NetConfig { taps, mac: MAC, mtu: 1500, vhost });
+    assert!(matches!(net(Vec::new(), Vec::new()), Err(NetError::Taps { got: 0 })));
+    let file = || std::fs::File::open("/dev/null").unwrap().into();
+    assert!(matches!(net((0..9).map(|_| file()).collect(), Vec::new()), Err(NetError::Taps { got: 9 })));
+    assert!(matches!(net(vec![file()], vec![file(), file()]), Err(NetError::Vhosts { got: 2, taps: 1 })));
+    assert!(matches!(net(vec![file()], Vec::new()), Err(NetError::System { .. })));
+    let Some(host) = host(1) else { return };
+    let with = |flags| Host::with_flags(1, flags).unwrap().taps.remove(0);
+    let without_header = with(libc::IFF_TAP | libc::IFF_NO_PI);
+    assert!(matches!(net(vec![without_header], Vec::new()), Err(NetError::TapFlags { .. })));
+    let two = host.taps.iter().chain(&host.taps).map(|tap| tap.try_clone().unwrap()).collect();
+    assert!(matches!(net(two, Vec::new()), Err(NetError::TapFlags { .. })), "one queue, twice");
+}
