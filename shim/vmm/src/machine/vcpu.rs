@@ -9,7 +9,7 @@ use kvm_ioctls::{VcpuExit, VcpuFd};
 use nacelle_jail::ThreadKind;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use vmm_sys_util::signal::{SIGRTMIN, register_signal_handler};
@@ -210,20 +210,20 @@ impl Vcpu {
     /// Starts the thread; it stands still until [`Control::resume`]. On return it can be signalled.
     pub fn spawn(self) -> Result<JoinHandle<()>, Error> {
         let (id, control) = (self.id, self.control.clone());
+        let (registered, told) = mpsc::channel::<()>();
         let thread = std::thread::Builder::new()
             .name(format!("vcpu{id}"))
             .spawn(move || {
                 nacelle_jail::thread(ThreadKind::Vcpu);
-                let retire = Retire { id, control: &self.control.clone() };
-                self.control.lock().threads.insert(id, (nix::unistd::gettid().as_raw(), false));
-                self.control.changed.notify_all();
+                let retire = Retire { id, control: &control };
+                control.lock().threads.insert(id, (nix::unistd::gettid().as_raw(), false));
+                drop(registered);
                 self.run();
                 drop(retire);
             })
             .map_err(|source| Error::Make { what: "a processor's thread", source })?;
-        let state = control.lock();
-        let started = |state: &mut State| !state.threads.contains_key(&id) && !thread.is_finished();
-        drop(control.changed.wait_while(state, started));
+        // Nothing is ever sent: the thread lets go of its end when it is registered, or dead.
+        let _ = told.recv();
         Ok(thread)
     }
 
