@@ -30,6 +30,19 @@ impl Driver {
         Driver { memory, base, size, offered: 0, taken: 0, free: (0..size).rev().collect() }
     }
 
+    /// A queue in which `index` requests were made available and given back before.
+    pub fn starting_at(memory: Arc<GuestMemoryMmap<()>>, base: u64, size: u16, index: u16) -> Driver {
+        let driver = Driver { offered: index, taken: index, ..Driver::new(memory, base, size) };
+        driver.set_available(index);
+        driver.memory.store(index, GuestAddress(base + USED + 2), Ordering::Release).unwrap();
+        driver
+    }
+
+    /// The index of the next request that it takes back.
+    pub fn taken(&self) -> u16 {
+        self.taken
+    }
+
     /// Where descriptors, available ring and used ring lie.
     pub fn addresses(&self) -> (u64, u64, u64) {
         (self.base, self.base + AVAILABLE, self.base + USED)

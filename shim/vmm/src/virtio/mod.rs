@@ -14,6 +14,8 @@ pub mod vsock;
 pub(crate) mod worker;
 
 #[cfg(test)]
+mod ring_model;
+#[cfg(test)]
 mod scripted;
 #[cfg(test)]
 mod tests;
