@@ -1,4 +1,4 @@
-//! Owns: one harness function per parser of bytes that a guest or a front end writes. cargo-fuzz can call them;
+//! Owns: one harness function per parser of bytes that a guest or a front end writes. ci/fuzz calls them;
 //! the tests below feed them random bytes and the committed corpus (`tests/corpus/TARGET/*`).
 //! A harness fails by a panic only.
 
