@@ -53,6 +53,12 @@ impl Guest {
         Guest::over(memory, device)
     }
 
+    /// Another processor of the same guest.
+    pub(crate) fn processor(&self) -> Guest {
+        let (memory, transport) = (self.memory.clone(), self.transport.clone());
+        Guest { memory, transport, irq: self.irq.try_clone().expect("a copy"), queues: Vec::new() }
+    }
+
     /// A guest with this memory, which it may know from before.
     pub(crate) fn over(memory: Arc<Memory>, device: Box<dyn Device>) -> Guest {
         let irq = EventFd::new(EFD_NONBLOCK).expect("an eventfd");
@@ -227,7 +233,7 @@ pub(crate) fn registers(device: Box<dyn Device>, data: &[u8]) {
 
 const STEPS: [u32; 8] = [0, ACKNOWLEDGE, DRIVER, FEATURES_OK, DRIVER_OK, FAILED, LIVE, u32::MAX];
 
-fn act(guest: &mut Guest, op: u8, place: u8, value: u8) {
+pub(crate) fn act(guest: &mut Guest, op: u8, place: u8, value: u8) {
     let word = u32::from(value).wrapping_mul([1, 0x101, 0x1000, 0x0101_0101][usize::from(value % 4)]);
     let offset = u64::from(place) * if op & 1 == 0 { 4 } else { 1 };
     match op % 16 {

@@ -220,6 +220,37 @@ fn pauses_and_saves_go_well_with_drivers_that_begin_anew_and_hosts_that_change_t
     [pauser, reader, resizer].into_iter().for_each(|thread| thread.join().unwrap());
 }
 
+#[test]
+fn processors_that_do_not_agree_harm_nobody_else() {
+    for device in devices() {
+        let mut guest = Guest::new(device);
+        let processors: Vec<_> = (1..=3u64)
+            .map(|seed| {
+                let mut processor = guest.processor();
+                std::thread::spawn(move || {
+                    let mut number = seed;
+                    for _ in 0..1500 {
+                        // Any numbers will do (Knuth's), but the same ones each time.
+                        number = number.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                        let [op, place, value, ..] = (number >> 24).to_le_bytes();
+                        // Saving is for the host, and alone.
+                        if op % 16 < 14 {
+                            act(&mut processor, op, place, value);
+                        }
+                    }
+                })
+            })
+            .collect();
+        processors.into_iter().for_each(|thread| thread.join().unwrap());
+        guest.start();
+        if let Some(queue) = answering(guest.transport.kind()) {
+            guest.queues[queue].submit(&[(BUFFERS, 16, false), (BUFFERS + 16, 1, true)]);
+            guest.kick(queue);
+            guest.wait_used(queue);
+        }
+    }
+}
+
 /// Saves a guest's device, writes the state out, and goes on with another device over the same memory.
 fn move_to(guest: Guest, device: Box<dyn Device>) -> Guest {
     let written = serde_json::to_vec(&guest.transport.save()).unwrap();

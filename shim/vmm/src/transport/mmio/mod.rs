@@ -25,7 +25,7 @@ use front::Front;
 use line::Line;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 /// Where the driver writes the number of a queue that it has added buffers to; the place for ioeventfds.
 pub const QUEUE_NOTIFY: u64 = reg::QUEUE_NOTIFY;
@@ -79,7 +79,8 @@ impl Transport {
     /// interrupt of the guest.
     pub fn new(device: Box<dyn Device>, memory: Arc<Memory>, irq: EventFd) -> io::Result<Arc<Transport>> {
         let queues = device.queue_sizes().len();
-        let kicks = (0..queues).map(|_| EventFd::new(EFD_NONBLOCK)).collect::<io::Result<Arc<[EventFd]>>>()?;
+        let kicks =
+            (0..queues).map(|_| EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK)).collect::<io::Result<Arc<[EventFd]>>>()?;
         let line = Arc::new(Line::new(irq));
         let kind = device.kind();
         let front = Mutex::new(Front::new(device, memory, kicks.clone(), line.clone()));
