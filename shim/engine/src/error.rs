@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use nacelle_base::{Classify, Kind};
 use nacelle_vmm::block::BlockError;
+use nacelle_vmm::net::NetError;
 use nacelle_vmm::vhost_user::ServeError;
 
 use crate::qemu::QmpError;
@@ -41,6 +42,14 @@ pub enum EngineError {
         cid: u32,
         /// Why not.
         source: LinkError,
+    },
+    /// A network interface could not be made.
+    #[error("cannot make network interface {index}")]
+    Nic {
+        /// Its number.
+        index: usize,
+        /// Why not.
+        source: NetError,
     },
     /// A device could not be served to the engine's process.
     #[error("cannot serve device {device}")]
@@ -111,6 +120,7 @@ impl Classify for EngineError {
             },
             EngineError::Disk { source, .. } => source.kind(),
             EngineError::Vsock { source, .. } => source.kind(),
+            EngineError::Nic { source, .. } => source.kind(),
             EngineError::Serve { source, .. } => source.kind(),
             EngineError::Machine { source, .. } => source.kind(),
             EngineError::Resources { .. } => Kind::Exhausted,

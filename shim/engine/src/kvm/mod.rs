@@ -3,16 +3,17 @@
 //! Threads: per machine the warden, which waits for its end, and those of the processors and devices.
 
 use std::fs;
-use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use nacelle_base::Chain;
 use nacelle_vmm::Device;
 use nacelle_vmm::balloon::Balloon;
 use nacelle_vmm::machine::{self, Builder, Config, Exit, MAX_DEVICES};
+use nacelle_vmm::net::{self, Net, NetConfig};
 use nacelle_vmm::rng::Rng;
 use nacelle_vmm::vsock::Vsock;
 
@@ -105,9 +106,16 @@ fn config(spec: &MachineSpec) -> Config {
 /// The devices, in the order in which the guest finds them: disks and network interfaces are numbered by it.
 fn devices(spec: MachineSpec, slots: &[Slot], vsock: Box<dyn Device>) -> Result<Vec<Box<dyn Device>>, EngineError> {
     let mut devices: Vec<Box<dyn Device>> = slots.iter().map(Slot::device).collect();
-    if !spec.nics.is_empty() {
-        let source = io::ErrorKind::Unsupported.into();
-        return Err(EngineError::Resources { what: "network interfaces", source });
+    for (index, nic) in spec.nics.into_iter().enumerate() {
+        let no_nic = |source| EngineError::Nic { index, source };
+        let taps = vec![nic.tap];
+        // Where it cannot be had, threads of ours do the work.
+        let vhost = net::open_vhost(taps.len()).unwrap_or_else(|error| {
+            tracing::warn!("the kernel does not serve network interfaces: {}", Chain(&error));
+            Vec::new()
+        });
+        let mtu = u16::try_from(nic.mtu).unwrap_or(u16::MAX); // checked to be no more
+        devices.push(Net::new(NetConfig { taps, mac: nic.mac, mtu, vhost }).map_err(no_nic)?.device());
     }
     devices.extend([vsock, Rng::new().device(), Balloon::new().device()]);
     Ok(devices)
