@@ -83,6 +83,14 @@ pub enum EngineError {
         /// Why not.
         source: nacelle_vmm::machine::Error,
     },
+    /// A snapshot is not one, or cannot be made.
+    #[error("cannot {what} the snapshot")]
+    Snapshot {
+        /// "read", "write".
+        what: &'static str,
+        /// Why not.
+        source: nacelle_vmm::snapshot::SnapshotError,
+    },
     /// The engine refused or did not answer.
     #[error("the machine does not {what}")]
     Control {
@@ -123,6 +131,7 @@ impl Classify for EngineError {
             EngineError::Nic { source, .. } => source.kind(),
             EngineError::Serve { source, .. } => source.kind(),
             EngineError::Machine { source, .. } => source.kind(),
+            EngineError::Snapshot { source, .. } => source.kind(),
             EngineError::Resources { .. } => Kind::Exhausted,
             EngineError::Control { source, .. } => source.kind(),
             EngineError::Ended { .. } => Kind::Conflict,

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 use crate::machine::{BOOT_PORT, Engine, GuestLink, Machine};
-use crate::{DiskSpec, LinkError, MachineSpec};
+use crate::{DiskSpec, EngineError, LinkError, MachineSpec};
 
 /// Longer than anything takes on a slow and busy node: only a defect waits for it.
 pub(super) const LONG: Duration = Duration::from_secs(120);
@@ -82,6 +82,16 @@ impl Bench {
             Err(error) => panic!("no hello: {error}; {:?}", machine.wait(Duration::ZERO)),
         }
         Bench { machine, link, folder }
+    }
+
+    /// A machine of this shape from a snapshot, which stands still.
+    pub fn restore(world: &dyn World, from: &Path, disks: Vec<DiskSpec>, vcpus: u8) -> Result<Bench, EngineError> {
+        let folder = tempfile::tempdir().expect("a folder for the machine");
+        let spec = MachineSpec { vcpus, ..spec(world, folder.path(), disks) };
+        let engine = world.engine();
+        let restorer = engine.as_restorer().expect("an engine that restores");
+        let machine = restorer.restore(spec.check(&engine.limits()).expect("a good spec"), from)?;
+        Ok(Bench { link: machine.link(), machine, folder })
     }
 
     /// A connection to the guest's port, with time limits for reading and writing.

@@ -13,14 +13,19 @@
 //! | `sum DISK AT LENGTH` | FNV-1a (64 bits, hexadecimal) of these bytes |
 //! | `fill DISK AT BYTE LENGTH` | `ok` or `errno N` |
 //! | `call PORT` | `ok` after saying `called` to that port of the host, or `errno N` |
+//! | `random` | 16 bytes of getrandom, hexadecimal |
+//! | `nap MS` | after sleeping so long: milliseconds since the boot |
+//! | `connections` | how many there are to its port, this one included |
 //! | `hwrng` | 16 bytes of the entropy device, hexadecimal |
 //! | `poweroff`, `panic` | none |
 
 mod bench;
 mod cases;
+mod snapshots;
 
 pub use bench::{Bench, World, fnv, turn};
 pub use cases::*;
+pub use snapshots::*;
 
 /// Makes a `#[test]` of each behaviour. The argument is a function that returns the world, or `None` after it has
 /// printed `skipped: why`. One behaviour at a time: they count what they leave behind.

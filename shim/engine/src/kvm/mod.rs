@@ -3,6 +3,7 @@
 //! Threads: per machine the warden, which waits for its end, and those of the processors and devices.
 
 use std::fs;
+use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,13 +16,16 @@ use nacelle_vmm::balloon::Balloon;
 use nacelle_vmm::machine::{self, Builder, Config, Exit, MAX_DEVICES};
 use nacelle_vmm::net::{self, Net, NetConfig};
 use nacelle_vmm::rng::Rng;
+use nacelle_vmm::snapshot;
 use nacelle_vmm::vsock::Vsock;
 
 use crate::console::{Console, PANIC};
 use crate::disk::make_slot;
 use crate::ended::Ended;
 use crate::link::Link;
-use crate::machine::{Engine, ExitKind, GuestLink, Machine, MachineExit, MachineStatus, Pausable, Stop};
+use crate::machine::{
+    Engine, ExitKind, GuestLink, Machine, MachineExit, MachineStatus, Pausable, Restorer, Snapshottable, Stop,
+};
 use crate::{CheckedSpec, EngineError, EngineKind, Limits, MachineSpec, Slot};
 
 /// The devices that every machine has: vsock, rng and balloon.
@@ -56,40 +60,75 @@ impl Engine for Kvm {
 
     fn start(&self, spec: CheckedSpec) -> Result<Box<dyn Machine>, EngineError> {
         let spec = spec.into_inner();
-        let file = |what, path: &Path| {
-            let path = path.to_owned();
-            move |source| EngineError::File { what, path, source }
-        };
         // Before anything is made of memory and processors.
         for path in [&spec.kernel, &spec.initrd] {
             fs::File::open(path).map_err(file("open", path))?;
         }
-        let console = Console::open(&spec.console_log).map_err(file("open", &spec.console_log))?;
-        let console = Arc::new(Mutex::new(console));
-        let slots = spec.disks.iter().map(make_slot).collect::<Result<Vec<_>, _>>()?;
-        let no_vsock = |source| EngineError::Vsock { cid: spec.guest_cid, source };
-        let vsock = Vsock::new(spec.guest_cid).map_err(no_vsock)?;
-        let vsock_device = vsock.device();
-        let link = Arc::new(Link::new(vsock).map_err(no_vsock)?);
-
-        let failed = |source| EngineError::Machine { what: "make", source };
-        let mut builder = Builder::new(config(&spec)).map_err(failed)?;
-        let sink = Arc::clone(&console);
-        builder.serial(Box::new(move |bytes| lock(&sink).push(bytes))).map_err(failed)?;
-        for device in devices(spec, &slots, vsock_device)? {
-            builder.attach(device).map_err(failed)?;
-        }
-        let vm = Arc::new(builder.start().map_err(failed)?);
-        let running =
-            Arc::new(Running { vm: Mutex::new(Some(vm)), paused: AtomicBool::new(false), ended: Ended::default() });
-        let warden = {
-            let (running, link) = (Arc::clone(&running), Arc::clone(&link));
-            let spawned =
-                thread::Builder::new().name("kvm-warden".into()).spawn(move || running.watch(&link, &console));
-            spawned.map_err(|source| EngineError::Resources { what: "a thread for the machine", source })?
-        };
-        Ok(Box::new(KvmMachine { running, warden: Some(warden), link, slots }))
+        let make = |source| EngineError::Machine { what: "make", source };
+        let config = config(&spec);
+        assemble(spec, false, || Builder::new(config).map_err(make), |builder| builder.start().map_err(make))
     }
+
+    fn as_restorer(&self) -> Option<&dyn Restorer> {
+        Some(self)
+    }
+}
+
+impl Restorer for Kvm {
+    fn restore(&self, spec: CheckedSpec, from: &Path) -> Result<Box<dyn Machine>, EngineError> {
+        let spec = spec.into_inner();
+        let saved = snapshot::open(from).map_err(|source| EngineError::Snapshot { what: "read", source })?;
+        let restore = |source| EngineError::Machine { what: "restore", source };
+        for (what, saved, here) in [
+            ("vCPUs", saved.vcpus(), spec.vcpus.into()),
+            ("MiB of memory", saved.memory_mib() as usize, spec.memory_mib as usize),
+        ] {
+            if saved != here {
+                return Err(restore(machine::Error::Mismatch { what, saved, here }));
+            }
+        }
+        let go_on = |builder: Builder| builder.restore(saved.state()).map_err(restore);
+        assemble(spec, true, || saved.builder().map_err(restore), go_on)
+    }
+}
+
+fn file(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> EngineError {
+    let path = path.to_owned();
+    move |source| EngineError::File { what, path, source }
+}
+
+/// Puts a machine together: its console, disks and link, then what `builder` makes, with devices, then what `finish`
+/// makes of that.
+fn assemble(
+    spec: MachineSpec,
+    paused: bool,
+    builder: impl FnOnce() -> Result<Builder, EngineError>,
+    finish: impl FnOnce(Builder) -> Result<machine::Machine, EngineError>,
+) -> Result<Box<dyn Machine>, EngineError> {
+    let console = Console::open(&spec.console_log).map_err(file("open", &spec.console_log))?;
+    let console = Arc::new(Mutex::new(console));
+    let slots = spec.disks.iter().map(make_slot).collect::<Result<Vec<_>, _>>()?;
+    let no_vsock = |source| EngineError::Vsock { cid: spec.guest_cid, source };
+    let vsock = Vsock::new(spec.guest_cid).map_err(no_vsock)?;
+    let vsock_device = vsock.device();
+    let link = Arc::new(Link::new(vsock).map_err(no_vsock)?);
+
+    let failed = |source| EngineError::Machine { what: "make", source };
+    let mut builder = builder()?;
+    let sink = Arc::clone(&console);
+    builder.serial(Box::new(move |bytes| lock(&sink).push(bytes))).map_err(failed)?;
+    for device in devices(spec, &slots, vsock_device)? {
+        builder.attach(device).map_err(failed)?;
+    }
+    let vm = Arc::new(finish(builder)?);
+    let running =
+        Arc::new(Running { vm: Mutex::new(Some(vm)), paused: AtomicBool::new(paused), ended: Ended::default() });
+    let warden = {
+        let (running, link) = (Arc::clone(&running), Arc::clone(&link));
+        let spawned = thread::Builder::new().name("kvm-warden".into()).spawn(move || running.watch(&link, &console));
+        spawned.map_err(|source| EngineError::Resources { what: "a thread for the machine", source })?
+    };
+    Ok(Box::new(KvmMachine { running, warden: Some(warden), link, slots }))
 }
 
 fn config(spec: &MachineSpec) -> Config {
@@ -211,6 +250,10 @@ impl Machine for KvmMachine {
     fn as_pausable(&self) -> Option<&dyn Pausable> {
         Some(self)
     }
+
+    fn as_snapshottable(&self) -> Option<&dyn Snapshottable> {
+        Some(self)
+    }
 }
 
 impl KvmMachine {
@@ -237,6 +280,13 @@ impl Pausable for KvmMachine {
 
     fn resume(&self) -> Result<(), EngineError> {
         self.control("resume", false, machine::Machine::resume)
+    }
+}
+
+impl Snapshottable for KvmMachine {
+    fn save(&self, to: &Path) -> Result<(), EngineError> {
+        let vm = self.running.vm().ok_or(EngineError::Ended { what: "save" })?;
+        snapshot::save(&vm, to).map_err(|source| EngineError::Snapshot { what: "write", source })
     }
 }
 

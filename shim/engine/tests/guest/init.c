@@ -15,17 +15,20 @@
 #include <net/if.h>
 #include <netinet/in.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mount.h>
+#include <sys/random.h>
 #include <sys/reboot.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/sysinfo.h>
 #include <sys/time.h>
+#include <time.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -105,6 +108,26 @@ static void hwrng(int fd) {
     else for (unsigned i = 0; i < sizeof bytes; i++) sprintf(answer + 2 * i, "%02x", bytes[i]);
     if (dev >= 0) close(dev);
     say(fd, strcat(answer, "\n"));
+}
+
+// Connections of this guest's port that have not ended.
+static atomic_int connections;
+
+static void draw(int fd) {
+    unsigned char bytes[16] = { 0 };
+    char answer[64];
+    getrandom(bytes, sizeof bytes, 0);
+    for (unsigned i = 0; i < sizeof bytes; i++) sprintf(answer + 2 * i, "%02x", bytes[i]);
+    say(fd, strcat(answer, "\n"));
+}
+
+// Sleeps, so that a timer has to come; then the time since boot in milliseconds.
+static void nap(int fd, int milliseconds) {
+    struct timespec now, pause = { milliseconds / 1000, milliseconds % 1000 * 1000000L };
+    char answer[64];
+    nanosleep(&pause, NULL);
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    snprintf(answer, sizeof answer, "%lld\n", now.tv_sec * 1000LL + now.tv_nsec / 1000000), say(fd, answer);
 }
 
 static void serial(int fd, int index) {
@@ -280,6 +303,9 @@ static void *serve(void *arg) {
     else if (sscanf(line, "serial %d", &index) == 1) serial(fd, index);
     else if (sscanf(line, "call %u", &port) == 1) call(fd, port);
     else if (!strcmp(line, "hwrng")) hwrng(fd);
+    else if (!strcmp(line, "random")) draw(fd);
+    else if (sscanf(line, "nap %d", &byte) == 1) nap(fd, byte);
+    else if (!strcmp(line, "connections")) snprintf(answer, sizeof answer, "%d\n", connections), say(fd, answer);
     else if (!strcmp(line, "nic")) nic(fd);
     else if (sscanf(line, "reads %d %d %d", &index, &seconds, &threads) == 3) reads(fd, index, seconds, threads);
     else if (sscanf(line, "address %31s", host) == 1) address(fd, host);
@@ -293,6 +319,7 @@ static void *serve(void *arg) {
     }
     else say(fd, "what?\n");
     close(fd);
+    connections--;
     return NULL;
 }
 
@@ -316,7 +343,8 @@ int main(void) {
         pthread_t thread;
         int fd = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
         if (fd < 0) continue;
+        connections++;
         if (pthread_create(&thread, NULL, serve, (void *)(intptr_t)fd) == 0) pthread_detach(thread);
-        else close(fd);
+        else close(fd), connections--;
     }
 }
