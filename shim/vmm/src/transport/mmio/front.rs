@@ -7,9 +7,8 @@
 use super::line::Line;
 use super::state::{QueueRegisters, Registers, RestoreError, TransportState};
 use super::{CONFIG_BYTES, reg};
-use crate::sys;
-use crate::virtio::{Device, DeviceKind, Memory, Ring, StartError};
-use crate::{guest_warn, virtio::Interrupt};
+use crate::virtio::{Device, DeviceKind, Interrupt, Memory, Ring, StartError};
+use crate::{guest_warn, sys};
 use nacelle_base::Chain;
 use std::sync::Arc;
 use virtio_queue::{Queue, QueueState, QueueT};
