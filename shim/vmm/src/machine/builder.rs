@@ -54,7 +54,7 @@ impl Builder {
         }
         let memory = memory.map_err(|source| Error::Memory { mib: config.memory_mib, source })?;
         let supported = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(Error::call("tell what it supports"))?;
-        let vm = kvm.create_vm().map_err(Error::call("make a machine"))?;
+        let vm = create_vm(&kvm)?;
         memory.give_to(&vm).map_err(Error::call("take memory"))?;
         vm.set_identity_map_address(layout::IDENTITY_MAP).map_err(Error::call("place its page table"))?;
         vm.set_tss_address(layout::TSS).map_err(Error::call("place its task state"))?;
@@ -202,6 +202,17 @@ impl Builder {
         }
         Ok(machine)
     }
+}
+
+/// A signal to this thread, a child's end say, may interrupt it: it starts threads of the kernel.
+fn create_vm(kvm: &Kvm) -> Result<VmFd, Error> {
+    const TRIES: usize = 100;
+    let interrupted = |made: &Result<VmFd, kvm_ioctls::Error>| {
+        made.as_ref().err().is_some_and(|error| matches!(error.errno(), libc::EINTR | libc::EAGAIN))
+    };
+    let mut tries = std::iter::repeat_with(|| kvm.create_vm()).take(TRIES);
+    let made = tries.find(|made| !interrupted(made)).unwrap_or_else(|| kvm.create_vm());
+    made.map_err(Error::call("make a machine"))
 }
 
 /// Opens KVM, if it is one that can hold a machine.

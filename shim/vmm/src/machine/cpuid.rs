@@ -25,7 +25,9 @@ pub(super) fn for_vcpu(supported: &[kvm_cpuid_entry2], id: u8, vcpus: u8) -> Vec
     let vcpus = u32::from(vcpus.max(1));
     let place = Place { id: u32::from(id), vcpus, bits: vcpus.next_power_of_two().trailing_zeros() };
     let topology = [0xb, 0x1f];
-    let mut entries: Vec<_> = supported.iter().filter(|entry| !topology.contains(&entry.function)).copied().collect();
+    // The last one is AMD's variant, without which a guest looks at the others.
+    let told = |leaf: u32| !topology.contains(&leaf) && leaf != 0x8000_0026;
+    let mut entries: Vec<_> = supported.iter().filter(|entry| told(entry.function)).copied().collect();
     entries.iter_mut().for_each(|entry| place.edit(entry));
     let highest = supported.iter().find(|entry| entry.function == 0).map_or(0, |entry| entry.eax);
     for function in topology.into_iter().filter(|leaf| *leaf <= highest) {
