@@ -59,6 +59,9 @@ pub struct PodConfig {
     pub memory_limit: Option<u64>,
     /// Processors that all containers together may use, in thousandths, if they are limited.
     pub cpu_limit_milli: Option<u64>,
+    /// The control group in which the pod's processes on the node shall be, as kubelet names it.
+    #[serde(default)]
+    pub cgroup_parent: Option<String>,
 }
 
 /// A container's limits, as CRI writes them; 0 and empty mean "not set".

@@ -1,9 +1,9 @@
 //! Owns: compiling the tables and installing them, for the process and for single threads.
 //! Threads: any. Filters add up: a thread has its own, and those of the threads it descends from.
 
-use crate::spawn;
 use crate::table::{Allow, Only, forbidden, table};
 use crate::{Mode, Profile, ThreadKind};
+use crate::{spawn, sys};
 use nacelle_base::{Classify, Kind};
 use seccompiler::{
     BackendError, BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
@@ -48,6 +48,9 @@ impl Classify for SeccompError {
     }
 }
 
+/// Heaps of the C library in an armed process: threads share them.
+const HEAPS: i32 = 4;
+
 /// The filters of an armed process.
 static FILTERS: OnceLock<BTreeMap<ThreadKind, BpfProgram>> = OnceLock::new();
 
@@ -61,6 +64,7 @@ pub fn arm(mode: Mode, profile: Profile) -> Result<(), SeccompError> {
     for kind in ThreadKind::ALL {
         filters.insert(kind, compile(kind, mode, profile)?);
     }
+    sys::quiet_heaps(HEAPS);
     FILTERS.set(filters).map_err(|_full| SeccompError::Armed)?;
     install(ThreadKind::Main)?;
     spawn::begin().map_err(|source| SeccompError::Starter { source })

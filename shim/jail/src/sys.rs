@@ -1,5 +1,5 @@
-//! Owns: the system calls of this crate that have no safe wrapper: capabilities, inherited descriptors.
-#![allow(unsafe_code)] // reason: capset, PR_CAPBSET_DROP, PR_CAP_AMBIENT and close_range have no safe wrapper in nix or std.
+//! Owns: the calls of this crate that have no safe wrapper: capabilities, inherited descriptors, the C library's heaps.
+#![allow(unsafe_code)] // reason: capset, PR_CAPBSET_DROP, PR_CAP_AMBIENT, close_range and mallopt have no safe wrapper in nix or std.
 
 use std::io;
 
@@ -55,5 +55,14 @@ pub(crate) fn close_inherited() -> io::Result<()> {
     match unsafe { libc::syscall(libc::SYS_close_range, 3u32, u32::MAX, 0u32) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Has the C library do without files: it would open one to count the processors when it has made some heaps, and one
+/// to learn how memory is overcommitted before it gives a part of a heap back; on whatever thread that happens.
+pub(crate) fn quiet_heaps(heaps: i32) {
+    for (parameter, value) in [(libc::M_ARENA_MAX, heaps), (libc::M_TRIM_THRESHOLD, i32::MAX)] {
+        // SAFETY: mallopt only sets a number that later calls of malloc and free read; it cannot fail for these.
+        unsafe { libc::mallopt(parameter, value) };
     }
 }

@@ -199,6 +199,13 @@ const FILES: &[Allow] = &[
     always(c::SYS_getcwd, "where relative names begin"),
 ];
 
+/// The guest memory of another program, as a descriptor.
+const MEMORY: &[Allow] = &[
+    always(c::SYS_fstat, "how large it is"),
+    always(c::SYS_statx, "how large it is"),
+    always(c::SYS_fcntl, "whether it is sealed"),
+];
+
 /// Changing a network interface while it runs.
 const NETWORK: &[Allow] = &[
     ioctls(VHOST, "a network queue that the kernel serves"),
@@ -291,7 +298,7 @@ pub fn table(kind: ThreadKind) -> impl Iterator<Item = &'static Allow> {
         ThreadKind::Queue => &[LIFE, WAIT, DATA],
         ThreadKind::NetControl => &[LIFE, WAIT, NETWORK],
         ThreadKind::Vsock => &[LIFE, WAIT, STREAM, SOCKET],
-        ThreadKind::VhostUser => &[LIFE, WAIT, SPAWN, DATA, STREAM, SOCKET],
+        ThreadKind::VhostUser => &[LIFE, WAIT, SPAWN, DATA, STREAM, SOCKET, MEMORY],
         ThreadKind::Warden => &[LIFE, WAIT, SPAWN, STREAM, FILES],
         ThreadKind::Log => &[LIFE, WAIT, STREAM],
     };

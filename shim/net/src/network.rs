@@ -98,6 +98,16 @@ impl Network {
         }
     }
 
+    /// Joins taps in the pod's namespace to interfaces that ADD made: pairs of names, the tap first. May be repeated.
+    pub async fn join_taps(&self, id: &PodId, pairs: Vec<(String, String)>) -> Result<(), NetError> {
+        let path = self.netns_path(id);
+        blocking(move || {
+            let netns = NetNs::open(&path)?;
+            pairs.iter().try_for_each(|(tap, interface)| tap::join(&netns, tap, interface))
+        })
+        .await
+    }
+
     /// Runs CNI DEL from what was remembered, and removes the namespace. A pod without either is no failure.
     /// When DEL fails the namespace stays, and this may be called again.
     pub async fn teardown(&self, id: &PodId) -> Result<(), NetError> {

@@ -149,11 +149,11 @@ impl Actor {
     }
 
     /// Boots the machine and serves until the pod has been stopped.
-    pub async fn run(mut self, engine: Arc<dyn Engine>) {
+    pub async fn run(mut self, engine: Arc<dyn Engine>, prepared: machine::Prepared) {
         self.write().await;
         let (spec, dir, own) = (Arc::clone(&self.spec), self.dir.clone(), self.own.clone());
         tokio::spawn(async move {
-            let assembled = machine::assemble(&spec, &dir, engine).await;
+            let assembled = machine::assemble(&spec, &dir, engine, prepared).await;
             send(&own, News::Assembled(assembled));
         });
         while let Some(message) = self.inbox.recv().await {
@@ -253,7 +253,7 @@ impl Actor {
     }
 
     fn assembled(&mut self, assembled: Assembled) {
-        let Assembled { machine, mut gone, incoming, netns, undo } = assembled;
+        let Assembled { machine, mut gone, incoming, undo } = assembled;
         let (own, end) = (self.own.clone(), gone.clone());
         tokio::spawn(async move {
             if let Ok(exit) = gone.wait_for(Option::is_some).await
@@ -271,7 +271,7 @@ impl Actor {
         }
         let (spec, network, own) = (Arc::clone(&self.spec), self.network.subscribe(), self.own.clone());
         let greeting = tokio::spawn(async move {
-            let greeted = boot::greet(&spec, incoming, link, end, netns, network).await;
+            let greeted = boot::greet(&spec, incoming, link, end, network).await;
             send(&own, News::Greeted(greeted));
         });
         self.boot = Some(greeting.abort_handle());

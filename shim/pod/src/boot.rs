@@ -3,10 +3,9 @@
 
 use crate::agent::{self, Agent, Gone, read_frame, tokio_stream_of, write_frame};
 use crate::error::{PodError, guest_text};
-use crate::machine::{IMAGE_DISK, SCRATCH_DISK, blocking, join_taps, random};
+use crate::machine::{IMAGE_DISK, SCRATCH_DISK, blocking, random};
 use crate::spec::PodSpec;
 use nacelle_engine::{GuestLink, Incoming};
-use nacelle_net::NetNs;
 use nacelle_proto::{agent as proto, pod};
 use std::sync::Arc;
 use std::time::Duration;
@@ -48,16 +47,15 @@ pub fn check(spec: &PodSpec, request: &pod::ConfigureRequest) -> Result<(), PodE
     Ok(())
 }
 
-/// Waits for the agent and for the network, whichever is later; joins taps; configures the guest.
+/// Waits for the agent and for the network, whichever is later; configures the guest.
 pub async fn greet(
     spec: &PodSpec,
     incoming: Box<dyn Incoming>,
     link: Arc<dyn GuestLink>,
     gone: Gone,
-    netns: Option<Arc<NetNs>>,
     network: Network,
 ) -> Result<Ready, PodError> {
-    let greeted = shake(spec, incoming, netns, network).await;
+    let greeted = shake(spec, incoming, network).await;
     match greeted {
         Ok(answer) => Ok(Ready { agent: Agent::new(link, gone, spec.timeouts.call()), answer }),
         // A connection that breaks, or never comes, is mostly a machine that died.
@@ -90,7 +88,6 @@ async fn hello(mut incoming: Box<dyn Incoming>, limit: Duration) -> Result<(Unix
 async fn shake(
     spec: &PodSpec,
     incoming: Box<dyn Incoming>,
-    netns: Option<Arc<NetNs>>,
     mut network: Network,
 ) -> Result<pod::ConfigureResponse, PodError> {
     let hello = async {
@@ -109,12 +106,7 @@ async fn shake(
     };
     let network = async {
         let network = network.wait_for(Option::is_some).await.map_err(|_closed| PodError::Ending)?.clone();
-        let network = network.ok_or(PodError::Ending)?;
-        if let Some(netns) = netns {
-            let names = network.interfaces.iter().map(|interface| interface.name.clone()).collect();
-            join_taps(netns, names).await?;
-        }
-        Ok(network)
+        network.ok_or(PodError::Ending)
     };
     let ((mut stream, hello), network) = tokio::try_join!(hello, network)?;
 

@@ -11,14 +11,18 @@ use nacelle_base::files::{FileError, at, remove_if_there};
 use nacelle_base::{Classify, Kind};
 use nacelle_proto::pod as proto;
 use proto::pod_client::PodClient as Rpc;
+use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::process::{Child, Command};
+use tokio::sync::watch;
 use tokio::time::{Instant, timeout, timeout_at};
 use tonic::transport::{Channel, Endpoint, Uri};
 
@@ -31,6 +35,8 @@ const START_LIMIT: Duration = Duration::from_secs(60);
 const CONNECT_LIMIT: Duration = Duration::from_secs(10);
 /// From SIGKILL to the end of a process.
 const KILL_LIMIT: Duration = Duration::from_secs(60);
+/// From the end of a process to its being reaped.
+const REAP_LIMIT: Duration = Duration::from_secs(5);
 /// One message, both ways: an ExecSync answer is the largest.
 const MESSAGE_LIMIT: usize = 40 << 20;
 /// Characters of an error of the process that are passed on. It is the nearest to the guest, and believed least.
@@ -158,7 +164,9 @@ pub async fn spawn(exe: &Path, dir: &Path, spec: &PodSpec) -> Result<PodClient, 
         match connect(dir).await {
             Ok(client) if Some(client.identity.pid) == child.id().and_then(|pid| pid.try_into().ok()) => {
                 // Nobody else reaps it while this daemon lives; afterwards init does.
-                tokio::spawn(async move { child.wait().await });
+                let (tell, told) = watch::channel(None);
+                ends().insert(dir.to_owned(), told);
+                tokio::spawn(async move { tell.send_replace(child.wait().await.ok()) });
                 return Ok(client);
             }
             Ok(_) | Err(ClientError::Gone { .. } | ClientError::Connect { .. }) => {}
@@ -175,6 +183,28 @@ pub async fn spawn(exe: &Path, dir: &Path, spec: &PodSpec) -> Result<PodClient, 
     };
     kill(child).await;
     Err(failure)
+}
+
+type End = watch::Receiver<Option<ExitStatus>>;
+
+/// How the processes that were started here have ended, by their directories, until they are cleaned up.
+fn ends() -> MutexGuard<'static, BTreeMap<PathBuf, End>> {
+    static ENDS: Mutex<BTreeMap<PathBuf, End>> = Mutex::new(BTreeMap::new());
+    ENDS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// How a process died that is gone, as far as it is known.
+async fn why(end: Option<End>) -> String {
+    let status = match end {
+        // It is gone: whoever reaps it is about to.
+        Some(mut end) => timeout(REAP_LIMIT, end.wait_for(Option::is_some)).await.ok().and_then(|s| *s.ok()?),
+        None => None,
+    };
+    match status.and_then(|status| status.signal()) {
+        Some(libc::SIGSYS) => "the pod process died of a system call that its filter forbids".to_owned(),
+        Some(signal) => format!("the pod process died of signal {signal}"),
+        None => "the pod process died".to_owned(),
+    }
 }
 
 /// Kills a child. It is not reaped, so its pid is still its own.
@@ -211,6 +241,7 @@ pub async fn connect(dir: &Path) -> Result<PodClient, ClientError> {
 /// marked as lost. Kills exactly the process that was started here, if it still runs; the machine dies with it.
 /// Asking again is fine. None: the process never came so far as to record anything.
 pub async fn clean_up(dir: &Path) -> Result<Option<PodRecord>, ClientError> {
+    let end = ends().remove(dir);
     if !dir.exists() {
         return Ok(None);
     }
@@ -224,6 +255,11 @@ pub async fn clean_up(dir: &Path) -> Result<Option<PodRecord>, ClientError> {
     // It has a name only until the machine has it open; without a specification no process came so far.
     if let Ok(spec) = PodSpec::read(dir) {
         remove_if_there(&spec.scratch_file())?;
+        if let Some(group) = spec.jail.and_then(|jail| jail.cgroup) {
+            // The machine's process may still be dying.
+            let removed = tokio::task::spawn_blocking(move || nacelle_jail::cgroup::remove(&group)).await;
+            removed.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))?;
+        }
     }
     // The pod's own and those of the machine's devices.
     for entry in std::fs::read_dir(dir).map_err(at("read", dir))? {
@@ -234,7 +270,7 @@ pub async fn clean_up(dir: &Path) -> Result<Option<PodRecord>, ClientError> {
     }
     let Some(mut last) = record::read(dir)? else { return Ok(None) };
     let before = last.clone();
-    last.lose("the pod process died", crate::now_nanos());
+    last.lose(&why(end).await, crate::now_nanos());
     if last != before {
         last.write(dir)?;
     }

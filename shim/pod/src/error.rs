@@ -34,6 +34,9 @@ pub enum PodError {
     /// Another file in the run directory.
     #[error(transparent)]
     File(#[from] FileError),
+    /// The process cannot shut itself in.
+    #[error(transparent)]
+    Jail(#[from] nacelle_jail::JailError),
     /// The scratch disk.
     #[error("cannot make the scratch disk")]
     Scratch(#[from] ScratchError),
@@ -173,6 +176,7 @@ impl Classify for PodError {
             PodError::Identity(error) => error.kind(),
             PodError::Record(error) => error.kind(),
             PodError::File(error) => error.kind(),
+            PodError::Jail(error) => error.kind(),
             PodError::Scratch(error) => error.kind(),
             PodError::Net(error) => error.kind(),
             PodError::Machine(error) => error.kind(),

@@ -1,6 +1,6 @@
 //! Owns: the process of one PodSandbox (`nacelle pod`): its machine, the agent in it, log files, exit codes; and
 //! the daemon's client for it. docs/pod-process.md is the map.
-//! May use: `base`, `proto`, `engine`, `net`. Knows no CRI.
+//! May use: `base`, `proto`, `engine`, `net`, `jail`. Knows no CRI.
 
 mod actor;
 mod agent;
@@ -12,6 +12,7 @@ mod error;
 mod exec;
 pub mod identity;
 mod images;
+mod jail;
 mod log;
 mod machine;
 mod process;
@@ -24,6 +25,7 @@ mod sys;
 mod teardown;
 
 pub use error::PodError;
+pub use machine::tap_name;
 
 use nacelle_base::Chain;
 use nacelle_engine::Engine;
@@ -37,8 +39,13 @@ use std::sync::Arc;
 /// The socket on which the process answers, in its run directory; mode 0600.
 pub const SOCKET_FILE: &str = "pod.sock";
 
-/// The pod process: serves the pod in `dir` until it is stopped. The exit code is 0 after an orderly stop.
+/// The pod process: serves the pod in `dir` until it is stopped. The exit code is 0 after an orderly stop. Nothing may
+/// be open but the standard streams: it is closed.
 pub fn run(dir: &Path) -> ExitCode {
+    if let Err(error) = nacelle_jail::close_inherited() {
+        tracing::error!("{}", Chain(&error));
+        return ExitCode::FAILURE;
+    }
     run_with(dir, |spec| match &spec.engine {
         EngineSpec::Kvm {} => Arc::new(Kvm::new()),
         EngineSpec::Qemu { binary, accelerator } => {

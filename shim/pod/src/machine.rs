@@ -1,4 +1,5 @@
-//! Owns: putting the machine together: scratch disk, taps, the engine's start; and knowing when it has ended.
+//! Owns: putting the machine together: first taps and scratch disk, then the engine's start; and knowing when it has
+//! ended.
 //! Threads: one thread for the machine's whole life, because an engine's process may be bound to the thread that
 //! started it; everything else that blocks goes through [`blocking`].
 
@@ -13,7 +14,7 @@ use nacelle_engine::{DiskSpec, Engine, Incoming, Machine, MachineExit, MachineSp
 use nacelle_jail::ThreadKind;
 use nacelle_net::{NetNs, Tap, tap};
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{oneshot, watch};
@@ -37,13 +38,11 @@ pub struct Assembled {
     pub gone: agent::Gone,
     /// Where the agent will say hello.
     pub incoming: Box<dyn Incoming>,
-    /// The pod's namespace, if it has one.
-    pub netns: Option<Arc<NetNs>>,
     /// How to give back what was taken.
     pub undo: UndoStack,
 }
 
-/// The name of the n-th tap.
+/// The name of the n-th tap, in the pod's namespace.
 pub fn tap_name(n: usize) -> String {
     format!("nacelle{n}")
 }
@@ -57,30 +56,52 @@ pub async fn blocking<T: Send + 'static>(
     done.map_err(|error| PodError::Thread { what, source: io::Error::other(error) })
 }
 
-/// Makes everything and starts the machine. If it fails, nothing is left behind. It is not to be cancelled: it is
-/// done within the time in which an engine starts.
-pub async fn assemble(spec: &PodSpec, dir: &Path, engine: Arc<dyn Engine>) -> Result<Assembled, PodError> {
-    let mut undo = UndoStack::new();
+/// What is made before the machine, with rights that the process gives up afterwards.
+pub struct Prepared {
+    taps: Vec<Tap>,
+    disk: PathBuf,
+    /// The disk still has its name, where everybody sees it.
+    pub named: bool,
+}
+
+/// Makes taps and scratch disk. If it fails, nothing is left behind. Blocks for a few milliseconds.
+pub fn prepare(spec: &PodSpec) -> Result<Prepared, PodError> {
     let disk = spec.scratch_file();
-    // The start reads nothing of the machine's; both halves only take a few milliseconds.
-    let taps = {
-        let spec = spec.clone();
-        blocking("the taps", move || make_taps(&spec))
-    };
-    let scratch = {
-        let (folder, size_mib, to) = (spec.scratch.templates.clone(), spec.scratch.size_mib, disk.clone());
+    let (taps, copied) = std::thread::scope(|scope| {
+        let copied = scope.spawn(|| {
+            remove_if_there(&disk)?;
+            scratch::copy(&scratch::template(&spec.scratch.templates, spec.scratch.size_mib)?, &disk)
+        });
+        (make_taps(spec), copied.join())
+    });
+    let copied = copied.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    match (taps, copied) {
+        (Ok(taps), Ok(())) => Ok(Prepared { taps, disk, named: true }),
+        (Err(error), _) => {
+            // The first error is the one that matters.
+            let _ = remove_if_there(&disk);
+            Err(error)
+        }
+        (Ok(_), Err(error)) => Err(error.into()),
+    }
+}
+
+/// Starts the machine. If it fails, nothing is left behind. It is not to be cancelled: it is done within the time in
+/// which an engine starts.
+pub async fn assemble(
+    spec: &PodSpec,
+    dir: &Path,
+    engine: Arc<dyn Engine>,
+    prepared: Prepared,
+) -> Result<Assembled, PodError> {
+    let Prepared { taps, disk, named } = prepared;
+    let mut undo = UndoStack::new();
+    if named {
         undo.push("scratch disk", {
             let disk = disk.clone();
             move || remove_if_there(&disk)
         });
-        blocking("the scratch disk", move || {
-            remove_if_there(&to)?;
-            scratch::copy(&scratch::template(&folder, size_mib)?, &to)
-        })
-    };
-    let (taps, scratch) = tokio::join!(taps, scratch);
-    scratch??;
-    let (netns, taps) = taps??;
+    }
     let nics = taps.into_iter().map(|tap| Ok(NicSpec { tap: tap.fd, mac: random_mac()?, mtu: MAX_MTU }));
     let machine = MachineSpec {
         vcpus: u8::try_from(spec.vcpus).unwrap_or(u8::MAX),
@@ -99,7 +120,7 @@ pub async fn assemble(spec: &PodSpec, dir: &Path, engine: Arc<dyn Engine>) -> Re
     };
     let (machine, gone) = start(engine, machine).await?;
     // The machine has it open. Without a name it goes with this process, however that ends.
-    if let Err(error) = remove_if_there(&disk) {
+    if named && let Err(error) = remove_if_there(&disk) {
         tracing::warn!(disk = %disk.display(), "{}", Chain(&error));
     }
     let listened = machine.link().listen(agent::BOOT_PORT);
@@ -112,14 +133,14 @@ pub async fn assemble(spec: &PodSpec, dir: &Path, engine: Arc<dyn Engine>) -> Re
             return Err(error);
         }
     };
-    Ok(Assembled { machine, gone, incoming, netns: netns.map(Arc::new), undo })
+    Ok(Assembled { machine, gone, incoming, undo })
 }
 
-fn make_taps(spec: &PodSpec) -> Result<(Option<NetNs>, Vec<Tap>), PodError> {
-    let Some(network) = &spec.network else { return Ok((None, Vec::new())) };
+fn make_taps(spec: &PodSpec) -> Result<Vec<Tap>, PodError> {
+    let Some(network) = &spec.network else { return Ok(Vec::new()) };
     let netns = NetNs::open(&network.netns)?;
     let taps: Result<Vec<Tap>, _> = (0..network.interfaces.len()).map(|n| tap::create(&netns, &tap_name(n))).collect();
-    Ok((Some(netns), taps?))
+    Ok(taps?)
 }
 
 /// A locally administered address; the guest changes it for the one that CNI gave.
@@ -171,17 +192,6 @@ async fn start(engine: Arc<dyn Engine>, spec: MachineSpec) -> Result<Started, Po
 /// Ends a machine, waits for that, and lets go of it.
 pub async fn stop(machine: Arc<dyn Machine>, how: Stop) -> Result<MachineExit, PodError> {
     blocking("the end of the machine", move || Ok(machine.stop(how)?)).await?
-}
-
-/// Joins tap and CNI interface for each interface.
-pub async fn join_taps(netns: Arc<NetNs>, interfaces: Vec<String>) -> Result<(), PodError> {
-    blocking("the join of tap and interface", move || {
-        for (n, interface) in interfaces.iter().enumerate() {
-            tap::join(&netns, &tap_name(n), interface)?;
-        }
-        Ok(())
-    })
-    .await?
 }
 
 /// The slot of a machine, by its number.

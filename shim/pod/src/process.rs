@@ -1,11 +1,11 @@
 //! Owns: the process around the actor: runtime, identity, socket, signals, and the end.
 
-use crate::SOCKET_FILE;
 use crate::actor::{Actor, Ask, Message};
 use crate::error::PodError;
 use crate::identity::Identity;
 use crate::server::Server;
 use crate::spec::PodSpec;
+use crate::{SOCKET_FILE, jail, machine};
 use nacelle_base::files::{at, remove_if_there};
 use nacelle_engine::Engine;
 use nacelle_proto::pod::pod_server::PodServer;
@@ -41,6 +41,12 @@ pub fn run(dir: &Path, engine: impl FnOnce(&PodSpec) -> Arc<dyn Engine>) -> Resu
     nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o027));
     own.write(dir)?;
     let engine = engine(&spec);
+    // What needs rights comes before they are given up, and that before there is a second thread, and a guest.
+    let mut prepared = machine::prepare(&spec)?;
+    if let Some(jail) = &spec.jail {
+        jail::enter(&spec, jail, dir)?;
+        prepared.named = false;
+    }
     let thread = |source| PodError::Thread { what: "the runtime", source };
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -49,14 +55,19 @@ pub fn run(dir: &Path, engine: impl FnOnce(&PodSpec) -> Arc<dyn Engine>) -> Resu
         .on_thread_start(|| nacelle_jail::thread(nacelle_jail::ThreadKind::Blocking))
         .build()
         .map_err(thread)?;
-    let served = runtime.block_on(serve(spec, dir, engine));
+    let served = runtime.block_on(serve(spec, dir, engine, prepared));
     // What still blocks has nothing to give back any more.
     runtime.shutdown_background();
     let removed = remove_if_there(&dir.join(SOCKET_FILE));
     served.and(removed.map_err(PodError::from))
 }
 
-async fn serve(spec: PodSpec, dir: &Path, engine: Arc<dyn Engine>) -> Result<(), PodError> {
+async fn serve(
+    spec: PodSpec,
+    dir: &Path,
+    engine: Arc<dyn Engine>,
+    prepared: machine::Prepared,
+) -> Result<(), PodError> {
     let socket = dir.join(SOCKET_FILE);
     remove_if_there(&socket)?;
     let listener = UnixListener::bind(&socket).map_err(at("listen on", &socket))?;
@@ -78,7 +89,7 @@ async fn serve(spec: PodSpec, dir: &Path, engine: Arc<dyn Engine>) -> Result<(),
     );
     let server = tokio::spawn(server);
     tracing::info!(%pod, "the pod process serves");
-    actor.run(engine).await;
+    actor.run(engine, prepared).await;
     drop(over);
     match tokio::time::timeout(FAREWELL, server).await {
         Ok(Ok(Err(error))) => tracing::warn!("the server ended badly: {}", nacelle_base::Chain(&error)),

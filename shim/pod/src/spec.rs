@@ -3,6 +3,7 @@
 
 use nacelle_base::files::{FileError, at, write_whole};
 use nacelle_base::{Classify, Kind, PodId};
+pub use nacelle_jail::Mode as Seccomp;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -60,6 +61,22 @@ pub struct PodSpec {
     /// How long to wait for what.
     #[serde(default)]
     pub timeouts: Timeouts,
+    /// What the process gives up before the machine starts; none: nothing.
+    #[serde(default)]
+    pub jail: Option<JailSpec>,
+}
+
+/// The pod process's jail. What is not named here follows from the rest of the specification.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct JailSpec {
+    /// What happens at a system call that is not on its list.
+    pub seccomp: Seccomp,
+    /// Folders and files from which images come, absolute.
+    pub images: Vec<PathBuf>,
+    /// The process's control group, below the root of each tree; none: it stays where it is.
+    #[serde(default)]
+    pub cgroup: Option<PathBuf>,
 }
 
 /// The engine and its settings.
@@ -281,6 +298,7 @@ pub(crate) mod tests {
             log_directory: Some("/var/log/pods/a".into()),
             scratch: ScratchSpec { size_mib: 64, templates: "/var/lib/nacelle/scratch".into() },
             timeouts: Timeouts::default(),
+            jail: None,
         }
     }
 

@@ -8,7 +8,7 @@ use nacelle_base::machine::EngineKind;
 use nacelle_net::{NetNs, netns};
 use nacelle_pod::client::{self, PodClient};
 use nacelle_pod::record::Phase;
-use nacelle_pod::spec::{Accelerator, EngineSpec, NetworkSpec, PodSpec};
+use nacelle_pod::spec::{Accelerator, EngineSpec, JailSpec, NetworkSpec, PodSpec, Seccomp};
 use nacelle_proto::pod;
 use serde_json::json;
 use std::fs;
@@ -136,6 +136,11 @@ impl Place {
         };
         (spec.kernel, spec.initrd, spec.memory_mib, spec.scratch.size_mib) = (kernel, initrd, 192, 10_240);
         spec.network = Some(NetworkSpec { netns: self.net.pod.clone(), interfaces: vec!["eth0".into()] });
+        spec.jail = Some(JailSpec {
+            seccomp: Seccomp::Kill,
+            images: vec![self.image.clone()],
+            cgroup: Some(common::cgroup(self.root.path())),
+        });
         client::spawn(&std::env::current_exe().unwrap(), &self.dir, &spec).await.unwrap()
     }
 
@@ -155,6 +160,7 @@ impl Place {
             }],
             dns: Some(pod::Dns { servers: vec!["10.88.7.1".into()], searches: vec![], options: vec![] }),
         };
+        nacelle_net::tap::join(&NetNs::open(&self.net.pod).unwrap(), &nacelle_pod::tap_name(0), "eth0").unwrap();
         match client.configure(request).await {
             Ok(answer) => answer,
             Err(error) => panic!("{error}; log: {}", self.log()),

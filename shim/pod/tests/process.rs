@@ -3,11 +3,13 @@
 
 mod common;
 
-use common::{LIMIT, exited, harness, network, spec, until};
+use common::{LIMIT, cgroup, exited, harness, network, spec, until};
 use nacelle_pod::client::{self, ClientError, PodClient};
 use nacelle_pod::identity::Identity;
 use nacelle_pod::record::{self, Phase};
+use nacelle_pod::spec::{JailSpec, Seccomp};
 use nacelle_proto::pod;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -23,6 +25,8 @@ fn main() -> ExitCode {
         ("a_foreign_process_is_left_alone", || Box::pin(foreign(Place::new()))),
         ("what_does_not_start_says_why", || Box::pin(no_start(Place::new()))),
         ("one_process_serves_a_pod", || Box::pin(served_once(Place::new()))),
+        ("a_jailed_pod_serves_and_is_cleared_away", || Box::pin(jailed(Place::new()))),
+        ("a_forbidden_system_call_is_told_as_such", || Box::pin(forbidden(Place::new()))),
     ])
 }
 
@@ -45,6 +49,15 @@ impl Place {
     async fn spawn(&self) -> PodClient {
         let exe = std::env::current_exe().unwrap();
         client::spawn(&exe, &self.dir, &spec(self.root.path())).await.unwrap()
+    }
+
+    /// A process that shuts itself in.
+    async fn spawn_jailed(&self) -> PodClient {
+        let mut spec = spec(self.root.path());
+        let images = vec![self.root.path().join("blob")];
+        let cgroup = Some(cgroup(self.root.path()));
+        spec.jail = Some(JailSpec { seccomp: Seccomp::Kill, images, cgroup });
+        client::spawn(&std::env::current_exe().unwrap(), &self.dir, &spec).await.unwrap()
     }
 
     async fn run(&self, client: &PodClient, id: &str, script: &str) {
@@ -198,4 +211,91 @@ async fn served_once(place: Place) {
     until(&client, "the first goes on", |_| true).await;
     client.stop(GRACE).await.unwrap();
     client.ended().await.unwrap();
+}
+
+/// The fields of a status file of /proc.
+fn status(path: &Path) -> BTreeMap<String, String> {
+    let text = std::fs::read_to_string(path).unwrap();
+    text.lines().filter_map(|line| line.split_once(':')).map(|(k, v)| (k.to_owned(), v.trim().to_owned())).collect()
+}
+
+async fn jailed(place: Place) {
+    if !nix::unistd::geteuid().is_root() {
+        return println!("skipped: not root");
+    }
+    let client = place.spawn_jailed().await;
+    client.configure(network()).await.unwrap();
+    let log = place.root.path().join("logs/a/0.log");
+    let request = pod::CreateContainerRequest {
+        id: "a".into(),
+        oci_spec: "big:20000;hold".into(),
+        image_key: "image".into(),
+        image: vec![pod::Extent {
+            path: place.root.path().join("blob").to_str().unwrap().into(),
+            offset: 0,
+            length: 8192,
+        }],
+        log_path: log.to_str().unwrap().into(),
+        ..Default::default()
+    };
+    client.create_container(request.clone()).await.unwrap();
+    client.start_container("a").await.unwrap();
+    let written = || std::fs::read_to_string(&log).is_ok_and(|text| text.contains("xxx"));
+    until(&client, "the log is written", |_| written()).await;
+    // Rotated as kubelet does it.
+    std::fs::rename(&log, log.with_extension("old")).unwrap();
+    client.reopen_log("a").await.unwrap();
+    assert!(log.exists());
+    // What is not among its places is not there for it.
+    let other = place.root.path().join("other");
+    std::fs::write(&other, vec![b'e'; 8192]).unwrap();
+    let mut foreign = pod::CreateContainerRequest { id: "b".into(), image_key: "other".into(), ..request };
+    foreign.image[0].path = other.to_str().unwrap().into();
+    assert_eq!(common::kind(client.create_container(foreign).await), nacelle_base::Kind::NotFound);
+
+    let process = PathBuf::from(format!("/proc/{}", client.identity().pid));
+    let mut threads = 0;
+    for task in std::fs::read_dir(process.join("task")).unwrap() {
+        // One that ends meanwhile is not looked at.
+        let path = task.unwrap().path().join("status");
+        if !path.exists() {
+            continue;
+        }
+        let status = status(&path);
+        assert_eq!((status["NoNewPrivs"].as_str(), status["Seccomp"].as_str()), ("1", "2"), "{}", status["Name"]);
+        for set in ["CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"] {
+            assert_eq!(status[set].trim_start_matches('0'), "", "{} {set}", status["Name"]);
+        }
+        threads += 1;
+    }
+    assert!(threads > 2);
+    let mounts = std::fs::read_to_string(process.join("mountinfo")).unwrap();
+    let points: Vec<&str> = mounts.lines().filter_map(|line| line.split(' ').nth(4)).collect();
+    let own = place.root.path().to_str().unwrap();
+    let known = ["/usr", "/bin", "/sbin", "/lib", "/etc/", "/dev/null", "/dev/urandom", own];
+    for point in points {
+        assert!(point == "/" || known.iter().any(|known| point.starts_with(known)), "{point}");
+    }
+    let group = nacelle_jail::cgroup::folders(&cgroup(place.root.path()));
+    let there = group.iter().filter(|folder| folder.exists()).count();
+    println!("control groups: {there}");
+
+    signal(client.identity(), nix::sys::signal::Signal::SIGKILL);
+    client.ended().await.unwrap();
+    let record = client::clean_up(&place.dir).await.unwrap().unwrap();
+    assert_eq!(record.containers[0].message, "the pod process died of signal 9");
+    assert!(group.iter().all(|folder| !folder.exists()), "{group:?}");
+    let disks = std::fs::read_dir(place.root.path().join("templates")).unwrap().flatten();
+    assert_eq!(disks.filter(|file| file.file_name().to_string_lossy().starts_with("pod-")).count(), 0);
+}
+
+async fn forbidden(place: Place) {
+    let client = place.spawn().await;
+    client.configure(network()).await.unwrap();
+    place.run(&client, "a", "hold").await;
+    // As the kernel does it.
+    signal(client.identity(), nix::sys::signal::Signal::SIGSYS);
+    client.ended().await.unwrap();
+    let record = client::clean_up(&place.dir).await.unwrap().unwrap();
+    assert_eq!(record.failure, "the pod process died of a system call that its filter forbids");
 }

@@ -8,6 +8,7 @@ pub use check::Rule;
 use nacelle_base::files::{FileError, at};
 use nacelle_base::machine::EngineKind;
 use nacelle_base::{Classify, Kind};
+use nacelle_pod::spec::Seccomp;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -26,6 +27,8 @@ pub struct Config {
     pub paths: Paths,
     /// Limits of pods and their defaults.
     pub sandbox: Sandbox,
+    /// What pod processes may not do.
+    pub jail: Jail,
     /// CNI.
     pub network: Network,
     /// Registries and layers.
@@ -68,6 +71,14 @@ pub enum CgroupDriver {
     Cgroupfs,
     /// systemd's slices.
     Systemd,
+}
+
+/// What pod processes may not do.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Jail {
+    /// What happens at a system call that is not on a thread's list: "kill", "log" or "off".
+    pub seccomp: Seccomp,
 }
 
 /// CNI.
@@ -169,6 +180,7 @@ impl Default for Config {
             default_handler: "nacelle".into(),
             paths: Paths::default(),
             sandbox: Sandbox::default(),
+            jail: Jail::default(),
             network: Network::default(),
             images: Images::default(),
             handlers: BTreeMap::new(),

@@ -4,14 +4,14 @@
 
 use super::error::{LifecycleError, at};
 use super::{Parts, clip};
-use crate::config::Handler;
+use crate::config::{CgroupDriver, Handler};
 use crate::nouns::PodConfig;
 use crate::store::Left;
 use nacelle_base::{Chain, PodId, files};
 use nacelle_net::{Attachment, Dns, PodRef};
 use nacelle_pod::client::PodClient;
 use nacelle_pod::record::PodRecord as LastRecord;
-use nacelle_pod::spec::{self, NetworkSpec, PodSpec, ScratchSpec, Timeouts};
+use nacelle_pod::spec::{self, JailSpec, NetworkSpec, PodSpec, ScratchSpec, Timeouts};
 use nacelle_proto::pod as proto;
 use std::net::IpAddr;
 use std::os::unix::fs::DirBuilderExt;
@@ -65,6 +65,10 @@ pub(super) async fn boot(
     let attached = attached
         .map_err(|_elapsed| LifecycleError::TooSlow { step: "attach the pod to its network", limit })?
         .map_err(at("attach the pod to its network"))?;
+    // The pod process has given up the right to do it.
+    let known = spec.network.iter().flat_map(|network| &network.interfaces);
+    let pairs = known.enumerate().map(|(n, interface)| (nacelle_pod::tap_name(n), interface.clone())).collect();
+    parts.networks.join(&id, pairs).await.map_err(at("join the machine of the pod to its network"))?;
     let node = blocking(|| std::fs::read_to_string("/etc/resolv.conf")).await.unwrap_or_default();
     let request = configuration(&config, &attached, &node);
     let step = "boot the machine of the pod";
@@ -119,7 +123,28 @@ fn pod_spec(parts: &Parts, id: &PodId, config: &PodConfig, handler: &Handler, ne
         log_directory: config.log_directory.clone(),
         scratch: ScratchSpec { size_mib: handler.scratch_mib, templates: parts.config.paths.scratch() },
         timeouts: Timeouts { boot_ms: parts.config.sandbox.boot_seconds * 1000, ..Timeouts::default() },
+        jail: Some(JailSpec {
+            seccomp: parts.config.jail.seccomp,
+            images: vec![parts.config.paths.images()],
+            cgroup: Some(cgroup(config.cgroup_parent.as_deref(), parts.config.sandbox.cgroup_driver, id)),
+        }),
     }
+}
+
+/// The control group of a pod process: in the group that kubelet has made for the pod, else beside the others.
+fn cgroup(parent: Option<&str>, driver: CgroupDriver, id: &PodId) -> PathBuf {
+    let Some(parent) = parent else { return format!("nacelle/{id}").into() };
+    let mut path = PathBuf::new();
+    match (driver, parent.trim_matches('/').strip_suffix(".slice")) {
+        // "a-b.slice" lies in "a.slice".
+        (CgroupDriver::Systemd, Some(slice)) if !slice.contains('/') => {
+            for (end, _) in slice.match_indices('-').chain([(slice.len(), "")]) {
+                path.push(format!("{}.slice", slice.get(..end).unwrap_or(slice)));
+            }
+        }
+        _ => path.push(parent.trim_start_matches('/')),
+    }
+    path.join(format!("nacelle-{id}"))
 }
 
 fn configuration(config: &PodConfig, attached: &Attachment, resolv_conf: &str) -> proto::ConfigureRequest {
@@ -223,6 +248,18 @@ pub(super) async fn remove_folder(parts: &Parts, id: &PodId) -> Result<(), Lifec
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_control_group_lies_where_kubelet_wants_it() {
+        let id = PodId::from_bytes([1; 32]);
+        let group = |parent, driver| cgroup(parent, driver, &id).to_str().unwrap().replace(id.as_str(), "ID");
+        use CgroupDriver::{Cgroupfs, Systemd};
+        assert_eq!(group(None, Systemd), "nacelle/ID");
+        assert_eq!(group(Some("/kubepods/burstable/podab"), Cgroupfs), "kubepods/burstable/podab/nacelle-ID");
+        let slice = "kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-podab_c.slice/nacelle-ID";
+        assert_eq!(group(Some("kubepods-besteffort-podab_c.slice"), Systemd), slice);
+        assert_eq!(group(Some("/a.slice/b"), Systemd), "a.slice/b/nacelle-ID");
+    }
 
     #[test]
     fn the_nodes_resolver_without_what_a_guest_cannot_reach() {

@@ -34,6 +34,8 @@ pub trait Networks: Send + Sync + 'static {
     async fn create(&self, id: &PodId) -> Result<PathBuf, NetError>;
     /// Attaches the pod.
     async fn setup(&self, pod: &PodRef) -> Result<Attachment, NetError>;
+    /// Joins the machine's taps to the interfaces that the plugins made; pairs of names, the tap first.
+    async fn join(&self, id: &PodId, pairs: Vec<(String, String)>) -> Result<(), NetError>;
     /// Takes attachment and namespace away. Can be said twice, and of a pod that has neither.
     async fn teardown(&self, id: &PodId) -> Result<(), NetError>;
     /// Why pods could not get a network now, if they could not.
@@ -64,6 +66,10 @@ impl Networks for Network {
 
     async fn setup(&self, pod: &PodRef) -> Result<Attachment, NetError> {
         Network::setup(self, pod).await
+    }
+
+    async fn join(&self, id: &PodId, pairs: Vec<(String, String)>) -> Result<(), NetError> {
+        self.join_taps(id, pairs).await
     }
 
     async fn teardown(&self, id: &PodId) -> Result<(), NetError> {

@@ -163,6 +163,7 @@ pub(crate) mod tests {
                 privileged: false,
                 memory_limit: Some(1 << 28),
                 cpu_limit_milli: None,
+                cgroup_parent: None,
             },
             handler: "nacelle".into(),
             state: state::Pod::Ready,

@@ -155,6 +155,11 @@ impl Networks for FakeNetworks {
         Ok(Attachment { network, dns: nacelle_net::Dns::default(), ips })
     }
 
+    async fn join(&self, _: &PodId, pairs: Vec<(String, String)>) -> Result<(), NetError> {
+        assert_eq!(pairs, [("nacelle0".to_owned(), "eth0".to_owned())]);
+        self.script.step("join").await.map_err(broken)
+    }
+
     async fn teardown(&self, id: &PodId) -> Result<(), NetError> {
         self.script.step("teardown").await.map_err(broken)?;
         self.attached.lock().unwrap().remove(id);

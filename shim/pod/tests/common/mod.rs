@@ -38,12 +38,18 @@ pub fn spec(root: &Path) -> PodSpec {
         log_directory: Some(root.join("logs")),
         scratch: ScratchSpec { size_mib: 16, templates: root.join("templates") },
         timeouts: Timeouts { shutdown_ms: 60_000, ..Timeouts::default() },
+        jail: None,
     }
 }
 
 /// What specifications say of an engine when they mean the fake one.
 pub fn fake() -> EngineSpec {
     EngineSpec::Qemu { binary: "/fake".into(), accelerator: Accelerator::Tcg }
+}
+
+/// The name of a control group that is a test's own.
+pub fn cgroup(root: &Path) -> PathBuf {
+    Path::new("nacelle").join(root.file_name().unwrap())
 }
 
 /// An engine whose guests run the fake agent.

@@ -41,6 +41,7 @@ pub fn pod_config(config: Option<&cri::PodSandboxConfig>, handler: &str) -> Resu
         privileged: security.privileged,
         memory_limit: u64::try_from(resources.memory_limit_in_bytes).ok().filter(|limit| *limit > 0),
         cpu_limit_milli: cpu_milli(&resources),
+        cgroup_parent: cgroup_parent(&linux.cgroup_parent)?,
     })
 }
 
@@ -99,6 +100,13 @@ fn hostname(hostname: &str, pod: &str) -> Result<String, FieldError> {
         return bad("config.hostname", hostname, "1 to 64 characters from A-Za-z0-9-._ are allowed");
     }
     Ok(hostname.to_owned())
+}
+
+fn cgroup_parent(text: &str) -> Result<Option<String>, FieldError> {
+    if text.split('/').any(|part| part == "..") || text.chars().any(char::is_control) {
+        return bad("config.linux.cgroup_parent", text, "a path without .. is needed");
+    }
+    Ok((!text.trim_matches('/').is_empty()).then(|| text.to_owned()))
 }
 
 fn log_directory(text: &str) -> Result<Option<PathBuf>, FieldError> {
@@ -243,6 +251,7 @@ pub(crate) mod tests {
         assert_eq!((pod.ports[0].protocol, pod.ports[0].container_port), (Protocol::Udp, 53));
         assert_eq!(pod.sysctls["net.ipv4.ip_forward"], "1");
         assert_eq!((pod.memory_limit, pod.cpu_limit_milli), (Some(1 << 28), Some(1500)));
+        assert_eq!(pod.cgroup_parent, None);
         assert!(pod.shared_pid);
         assert_eq!(pod.annotations["a"], "b\nc");
     }

@@ -1,0 +1,105 @@
+//! Owns: what a pod process keeps when it shuts itself in: its plan for `nacelle-jail`, made from the specification.
+//! docs/security.md has the same as a table, with reasons.
+
+use crate::error::PodError;
+use crate::spec::{Accelerator, EngineSpec, JailSpec, PodSpec};
+use nacelle_base::files::at;
+use nacelle_jail::{Access, Place, Plan, Profile};
+use std::path::{Path, PathBuf};
+
+/// What programs need to start: their files, and how they find each other. Names that a node does not have are
+/// passed over.
+const PROGRAMS: [&str; 6] = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"];
+const LINKER: [&str; 2] = ["/etc/ld.so.cache", "/etc/alternatives"];
+
+/// Shuts the process in, with what the pod of `dir` needs. What is open stays open. There must be one thread only.
+pub(crate) fn enter(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Result<(), PodError> {
+    if let Some(logs) = &spec.log_directory {
+        std::fs::create_dir_all(logs).map_err(at("create", logs))?;
+    }
+    Ok(nacelle_jail::enter(plan(spec, jail, dir))?)
+}
+
+fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Plan {
+    let place = |path: &Path, access, needed| Place { path: path.to_owned(), access, needed };
+    let mut places = vec![place(dir, Access::Write, true), place(&spec.scratch_file(), Access::Take, true)];
+    places.extend(spec.log_directory.iter().map(|logs| place(logs, Access::Write, true)));
+    places.extend(jail.images.iter().map(|images| place(images, Access::Read, true)));
+    // If one is missing, the engine says so.
+    places.extend([&spec.kernel, &spec.initrd].map(|file| place(file, Access::Read, false)));
+    let device = |name: &str| place(Path::new(name), Access::Device, false);
+    let (spawns, kvm) = match &spec.engine {
+        EngineSpec::Kvm {} => (None, true),
+        EngineSpec::Qemu { binary, accelerator } => (Some(binary), *accelerator == Accelerator::Kvm),
+    };
+    if let Some(program) = spawns {
+        places.extend(PROGRAMS.map(|path| place(Path::new(path), Access::Execute, false)));
+        places.extend(LINKER.map(|path| place(Path::new(path), Access::Read, false)));
+        places.extend(home(program).map(|path| place(&path, Access::Execute, false)));
+        places.extend(["/dev/null", "/dev/urandom"].map(device));
+    }
+    if kvm {
+        places.push(device("/dev/kvm"));
+    }
+    if spawns.is_none() {
+        places.push(device("/dev/vhost-net"));
+    }
+    Plan {
+        places,
+        scaffold: dir.to_owned(),
+        cgroup: jail.cgroup.clone(),
+        seccomp: jail.seccomp,
+        profile: if spawns.is_some() { Profile::Spawns } else { Profile::InProcess },
+    }
+}
+
+/// The folder of a program that lies elsewhere than programs do, with what was installed beside it.
+fn home(program: &Path) -> Option<PathBuf> {
+    let folder = program.parent()?;
+    if PROGRAMS.iter().any(|known| folder.starts_with(known)) {
+        return None;
+    }
+    let whole = if folder.ends_with("bin") { folder.parent()? } else { folder };
+    whole.parent().map(|_not_the_root| whole.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::spec::tests::sample;
+    use nacelle_jail::Mode;
+
+    fn jail() -> JailSpec {
+        JailSpec { seccomp: Mode::Kill, images: vec!["/var/lib/nacelle/images".into()], cgroup: None }
+    }
+
+    #[test]
+    fn a_pod_keeps_what_is_its_own() {
+        let plan = plan(&sample(), &jail(), Path::new("/run/nacelle/pods/a"));
+        let written = plan.places.iter().filter(|place| matches!(place.access, Access::Write | Access::Take));
+        let written: Vec<_> = written.map(|place| place.path.to_str().unwrap().to_owned()).collect();
+        let disk = sample().scratch_file();
+        assert_eq!(written, ["/run/nacelle/pods/a", disk.to_str().unwrap(), "/var/log/pods/a"]);
+        assert!(plan.places.iter().all(|place| !place.path.ends_with("kvm")), "emulated");
+        assert_eq!(plan.profile, Profile::Spawns);
+    }
+
+    #[test]
+    fn a_machine_in_the_process_needs_no_programs() {
+        let spec = PodSpec { engine: EngineSpec::Kvm {}, ..sample() };
+        let plan = plan(&spec, &jail(), Path::new("/run/nacelle/pods/a"));
+        assert!(plan.places.iter().all(|place| place.access != Access::Execute));
+        let devices = plan.places.iter().filter(|place| place.access == Access::Device);
+        let devices: Vec<_> = devices.map(|place| place.path.to_str().unwrap()).collect();
+        assert_eq!((devices, plan.profile), (vec!["/dev/kvm", "/dev/vhost-net"], Profile::InProcess));
+    }
+
+    #[test]
+    fn a_program_elsewhere_brings_its_folder() {
+        let home = |program: &str| home(Path::new(program)).map(|path| path.to_str().unwrap().to_owned());
+        assert_eq!(home("/usr/bin/qemu"), None);
+        assert_eq!(home("/opt/qemu/bin/qemu").as_deref(), Some("/opt/qemu"));
+        assert_eq!(home("/opt/qemu/qemu").as_deref(), Some("/opt/qemu"));
+        assert_eq!(home("/qemu"), None);
+    }
+}
