@@ -60,7 +60,7 @@ pub struct PodConfig {
     /// Processors that all containers together may use, in thousandths, if they are limited.
     pub cpu_limit_milli: Option<u64>,
     /// The control group in which the pod's processes on the node shall be, as kubelet names it.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cgroup_parent: Option<String>,
 }
 

@@ -21,7 +21,7 @@ pub enum ThreadKind {
     Vsock,
     /// Serves a device to another process over vhost-user, and starts its queues' threads.
     VhostUser,
-    /// Starts QEMU, reads what it prints, waits for its end.
+    /// Watches a machine for its whole life; starts QEMU and reads what it prints.
     Warden,
     /// Writes what a container prints to its log.
     Log,

@@ -199,6 +199,13 @@ const FILES: &[Allow] = &[
     always(c::SYS_getcwd, "where relative names begin"),
 ];
 
+/// What the guest prints, kept in a file that never grows large.
+const CONSOLE: &[Allow] = &[
+    always(c::SYS_lseek, "the console's log keeps its newest half"),
+    always(c::SYS_ftruncate, "the console's log keeps its newest half"),
+    always(c::SYS_statx, "the length of that half"),
+];
+
 /// The guest memory of another program, as a descriptor.
 const MEMORY: &[Allow] = &[
     always(c::SYS_fstat, "how large it is"),
@@ -294,12 +301,12 @@ pub fn table(kind: ThreadKind) -> impl Iterator<Item = &'static Allow> {
         ThreadKind::Main => &[LIFE, WAIT, SPAWN, DATA, STREAM, SOCKET, FILES, NETWORK, MACHINE, VCPU, MAIN],
         ThreadKind::Blocking => &[LIFE, WAIT, SPAWN, DATA, STREAM, SOCKET, FILES, NETWORK, MACHINE],
         ThreadKind::Machine => &[LIFE, WAIT, SPAWN, DATA, STREAM, SOCKET, FILES, NETWORK, MACHINE, VCPU],
-        ThreadKind::Vcpu => &[LIFE, VCPU, QUEUES, NETWORK],
-        ThreadKind::Queue => &[LIFE, WAIT, DATA],
+        ThreadKind::Vcpu => &[LIFE, VCPU, QUEUES, NETWORK, CONSOLE],
+        ThreadKind::Queue => &[LIFE, WAIT, DATA, CONSOLE],
         ThreadKind::NetControl => &[LIFE, WAIT, NETWORK],
         ThreadKind::Vsock => &[LIFE, WAIT, STREAM, SOCKET],
         ThreadKind::VhostUser => &[LIFE, WAIT, SPAWN, DATA, STREAM, SOCKET, MEMORY],
-        ThreadKind::Warden => &[LIFE, WAIT, SPAWN, STREAM, FILES],
+        ThreadKind::Warden => &[LIFE, WAIT, SPAWN, DATA, STREAM, FILES, MACHINE],
         ThreadKind::Log => &[LIFE, WAIT, STREAM],
     };
     sets.iter().copied().flatten()

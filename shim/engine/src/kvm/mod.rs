@@ -11,6 +11,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use nacelle_base::Chain;
+use nacelle_jail::ThreadKind;
 use nacelle_vmm::Device;
 use nacelle_vmm::balloon::Balloon;
 use nacelle_vmm::machine::{self, Builder, Config, Exit, MAX_DEVICES};
@@ -125,7 +126,8 @@ fn assemble(
         Arc::new(Running { vm: Mutex::new(Some(vm)), paused: AtomicBool::new(paused), ended: Ended::default() });
     let warden = {
         let (running, link) = (Arc::clone(&running), Arc::clone(&link));
-        let spawned = thread::Builder::new().name("kvm-warden".into()).spawn(move || running.watch(&link, &console));
+        let builder = thread::Builder::new().name("kvm-warden".into());
+        let spawned = nacelle_jail::spawn(ThreadKind::Warden, builder, move || running.watch(&link, &console));
         spawned.map_err(|source| EngineError::Resources { what: "a thread for the machine", source })?
     };
     Ok(Box::new(KvmMachine { running, warden: Some(warden), link, slots }))
