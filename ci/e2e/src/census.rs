@@ -1,4 +1,4 @@
-//! Owns: counting what a node holds: processes, mounts, links, namespaces, files.
+//! Owns: counting what a node holds: processes, mounts, links, namespaces, control groups, files.
 
 use crate::node::Netns;
 use crate::run::run;
@@ -28,6 +28,7 @@ impl Census {
         }
         let rules = run(netns.command("iptables-save").args(["-t", "nat"])).stdout;
         all.extend(rules.lines().filter(|rule| rule.contains("-j DNAT")).map(|rule| format!("rule {rule}")));
+        all.extend(cgroups(folder).into_iter().map(|group| format!("cgroup {}", group.display())));
         for part in ["run", "netns", "leases"] {
             files(&folder.join(part), &mut all);
         }
@@ -60,6 +61,33 @@ pub fn mounts(folder: &Path) -> Vec<String> {
     let table = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
     let points = table.lines().filter_map(|line| line.split(' ').nth(1));
     points.filter(|point| point.starts_with(&wanted)).map(str::to_owned).collect()
+}
+
+/// The control group in which the pods of a node's folder have theirs.
+pub fn cgroup_parent(folder: &Path) -> String {
+    format!("/{}", folder.file_name().unwrap_or_default().to_string_lossy())
+}
+
+/// That control group, in every tree that has it.
+fn cgroup_parents(folder: &Path) -> Vec<PathBuf> {
+    let (root, parent) = (Path::new("/sys/fs/cgroup"), cgroup_parent(folder));
+    let trees = fs::read_dir(root).into_iter().flatten().flatten().map(|tree| tree.path()).chain([root.to_owned()]);
+    trees.map(|tree| tree.join(parent.trim_start_matches('/'))).filter(|group| group.is_dir()).collect()
+}
+
+/// The control groups of a node's pods.
+pub fn cgroups(folder: &Path) -> Vec<PathBuf> {
+    let groups = cgroup_parents(folder).into_iter().flat_map(|parent| fs::read_dir(parent).into_iter().flatten());
+    groups.flatten().map(|entry| entry.path()).filter(|path| path.is_dir()).collect()
+}
+
+/// Removes the control group of a node's pods; it is empty.
+pub fn remove_cgroup_parent(folder: &Path) {
+    for group in cgroup_parents(folder) {
+        if let Err(error) = fs::remove_dir(&group) {
+            eprintln!("cannot remove {}: {error}", group.display());
+        }
+    }
 }
 
 /// The log files of pod processes and machines below a node's run folder.

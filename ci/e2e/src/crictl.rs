@@ -98,7 +98,7 @@ impl Pod {
             "metadata": {"name": name, "namespace": "e2e", "uid": format!("uid-{name}-{}", next()), "attempt": 0},
             "log_directory": folder.display().to_string(),
             "labels": {"app": name},
-            "linux": {},
+            "linux": {"cgroup_parent": crate::census::cgroup_parent(logs)},
         }))
     }
 

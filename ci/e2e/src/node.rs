@@ -232,6 +232,7 @@ impl Drop for Node {
         if self.disk {
             call("umount", [self.folder.join("root")]);
         }
+        crate::census::remove_cgroup_parent(&self.folder);
         assert!(failing || left.is_empty(), "left on the node when all pods were removed: {left:#?}");
     }
 }
