@@ -45,6 +45,7 @@ impl Interrupt for Line {
 }
 
 pub struct Guest {
+    pub by: By,
     pub memory: Arc<Memory>,
     pub device: Box<dyn Device>,
     pub host: Host,
@@ -99,7 +100,7 @@ impl Guest {
         let memory = Arc::new(Memory::from_ranges(&[(GuestAddress(0), 32 << 20)]).unwrap());
         let line = Line { queues: (0..count).map(|_| event()).collect(), config: event() };
         let kicks = (0..count).map(|_| event()).collect();
-        let mut guest = Guest { memory, device, host, queues: Vec::new(), kicks, line: Arc::new(line) };
+        let mut guest = Guest { by, memory, device, host, queues: Vec::new(), kicks, line: Arc::new(line) };
         guest.queues = guest.fresh_queues();
         guest
     }
