@@ -8,12 +8,15 @@ use crate::transport::vhost_user::harness;
 use crate::virtio::balloon::{self, Balloon};
 use crate::virtio::block::{self, Slot};
 use crate::virtio::console::{self, Console};
+use crate::virtio::net;
 use crate::virtio::ring::Ring;
 use crate::virtio::rng;
 use crate::virtio::vsock::{HOST_CID, Header, Muxer};
 use crate::virtio::{Device, Interrupt, Memory};
 use nix::sys::epoll::{Epoll, EpollCreateFlags};
 use nix::sys::eventfd::EventFd;
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::mpsc::sync_channel;
 use virtio_queue::{Queue, QueueState};
@@ -248,6 +251,42 @@ fn packet(bytes: &[u8]) -> Header {
     }
 }
 
+/// Frames of a guest and for it, over a pair of sockets for a tap; commands of its driver.
+pub fn frames(data: &[u8]) {
+    let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;
+    let pair = || socketpair(AddressFamily::Unix, SockType::Datagram, None, flags).expect("sockets");
+    for ring in [wild(data, 1), tame(data)] {
+        let (tap, _other) = pair();
+        let mut sender = net::Sender::new(ring, Arc::default());
+        while matches!(sender.run(tap.as_fd()), net::Need::Turn) {}
+        drop(sender.into_ring());
+    }
+    let number = |at: usize| usize::from(data.get(at).copied().unwrap_or(0));
+    for (ring, mergeable) in [(wild(data, 0), false), (wild(data, 1), true), (rooms(data), false), (rooms(data), true)]
+    {
+        let (tap, other) = pair();
+        for place in 0..8 {
+            let bytes = vec![7; 12 + number(place) * (1 + number(place + 8) % 32)];
+            let _ = nix::unistd::write(&other, &bytes); // no more fit
+        }
+        let mut receiver = net::Receiver::new(ring, mergeable, Arc::default());
+        while matches!(receiver.run(tap.as_fd()), net::Need::Turn) {}
+        receiver.run(tap.as_fd());
+        drop(receiver.into_ring());
+    }
+    net::Command::parse(data, net::Allowed { pairs: 4, offloads: 0x182, mac: true });
+}
+
+/// A queue with buffers of these lengths to be filled.
+fn rooms(data: &[u8]) -> Ring {
+    let mut driver = Driver::new(memory(), 0, SIZE);
+    for pair in data.chunks(2).take(usize::from(SIZE) / 2) {
+        let length = |at: usize| u32::from(pair.get(at).copied().unwrap_or(0));
+        driver.submit(&[(BUFFERS, length(0), true), (BUFFERS + 0x1000, length(1) * 8, length(1) % 7 != 6)]);
+    }
+    ring(&driver, 1)
+}
+
 /// Messages of a front end: each is a request number, a count of descriptors and a length, then its body.
 pub fn messages(data: &[u8]) {
     harness::converse(data);
@@ -269,12 +308,13 @@ pub fn registers(data: &[u8]) {
 pub type Target = fn(&[u8]);
 
 /// All harnesses by the names of their corpora.
-pub const TARGETS: [(&str, Target); 9] = [
+pub const TARGETS: [(&str, Target); 10] = [
     ("queue", queue),
     ("balloon", balloon),
     ("block", block),
     ("console", console),
     ("entropy", entropy),
+    ("frames", frames),
     ("packets", packets),
     ("messages", messages),
     ("registers", registers),
@@ -331,6 +371,11 @@ mod tests {
         #[test]
         fn random_entropy_requests(data in bytes()) {
             entropy(&data);
+        }
+
+        #[test]
+        fn random_frames(data in bytes()) {
+            frames(&data);
         }
 
         #[test]

@@ -19,6 +19,12 @@ pub use metrics::Metrics;
 pub use state::State;
 pub use vhost::open as open_vhost;
 
+#[cfg(any(test, feature = "fuzz"))]
+pub(crate) use {
+    control::{Allowed, Command},
+    worker::{Need, Receiver, Sender},
+};
+
 /// The most pairs of queues of a device.
 pub const MAX_PAIRS: u16 = 8;
 
