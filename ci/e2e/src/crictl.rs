@@ -16,6 +16,7 @@ pub struct Crictl {
     netns: Netns,
 }
 
+const COMPLAINTS: &str = "crictl.err";
 static NEXT: AtomicU32 = AtomicU32::new(0);
 
 fn next() -> u32 {
@@ -60,11 +61,17 @@ impl Crictl {
         serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"))
     }
 
-    /// Starts crictl and does not wait for it.
+    /// Starts crictl and does not wait for it. What it complains of is in [`complaints`](Self::complaints).
     pub fn spawn<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Child {
+        let complaints = fs::File::options().create(true).append(true).open(self.folder.join(COMPLAINTS));
         let mut command = self.command(arguments);
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(complaints.expect("the node's folder is writable"));
         command.spawn().expect("crictl can be started")
+    }
+
+    /// What all the crictls said that were started and not waited for.
+    pub fn complaints(&self) -> String {
+        fs::read_to_string(self.folder.join(COMPLAINTS)).unwrap_or_default()
     }
 
     /// Writes a document for crictl to read; returns its path.

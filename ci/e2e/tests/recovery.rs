@@ -177,7 +177,7 @@ fn a_hundred_requests_at_once_are_answered() {
         .map(|arguments| node.crictl.spawn(arguments))
         .collect();
     for mut call in calls {
-        assert!(call.wait().expect("crictl is our child").success());
+        assert!(call.wait().expect("crictl is our child").success(), "{}", node.crictl.complaints());
     }
     assert_eq!(json!(pod.id), pod.inspect()["status"]["id"]);
     pod.remove();
