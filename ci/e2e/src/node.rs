@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use tonic::transport::{Channel, Endpoint};
 
 /// A named network namespace; it goes with its last handle.
 #[derive(Clone)]
@@ -149,6 +150,15 @@ impl Node {
         }
     }
 
+    /// A new connection to the daemon, for CRI without crictl; made in a tokio runtime.
+    pub fn channel(&self) -> Channel {
+        let socket = self.folder.join("nacelle.sock");
+        Endpoint::from_static("http://nacelle").connect_with_connector_lazy(tower::service_fn(move |_| {
+            let socket = socket.clone();
+            async move { tokio::net::UnixStream::connect(socket).await.map(hyper_util::rt::TokioIo::new) }
+        }))
+    }
+
     /// The process id of the daemon. nsenter has become the daemon by exec.
     pub fn daemon_pid(&self) -> u32 {
         self.daemon.as_ref().map_or(0, Child::id)
@@ -167,6 +177,11 @@ impl Node {
     /// What is on the node now that was not there before the daemon started.
     pub fn left(&self) -> Vec<String> {
         Census::take(&self.folder, &self.netns).beyond(&self.before)
+    }
+
+    /// The ids of the processes that are the machines of pods: those of QEMU, or with our own VMM the pod processes.
+    pub fn machines(&self) -> Vec<i32> {
+        self.processes(if engine() == "qemu" { "qemu" } else { " pod " })
     }
 
     /// The ids of the processes whose command line names this node's run folder and `word`.
@@ -237,6 +252,11 @@ impl Drop for Node {
     }
 }
 
+/// The engine of all pods: `NACELLE_TEST_ENGINE`, or QEMU, which runs everywhere.
+pub fn engine() -> String {
+    std::env::var("NACELLE_TEST_ENGINE").unwrap_or_else(|_| "qemu".to_owned())
+}
+
 /// Debian's plugins, with hostPort.
 fn cni(folder: &Path, ipv6: bool) -> String {
     let data = folder.join("leases");
@@ -266,7 +286,8 @@ fn config(folder: &Path, registry: &Registry, options: &Options) -> String {
     );
     let handler = |name: &str| {
         format!(
-            "[handlers.{name}]\nkernel = {:?}\ninitrd = {:?}\nmemory_mib = 128\nscratch_mib = 512\n\n",
+            "[handlers.{name}]\nengine = {:?}\nkernel = {:?}\ninitrd = {:?}\nmemory_mib = 128\nscratch_mib = 512\n\n",
+            engine(),
             crate::part("NACELLE_KERNEL"),
             crate::part("NACELLE_INITRD"),
         )
