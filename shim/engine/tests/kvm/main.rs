@@ -13,7 +13,7 @@ use std::sync::OnceLock;
 use common::LONG;
 use nacelle_engine::contract::{Bench, World, turn};
 use nacelle_engine::kvm::Kvm;
-use nacelle_engine::{BOOT_PORT, Engine, EngineError, ExitKind, KvmVerdict, Stop, probe};
+use nacelle_engine::{BOOT_PORT, Engine, EngineError, ExitKind, KvmVerdict, LinkError, Stop, probe};
 
 struct KvmWorld {
     kernel: PathBuf,
@@ -33,7 +33,7 @@ impl World for KvmWorld {
         self.initrd.clone()
     }
 
-    /// It runs in this process: see `a_kernel_that_kvm_cannot_run_has_died` and `nothing_outlives_a_killed_process`.
+    /// It runs in this process: see `a_kernel_that_faults_at_once_has_died` and `nothing_outlives_a_killed_process`.
     fn lose(&self, _run_dir: &Path) -> bool {
         false
     }
@@ -91,6 +91,42 @@ fn a_missing_or_strange_kernel_is_named() {
     assert!(matches!(&error, EngineError::Machine { .. }), "{error:?}");
     let text = nacelle_base::Chain(&error).to_string();
     assert!(text.contains("strange"), "{text}");
+}
+
+/// An ELF file of one segment at 16 MiB, where it is entered.
+fn tiny_kernel(code: &[u8]) -> Vec<u8> {
+    const HEADERS: u64 = 64 + 56;
+    const AT: u64 = 16 << 20;
+    let length = code.len() as u64;
+    // 64 bits, little-endian, version 1; an executable for x86-64.
+    let mut file = b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0\x02\0\x3e\0\x01\0\0\0".to_vec();
+    let words = |file: &mut Vec<u8>, words: &[u64]| words.iter().for_each(|word| file.extend(word.to_le_bytes()));
+    words(&mut file, &[AT, 64, 0]); // entry, program headers, no section headers
+    // Flags; the header's size; size and number of program headers; no section headers.
+    file.extend([0, 0, 0, 0, 64, 0, 56, 0, 1, 0, 64, 0, 0, 0, 0, 0]);
+    file.extend([1, 0, 0, 0, 7, 0, 0, 0]); // to be loaded; readable, writable, executable
+    words(&mut file, &[HEADERS, AT, AT, length, length, 4096]);
+    file.extend(code);
+    file
+}
+
+/// A fault that nothing in the guest handles is no shutdown: the machine is lost, and there is no panic to read.
+#[test]
+fn a_kernel_that_faults_at_once_has_died() {
+    let _turn = turn();
+    let Some(world) = world() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let mut spec = common::spec(&*world, folder.path());
+    spec.kernel = folder.path().join("kernel");
+    fs::write(&spec.kernel, tiny_kernel(b"\x0f\x0b")).unwrap(); // ud2
+    let engine = world.engine();
+    let machine = engine.start(spec.check(&engine.limits()).unwrap()).unwrap();
+    let link = machine.link();
+    let exit = machine.wait(LONG).unwrap();
+    let ExitKind::Died { code: None, signal: None, message } = &exit.how else { panic!("{exit:?}") };
+    assert!(message.contains("triple fault"), "{message}");
+    assert_eq!(machine.stop(Stop::Kill).unwrap(), exit, "what has died stays dead");
+    assert!(matches!(link.connect(1025, LONG), Err(LinkError::Stopped)));
 }
 
 /// A machine can be started again and again in one process.

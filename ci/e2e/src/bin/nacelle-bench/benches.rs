@@ -19,6 +19,7 @@ pub const ALL: &[(&str, &str, Bench)] = &[
     ("pull", "PullImage of 200 MB from a local registry, against containerd", pull),
     ("pod-memory", "private memory of the pod process beside the guest's, against its budget", pod_memory),
     ("boot", "process start until the agent's answer: our VMM, QEMU microvm with KVM", guests::boot),
+    ("snapshot", "process start until the agent's answer: restored from a snapshot, against a boot", guests::snapshot),
     ("memory", "resident memory of the pod process beside guest memory, with engine kvm", guests::memory),
     ("blk", "random reads of 4 KiB in the guest, a second, against QEMU microvm", guests::blk),
     ("net-send", "TCP from the guest to the node, against QEMU microvm with vhost-net", guests::net_send),

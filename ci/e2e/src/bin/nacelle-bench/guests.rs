@@ -2,7 +2,7 @@
 
 use crate::Measured;
 use crate::cri::Cri;
-use crate::machines::{Machine, Setup, Timeline, Vmm};
+use crate::machines::{Machine, SAVE, Setup, Timeline, Vmm};
 use crate::median;
 use nacelle_e2e::node::Options;
 use nacelle_e2e::{Image, Node, part, run};
@@ -52,6 +52,7 @@ impl Place {
             memory_mib: 128,
             disks: vec![disk("images", 1), disk("scratch", disk_mib)],
             tap: None,
+            from: None,
             folder: self.folder.path().to_owned(),
         }
     }
@@ -92,6 +93,22 @@ pub fn boot(runs: usize) -> Measured {
     let floor = serde_json::json!({"name": "kernel alone", "vmm": 0.0, "kernel": ours_bar["kernel"], "init": 0.0});
     let details = serde_json::json!([ours_bar, bar("qemu microvm", &their_lines), floor]);
     Measured { ours, peers, details, ..Measured::new("ms", "qemu microvm") }
+}
+
+/// Process start to the agent's answer, restored from a snapshot of a guest that waits for its configuration; the
+/// peer is a boot of the same.
+pub fn snapshot(runs: usize) -> Measured {
+    let place = Place::agent();
+    let setup = place.setup(1);
+    let folder = place.folder.path().join("snapshot");
+    let saved = Machine::start(Vmm::Ours, &setup).ask(&format!("{SAVE}{}", folder.display()));
+    assert_eq!(saved, "saved");
+    let restored = Setup { from: Some(folder), ..setup.clone() };
+    let (ours, peers) = in_turn(runs, |vmm| {
+        let setup = if vmm == Vmm::Ours { &restored } else { &setup };
+        Machine::start(Vmm::Ours, setup).timeline.total
+    });
+    Measured { ours, peers, ..Measured::new("ms", "a cold boot") }
 }
 
 /// Random reads of 4 KiB, a second.

@@ -20,6 +20,8 @@ use vsock::{VMADDR_CID_ANY, VsockListener, VsockStream};
 const COMMANDS: u32 = 1025;
 /// More than any start takes.
 const LIMIT: Duration = Duration::from_secs(120);
+/// Before a folder: the command that pauses and saves one of our machines.
+pub const SAVE: &str = "save ";
 /// The first word of `nacelle-bench --machine DESCRIPTION`.
 pub const SERVE: &str = "--machine";
 
@@ -42,6 +44,8 @@ pub struct Setup {
     pub disks: Vec<PathBuf>,
     /// The name of a tap that is made in this network namespace.
     pub tap: Option<String>,
+    /// Restore a machine that was saved there (ours only), instead of booting.
+    pub from: Option<PathBuf>,
     /// A folder of the machine's own.
     pub folder: PathBuf,
 }
@@ -73,7 +77,7 @@ pub struct Machine {
 
 enum Way {
     Ours { commands: ChildStdin, answers: BufReader<ChildStdout> },
-    Qemu { cid: u32 },
+    Qemu { cid: u32, _boot: VsockStream },
 }
 
 /// What the guest said, and when (CLOCK_MONOTONIC of the node, nanoseconds).
@@ -125,7 +129,7 @@ impl Machine {
                 answers.read_line(&mut line).expect("the machine answers");
                 line.trim_end().to_owned()
             }
-            Way::Qemu { cid } => {
+            Way::Qemu { cid, .. } => {
                 converse(VsockStream::connect_with_cid_port(*cid, COMMANDS).expect("a connection"), command)
             }
         }
@@ -188,16 +192,33 @@ pub fn serve(description: &str) -> ExitCode {
         guest_cid: 3,
     };
     let engine = Kvm::new();
-    let machine = engine.start(spec.check(&engine.limits()).expect("a good description")).expect("a machine");
+    let spec = spec.check(&engine.limits()).expect("a good description");
+    let pausable = "a machine that can stand still";
+    let machine = match &setup.from {
+        None => engine.start(spec).expect("a machine"),
+        Some(from) => {
+            let machine = engine.as_restorer().expect("a restorer").restore(spec, from).expect("a restored machine");
+            machine.as_pausable().expect(pausable).resume().expect("to resume");
+            machine
+        }
+    };
     let link = machine.link();
-    let hello = match link.listen(BOOT_PORT).and_then(|incoming| incoming.accept(LIMIT)) {
-        Ok(stream) => read_hello(&stream),
+    // The agent waits for its configuration as long as this connection is open.
+    let boot = match link.listen(BOOT_PORT).and_then(|incoming| incoming.accept(LIMIT)) {
+        Ok(stream) => stream,
         Err(error) => panic!("no hello: {error}; {:?}", machine.wait(Duration::ZERO)),
     };
-    println!("{}", serde_json::json!(hello));
+    println!("{}", serde_json::json!(read_hello(&boot)));
     for command in std::io::stdin().lines() {
+        let command = command.expect("a line");
+        if let Some(folder) = command.strip_prefix(SAVE) {
+            machine.as_pausable().expect(pausable).pause().expect("to pause");
+            machine.as_snapshottable().expect("a machine that can be saved").save(folder.as_ref()).expect("to save");
+            println!("saved");
+            continue;
+        }
         let stream = link.connect(COMMANDS, LIMIT).expect("the guest takes connections");
-        println!("{}", converse(&stream, &command.expect("a line")));
+        println!("{}", converse(&stream, &command));
     }
     ExitCode::SUCCESS
 }
@@ -230,5 +251,5 @@ fn start_qemu(setup: &Setup) -> (Child, Way, u64, Hello) {
     assert!(ready > 0, "QEMU's guest does not say hello: {}", setup.folder.display());
     let (stream, _guest) = boot.accept().expect("a connection");
     let hello = read_hello(&stream);
-    (process, Way::Qemu { cid }, started, hello)
+    (process, Way::Qemu { cid, _boot: stream }, started, hello)
 }
