@@ -304,11 +304,21 @@ pub fn registers(data: &[u8]) {
     }
 }
 
+/// Accesses to ports and addresses where no virtio device is.
+pub fn ports(data: &[u8]) {
+    crate::machine::harness::ports(data);
+}
+
+/// A kernel's file.
+pub fn image(data: &[u8]) {
+    crate::machine::harness::image(data);
+}
+
 /// A harness.
 pub type Target = fn(&[u8]);
 
 /// All harnesses by the names of their corpora.
-pub const TARGETS: [(&str, Target); 10] = [
+pub const TARGETS: [(&str, Target); 12] = [
     ("queue", queue),
     ("balloon", balloon),
     ("block", block),
@@ -316,7 +326,9 @@ pub const TARGETS: [(&str, Target); 10] = [
     ("entropy", entropy),
     ("frames", frames),
     ("packets", packets),
+    ("image", image),
     ("messages", messages),
+    ("ports", ports),
     ("registers", registers),
     ("snapshot", snapshot),
 ];
@@ -392,6 +404,11 @@ mod tests {
             good[at] = byte;
             snapshot(&good);
             snapshot(&good[..at]);
+        }
+
+        #[test]
+        fn random_ports(data in prop::collection::vec(any::<u8>(), 0..600)) {
+            ports(&data);
         }
 
         #[test]

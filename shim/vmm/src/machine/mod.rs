@@ -19,6 +19,8 @@ mod error;
 mod fit;
 mod genid;
 mod handle;
+#[cfg(any(test, feature = "fuzz"))]
+pub(crate) mod harness;
 mod kernel;
 mod layout;
 mod legacy;
