@@ -16,6 +16,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
+use std::time::Duration;
 use vm_memory::{Bytes, GuestAddress};
 
 /// A disk of 1 MiB.
@@ -179,6 +180,7 @@ fn meanwhile(stop: &Arc<AtomicBool>, mut work: impl FnMut() + Send + 'static) ->
     std::thread::spawn(move || {
         while !stop.load(Ordering::Relaxed) {
             work();
+            std::thread::yield_now();
         }
     })
 }
@@ -189,11 +191,14 @@ fn pauses_and_saves_go_well_with_drivers_that_begin_anew_and_hosts_that_change_t
     let mut guest = Guest::new(slot.device());
     let stop = Arc::new(AtomicBool::new(false));
     let transport = guest.transport.clone();
-    let pauser = meanwhile(&stop, move || {
-        transport.pause();
-        let state = transport.save();
-        assert!(state.registers.queues.len() == 1);
-        transport.resume().unwrap();
+    // Not for ever: requests are served in between only.
+    let pauser = std::thread::spawn(move || {
+        for _ in 0..300 {
+            transport.pause();
+            assert_eq!(transport.save().registers.queues.len(), 1);
+            transport.resume().unwrap();
+            std::thread::sleep(Duration::from_micros(200));
+        }
     });
     let transport = guest.transport.clone();
     let reader = meanwhile(&stop, move || {
@@ -207,7 +212,9 @@ fn pauses_and_saves_go_well_with_drivers_that_begin_anew_and_hosts_that_change_t
         size = (size + 512) % (2 << 20);
         slot.resize(size).unwrap();
     });
-    for _ in 0..30 {
+    let mut rounds = 0;
+    while rounds < 10 || !pauser.is_finished() {
+        rounds += 1;
         guest.start();
         for request in 0..8 {
             submit(&mut guest.queues[0], BUFFERS + request * 1024, 0, 0);
