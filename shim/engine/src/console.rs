@@ -6,8 +6,9 @@ use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-/// The guest kernel's own words for its end.
-pub(crate) const PANIC: &str = "Kernel panic - not syncing";
+/// The guest kernel's own words for its end. The first ones of that line ("Kernel panic - ") may be mixed with what a
+/// program was printing: a kernel that panics does not wait for the lock of the port.
+pub(crate) const PANIC: &str = "not syncing: ";
 /// What is kept in memory and told with the machine's end, in bytes.
 pub(crate) const TAIL: usize = 8 << 10;
 /// The largest size of the file, in bytes.

@@ -28,6 +28,7 @@
 #include <sys/stat.h>
 #include <sys/sysinfo.h>
 #include <sys/time.h>
+#include <termios.h>
 #include <time.h>
 #include <time.h>
 #include <unistd.h>
@@ -315,6 +316,7 @@ static void *serve(void *arg) {
     else if (!strcmp(line, "panic")) {
         printf("contract: about to panic\n");
         fflush(stdout);
+        tcdrain(1);
         _exit(1); // the end of PID 1 is a panic
     }
     else say(fd, "what?\n");

@@ -211,17 +211,15 @@ impl Vcpu {
     pub fn spawn(self) -> Result<JoinHandle<()>, Error> {
         let (id, control) = (self.id, self.control.clone());
         let (registered, told) = mpsc::channel::<()>();
-        let thread = std::thread::Builder::new()
-            .name(format!("vcpu{id}"))
-            .spawn(move || {
-                nacelle_jail::thread(ThreadKind::Vcpu);
-                let retire = Retire { id, control: &control };
-                control.lock().threads.insert(id, (nix::unistd::gettid().as_raw(), false));
-                drop(registered);
-                self.run();
-                drop(retire);
-            })
-            .map_err(|source| Error::Make { what: "a processor's thread", source })?;
+        let builder = std::thread::Builder::new().name(format!("vcpu{id}"));
+        let thread = nacelle_jail::spawn(ThreadKind::Vcpu, builder, move || {
+            let retire = Retire { id, control: &control };
+            control.lock().threads.insert(id, (nix::unistd::gettid().as_raw(), false));
+            drop(registered);
+            self.run();
+            drop(retire);
+        })
+        .map_err(|source| Error::Make { what: "a processor's thread", source })?;
         // Nothing is ever sent: the thread lets go of its end when it is registered, or dead.
         let _ = told.recv();
         Ok(thread)
