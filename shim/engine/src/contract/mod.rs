@@ -38,7 +38,7 @@ macro_rules! contract_tests {
             a_kill_is_final, no_grace_is_a_kill, a_lost_machine_has_died, disks_grow_while_the_guest_runs,
             files_are_disks, hundred_connections, a_slow_reader_is_waited_for, nobody_listens, a_machine_stands_still,
             two_machines_with_one_address, waiting_ends_with_the_machine, a_bad_start_leaves_nothing,
-            dropping_leaves_nothing
+            dropping_leaves_nothing, saved_machines_go_on, what_was_not_saved_is_not_restored
         );
     };
     ($world:path: $($case:ident),+) => {

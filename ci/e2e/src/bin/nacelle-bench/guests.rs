@@ -9,6 +9,7 @@ use nacelle_e2e::{Image, Node, part, run};
 use std::fs;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -101,14 +102,15 @@ pub fn snapshot(runs: usize) -> Measured {
     let place = Place::agent();
     let setup = place.setup(1);
     let folder = place.folder.path().join("snapshot");
-    let saved = Machine::start(Vmm::Ours, &setup).ask(&format!("{SAVE}{}", folder.display()));
-    assert_eq!(saved, "saved");
+    let saved = number(&Machine::start(Vmm::Ours, &setup).ask(&format!("{SAVE}{}", folder.display())));
+    let memory = fs::metadata(folder.join("memory")).expect("the snapshot's memory");
     let restored = Setup { from: Some(folder), ..setup.clone() };
     let (ours, peers) = in_turn(runs, |vmm| {
         let setup = if vmm == Vmm::Ours { &restored } else { &setup };
         Machine::start(Vmm::Ours, setup).timeline.total
     });
-    Measured { ours, peers, ..Measured::new("ms", "a cold boot") }
+    let details = serde_json::json!([{"name": "saving", "ms": saved, "KiB": memory.blocks() / 2}]);
+    Measured { ours, peers, details, ..Measured::new("ms", "a cold boot") }
 }
 
 /// Random reads of 4 KiB, a second.

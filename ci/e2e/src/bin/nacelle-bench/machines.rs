@@ -20,7 +20,7 @@ use vsock::{VMADDR_CID_ANY, VsockListener, VsockStream};
 const COMMANDS: u32 = 1025;
 /// More than any start takes.
 const LIMIT: Duration = Duration::from_secs(120);
-/// Before a folder: the command that pauses and saves one of our machines.
+/// Before a folder: the command that pauses and saves one of our machines, and answers how many ms that took.
 pub const SAVE: &str = "save ";
 /// The first word of `nacelle-bench --machine DESCRIPTION`.
 pub const SERVE: &str = "--machine";
@@ -212,9 +212,10 @@ pub fn serve(description: &str) -> ExitCode {
     for command in std::io::stdin().lines() {
         let command = command.expect("a line");
         if let Some(folder) = command.strip_prefix(SAVE) {
+            let begin = now();
             machine.as_pausable().expect(pausable).pause().expect("to pause");
             machine.as_snapshottable().expect("a machine that can be saved").save(folder.as_ref()).expect("to save");
-            println!("saved");
+            println!("{}", (now() - begin) as f64 / 1e6);
             continue;
         }
         let stream = link.connect(COMMANDS, LIMIT).expect("the guest takes connections");
