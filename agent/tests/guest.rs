@@ -1,5 +1,6 @@
 //! Owns: the agent in a real machine: what a pod process sees of it.
 
+#[allow(dead_code, reason = "each test file uses a part of it")]
 mod machine;
 
 use machine::Guest;

@@ -35,8 +35,8 @@ pub struct Guest {
     pub agent: AgentClient<Channel>,
     pub hello: AgentHello,
     pub folder: TempDir,
-    // Dropped last. One machine at a time: an emulated one fills a processor.
-    _turn: OwnedMutexGuard<()>,
+    // Dropped last. One machine at a time: an emulated one fills a processor. (Clones of one machine share its turn.)
+    _turn: Option<OwnedMutexGuard<()>>,
 }
 
 /// A machine after the handshake, whatever it reported.
@@ -49,7 +49,7 @@ struct Raw {
 }
 
 /// What a test needs, or why it cannot run.
-fn needs() -> Result<(PathBuf, PathBuf), String> {
+pub fn needs() -> Result<(PathBuf, PathBuf), String> {
     let file = |name: &str| match std::env::var_os(name) {
         Some(path) => Ok(PathBuf::from(path)),
         None => Err(format!("{name} is not set (guest/build all prints it)")),
@@ -110,7 +110,7 @@ impl Guest {
         let mut agent = connect(Arc::clone(&link)).await;
         let length = place(&*machine, &folder.path().join("image.erofs"), 0);
         agent.attach_image(AttachImageRequest { partition: 1, offset: 0, length }).await.expect("an image");
-        Some(Guest { machine, link, agent, hello, folder, _turn: turn })
+        Some(Guest { machine, link, agent, hello, folder, _turn: Some(turn) })
     }
 
     /// Boots a machine that reports a failure, and waits for its end.
@@ -121,7 +121,7 @@ impl Guest {
     }
 
     async fn shake_hands(nics: Vec<NicSpec>, change: impl FnOnce(&mut BootConfig)) -> Option<(Raw, BootReport)> {
-        let (kernel, initrd) = match needs() {
+        let files = match needs() {
             Ok(files) => files,
             Err(why) => {
                 println!("skipped: {why}");
@@ -131,38 +131,26 @@ impl Guest {
         static TURN: LazyLock<Arc<Mutex<()>>> = LazyLock::new(Arc::default);
         let turn = Arc::clone(&TURN).lock_owned().await;
         let folder = tempfile::tempdir().expect("a folder");
-        let scratch = folder.path().join("scratch");
-        fs::File::create(&scratch).and_then(|file| file.set_len(256 * MIB)).expect("a scratch disk");
-        run("mkfs.ext4", &["-q", "-F", "-O", "^has_journal", &scratch.display().to_string()]);
-        make_image(folder.path());
-        let spec = MachineSpec {
-            vcpus: 1,
-            memory_mib: 256,
-            kernel,
-            initrd,
-            cmdline: Vec::new(),
-            disks: vec![
-                DiskSpec::Growing { serial: "images".into() },
-                DiskSpec::File { path: scratch, read_only: false, serial: "scratch".into() },
-            ],
-            nics,
-            run_dir: folder.path().to_owned(),
-            console_log: folder.path().join("console.log"),
-            guest_cid: 3,
-        };
+        furnish(folder.path());
+        let spec = spec(files, folder.path(), 1, nics);
         let engine = Qemu::new("qemu-system-x86_64", Accelerator::Tcg);
         let machine = engine.start(spec.check(&engine.limits()).expect("a good spec")).expect("a machine");
         let link = machine.link();
-        let mut config = BootConfig {
-            hostname: "pod".into(),
-            time_unix_nanos: 1_900_000_000_000_000_000,
-            entropy: vec![7; 32],
-            scratch_disk: 1,
-            ..BootConfig::default()
-        };
+        let mut config = config();
         change(&mut config);
         let (hello, report) = handshake(&*link, &config, folder.path());
         Some((Raw { machine, link, hello, folder, turn }, report))
+    }
+
+    /// A configured machine in a furnished folder; places the image and attaches it as partition 1, if it was not.
+    pub async fn of(machine: Box<dyn Machine>, folder: TempDir, hello: AgentHello, attach: bool) -> Guest {
+        let link = machine.link();
+        let mut agent = connect(Arc::clone(&link)).await;
+        if attach {
+            let length = place(&*machine, &folder.path().join("image.erofs"), 0);
+            agent.attach_image(AttachImageRequest { partition: 1, offset: 0, length }).await.expect("an image");
+        }
+        Guest { machine, link, agent, hello, folder, _turn: None }
     }
 
     /// Makes a container that runs a shell script; the specification may be changed.
@@ -247,6 +235,44 @@ impl Guest {
     }
 }
 
+/// Puts the disks of a machine into its folder.
+pub fn furnish(folder: &Path) {
+    let scratch = folder.join("scratch");
+    fs::File::create(&scratch).and_then(|file| file.set_len(256 * MIB)).expect("a scratch disk");
+    run("mkfs.ext4", &["-q", "-F", "-O", "^has_journal", &scratch.display().to_string()]);
+    make_image(folder);
+}
+
+/// A machine that lives in a furnished folder.
+pub fn spec((kernel, initrd): (PathBuf, PathBuf), folder: &Path, vcpus: u8, nics: Vec<NicSpec>) -> MachineSpec {
+    MachineSpec {
+        vcpus,
+        memory_mib: 256,
+        kernel,
+        initrd,
+        cmdline: Vec::new(),
+        disks: vec![
+            DiskSpec::Growing { serial: "images".into() },
+            DiskSpec::File { path: folder.join("scratch"), read_only: false, serial: "scratch".into() },
+        ],
+        nics,
+        run_dir: folder.to_owned(),
+        console_log: folder.join("console.log"),
+        guest_cid: 3,
+    }
+}
+
+/// What a guest is usually told.
+pub fn config() -> BootConfig {
+    BootConfig {
+        hostname: "pod".into(),
+        time_unix_nanos: 1_900_000_000_000_000_000,
+        entropy: vec![7; 32],
+        scratch_disk: 1,
+        ..BootConfig::default()
+    }
+}
+
 /// The console's text, for messages.
 pub fn console(folder: &Path) -> String {
     fs::read_to_string(folder.join("console.log")).unwrap_or_default()
@@ -262,7 +288,7 @@ pub fn place(machine: &dyn Machine, image: &Path, at: u64) -> u64 {
 }
 
 /// The host's side of the handshake, after one host that went away in the middle of it.
-fn handshake(link: &dyn GuestLink, config: &BootConfig, folder: &Path) -> (AgentHello, BootReport) {
+pub fn handshake(link: &dyn GuestLink, config: &BootConfig, folder: &Path) -> (AgentHello, BootReport) {
     let incoming = link.listen(1024).expect("a port");
     let greeted = || {
         let guest = incoming.accept(LIMIT);
