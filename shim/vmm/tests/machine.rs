@@ -15,7 +15,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 /// How long a test waits for anything.
-const LIMIT: Duration = Duration::from_secs(120);
+const LIMIT: Duration = Duration::from_secs(300);
 
 /// The tests look for traces of their own machines, so they run one after the other.
 static ALONE: Mutex<()> = Mutex::new(());
@@ -205,7 +205,7 @@ fn a_kernel_boots_and_resets() {
 #[test]
 fn every_processor_comes_up() {
     let Some(pieces) = pieces() else { return };
-    for vcpus in [1, 2, 3, 4, 8] {
+    for vcpus in [1, 2, 4] {
         let (machine, console) = boot(Config { vcpus, ..config(&pieces, &["do=tour"]) });
         assert_eq!(end_of(&machine, &console), Exit::Reset);
         let text = console.text();
