@@ -363,6 +363,52 @@ fn a_saved_machine_goes_on_where_it_stood() {
     }
 }
 
+#[test]
+fn restored_machines_draw_random_numbers_of_their_own() {
+    let Some(pieces) = pieces() else { return };
+    let (machine, console) = boot(config(&pieces, &["do=draw"]));
+    console.expect("draw ", 0);
+    assert!(console.text().contains("generation id: watched"), "an old kernel? {}", console.text());
+    machine.pause().unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let place = folder.path().join("saved");
+    snapshot::save(&machine, &place).unwrap();
+    // The one that was saved goes on as it is; two others begin where it stood.
+    let said = console.length();
+    machine.resume().unwrap();
+    let mut drawn = vec![draws(&console, said)];
+    drop(machine);
+    for _ in 0..2 {
+        let saved = snapshot::open(&place).unwrap();
+        let console = Console::default();
+        let mut builder = saved.builder().unwrap();
+        builder.serial(console.sink()).unwrap();
+        let machine = builder.restore(saved.state()).unwrap();
+        machine.resume().unwrap();
+        drawn.push(draws(&console, 0));
+    }
+    let mut all: Vec<_> = drawn.concat();
+    let count = all.len();
+    all.sort();
+    all.dedup();
+    assert_eq!(all.len(), count, "drawn twice: {drawn:?}");
+}
+
+/// The first numbers that a drawing guest draws, behind the first `from` bytes and the line that it stood in.
+fn draws(console: &Console, from: usize) -> Vec<String> {
+    let give_up = Instant::now() + LIMIT;
+    loop {
+        let text = console.text().split_off(from);
+        let lines = text.split_inclusive('\n').skip(1).filter(|line| line.ends_with('\n'));
+        let numbers: Vec<_> = lines.filter_map(|line| line.strip_prefix("draw ")).map(str::to_owned).collect();
+        if numbers.len() >= 5 {
+            return numbers;
+        }
+        assert!(Instant::now() < give_up, "too few numbers: {text}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
 /// The last whole line of a counting guest: its number and its clock in milliseconds.
 fn last_count(text: &str) -> (u64, u64) {
     let line = text.lines().rev().skip(1).find(|line| line.starts_with("count ")).unwrap();

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mount.h>
+#include <sys/random.h>
 #include <sys/reboot.h>
 #include <sys/stat.h>
 #include <termios.h>
@@ -93,6 +94,18 @@ int main(void) {
             printf("count %ld at %ld\n", n, now(CLOCK_MONOTONIC));
             usleep(20000);
         }
+    if (asked("draw")) {
+        static char lines[65536];
+        int fd = open("/proc/interrupts", O_RDONLY);
+        if (fd < 0 || read(fd, lines, sizeof lines - 1) < 0) return 1;
+        printf("generation id: %s\n", strstr(lines, "nacelle-genid") ? "watched" : "none");
+        for (;;) {
+            unsigned long number;
+            if (getrandom(&number, sizeof number, 0) != sizeof number) return 1;
+            printf("draw %016lx\n", number);
+            usleep(20000);
+        }
+    }
     // The kernel's own messages go another way to the same port: let it finish.
     tcdrain(1);
     if (asked("panic")) return 1;
