@@ -131,6 +131,7 @@ fn conditions(only: &Only) -> Vec<(SeccompCmpOp, u64)> {
     match *only {
         Only::Always => Vec::new(),
         Only::Arg(_, values) => values.iter().map(|value| (SeccompCmpOp::Eq, *value)).collect(),
+        Only::Own(_) => vec![(SeccompCmpOp::Eq, std::process::id().into())],
         Only::Masked(_, mask, value) => vec![(SeccompCmpOp::MaskedEq(mask), value)],
     }
 }

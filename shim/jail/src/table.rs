@@ -22,6 +22,8 @@ pub enum Only {
     Always,
     /// The argument (counted from 0) is one of these.
     Arg(u8, &'static [u64]),
+    /// The argument is the number of this process.
+    Own(u8),
     /// These bits (the second) of the argument have this value (the third).
     Masked(u8, u64, u64),
 }
@@ -31,7 +33,7 @@ impl Only {
     pub(crate) fn argument(self) -> u8 {
         match self {
             Only::Always => 0,
-            Only::Arg(argument, _) | Only::Masked(argument, _, _) => argument,
+            Only::Arg(argument, _) | Only::Own(argument) | Only::Masked(argument, _, _) => argument,
         }
     }
 }
@@ -87,7 +89,7 @@ const LIFE: &[Allow] = &[
     always(c::SYS_getrandom, "seeds of hash tables, random bytes"),
     always(c::SYS_gettid, "the thread's number, for abort and logs"),
     always(c::SYS_getpid, "the process's number, for abort and signals"),
-    always(c::SYS_tgkill, "abort; waking a processor's thread"),
+    Allow { syscall: c::SYS_tgkill, only: Only::Own(0), why: "abort; waking a processor's thread" },
     always(c::SYS_write, "log lines; eventfds"),
     always(c::SYS_read, "eventfds"),
     always(c::SYS_close, "descriptors are given back"),

@@ -130,6 +130,11 @@ fn act(what: &str) -> String {
             .map(|thread| drop(thread.join().unwrap()))
             .map_err(|error| error.to_string()),
         "nothing" => Ok(()),
+        // A signal that does nothing, to itself and to another process.
+        "signal-own" => nix::sys::signal::raise(nix::sys::signal::Signal::SIGCONT).map_err(|error| error.to_string()),
+        "signal-other" => {
+            nix::sys::signal::kill(nix::unistd::Pid::from_raw(1), None).map_err(|error| error.to_string())
+        }
         "open" => fs::File::open("/dev/null").map(drop).map_err(|error| error.to_string()),
         "spawn" => {
             std::thread::Builder::new().spawn(|| ()).map(|t| t.join().unwrap()).map_err(|error| error.to_string())
@@ -313,7 +318,7 @@ fn what_is_forbidden_kills() {
     for what in ["inet", "unshare", "run /usr/bin/true", "thread Vcpu open", "thread Vcpu spawn", "thread Vcpu unix"] {
         kills("in-process", what);
     }
-    for what in ["thread Queue open", "thread Vsock open", "thread Log unix", "thread Queue spawn"] {
+    for what in ["thread Queue open", "thread Vsock open", "thread Log unix", "thread Queue spawn", "signal-other"] {
         kills("in-process", what);
     }
     kills("spawns", "unshare");
@@ -328,6 +333,7 @@ fn what_is_forbidden_kills() {
         "thread Blocking open",
         "thread Machine spawn",
         "thread Vcpu queue",
+        "signal-own",
     ] {
         assert!(jail.ask(what).unwrap().contains("Ok("), "{what}");
     }
