@@ -357,7 +357,12 @@ fn the_network_is_as_told() {
         Ok(taps) => taps,
         Err(error) => return println!("skipped: no tap can be made here: {error}"),
     };
-    let nic = |(number, tap): (u8, nacelle_net::Tap)| NicSpec { tap: tap.fd, mac: [2, 0, 0, 0, 0, number], mtu: 1500 };
+    let nic = |(number, tap): (u8, nacelle_net::Tap)| NicSpec {
+        tap: tap.fd,
+        more_queues: vec![],
+        mac: [2, 0, 0, 0, 0, number],
+        mtu: 1500,
+    };
     let nics = (1..).zip(taps).map(nic).collect();
     runtime().block_on(async {
         // The names are the other way round than the kernel's, and the first has another MAC than the device.

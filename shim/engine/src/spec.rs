@@ -74,8 +74,11 @@ impl DiskSpec {
 /// One network interface of a machine.
 #[derive(Debug)]
 pub struct NicSpec {
-    /// An open tap with `IFF_TAP | IFF_NO_PI | IFF_VNET_HDR`, one queue.
+    /// An open tap with `IFF_TAP | IFF_NO_PI | IFF_VNET_HDR`.
     pub tap: OwnedFd,
+    /// Further queues of the same tap, all with `IFF_MULTI_QUEUE` then; at most 7. An engine that serves one closes
+    /// these.
+    pub more_queues: Vec<OwnedFd>,
     /// The MAC that the guest uses.
     pub mac: Mac,
     /// The MTU in bytes, 68 to 65535.
@@ -309,7 +312,7 @@ mod tests {
     const LIMITS: Limits = Limits { vcpus: 8, devices: 3 };
 
     fn nic(mac: Mac, mtu: u32) -> NicSpec {
-        NicSpec { tap: std::fs::File::open("/dev/null").unwrap().into(), mac, mtu }
+        NicSpec { tap: std::fs::File::open("/dev/null").unwrap().into(), more_queues: vec![], mac, mtu }
     }
 
     fn good() -> MachineSpec {

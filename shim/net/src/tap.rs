@@ -16,6 +16,8 @@ pub struct Tap {
     /// The queue: reads and writes Ethernet frames, each behind a virtio-net header. Not inherited by
     /// children (close-on-exec), blocking.
     pub fd: OwnedFd,
+    /// Further queues, as `fd`.
+    pub more_queues: Vec<OwnedFd>,
     /// The name of the interface in the namespace.
     pub name: String,
 }
@@ -23,15 +25,27 @@ pub struct Tap {
 /// Makes a tap `name` in the namespace, down, with one queue and virtio-net headers
 /// (`IFF_TAP | IFF_NO_PI | IFF_VNET_HDR`). A name in use is an error.
 pub fn create(netns: &NetNs, name: &str) -> Result<Tap, NetError> {
+    create_with(netns, name, 1)
+}
+
+/// As [`create`], with so many queues, at least one. Several have `IFF_MULTI_QUEUE`, and the kernel gives each a share
+/// of the flows from then on.
+pub fn create_with(netns: &NetNs, name: &str, queues: usize) -> Result<Tap, NetError> {
     check_name(name)?;
-    let fd = run_in(netns, || {
+    let several = if queues > 1 { libc::IFF_MULTI_QUEUE } else { 0 };
+    let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR | several;
+    let queue = |flags| {
         let tun = open_tun().map_err(failed("open", name))?;
-        let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR | libc::IFF_TUN_EXCL;
         sys::make_tap(&tun, name, flags).map_err(failed("create", name))?;
+        Ok::<_, NetError>(OwnedFd::from(tun))
+    };
+    let (fd, more_queues) = run_in(netns, || {
+        let first = queue(flags | libc::IFF_TUN_EXCL)?;
         without_ipv6(name).map_err(failed("silence", name))?;
-        Ok::<_, NetError>(tun)
+        let more = (1..queues).map(|_| queue(flags)).collect::<Result<Vec<_>, _>>()?;
+        Ok::<_, NetError>((first, more))
     })??;
-    Ok(Tap { fd: fd.into(), name: name.to_owned() })
+    Ok(Tap { fd, more_queues, name: name.to_owned() })
 }
 
 /// Joins tap and CNI interface: what the guest sends leaves through `cni_interface`, what arrives there

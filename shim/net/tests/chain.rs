@@ -194,6 +194,8 @@ fn namespaces_and_taps_come_and_go() {
         assert_eq!(links(), ["lo"]);
         let tap = tap::create(&one, "tap0").unwrap();
         assert!(matches!(tap::create(&one, "tap0"), Err(NetError::Tap { .. })));
+        assert_eq!(tap::create_with(&one, "tap1", 3).unwrap().more_queues.len(), 2);
+        assert!(matches!(tap::create_with(&one, "tap0", 2), Err(NetError::Tap { .. })));
         assert!(matches!(tap::create(&one, "../../x"), Err(NetError::BadName { .. })));
         assert!(matches!(tap::join(&one, "tap0", "eth0"), Err(NetError::NoInterface { .. })));
         assert_eq!(run_in(&one, links).unwrap(), ["lo", "tap0"]);

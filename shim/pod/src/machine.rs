@@ -4,7 +4,7 @@
 //! started it; everything else that blocks goes through [`blocking`].
 
 use crate::error::PodError;
-use crate::spec::PodSpec;
+use crate::spec::{EngineSpec, PodSpec};
 use crate::{agent, scratch};
 use nacelle_base::Chain;
 use nacelle_base::files::remove_if_there;
@@ -29,6 +29,8 @@ pub const CONSOLE_FILE: &str = "console.log";
 const GUEST_CID: u32 = 3;
 /// What the NIC allows; the guest sets what CNI says.
 const MAX_MTU: u32 = 65_535;
+/// The most queues of a tap: what our network device serves.
+const MAX_QUEUES: usize = 8;
 
 /// A machine that runs, and what must be given back when it is gone.
 pub struct Assembled {
@@ -102,7 +104,10 @@ pub async fn assemble(
             move || remove_if_there(&disk)
         });
     }
-    let nics = taps.into_iter().map(|tap| Ok(NicSpec { tap: tap.fd, mac: random_mac()?, mtu: MAX_MTU }));
+    let nics = taps.into_iter().map(|tap| {
+        let Tap { fd, more_queues, .. } = tap;
+        Ok(NicSpec { tap: fd, more_queues, mac: random_mac()?, mtu: MAX_MTU })
+    });
     let machine = MachineSpec {
         vcpus: u8::try_from(spec.vcpus).unwrap_or(u8::MAX),
         memory_mib: spec.memory_mib,
@@ -139,8 +144,12 @@ pub async fn assemble(
 fn make_taps(spec: &PodSpec) -> Result<Vec<Tap>, PodError> {
     let Some(network) = &spec.network else { return Ok(Vec::new()) };
     let netns = NetNs::open(&network.netns)?;
-    let taps: Result<Vec<Tap>, _> = (0..network.interfaces.len()).map(|n| tap::create(&netns, &tap_name(n))).collect();
-    Ok(taps?)
+    let queues = match spec.engine {
+        EngineSpec::Kvm {} => usize::try_from(spec.vcpus).unwrap_or(1).clamp(1, MAX_QUEUES),
+        EngineSpec::Qemu { .. } => 1,
+    };
+    let tap = |n| tap::create_with(&netns, &tap_name(n), queues);
+    Ok((0..network.interfaces.len()).map(tap).collect::<Result<Vec<Tap>, _>>()?)
 }
 
 /// A locally administered address; the guest changes it for the one that CNI gave.

@@ -149,7 +149,8 @@ fn devices(spec: MachineSpec, slots: &[Slot], vsock: Box<dyn Device>) -> Result<
     let mut devices: Vec<Box<dyn Device>> = slots.iter().map(Slot::device).collect();
     for (index, nic) in spec.nics.into_iter().enumerate() {
         let no_nic = |source| EngineError::Nic { index, source };
-        let taps = vec![nic.tap];
+        let mut taps = vec![nic.tap];
+        taps.extend(nic.more_queues);
         // Where it cannot be had, threads of ours do the work.
         let vhost = net::open_vhost(taps.len()).unwrap_or_else(|error| {
             tracing::warn!("the kernel does not serve network interfaces: {}", Chain(&error));

@@ -93,7 +93,7 @@ pub fn a_tap_is_the_guests_network(world: Option<Box<impl World + Send + 'static
             Ok(tap) => tap,
             Err(why) => return println!("skipped: no tap: {why}"),
         };
-        let nic = NicSpec { tap, mac: [0x52, 0x54, 0, 0x12, 0x34, 0x56], mtu: 1400 };
+        let nic = NicSpec { tap, more_queues: vec![], mac: [0x52, 0x54, 0, 0x12, 0x34, 0x56], mtu: 1400 };
         let bench = Bench::start(&*world, vec![], |spec| spec.nics.push(nic));
         assert_eq!(bench.ask("nic"), "52:54:00:12:34:56 mtu 1400 sent 60");
         let until = Instant::now() + LONG;
