@@ -84,17 +84,23 @@ pub fn spec(world: &dyn World, folder: &Path) -> MachineSpec {
 }
 
 /// What the guest sends comes out of the tap, and the guest sees the MAC and the MTU that it was given.
-pub fn a_tap_is_the_guests_network(world: Option<Box<impl World + Send + 'static>>) {
+/// The tap has a queue for each processor.
+pub fn a_tap_is_the_guests_network(world: Option<Box<impl World + Send + 'static>>, vcpus: u8) {
     let _turn = turn();
     let Some(world) = world else { return };
     // A thread of its own, because it leaves the namespace of this process.
     let test = move || {
-        let tap = match tap::tap_in_new_namespace("tap0") {
-            Ok(tap) => tap,
+        let taps = match tap::tap_in_new_namespace("tap0", vcpus.into()) {
+            Ok(taps) => taps,
             Err(why) => return println!("skipped: no tap: {why}"),
         };
-        let nic = NicSpec { tap, more_queues: vec![], mac: [0x52, 0x54, 0, 0x12, 0x34, 0x56], mtu: 1400 };
-        let bench = Bench::start(&*world, vec![], |spec| spec.nics.push(nic));
+        let mut taps = taps.into_iter();
+        let (tap, more_queues) = (taps.next().expect("one for each"), taps.collect());
+        let nic = NicSpec { tap, more_queues, mac: [0x52, 0x54, 0, 0x12, 0x34, 0x56], mtu: 1400 };
+        let bench = Bench::start(&*world, vec![], |spec| {
+            spec.vcpus = vcpus;
+            spec.nics.push(nic);
+        });
         assert_eq!(bench.ask("nic"), "52:54:00:12:34:56 mtu 1400 sent 60");
         let until = Instant::now() + LONG;
         while tap::frames_received("tap0") == 0 {

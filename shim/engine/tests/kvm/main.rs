@@ -67,7 +67,8 @@ nacelle_engine::contract_tests!(world);
 
 #[test]
 fn a_tap_is_the_guests_network() {
-    common::a_tap_is_the_guests_network(world());
+    common::a_tap_is_the_guests_network(world(), 1);
+    common::a_tap_is_the_guests_network(world(), 2);
 }
 
 #[test]

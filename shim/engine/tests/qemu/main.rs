@@ -134,7 +134,7 @@ fn qemu_inherits_only_what_it_needs() {
 
 #[test]
 fn a_tap_is_the_guests_network() {
-    common::a_tap_is_the_guests_network(world());
+    common::a_tap_is_the_guests_network(world(), 1);
 }
 
 /// The other half of the next test: starts a machine, says which process it is, and dies without a word.
