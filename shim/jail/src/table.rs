@@ -93,6 +93,11 @@ const LIFE: &[Allow] = &[
     always(c::SYS_write, "log lines; eventfds"),
     always(c::SYS_read, "eventfds"),
     always(c::SYS_close, "descriptors are given back"),
+    Allow {
+        syscall: c::SYS_fcntl,
+        only: Only::Arg(1, &[c::F_GETFD as u64]),
+        why: "std, built for debugging: whether a descriptor is open that is to be closed",
+    },
     always(c::SYS_exit, "the end of a thread"),
     always(c::SYS_exit_group, "the end of the process"),
 ];
