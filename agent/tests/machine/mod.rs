@@ -290,12 +290,17 @@ pub fn place(machine: &dyn Machine, image: &Path, at: u64) -> u64 {
 /// The host's side of the handshake, after one host that went away in the middle of it.
 pub fn handshake(link: &dyn GuestLink, config: &BootConfig, folder: &Path) -> (AgentHello, BootReport) {
     let incoming = link.listen(1024).expect("a port");
-    let greeted = || {
+    let deadline = Instant::now() + LIMIT;
+    let greeted = || loop {
         let guest = incoming.accept(LIMIT);
         let mut host = guest.unwrap_or_else(|error| panic!("no guest: {error}; {}", console(folder)));
         host.set_read_timeout(Some(LIMIT)).expect("a limit");
-        let hello: AgentHello = frame::read(&mut host).expect("a hello");
-        (host, hello)
+        match frame::read::<AgentHello>(&mut host) {
+            Ok(hello) => return (host, hello),
+            // On a busy node the guest gives a connection up before it is answered, and calls again.
+            Err(error) if error.is_hung_up() && Instant::now() < deadline => println!("a call was given up"),
+            Err(error) => panic!("no hello: {error}; {}", console(folder)),
+        }
     };
     let (gone, first) = greeted();
     drop(gone);

@@ -136,7 +136,10 @@ impl Builder {
             let raised = self.vm.set_irq_line(layout::GENERATION_ID.1, active);
             raised.map_err(Error::call("raise an interrupt"))?;
         }
-        self.spawn(vcpus)
+        let machine = self.spawn(vcpus)?;
+        // Its threads have begun; now they stand still, and the machine may be saved again.
+        machine.pause()?;
+        Ok(machine)
     }
 
     /// Kernel, initial file system and tables. Where the kernel starts.
