@@ -2,6 +2,7 @@
 //! where there is no kernel, or neither a C compiler nor what one has left in the cache.
 
 use nacelle_base::{Classify, Kind};
+use nacelle_vmm::balloon::Balloon;
 use nacelle_vmm::block::Slot;
 use nacelle_vmm::machine::tiny::TinyGuest;
 use nacelle_vmm::machine::{Backing, Builder, Config, Error, Exit, MAX_DEVICES, Machine};
@@ -11,6 +12,7 @@ use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -281,6 +283,42 @@ fn devices_work_behind_their_windows() {
         assert_eq!(end_of(&machine, &console), Exit::Reset);
         assert!(console.text().contains(&format!("disk sum {sum}")), "{}", console.text());
     }
+}
+
+#[test]
+fn a_kernel_speaks_over_hvc0_and_gives_memory_back() {
+    let Some(pieces) = pieces() else { return };
+    let said = Console::default();
+    let mut builder = Builder::new(Config {
+        cmdline: vec!["quiet".into(), "console=hvc0".into(), "do=free".into()],
+        ..config(&pieces, &[])
+    })
+    .unwrap();
+    let balloon = Balloon::new();
+    builder.attach(nacelle_vmm::console::Console::new(said.sink()).device()).unwrap();
+    builder.attach(balloon.device()).unwrap();
+    let machine = builder.start().unwrap();
+    said.expect("memory good", 0);
+    let wait = |what: &str, holds: &dyn Fn() -> bool| {
+        let give_up = Instant::now() + LIMIT;
+        while !holds() {
+            assert!(Instant::now() < give_up, "no {what}: {:?}", balloon.metrics());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    };
+    let metrics = balloon.metrics();
+    let freed = || metrics.freed_bytes.load(Relaxed);
+    wait("report of 32 MiB", &|| freed() >= 32 << 20);
+    let reported = freed();
+    balloon.set_target(1024);
+    wait("inflation", &|| balloon.actual() == 1024);
+    assert!(freed() >= reported + (4 << 20));
+    balloon.set_target(0);
+    wait("deflation", &|| balloon.actual() == 0);
+    balloon.ask_statistics();
+    wait("statistics", &|| balloon.statistics().and_then(|statistics| statistics.total).is_some());
+    assert_eq!((metrics.refused.load(Relaxed), metrics.failed.load(Relaxed)), (0, 0));
+    assert_eq!(machine.kill().unwrap(), Exit::Killed);
 }
 
 #[test]

@@ -94,6 +94,10 @@ int main(void) {
             printf("count %ld at %ld\n", n, now(CLOCK_MONOTONIC));
             usleep(20000);
         }
+    if (asked("free")) {
+        printf("memory %s\n", memory_is_good(48) ? "good" : "bad");
+        for (;;) pause();
+    }
     if (asked("draw")) {
         static char lines[65536];
         int fd = open("/proc/interrupts", O_RDONLY);
