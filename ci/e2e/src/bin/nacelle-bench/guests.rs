@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 /// How long one sample of throughput takes, in seconds.
-const SAMPLE: u32 = 3;
+const SAMPLE: u32 = 5;
 /// Threads that read at once: a queue of some depth.
 const READERS: u32 = 8;
 
