@@ -306,7 +306,7 @@ pub fn handshake(link: &dyn GuestLink, config: &BootConfig, folder: &Path) -> (A
     drop(gone);
     let (mut host, hello) = greeted();
     assert_eq!(first.kernel_release, hello.kernel_release);
-    assert!(first.sent_nanos < hello.sent_nanos, "a hello of its own");
+    assert!(first.sent_nanos < hello.sent_nanos, "a hello of its own: {first:?} {hello:?}");
     frame::write(&mut host, config).expect("to answer");
     (hello, frame::read(&mut host).expect("a report"))
 }
