@@ -85,10 +85,13 @@ impl Host {
         Ok(Host { taps, socket, namespace, index })
     }
 
-    /// Sends one frame to the guest.
+    /// Sends one frame to the guest, if its tap is not full.
     pub fn send(&self, header: [u8; HEADER], frame: &[u8]) {
         let bytes = [&header, frame].concat();
-        assert_eq!(nix::unistd::write(&self.socket, &bytes).expect("a frame to the tap"), bytes.len());
+        match nix::unistd::write(&self.socket, &bytes) {
+            Err(nix::errno::Errno::ENOBUFS) => {} // a tap that nobody reads is full at some time, and drops
+            sent => assert_eq!(sent.expect("a frame to the tap"), bytes.len()),
+        }
     }
 
     /// The next frame of the guest with this EtherType, header included.
