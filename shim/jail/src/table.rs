@@ -313,7 +313,8 @@ pub fn table(kind: ThreadKind) -> impl Iterator<Item = &'static Allow> {
         ThreadKind::NetControl => &[LIFE, WAIT, NETWORK],
         ThreadKind::Vsock => &[LIFE, WAIT, STREAM, SOCKET],
         ThreadKind::VhostUser => &[LIFE, WAIT, SPAWN, DATA, STREAM, SOCKET, MEMORY],
-        ThreadKind::Warden => &[LIFE, WAIT, SPAWN, DATA, STREAM, FILES, MACHINE],
+        // The machine's devices may end on it.
+        ThreadKind::Warden => &[LIFE, WAIT, SPAWN, DATA, STREAM, SOCKET, FILES, NETWORK, MACHINE],
         ThreadKind::Log => &[LIFE, WAIT, STREAM],
     };
     sets.iter().copied().flatten()
