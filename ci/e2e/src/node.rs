@@ -284,12 +284,9 @@ fn config(folder: &Path, registry: &Registry, options: &Options) -> String {
         path("cni"),
         path("netns"),
     );
-    // With free-page reporting Linux takes up to 32 blocks of 4 MiB out of use until the host has answered, which on an
-    // overloaded node is all that a guest of 128 MiB has.
-    let memory = if engine() == "qemu" { 128 } else { 256 };
     let handler = |name: &str| {
         format!(
-            "[handlers.{name}]\nengine = {:?}\nkernel = {:?}\ninitrd = {:?}\nmemory_mib = {memory}\nscratch_mib = 512\n\n",
+            "[handlers.{name}]\nengine = {:?}\nkernel = {:?}\ninitrd = {:?}\nmemory_mib = 128\nscratch_mib = 512\n\n",
             engine(),
             crate::part("NACELLE_KERNEL"),
             crate::part("NACELLE_INITRD"),

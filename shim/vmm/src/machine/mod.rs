@@ -79,7 +79,7 @@ impl Default for Config {
     }
 }
 
-/// What lies under a guest's memory. The cost of each is in testing.md: private memory with huge pages is the fastest.
+/// What lies under a guest's memory. Private memory with huge pages is the fastest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Backing {
     /// Anonymous memory of this process alone, with transparent huge pages where the host has them.
