@@ -474,34 +474,3 @@ fn what_cannot_be_is_refused() {
     assert_eq!(nonsense.kind(), Kind::Invalid, "{nonsense}");
     nothing_is_left();
 }
-
-/// Times of boots, in numbers for a person: `cargo test --test machine -- --ignored --nocapture measure`.
-#[test]
-#[ignore = "measures, and asserts nothing"]
-fn measure() {
-    let Some(pieces) = pieces() else { return };
-    let backings = [Backing::Private, Backing::Shared];
-    let variants = [(1, 128), (2, 128), (4, 128), (1, 1024)];
-    for ((vcpus, memory_mib), backing) in variants.into_iter().flat_map(|one| backings.map(|backing| (one, backing))) {
-        let mut times: Vec<_> = (0..5)
-            .map(|_| {
-                let begin = Instant::now();
-                let console = Console::default();
-                let config = Config { vcpus, memory_mib, backing, ..config(&pieces, &["do=reset"]) };
-                let mut builder = Builder::new(config).unwrap();
-                builder.serial(console.sink()).unwrap();
-                let built = begin.elapsed();
-                let machine = builder.start().unwrap();
-                let started = begin.elapsed();
-                console.expect("up after", 0);
-                let up = begin.elapsed();
-                end_of(&machine, &console);
-                let ended = begin.elapsed();
-                drop(machine);
-                (up, built, started, ended, begin.elapsed())
-            })
-            .collect();
-        times.sort();
-        eprintln!("{vcpus} vCPUs, {memory_mib} MiB, {backing:?}: up, built, started, ended, dropped: {:?}", times[2]);
-    }
-}
