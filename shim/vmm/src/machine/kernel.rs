@@ -281,12 +281,17 @@ fn load_bzimage(memory: &Memory, low_end: u64, file: &mut File, length: u64) -> 
     if header.version < VERSION_WITH_FLAGS || header.xloadflags & HAS_64_BIT_ENTRY == 0 {
         return Err(KernelError::Entry);
     }
+    let entry = HIGH + BZ_IMAGE_ENTRY;
+    // The number of its sectors may leave next to nothing to run.
+    if loaded.kernel_end <= entry {
+        return Err(KernelError::Entry);
+    }
     let runs_at = header.pref_address.max(HIGH);
     let needs = runs_at.checked_add(u64::from(header.init_size)).ok_or(KernelError::Format)?.max(loaded.kernel_end);
     if needs > low_end {
         return Err(KernelError::Memory { needs, end: low_end });
     }
-    Ok(Loaded { entry: Entry::Long(HIGH + BZ_IMAGE_ENTRY), end: needs, header: Some(header) })
+    Ok(Loaded { entry: Entry::Long(entry), end: needs, header: Some(header) })
 }
 
 /// Reads the initial file system at `path` into memory above `kernel_end`; its address and size.
@@ -425,6 +430,9 @@ mod tests {
         ] {
             assert_eq!(load_bytes(&memory(), &bad).unwrap_err().kind(), Kind::Invalid);
         }
+        let mut short = image(0x20f, 1, 0x20_0000, 0x10_0000);
+        short.truncate(4 * 512 + 0x200);
+        assert!(matches!(load_bytes(&memory(), &short), Err(KernelError::Entry)), "all of it is header");
         let mut sectors = image(0x20f, 1, 0x20_0000, 0x10_0000);
         sectors[0x1f1] = 0xff;
         assert_eq!(load_bytes(&memory(), &sectors).unwrap_err().kind(), Kind::Invalid);
