@@ -22,6 +22,17 @@ impl std::fmt::Display for EngineKind {
     }
 }
 
+/// What lies under a machine's memory on the node.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MemoryPages {
+    /// Usual pages, large ones where the node has transparent huge pages; taken when the guest touches them.
+    #[default]
+    Transparent,
+    /// Pages of 2 MiB of the node's pool (hugetlb), all of them taken when the machine starts.
+    Hugetlb,
+}
+
 /// A piece of a file: bytes `offset..offset + length` of `path`. Offset and length are multiples of 512.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Extent {

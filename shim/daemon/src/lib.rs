@@ -5,6 +5,7 @@
 pub mod cli;
 pub mod config;
 pub mod cri;
+mod hugepages;
 pub mod lifecycle;
 mod node_service;
 pub mod nouns;

@@ -39,6 +39,22 @@ fn a_start_that_fails_at_any_step_leaves_nothing() {
 }
 
 #[test]
+fn a_machine_in_huge_pages_that_the_node_has_not_is_refused_before_anything_is_made() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    let request =
+        cri::RunPodSandboxRequest { config: Some(pod_config("a")), runtime_handler: common::HUGE_HANDLER.into() };
+    let error = world.run(daemon.cri.run_pod_sandbox(request)).unwrap_err();
+    assert_eq!(error.code(), Code::ResourceExhausted, "{error}");
+    for words in ["8388608", "/proc/sys/vm/nr_hugepages"] {
+        assert!(error.message().contains(words), "{error}");
+    }
+    assert!(!world.script.seen("netns") && !world.script.seen("spawn"));
+    assert_eq!(world.left(), Vec::<String>::new());
+    assert!(world.run(daemon.pods()).is_empty());
+}
+
+#[test]
 fn what_cannot_be_given_back_is_told_and_tried_again() {
     for what in ["teardown", "clean up"] {
         let world = World::new();

@@ -5,11 +5,14 @@ use std::collections::HashSet;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
+use nacelle_base::machine::MemoryPages;
 use nacelle_base::net::Mac;
 use nacelle_base::{Classify, Kind};
 
 /// The smallest memory in which the guest kernel and the agent start, in MiB.
 pub const MIN_MEMORY_MIB: u32 = 64;
+/// The size of a page of the node's pool (`MemoryPages::Hugetlb`), in MiB.
+pub const HUGE_PAGE_MIB: u32 = 2;
 /// The most virtual processors a machine may have.
 pub const MAX_VCPUS: u8 = 64;
 /// The context ids below this one are reserved by vsock.
@@ -26,6 +29,8 @@ pub struct MachineSpec {
     pub vcpus: u8,
     /// Guest memory in MiB, 64 or more.
     pub memory_mib: u32,
+    /// What lies under it.
+    pub memory_pages: MemoryPages,
     /// The guest kernel: an uncompressed ELF `vmlinux` with the PVH note.
     pub kernel: PathBuf,
     /// The initramfs (cpio, compressed or not).
@@ -112,6 +117,14 @@ pub enum SpecError {
         got_mib: u32,
         /// The least.
         min_mib: u32,
+    },
+    /// Memory that huge pages do not fill.
+    #[error("{got_mib} MiB of memory in huge pages: it must be a multiple of {step_mib} MiB")]
+    HugePages {
+        /// Asked for.
+        got_mib: u32,
+        /// The size of a page.
+        step_mib: u32,
     },
     /// More devices than the engine has places.
     #[error("{disks} disks and {nics} network interfaces: this engine has room for {max} devices")]
@@ -219,6 +232,9 @@ impl MachineSpec {
         if self.memory_mib < MIN_MEMORY_MIB {
             return Err(SpecError::Memory { got_mib: self.memory_mib, min_mib: MIN_MEMORY_MIB });
         }
+        if self.memory_pages == MemoryPages::Hugetlb && !self.memory_mib.is_multiple_of(HUGE_PAGE_MIB) {
+            return Err(SpecError::HugePages { got_mib: self.memory_mib, step_mib: HUGE_PAGE_MIB });
+        }
         if self.disks.len() + self.nics.len() > limits.devices {
             return Err(SpecError::Devices { disks: self.disks.len(), nics: self.nics.len(), max: limits.devices });
         }
@@ -319,6 +335,7 @@ mod tests {
         MachineSpec {
             vcpus: 8,
             memory_mib: MIN_MEMORY_MIB,
+            memory_pages: MemoryPages::Hugetlb,
             kernel: "/boot/vmlinux".into(),
             initrd: "/boot/initrd".into(),
             cmdline: vec!["nacelle.log=debug".into()],
@@ -347,6 +364,7 @@ mod tests {
             (|s| s.vcpus = 0, SpecError::Vcpus { got: 0, max: 8 }),
             (|s| s.vcpus = 9, SpecError::Vcpus { got: 9, max: 8 }),
             (|s| s.memory_mib = 63, SpecError::Memory { got_mib: 63, min_mib: 64 }),
+            (|s| s.memory_mib = 65, SpecError::HugePages { got_mib: 65, step_mib: 2 }),
             (
                 |s| s.disks.push(DiskSpec::Growing { serial: "more".into() }),
                 SpecError::Devices { disks: 3, nics: 1, max: 3 },

@@ -113,6 +113,7 @@ fn start(fake: &Fake, folder: &Path) -> Result<Box<dyn nacelle_engine::Machine>,
     let spec = MachineSpec {
         vcpus: 1,
         memory_mib: 64,
+        memory_pages: Default::default(),
         kernel: "/nowhere/vmlinux".into(),
         initrd: "/nowhere/initrd".into(),
         cmdline: vec![],

@@ -2,6 +2,7 @@
 //! May use: nouns of `base`. No effects but reading and writing that one file.
 
 use nacelle_base::files::{FileError, at, write_whole};
+use nacelle_base::machine::MemoryPages;
 use nacelle_base::{Classify, Kind, PodId};
 pub use nacelle_jail::Mode as Seccomp;
 use serde::{Deserialize, Serialize};
@@ -32,6 +33,9 @@ pub struct PodSpec {
     pub vcpus: u32,
     /// Guest memory, [`MIN_MEMORY_MIB`] or more.
     pub memory_mib: u32,
+    /// What lies under it on the node.
+    #[serde(default)]
+    pub memory_pages: MemoryPages,
     /// The guest's kernel, absolute.
     pub kernel: PathBuf,
     /// The guest's initramfs, absolute.
@@ -287,6 +291,7 @@ pub(crate) mod tests {
             engine: EngineSpec::Qemu { binary: "/usr/bin/qemu-system-x86_64".into(), accelerator: Accelerator::Tcg },
             vcpus: 1,
             memory_mib: 128,
+            memory_pages: MemoryPages::Hugetlb,
             kernel: "/k/vmlinux".into(),
             initrd: "/k/initrd".into(),
             kernel_args: vec![],

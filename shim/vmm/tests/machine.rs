@@ -334,31 +334,6 @@ fn memory_may_be_large_and_lie_anywhere() {
 }
 
 #[test]
-fn huge_pages_are_taken_or_their_lack_is_told() {
-    let Some(pieces) = pieces() else { return };
-    let pool = Path::new("/sys/kernel/mm/hugepages/hugepages-2048kB");
-    let read = |name: &str| std::fs::read_to_string(pool.join(name)).ok()?.trim().parse::<u64>().ok();
-    let (Some(total), Some(0)) = (read("nr_hugepages"), read("free_hugepages")) else {
-        eprintln!("skipped: no pool of huge pages, or one that is in use");
-        return;
-    };
-    let config = || Config { backing: Backing::Huge, ..config(&pieces, &["do=memory"]) };
-    let error = Builder::new(config()).err().expect("there are no huge pages");
-    assert_eq!(error.kind(), Kind::Exhausted, "{error:?}");
-
-    let set = |count: u64| std::fs::write(pool.join("nr_hugepages"), count.to_string());
-    set(total + 64).unwrap();
-    if read("free_hugepages").is_some_and(|free| free >= 64) {
-        let (machine, console) = boot(config());
-        assert_eq!(end_of(&machine, &console), Exit::Reset);
-        assert!(console.text().contains("memory good"), "{}", console.text());
-    } else {
-        eprintln!("skipped: the memory is too scattered for huge pages");
-    }
-    set(total).unwrap();
-}
-
-#[test]
 fn a_kernel_with_only_a_pvh_entry_boots() {
     let Some(pieces) = pieces() else { return };
     let copy = tempfile::NamedTempFile::new().unwrap();

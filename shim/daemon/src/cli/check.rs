@@ -1,8 +1,9 @@
 //! Owns: `nacelle check`: what this node can do, and what follows from it.
 
-use crate::config::{Config, EngineSetting};
+use crate::config::{Config, EngineSetting, Handler};
+use crate::hugepages;
 use nacelle_base::Chain;
-use nacelle_base::machine::EngineKind;
+use nacelle_base::machine::{EngineKind, MemoryPages};
 use nacelle_engine::probe::{self, KvmVerdict};
 use std::fmt;
 use std::path::Path;
@@ -51,6 +52,7 @@ pub(super) fn check(config: Config) -> anyhow::Result<ExitCode> {
     for (name, handler) in &config.handlers {
         findings.push(file(name, "kernel", &handler.kernel));
         findings.push(file(name, "initrd", &handler.initrd));
+        findings.extend(pages(name, handler));
     }
     findings.push(tap());
     findings.push(network(&config)?);
@@ -151,6 +153,14 @@ fn file(handler: &str, what: &'static str, path: &Path) -> Finding {
     }
 }
 
+/// Whether the node has huge pages for a machine of a handler that takes them; its other handlers do without.
+fn pages(name: &str, handler: &Handler) -> Option<Finding> {
+    (handler.memory_pages == MemoryPages::Hugetlb).then(|| match hugepages::check(handler.memory_mib) {
+        Ok(()) => finding(Level::Good, "pages", format!("huge pages for a machine of handler {name}")),
+        Err(error) => finding(Level::Worse, "pages", format!("handler {name}: {error}")),
+    })
+}
+
 fn tap() -> Finding {
     match std::fs::File::options().read(true).write(true).open("/dev/net/tun") {
         Ok(_) => finding(Level::Good, "tap", "/dev/net/tun can be opened"),
@@ -236,6 +246,14 @@ mod tests {
             assert!(found.level == if hardware { Level::Worse } else { Level::Good }, "{found}");
             assert_eq!(found.says.contains("load the module vhost_net"), hardware, "{found}");
         }
+    }
+
+    #[test]
+    fn huge_pages_are_looked_for_only_where_they_are_wanted() {
+        let usual = Handler { memory_mib: 16 << 20, ..Handler::default() };
+        assert!(pages("a", &usual).is_none());
+        let found = pages("h", &Handler { memory_pages: MemoryPages::Hugetlb, ..usual }).unwrap();
+        assert!(found.level == Level::Worse && found.says.contains("handler h: a machine of 16777216 MiB"), "{found}");
     }
 
     #[test]

@@ -6,7 +6,7 @@ mod check;
 pub use check::Rule;
 
 use nacelle_base::files::{FileError, at};
-use nacelle_base::machine::EngineKind;
+use nacelle_base::machine::{EngineKind, MemoryPages};
 use nacelle_base::{Classify, Kind};
 use nacelle_pod::spec::Seccomp;
 use serde::{Deserialize, Serialize};
@@ -168,6 +168,8 @@ pub struct Handler {
     pub vcpus: u32,
     /// Memory of a machine in MiB, beside what the pod's limits ask for.
     pub memory_mib: u64,
+    /// What lies under that memory on the node: "transparent" or "hugetlb".
+    pub memory_pages: MemoryPages,
     /// Size of the sparse disk for what containers write, in MiB.
     pub scratch_mib: u64,
     /// Annotations (`vm.nacelle.dev/...`) that a pod of this handler may carry.
@@ -239,6 +241,7 @@ impl Default for Handler {
             kernel_args: Vec::new(),
             vcpus: 1,
             memory_mib: 256,
+            memory_pages: MemoryPages::Transparent,
             scratch_mib: 10240,
             allowed_annotations: Vec::new(),
         }
@@ -402,6 +405,7 @@ mod tests {
             ("[paths]\nroot = \"/r\"\n\n  rooot = \"/r\"\n", "line 4, column 3"),
             ("[handlers.a]\nvcpu = 1\n", "line 2, column 1"),
             ("[handlers.a]\nengine = \"bochs\"\n", "line 2, column 10"),
+            ("[handlers.a]\nmemory_pages = \"2M\"\n", "line 2, column 16"),
             ("[images.registries.\"r:5000\"]\nhttps = true\n", "line 2, column 1"),
         ] {
             let error = parse(text).unwrap_err();

@@ -5,8 +5,10 @@
 use super::error::{LifecycleError, at};
 use super::{Parts, clip};
 use crate::config::{CgroupDriver, Handler};
+use crate::hugepages;
 use crate::nouns::PodConfig;
 use crate::store::Left;
+use nacelle_base::machine::MemoryPages;
 use nacelle_base::{Chain, PodId, files};
 use nacelle_net::{Attachment, Dns, PodRef};
 use nacelle_pod::client::PodClient;
@@ -41,6 +43,9 @@ pub(super) async fn boot(
     cancel: CancellationToken,
 ) -> Result<Up, LifecycleError> {
     let dir = parts.pod_dir(&id);
+    if handler.memory_pages == MemoryPages::Hugetlb {
+        hugepages::check(memory_mib(&config, &handler))?;
+    }
     make_folders(dir.clone(), config.log_directory.clone()).await?;
     let netns = parts.networks.create(&id).await.map_err(at("make the network namespace of the pod"))?;
     if cancel.is_cancelled() {
@@ -102,8 +107,17 @@ pub(super) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send 
     }
 }
 
+/// The memory of the pod's machine: the handler's, and what its containers may have; whole huge pages.
+fn memory_mib(config: &PodConfig, handler: &Handler) -> u64 {
+    let limit = config.memory_limit.map_or(0, |bytes| bytes.div_ceil(1 << 20));
+    let mib = handler.memory_mib.saturating_add(limit);
+    match handler.memory_pages {
+        MemoryPages::Transparent => mib,
+        MemoryPages::Hugetlb => mib.div_ceil(hugepages::PAGE_MIB).saturating_mul(hugepages::PAGE_MIB),
+    }
+}
+
 fn pod_spec(parts: &Parts, id: &PodId, config: &PodConfig, handler: &Handler, netns: PathBuf) -> PodSpec {
-    let limit_mib = config.memory_limit.map_or(0, |bytes| bytes.div_ceil(1 << 20));
     let cpus = config.cpu_limit_milli.map_or(0, |milli| milli.div_ceil(1000));
     let narrow = |value: u64| u32::try_from(value).unwrap_or(u32::MAX);
     PodSpec {
@@ -111,7 +125,8 @@ fn pod_spec(parts: &Parts, id: &PodId, config: &PodConfig, handler: &Handler, ne
         id: id.clone(),
         engine: parts.engine.spec(handler.engine),
         vcpus: handler.vcpus.max(narrow(cpus)),
-        memory_mib: narrow(handler.memory_mib.saturating_add(limit_mib)),
+        memory_mib: narrow(memory_mib(config, handler)),
+        memory_pages: handler.memory_pages,
         kernel: handler.kernel.clone(),
         initrd: handler.initrd.clone(),
         kernel_args: handler.kernel_args.clone(),

@@ -1,6 +1,7 @@
 //! Owns: why something asked of a pod or container did not happen, and what that means to the caller.
 
 use super::state::Refused;
+use crate::hugepages::TooFew;
 use crate::oci::OciError;
 use crate::store::{Left, StoreError};
 use nacelle_base::files::FileError;
@@ -67,6 +68,9 @@ pub enum LifecycleError {
     /// The start was told to give up.
     #[error("the pod was stopped while it was booting")]
     Cancelled,
+    /// The node has no room for the machine's memory.
+    #[error(transparent)]
+    HugePages(#[from] TooFew),
     /// Machine or network could not be made.
     #[error("cannot {step}")]
     Step {
@@ -180,6 +184,7 @@ impl Classify for LifecycleError {
             | LifecycleError::NotReady { .. }
             | LifecycleError::NotRunning { .. }
             | LifecycleError::Cancelled => Kind::Conflict,
+            LifecycleError::HugePages(source) => source.kind(),
             LifecycleError::Step { source, .. } => source.kind(),
             LifecycleError::TooSlow { .. } => Kind::Timeout,
             LifecycleError::Unclean { .. } => Kind::Internal,

@@ -9,7 +9,7 @@ pub mod image;
 pub mod pods;
 
 use nacelle_base::PodId;
-use nacelle_base::machine::EngineKind;
+use nacelle_base::machine::{EngineKind, MemoryPages};
 use nacelle_base::net::{Interface, PodNetwork};
 use nacelle_daemon::config::{Config, Handler};
 use nacelle_daemon::lifecycle::EngineChoice;
@@ -34,6 +34,9 @@ use tonic::transport::Channel;
 
 /// For every wait: generous, because machines are slow and busy.
 pub const LIMIT: Duration = Duration::from_secs(60);
+
+/// A handler whose machines want more huge pages than any node has.
+pub const HUGE_HANDLER: &str = "huge";
 
 /// Counts steps; one of them fails, one of them hangs.
 #[derive(Default)]
@@ -216,7 +219,9 @@ impl World {
         config.default_handler = "small".into();
         let allowed_annotations = vec!["vm.nacelle.dev/cpus".into()];
         let handler = Handler { allowed_annotations, ..Handler::default() };
-        config.handlers = [("small".to_owned(), handler.clone()), ("other".to_owned(), handler)].into();
+        let huge = Handler { memory_pages: MemoryPages::Hugetlb, memory_mib: 16 << 20, ..Handler::default() };
+        let handlers = [("small", handler.clone()), ("other", handler), (HUGE_HANDLER, huge)];
+        config.handlers = handlers.map(|(name, handler)| (name.to_owned(), handler)).into();
         config
     }
 

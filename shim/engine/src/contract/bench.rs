@@ -56,6 +56,7 @@ pub(super) fn spec(world: &dyn World, folder: &Path, disks: Vec<DiskSpec>) -> Ma
     MachineSpec {
         vcpus: 1,
         memory_mib: 128,
+        memory_pages: Default::default(),
         kernel: world.kernel(),
         initrd: world.initrd(),
         cmdline: Vec::new(),

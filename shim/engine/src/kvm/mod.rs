@@ -11,10 +11,11 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use nacelle_base::Chain;
+use nacelle_base::machine::MemoryPages;
 use nacelle_jail::ThreadKind;
 use nacelle_vmm::Device;
 use nacelle_vmm::balloon::Balloon;
-use nacelle_vmm::machine::{self, Builder, Config, Exit, MAX_DEVICES};
+use nacelle_vmm::machine::{self, Backing, Builder, Config, Exit, MAX_DEVICES};
 use nacelle_vmm::net::{self, Net, NetConfig};
 use nacelle_vmm::rng::Rng;
 use nacelle_vmm::snapshot;
@@ -29,7 +30,7 @@ use crate::machine::{
 };
 use crate::{CheckedSpec, EngineError, EngineKind, Limits, MachineSpec, Slot};
 
-/// The devices that every machine has: vsock, rng and balloon.
+/// The most devices that a machine has beside those of its spec: vsock, rng and balloon.
 const OWN_DEVICES: usize = 3;
 /// The kernel parameters of every machine: where the console is, silence on it, and a reset at a panic (the machine
 /// itself says how to reset). Linux takes 32 blocks of free memory out of use at a time until the host has taken them
@@ -85,6 +86,7 @@ impl Restorer for Kvm {
         for (what, saved, here) in [
             ("vCPUs", saved.vcpus(), spec.vcpus.into()),
             ("MiB of memory", saved.memory_mib() as usize, spec.memory_mib as usize),
+            ("MiB in huge pages", 0, huge_mib(&spec) as usize),
         ] {
             if saved != here {
                 return Err(restore(machine::Error::Mismatch { what, saved, here }));
@@ -92,6 +94,14 @@ impl Restorer for Kvm {
         }
         let go_on = |builder: Builder| builder.restore(saved.state()).map_err(restore);
         assemble(spec, true, || saved.builder().map_err(restore), go_on)
+    }
+}
+
+/// How much of its memory is in pages of the node's pool.
+fn huge_mib(spec: &MachineSpec) -> u32 {
+    match spec.memory_pages {
+        MemoryPages::Transparent => 0,
+        MemoryPages::Hugetlb => spec.memory_mib,
     }
 }
 
@@ -108,6 +118,7 @@ fn assemble(
     builder: impl FnOnce() -> Result<Builder, EngineError>,
     finish: impl FnOnce(Builder) -> Result<machine::Machine, EngineError>,
 ) -> Result<Box<dyn Machine>, EngineError> {
+    let in_huge_pages = spec.memory_pages == MemoryPages::Hugetlb;
     let console = Console::open(&spec.console_log).map_err(file("open", &spec.console_log))?;
     let console = Arc::new(Mutex::new(console));
     let slots = spec.disks.iter().map(make_slot).collect::<Result<Vec<_>, _>>()?;
@@ -132,17 +143,20 @@ fn assemble(
         let spawned = nacelle_jail::spawn(ThreadKind::Warden, builder, move || running.watch(&link, &console));
         spawned.map_err(|source| EngineError::Resources { what: "a thread for the machine", source })?
     };
-    Ok(Box::new(KvmMachine { running, warden: Some(warden), link, slots }))
+    Ok(Box::new(KvmMachine { running, warden: Some(warden), link, slots, in_huge_pages }))
 }
 
 fn config(spec: &MachineSpec) -> Config {
     Config {
         vcpus: spec.vcpus,
         memory_mib: spec.memory_mib,
+        backing: match spec.memory_pages {
+            MemoryPages::Transparent => Backing::Private,
+            MemoryPages::Hugetlb => Backing::Huge,
+        },
         kernel: spec.kernel.clone(),
         initrd: Some(spec.initrd.clone()),
         cmdline: CMDLINE.into_iter().map(str::to_owned).chain(spec.cmdline.iter().cloned()).collect(),
-        ..Config::default()
     }
 }
 
@@ -161,7 +175,11 @@ fn devices(spec: MachineSpec, slots: &[Slot], vsock: Box<dyn Device>) -> Result<
         let mtu = u16::try_from(nic.mtu).unwrap_or(u16::MAX); // checked to be no more
         devices.push(Net::new(NetConfig { taps, mac: nic.mac, mtu, vhost }).map_err(no_nic)?.device());
     }
-    devices.extend([vsock, Rng::new().device(), Balloon::new().device()]);
+    devices.extend([vsock, Rng::new().device()]);
+    // A huge page that was given back may be another's when the guest wants it again, and then the process is killed.
+    if spec.memory_pages == MemoryPages::Transparent {
+        devices.push(Balloon::new().device());
+    }
     Ok(devices)
 }
 
@@ -216,6 +234,7 @@ struct KvmMachine {
     warden: Option<JoinHandle<()>>,
     link: Arc<Link>,
     slots: Vec<Slot>,
+    in_huge_pages: bool,
 }
 
 impl Machine for KvmMachine {
@@ -257,7 +276,8 @@ impl Machine for KvmMachine {
     }
 
     fn as_snapshottable(&self) -> Option<&dyn Snapshottable> {
-        Some(self)
+        // A restored machine's memory is a file of usual pages.
+        (!self.in_huge_pages).then_some(self as _)
     }
 }
 

@@ -4,6 +4,7 @@
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 
+use nacelle_base::machine::MemoryPages;
 use nacelle_base::net::Mac;
 
 use crate::Accelerator;
@@ -22,6 +23,7 @@ pub(super) struct MicroVm<'a> {
     pub accelerator: Accelerator,
     pub vcpus: u8,
     pub memory_mib: u32,
+    pub memory_pages: MemoryPages,
     pub kernel: &'a Path,
     pub initrd: &'a Path,
     /// Kernel parameters that go with the accelerator.
@@ -112,6 +114,11 @@ impl MicroVm<'_> {
         let memory = format!("{}M", self.memory_mib);
         add("m", Some(memory.clone()));
         let backend = Opt::new("memory-backend-memfd").set("id", "ram").set("size", memory).set("share", "on");
+        // Taken now, because a page that is missing later is the end of QEMU.
+        let backend = match self.memory_pages {
+            MemoryPages::Transparent => backend,
+            MemoryPages::Hugetlb => on(backend, &["hugetlb", "prealloc"]).set("hugetlbsize", "2M"),
+        };
         add("object", Some(backend.0));
         let denied = ["elevateprivileges", "spawn", "resourcecontrol", "obsolete"];
         add("sandbox", Some(denied.iter().fold(Opt::new("on"), |option, key| option.set(key, "deny")).0));
@@ -165,6 +172,7 @@ mod tests {
             accelerator: Accelerator::Tcg,
             vcpus: 2,
             memory_mib: 128,
+            memory_pages: MemoryPages::Transparent,
             kernel: Path::new("/k"),
             initrd: Path::new("/i"),
             timers: &[],
@@ -200,6 +208,13 @@ mod tests {
             ]
         );
         assert_eq!(value(&args, "-netdev"), ["tap,id=net6,fd=11,vhost=off"]);
+    }
+
+    #[test]
+    fn huge_pages_are_asked_for_and_taken_at_once() {
+        let args = MicroVm { memory_pages: MemoryPages::Hugetlb, ..machine() }.args();
+        let backend = "memory-backend-memfd,id=ram,size=128M,share=on,hugetlb=on,prealloc=on,hugetlbsize=2M";
+        assert_eq!(value(&args, "-object"), [backend]);
     }
 
     #[test]

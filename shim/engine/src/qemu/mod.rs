@@ -101,6 +101,7 @@ impl Engine for Qemu {
             accelerator: self.accelerator,
             vcpus: spec.vcpus,
             memory_mib: spec.memory_mib,
+            memory_pages: spec.memory_pages,
             kernel: &spec.kernel,
             initrd: &spec.initrd,
             timers: match self.accelerator {

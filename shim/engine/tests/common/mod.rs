@@ -1,6 +1,10 @@
-//! Owns: what the suites of the engines that boot machines share: the kernel, the guest, a machine's spec, a tap.
+//! Owns: what the suites of the engines that boot machines share: the kernel, the guest, a machine's spec, a
+//! tap, huge pages.
 
+mod huge;
 mod tap;
+
+pub use huge::a_machine_in_huge_pages;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -72,6 +76,7 @@ pub fn spec(world: &dyn World, folder: &Path) -> MachineSpec {
     MachineSpec {
         vcpus: 1,
         memory_mib: 128,
+        memory_pages: Default::default(),
         kernel: world.kernel(),
         initrd: world.initrd(),
         cmdline: vec![],

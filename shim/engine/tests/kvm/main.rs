@@ -72,6 +72,11 @@ fn a_tap_is_the_guests_network() {
 }
 
 #[test]
+fn huge_pages_are_taken_and_given_back() {
+    common::a_machine_in_huge_pages(world());
+}
+
+#[test]
 fn a_missing_or_strange_kernel_is_named() {
     let _turn = turn();
     let Some(world) = world() else { return };

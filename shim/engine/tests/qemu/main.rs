@@ -137,6 +137,11 @@ fn a_tap_is_the_guests_network() {
     common::a_tap_is_the_guests_network(world(), 1);
 }
 
+#[test]
+fn huge_pages_are_taken_and_given_back() {
+    common::a_machine_in_huge_pages(world());
+}
+
 /// The other half of the next test: starts a machine, says which process it is, and dies without a word.
 fn die_with_a_machine(folder: &Path) -> ! {
     let world = find().unwrap();

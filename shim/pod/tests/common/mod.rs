@@ -27,6 +27,7 @@ pub fn spec(root: &Path) -> PodSpec {
         engine: fake(),
         vcpus: 1,
         memory_mib: 64,
+        memory_pages: Default::default(),
         kernel: "/none/vmlinux".into(),
         initrd: "/none/initrd".into(),
         kernel_args: vec![],

@@ -46,6 +46,12 @@ pub enum MemoryError {
         /// What it said.
         source: Errno,
     },
+    /// The pool has the pages, and this process may not have them.
+    #[error("its control group does not give it the huge pages: see hugetlb.2MB.max there")]
+    HugePageLimit {
+        /// What the host said.
+        source: Errno,
+    },
     /// The file for shared memory, or of saved memory, cannot be used.
     #[error("its file cannot be {what}")]
     File {
@@ -71,7 +77,9 @@ impl Classify for MemoryError {
     fn kind(&self) -> Kind {
         match self {
             MemoryError::Size { .. } | MemoryError::Length { .. } => Kind::Invalid,
-            MemoryError::Map { .. } | MemoryError::HugePages { .. } => Kind::Exhausted,
+            MemoryError::Map { .. } | MemoryError::HugePages { .. } | MemoryError::HugePageLimit { .. } => {
+                Kind::Exhausted
+            }
             MemoryError::File { .. } | MemoryError::Regions => Kind::Internal,
         }
     }
@@ -117,7 +125,7 @@ struct Source<'a> {
 }
 
 impl GuestMemory {
-    /// New memory, all zero; populated when touched (except huge pages, which are reserved now).
+    /// New memory, all zero; populated when touched, except huge pages, which are taken now.
     pub fn new(mib: u32, backing: Backing) -> Result<GuestMemory, MemoryError> {
         let step_mib = if backing == Backing::Huge { 2 } else { 1 };
         if mib < 16 || !mib.is_multiple_of(step_mib) {
@@ -137,12 +145,14 @@ impl GuestMemory {
             }
             Backing::Huge => {
                 let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_HUGETLB | MapFlags::MAP_HUGE_2MB;
-                GuestMemory::map(mib, Source { file: None, flags }).map_err(|error| match error {
+                let mapped = GuestMemory::map(mib, Source { file: None, flags }).map_err(|error| match error {
                     MemoryError::Map { source: source @ (Errno::ENOMEM | Errno::EINVAL) } => {
                         MemoryError::HugePages { source }
                     }
                     other => other,
-                })
+                })?;
+                mapped.populate()?;
+                Ok(mapped)
             }
         }
     }
@@ -176,6 +186,21 @@ impl GuestMemory {
         }
         let memory = Memory::from_regions(mapped).map_err(|_overlap| MemoryError::Regions)?;
         Ok(GuestMemory { memory: Arc::new(memory), _reservation: reservation })
+    }
+
+    /// Takes all pages now. Mapping has reserved them in the pool, but a control group may have a limit of its own,
+    /// and then whoever touches a page that cannot be had is killed.
+    fn populate(&self) -> Result<(), MemoryError> {
+        for region in self.memory.iter() {
+            let start = NonNull::new(region.as_ptr().cast()).ok_or(MemoryError::Regions)?;
+            // SAFETY: our own mapping as a whole; pages are added where there is none, and no content changes.
+            match unsafe { madvise(start, region.len() as usize, MmapAdvise::MADV_POPULATE_WRITE) } {
+                // The latter: a host with Linux before 5.14, which cannot.
+                Ok(()) | Err(Errno::EINVAL) => {}
+                Err(source) => return Err(MemoryError::HugePageLimit { source }),
+            }
+        }
+        Ok(())
     }
 
     /// The memory.

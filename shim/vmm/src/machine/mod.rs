@@ -87,6 +87,6 @@ pub enum Backing {
     Private,
     /// A memfd that other processes can map (vhost-user devices).
     Shared,
-    /// Pages of 2 MiB from the host's hugetlb pool, reserved when the machine is made.
+    /// Pages of 2 MiB from the host's hugetlb pool, all taken when the machine is made.
     Huge,
 }

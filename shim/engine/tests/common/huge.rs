@@ -1,0 +1,96 @@
+//! Owns: the node's pool of huge pages, made larger for a test, and what a machine takes of it.
+
+use std::fs::{self, File};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use nacelle_base::machine::MemoryPages;
+use nacelle_base::{Chain, Classify, Kind};
+use nacelle_engine::contract::{Bench, World, turn};
+use nacelle_engine::{EngineError, ExitKind};
+
+use super::LONG;
+
+const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
+/// Of a machine of 128 MiB.
+const NEEDED: u64 = 64;
+/// More than any node has.
+const TOO_MUCH_MIB: u32 = 64 << 20;
+
+fn read(name: &str) -> Result<u64, String> {
+    let path = Path::new(POOL).join(name);
+    let text = fs::read_to_string(&path).map_err(|error| format!("{path:?}: {error}"))?;
+    text.trim().parse().map_err(|error| format!("{path:?}: {error}"))
+}
+
+/// A pool with pages for a machine, until this is dropped. One at a time on a node.
+struct Pool {
+    before: u64,
+    _lock: nix::fcntl::Flock<File>,
+}
+
+impl Pool {
+    fn enlarge() -> Result<Pool, String> {
+        let lock = File::open(POOL).map_err(|error| format!("{POOL}: {error}"))?;
+        let lock = nix::fcntl::Flock::lock(lock, nix::fcntl::FlockArg::LockExclusive);
+        let pool = Pool { before: read("nr_hugepages")?, _lock: lock.map_err(|(_, error)| error.to_string())? };
+        pool.set(pool.before + NEEDED)?;
+        match read("free_hugepages")? >= read("resv_hugepages")? + NEEDED {
+            true => Ok(pool),
+            false => Err("the node's memory is too scattered for huge pages".to_owned()),
+        }
+    }
+
+    fn set(&self, pages: u64) -> Result<(), String> {
+        let path = Path::new(POOL).join("nr_hugepages");
+        fs::write(&path, pages.to_string()).map_err(|error| format!("{path:?}: {error}"))
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        if let Err(why) = self.set(self.before) {
+            println!("the pool of huge pages stays larger: {why}");
+        }
+    }
+}
+
+/// A machine in huge pages has all of them from its start on and gives them back; one that is too large ends before
+/// its guest has begun.
+pub fn a_machine_in_huge_pages(world: Option<Box<impl World>>) {
+    let _turn = turn();
+    let Some(world) = world else { return };
+    let _pool = match Pool::enlarge() {
+        Ok(pool) => pool,
+        Err(why) => return println!("skipped: no huge pages: {why}"),
+    };
+    let free = || read("free_hugepages").unwrap();
+    let before = free();
+    let bench = Bench::start(&*world, vec![], |spec| spec.memory_pages = MemoryPages::Hugetlb);
+    assert_eq!(before - free(), NEEDED, "all of it, and nothing else");
+    assert_eq!(bench.ask("cpus"), "1");
+    assert!(bench.machine.as_snapshottable().is_none(), "it could not be restored as it is");
+    drop(bench);
+    let until = Instant::now() + LONG;
+    while free() != before {
+        assert!(Instant::now() < until, "{} of {before} are free again", free());
+        std::thread::sleep(Duration::from_millis(20));
+    }
+
+    let folder = tempfile::tempdir().unwrap();
+    let engine = world.engine();
+    let mut spec = super::spec(&*world, folder.path());
+    (spec.memory_pages, spec.memory_mib) = (MemoryPages::Hugetlb, TOO_MUCH_MIB);
+    match engine.start(spec.check(&engine.limits()).unwrap()) {
+        Err(error) => {
+            assert!(matches!(error, EngineError::Machine { .. }) && error.kind() == Kind::Exhausted, "{error:?}");
+            assert!(Chain(&error).to_string().contains("nr_hugepages"), "{}", Chain(&error));
+        }
+        Ok(machine) => {
+            let exit = machine.wait(LONG).unwrap();
+            let ExitKind::Died { code: Some(1), message, .. } = &exit.how else { panic!("{exit:?}") };
+            assert!(message.contains("memory"), "{message}");
+        }
+    }
+    assert_eq!(free(), before);
+}
