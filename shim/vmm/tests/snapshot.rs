@@ -17,10 +17,12 @@ const LIMIT: Duration = Duration::from_secs(120);
 /// Where the guest counts, in memory that is zero at first.
 const COUNTER: u32 = 0x20_0000;
 
-/// Counts in a register and in memory, and sends both counts to the serial port, again and again.
+/// Counts in a register and in memory, and sends both counts to the serial port, again and again. It has no interrupt
+/// table and is open for interrupts: one would be its end.
 fn code() -> Vec<u8> {
     let [a, b, c, d] = COUNTER.to_le_bytes();
-    let code: [&[u8]; 8] = [
+    let code: [&[u8]; 9] = [
+        &[0xfb],                         // sti
         &[0x66, 0xba, 0xf8, 0x03],       // mov dx, 0x3f8
         &[0x31, 0xc9],                   // xor ecx, ecx
         &[0x88, 0xc8, 0xee],             // again: mov al, cl; out dx, al

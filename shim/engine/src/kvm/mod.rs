@@ -221,9 +221,9 @@ impl Running {
 fn how(exit: Exit, console: &Console) -> ExitKind {
     match exit {
         Exit::Killed => ExitKind::Killed,
-        Exit::Reset | Exit::TripleFault if console.says(PANIC) => ExitKind::Panicked,
+        Exit::Reset | Exit::TripleFault { .. } if console.says(PANIC) => ExitKind::Panicked,
         Exit::Reset => ExitKind::Shutdown,
-        Exit::TripleFault | Exit::Failed { .. } => {
+        Exit::TripleFault { .. } | Exit::Failed { .. } => {
             ExitKind::Died { code: None, signal: None, message: exit.to_string() }
         }
     }

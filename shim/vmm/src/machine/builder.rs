@@ -10,7 +10,10 @@ use super::vcpu::{Control, Vcpu, prepare_signal};
 use super::{Config, Console, Error, Exit, MAX_VCPUS, Machine, boot, cpuid, layout, mptable};
 use crate::mmio::{self, Transport};
 use crate::{Device, Memory};
-use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, Msrs, kvm_cpuid_entry2, kvm_msr_entry};
+use kvm_bindings::{
+    CpuId, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_MAX_CPUID_ENTRIES, Msrs, kvm_cpuid_entry2, kvm_irqchip,
+    kvm_msr_entry,
+};
 use kvm_ioctls::{Cap, IoEventAddress, Kvm, VcpuFd, VmFd};
 use std::fs::File;
 use std::path::Path;
@@ -59,6 +62,7 @@ impl Builder {
         vm.set_identity_map_address(layout::IDENTITY_MAP).map_err(Error::call("place its page table"))?;
         vm.set_tss_address(layout::TSS).map_err(Error::call("place its task state"))?;
         vm.create_irq_chip().map_err(Error::call("make interrupt controllers"))?;
+        mask_old_controllers(&vm)?;
         let control = Arc::new(Control::new());
         let mut ports = Bus::default();
         let ended = control.clone();
@@ -259,6 +263,18 @@ fn set_msrs(vcpu: &VcpuFd) -> Result<(), Error> {
         done if done == entries.len() => Ok(()),
         _ => Err(Error::Missing { capability: "MSR IA32_MISC_ENABLE or IA32_MTRR_DEF_TYPE" }),
     }
+}
+
+/// The two PICs keep their interrupts to themselves until a kernel has set them up, as a PC's firmware leaves them: KVM
+/// makes them with all lines open and vectors from 0, where processors have exceptions.
+fn mask_old_controllers(vm: &VmFd) -> Result<(), Error> {
+    for chip_id in [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE] {
+        let mut chip = kvm_irqchip { chip_id, ..Default::default() };
+        vm.get_irqchip(&mut chip).map_err(Error::call("tell an interrupt controller's state"))?;
+        chip.chip.pic.imr = 0xff;
+        vm.set_irqchip(&chip).map_err(Error::call("set an interrupt controller's state"))?;
+    }
+    Ok(())
 }
 
 /// LINT0 takes the old interrupt controller's interrupts, LINT1 is the NMI: as a PC's firmware leaves them.

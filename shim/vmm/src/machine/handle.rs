@@ -18,7 +18,10 @@ pub enum Exit {
     /// The guest asked for a reset: it rebooted, powered off or panicked; its console says which.
     Reset,
     /// A processor met a fault that nothing in the guest handles.
-    TripleFault,
+    TripleFault {
+        /// Which processor, and its registers where KVM has kept them.
+        what: String,
+    },
     /// KVM or a thread of ours could not go on.
     Failed {
         /// Which processor, and all that is known.
@@ -32,7 +35,7 @@ impl std::fmt::Display for Exit {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Exit::Reset => f.write_str("the guest asked for a reset"),
-            Exit::TripleFault => f.write_str("a triple fault"),
+            Exit::TripleFault { what } => write!(f, "a triple fault on {what}"),
             Exit::Failed { what } => f.write_str(what),
             Exit::Killed => f.write_str("killed"),
         }

@@ -255,7 +255,9 @@ impl Vcpu {
             Ok(VcpuExit::IoOut(port, data)) => self.ports.write(port.into(), data),
             Ok(VcpuExit::IoIn(port, data)) => self.ports.read(port.into(), data),
             Ok(VcpuExit::Intr) => {}
-            Ok(VcpuExit::Shutdown) => return Some(Exit::TripleFault),
+            Ok(VcpuExit::Shutdown) => {
+                return Some(Exit::TripleFault { what: format!("vCPU {}: {}", self.id, state(fd)) });
+            }
             Ok(VcpuExit::Hlt) => return failed("halted for good".to_owned()),
             Ok(VcpuExit::FailEntry(reason, _)) => return failed(format!("entry failed with reason {reason:#x}")),
             Ok(VcpuExit::InternalError) => return failed(internal_error(fd)),
@@ -282,6 +284,35 @@ fn internal_error(fd: &mut VcpuFd) -> String {
     let rip = fd.get_regs().map_or(0, |regs| regs.rip);
     let (suberror, data) = sys::internal_error(fd);
     format!("KVM cannot go on at {rip:#x}: suberror {suberror}, data {data:x?}")
+}
+
+/// Where a processor is, in one line.
+fn state(fd: &VcpuFd) -> String {
+    /// The base of the code segment after a reset.
+    const RESET: u64 = 0xffff_0000;
+    let (Ok(regs), Ok(sregs)) = (fd.get_regs(), fd.get_sregs()) else {
+        return "its registers cannot be read".to_owned();
+    };
+    // On AMD a processor's state is undefined after a triple fault.
+    if (regs.rip, sregs.cs.base) == (0xfff0, RESET) {
+        return "KVM has reset its registers".to_owned();
+    }
+    let mut text = format!(
+        "rip {:#x}, rsp {:#x}, rflags {:#x}, cr0 {:#x}, cr2 {:#x}, cr3 {:#x}, cr4 {:#x}, efer {:#x}, idt {:#x}",
+        regs.rip, regs.rsp, regs.rflags, sregs.cr0, sregs.cr2, sregs.cr3, sregs.cr4, sregs.efer, sregs.idt.base
+    );
+    if let Ok(events) = fd.get_vcpu_events() {
+        for (what, there, number) in [
+            ("exception", events.exception.injected, events.exception.nr),
+            ("interrupt", events.interrupt.injected, events.interrupt.nr),
+            ("NMI", events.nmi.injected, 2),
+        ] {
+            if there != 0 {
+                text += &format!(", delivering {what} {number}");
+            }
+        }
+    }
+    text
 }
 
 /// Retires the processor when its thread ends, even in a panic.
