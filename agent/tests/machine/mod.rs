@@ -248,6 +248,7 @@ pub fn spec((kernel, initrd): (PathBuf, PathBuf), folder: &Path, vcpus: u8, nics
     MachineSpec {
         vcpus,
         memory_mib: 256,
+        memory_pages: Default::default(),
         kernel,
         initrd,
         cmdline: Vec::new(),
