@@ -33,6 +33,17 @@ pub enum MemoryPages {
     Hugetlb,
 }
 
+/// What a guest prints on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ConsoleKind {
+    /// The serial port: from the kernel's first word to its last, a byte at a time.
+    #[default]
+    Serial,
+    /// A virtio console as soon as the kernel has found it, the serial port until then: for guests that print much.
+    Virtio,
+}
+
 /// A piece of a file: bytes `offset..offset + length` of `path`. Offset and length are multiples of 512.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Extent {

@@ -1,6 +1,7 @@
 //! Owns: what the guest prints: the newest part of it in memory, and in a file that stays small.
 //! The bytes come from the guest: they are never trusted to be text, nor to end.
 
+use nacelle_base::machine::ConsoleKind;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::OpenOptionsExt;
@@ -13,6 +14,15 @@ pub(crate) const PANIC: &str = "not syncing: ";
 pub(crate) const TAIL: usize = 8 << 10;
 /// The largest size of the file, in bytes.
 pub(crate) const MAX_LOG: u64 = 1 << 20;
+
+/// The kernel parameters that say where the console is. A virtio console is found late and cannot be printed on before:
+/// until then the kernel's words go to the serial port, which has no driver then.
+pub(crate) fn parameters(kind: ConsoleKind) -> &'static [&'static str] {
+    match kind {
+        ConsoleKind::Serial => &["console=ttyS0"],
+        ConsoleKind::Virtio => &["earlycon=uart8250,io,0x3f8", "console=hvc0", "8250.nr_uarts=0"],
+    }
+}
 
 /// The console of one machine.
 pub(crate) struct Console {

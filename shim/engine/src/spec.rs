@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
-use nacelle_base::machine::MemoryPages;
+use nacelle_base::machine::{ConsoleKind, MemoryPages};
 use nacelle_base::net::Mac;
 use nacelle_base::{Classify, Kind};
 
@@ -43,7 +43,9 @@ pub struct MachineSpec {
     pub nics: Vec<NicSpec>,
     /// A folder of mode 0700 that exists and belongs to this machine: sockets. The engine removes what it made.
     pub run_dir: PathBuf,
-    /// Where the guest's console goes: a file that never grows beyond 1 MiB (it keeps the newest half).
+    /// What the guest prints on. A virtio console takes a device's place.
+    pub console: ConsoleKind,
+    /// Where its output goes: a file that never grows beyond 1 MiB (it keeps the newest half).
     pub console_log: PathBuf,
     /// The guest's vsock context id, 3 or more. The device is in our process: two machines may have the same one.
     pub guest_cid: u32,
@@ -235,8 +237,9 @@ impl MachineSpec {
         if self.memory_pages == MemoryPages::Hugetlb && !self.memory_mib.is_multiple_of(HUGE_PAGE_MIB) {
             return Err(SpecError::HugePages { got_mib: self.memory_mib, step_mib: HUGE_PAGE_MIB });
         }
-        if self.disks.len() + self.nics.len() > limits.devices {
-            return Err(SpecError::Devices { disks: self.disks.len(), nics: self.nics.len(), max: limits.devices });
+        let max = limits.devices.saturating_sub(usize::from(self.console == ConsoleKind::Virtio));
+        if self.disks.len() + self.nics.len() > max {
+            return Err(SpecError::Devices { disks: self.disks.len(), nics: self.nics.len(), max });
         }
         if !(MIN_GUEST_CID..=MAX_GUEST_CID).contains(&self.guest_cid) {
             return Err(SpecError::GuestCid { got: self.guest_cid, min: MIN_GUEST_CID, max: MAX_GUEST_CID });
@@ -345,6 +348,7 @@ mod tests {
             ],
             nics: vec![nic([2, 0, 0, 0, 0, 1], 1500)],
             run_dir: "/run/pod".into(),
+            console: ConsoleKind::Serial,
             console_log: "/run/pod/console.log".into(),
             guest_cid: 3,
         }
@@ -369,6 +373,7 @@ mod tests {
                 |s| s.disks.push(DiskSpec::Growing { serial: "more".into() }),
                 SpecError::Devices { disks: 3, nics: 1, max: 3 },
             ),
+            (|s| s.console = ConsoleKind::Virtio, SpecError::Devices { disks: 2, nics: 1, max: 2 }),
             (|s| s.kernel = "vmlinux".into(), SpecError::Path { what: "kernel", path: "vmlinux".into() }),
             (|s| s.initrd = "i".into(), SpecError::Path { what: "initrd", path: "i".into() }),
             (|s| s.console_log = "c".into(), SpecError::Path { what: "console_log", path: "c".into() }),

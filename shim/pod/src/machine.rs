@@ -112,6 +112,7 @@ pub async fn assemble(
         vcpus: u8::try_from(spec.vcpus).unwrap_or(u8::MAX),
         memory_mib: spec.memory_mib,
         memory_pages: spec.memory_pages,
+        console: spec.console,
         kernel: spec.kernel.clone(),
         initrd: spec.initrd.clone(),
         cmdline: spec.kernel_args.clone(),

@@ -2,7 +2,7 @@
 //! May use: nouns of `base`. No effects but reading and writing that one file.
 
 use nacelle_base::files::{FileError, at, write_whole};
-use nacelle_base::machine::MemoryPages;
+use nacelle_base::machine::{ConsoleKind, MemoryPages};
 use nacelle_base::{Classify, Kind, PodId};
 pub use nacelle_jail::Mode as Seccomp;
 use serde::{Deserialize, Serialize};
@@ -36,6 +36,9 @@ pub struct PodSpec {
     /// What lies under it on the node.
     #[serde(default)]
     pub memory_pages: MemoryPages,
+    /// What the guest prints on.
+    #[serde(default)]
+    pub console: ConsoleKind,
     /// The guest's kernel, absolute.
     pub kernel: PathBuf,
     /// The guest's initramfs, absolute.
@@ -292,6 +295,7 @@ pub(crate) mod tests {
             vcpus: 1,
             memory_mib: 128,
             memory_pages: MemoryPages::Hugetlb,
+            console: ConsoleKind::Virtio,
             kernel: "/k/vmlinux".into(),
             initrd: "/k/initrd".into(),
             kernel_args: vec![],

@@ -6,7 +6,7 @@ mod check;
 pub use check::Rule;
 
 use nacelle_base::files::{FileError, at};
-use nacelle_base::machine::{EngineKind, MemoryPages};
+use nacelle_base::machine::{ConsoleKind, EngineKind, MemoryPages};
 use nacelle_base::{Classify, Kind};
 use nacelle_pod::spec::Seccomp;
 use serde::{Deserialize, Serialize};
@@ -170,6 +170,8 @@ pub struct Handler {
     pub memory_mib: u64,
     /// What lies under that memory on the node: "transparent" or "hugetlb".
     pub memory_pages: MemoryPages,
+    /// What the guest's kernel prints on: "serial" or "virtio".
+    pub console: ConsoleKind,
     /// Size of the sparse disk for what containers write, in MiB.
     pub scratch_mib: u64,
     /// Annotations (`vm.nacelle.dev/...`) that a pod of this handler may carry.
@@ -242,6 +244,7 @@ impl Default for Handler {
             vcpus: 1,
             memory_mib: 256,
             memory_pages: MemoryPages::Transparent,
+            console: ConsoleKind::Serial,
             scratch_mib: 10240,
             allowed_annotations: Vec::new(),
         }

@@ -127,6 +127,7 @@ fn pod_spec(parts: &Parts, id: &PodId, config: &PodConfig, handler: &Handler, ne
         vcpus: handler.vcpus.max(narrow(cpus)),
         memory_mib: narrow(memory_mib(config, handler)),
         memory_pages: handler.memory_pages,
+        console: handler.console,
         kernel: handler.kernel.clone(),
         initrd: handler.initrd.clone(),
         kernel_args: handler.kernel_args.clone(),

@@ -57,6 +57,7 @@ pub(super) fn spec(world: &dyn World, folder: &Path, disks: Vec<DiskSpec>) -> Ma
         vcpus: 1,
         memory_mib: 128,
         memory_pages: Default::default(),
+        console: Default::default(),
         kernel: world.kernel(),
         initrd: world.initrd(),
         cmdline: Vec::new(),

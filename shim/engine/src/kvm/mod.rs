@@ -11,7 +11,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use nacelle_base::Chain;
-use nacelle_base::machine::MemoryPages;
+use nacelle_base::machine::{ConsoleKind, MemoryPages};
 use nacelle_jail::ThreadKind;
 use nacelle_vmm::Device;
 use nacelle_vmm::balloon::Balloon;
@@ -21,7 +21,7 @@ use nacelle_vmm::rng::Rng;
 use nacelle_vmm::snapshot;
 use nacelle_vmm::vsock::Vsock;
 
-use crate::console::{Console, PANIC};
+use crate::console::{self, Console, PANIC};
 use crate::disk::make_slot;
 use crate::ended::Ended;
 use crate::link::Link;
@@ -30,13 +30,13 @@ use crate::machine::{
 };
 use crate::{CheckedSpec, EngineError, EngineKind, Limits, MachineSpec, Slot};
 
-/// The most devices that a machine has beside those of its spec: vsock, rng and balloon.
+/// The most devices that a machine has beside those of its spec (and its console): vsock, rng and balloon.
 const OWN_DEVICES: usize = 3;
-/// The kernel parameters of every machine: where the console is, silence on it, and a reset at a panic (the machine
+/// The kernel parameters of every machine: silence on the console, and a reset at a panic (the machine
 /// itself says how to reset). Linux takes 32 blocks of free memory out of use at a time until the host has taken them
 /// back, and checks only that as many of the order named here would stay: with its own choice (2 MiB) these may be
 /// all blocks (of up to 4 MiB) that a small guest has free, and on a busy node it dies of that.
-const CMDLINE: [&str; 4] = ["console=ttyS0", "quiet", "panic=-1", "page_reporting.page_reporting_order=10"];
+const CMDLINE: [&str; 3] = ["quiet", "panic=-1", "page_reporting.page_reporting_order=10"];
 /// How long the end of a killed machine may take: its devices finish what they do on a slow disk.
 const KILL_LIMIT: Duration = Duration::from_secs(60);
 /// Longer than any wait: the warden asks again.
@@ -129,9 +129,15 @@ fn assemble(
 
     let failed = |source| EngineError::Machine { what: "make", source };
     let mut builder = builder()?;
-    let sink = Arc::clone(&console);
-    builder.serial(Box::new(move |bytes| lock(&sink).push(bytes))).map_err(failed)?;
-    for device in devices(spec, &slots, vsock_device)? {
+    let sink = || {
+        let console = Arc::clone(&console);
+        Box::new(move |bytes: &[u8]| lock(&console).push(bytes))
+    };
+    builder.serial(sink()).map_err(failed)?;
+    let on_virtio = spec.console == ConsoleKind::Virtio;
+    let mut devices = devices(spec, &slots, vsock_device)?;
+    devices.extend(on_virtio.then(|| nacelle_vmm::console::Console::new(sink()).device()));
+    for device in devices {
         builder.attach(device).map_err(failed)?;
     }
     let vm = Arc::new(finish(builder)?);
@@ -147,6 +153,7 @@ fn assemble(
 }
 
 fn config(spec: &MachineSpec) -> Config {
+    let words = console::parameters(spec.console).iter().chain(&CMDLINE).copied();
     Config {
         vcpus: spec.vcpus,
         memory_mib: spec.memory_mib,
@@ -156,7 +163,7 @@ fn config(spec: &MachineSpec) -> Config {
         },
         kernel: spec.kernel.clone(),
         initrd: Some(spec.initrd.clone()),
-        cmdline: CMDLINE.into_iter().map(str::to_owned).chain(spec.cmdline.iter().cloned()).collect(),
+        cmdline: words.map(str::to_owned).chain(spec.cmdline.iter().cloned()).collect(),
     }
 }
 

@@ -4,18 +4,19 @@
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 
-use nacelle_base::machine::MemoryPages;
+use nacelle_base::machine::{ConsoleKind, MemoryPages};
 use nacelle_base::net::Mac;
 
 use crate::Accelerator;
+use crate::console;
 use crate::spec::hex;
 
 /// The places for virtio devices on a microvm without ACPI.
 pub(super) const PLACES: usize = 8;
 
-/// The kernel parameters of every machine: where the console is, silence on it, and a reset for each end, which QEMU
+/// The kernel parameters of every machine: silence on the console, and a reset for each end, which QEMU
 /// turns into its own end (`-no-reboot`).
-const CMDLINE: [&str; 4] = ["console=ttyS0", "quiet", "reboot=t", "panic=-1"];
+const CMDLINE: [&str; 3] = ["quiet", "reboot=t", "panic=-1"];
 
 /// All that QEMU is told.
 #[derive(Debug)]
@@ -24,6 +25,7 @@ pub(super) struct MicroVm<'a> {
     pub vcpus: u8,
     pub memory_mib: u32,
     pub memory_pages: MemoryPages,
+    pub console: ConsoleKind,
     pub kernel: &'a Path,
     pub initrd: &'a Path,
     /// Kernel parameters that go with the accelerator.
@@ -42,6 +44,8 @@ pub(super) enum Device {
     VhostUser { kind: VhostKind, name: String, socket: PathBuf },
     /// QEMU's network device over an open tap.
     Net { tap: RawFd, mac: Mac, mtu: u32 },
+    /// QEMU's console, beside the serial port and on the same output.
+    Console,
 }
 
 /// Which of our devices.
@@ -83,7 +87,7 @@ impl MicroVm<'_> {
     pub fn inherited(&self) -> Vec<RawFd> {
         let taps = self.devices.iter().filter_map(|device| match device {
             Device::Net { tap, .. } => Some(*tap),
-            Device::VhostUser { .. } => None,
+            Device::VhostUser { .. } | Device::Console => None,
         });
         taps.chain([self.qmp]).collect()
     }
@@ -123,14 +127,16 @@ impl MicroVm<'_> {
         let denied = ["elevateprivileges", "spawn", "resourcecontrol", "obsolete"];
         add("sandbox", Some(denied.iter().fold(Opt::new("on"), |option, key| option.set(key, "deny")).0));
         add("display", Some("none".to_owned()));
-        add("chardev", Some(Opt::new("stdio").set("id", "console").set("signal", "off").0));
+        let output = Opt::new("stdio").set("id", "console").set("signal", "off");
+        add("chardev", Some(if self.console == ConsoleKind::Virtio { on(output, &["mux"]) } else { output }.0));
         add("serial", Some("chardev:console".to_owned()));
         add("chardev", Some(Opt::new("socket").set("id", "qmp").set("fd", self.qmp).0));
         add("mon", Some("qmp,mode=control".to_owned()));
         add("global", Some("virtio-mmio.force-legacy=off".to_owned()));
         add("kernel", Some(self.kernel.display().to_string()));
         add("initrd", Some(self.initrd.display().to_string()));
-        let words = CMDLINE.into_iter().chain(self.timers.iter().chain(self.cmdline).map(String::as_str));
+        let words = console::parameters(self.console).iter().chain(&CMDLINE).copied();
+        let words = words.chain(self.timers.iter().chain(self.cmdline).map(String::as_str));
         add("append", Some(words.collect::<Vec<_>>().join(" ")));
         // The guest finds the last place first.
         for (device, place) in self.devices.iter().zip((0..PLACES).rev()) {
@@ -150,6 +156,10 @@ impl Device {
             Device::VhostUser { kind, name, socket } => [
                 ("chardev", Opt::new("socket").set("id", name).set("path", socket.display())),
                 ("device", Opt::new(kind.driver()).set("chardev", name).set("bus", bus)),
+            ],
+            Device::Console => [
+                ("device", Opt::new("virtio-serial-device").set("bus", bus)),
+                ("device", Opt::new("virtconsole").set("chardev", "console")),
             ],
             Device::Net { tap, mac, mtu } => {
                 let name = format!("net{place}");
@@ -173,6 +183,7 @@ mod tests {
             vcpus: 2,
             memory_mib: 128,
             memory_pages: MemoryPages::Transparent,
+            console: ConsoleKind::Serial,
             kernel: Path::new("/k"),
             initrd: Path::new("/i"),
             timers: &[],
@@ -215,6 +226,16 @@ mod tests {
         let args = MicroVm { memory_pages: MemoryPages::Hugetlb, ..machine() }.args();
         let backend = "memory-backend-memfd,id=ram,size=128M,share=on,hugetlb=on,prealloc=on,hugetlbsize=2M";
         assert_eq!(value(&args, "-object"), [backend]);
+    }
+
+    #[test]
+    fn a_virtio_console_prints_where_the_serial_port_does() {
+        let args = MicroVm { console: ConsoleKind::Virtio, devices: vec![Device::Console], ..machine() }.args();
+        assert!(value(&args, "-chardev").contains(&"stdio,id=console,signal=off,mux=on"), "{args:?}");
+        assert_eq!(value(&args, "-serial"), ["chardev:console"]);
+        let devices = ["virtio-serial-device,bus=virtio-mmio-bus.7", "virtconsole,chardev=console"];
+        assert_eq!(value(&args, "-device"), devices);
+        assert!(value(&args, "-append")[0].starts_with("earlycon=uart8250,io,0x3f8 console=hvc0 "), "{args:?}");
     }
 
     #[test]

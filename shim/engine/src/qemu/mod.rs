@@ -17,6 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use nacelle_base::machine::ConsoleKind;
 use nacelle_base::{Chain, files};
 use nacelle_vmm::rng::Rng;
 use nacelle_vmm::vhost_user::{self, Server};
@@ -38,7 +39,7 @@ pub const PROGRAM: &str = "/usr/bin/qemu-system-x86_64";
 const KILL_LIMIT: Duration = Duration::from_secs(60);
 /// How long QEMU may take to stop or start its processors.
 const CONTROL_LIMIT: Duration = Duration::from_secs(60);
-/// The devices that every machine has: vsock and rng.
+/// The devices that every machine has beside those of its spec (and its console): vsock and rng.
 const OWN_DEVICES: usize = 2;
 
 /// The engine. Cheap to make; holds nothing.
@@ -94,6 +95,7 @@ impl Engine for Qemu {
         }
         devices.push(serve(VhostKind::Vsock, "vsock".into(), vsock.device())?);
         devices.push(serve(VhostKind::Rng, "rng".into(), Rng::new().device())?);
+        devices.extend((spec.console == ConsoleKind::Virtio).then_some(Device::Console));
 
         let (qmp, qemus_end) =
             UnixStream::pair().map_err(|source| EngineError::Resources { what: "the monitor's socket", source })?;
@@ -102,6 +104,7 @@ impl Engine for Qemu {
             vcpus: spec.vcpus,
             memory_mib: spec.memory_mib,
             memory_pages: spec.memory_pages,
+            console: spec.console,
             kernel: &spec.kernel,
             initrd: &spec.initrd,
             timers: match self.accelerator {

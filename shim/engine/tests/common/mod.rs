@@ -1,10 +1,12 @@
 //! Owns: what the suites of the engines that boot machines share: the kernel, the guest, a machine's spec, a
-//! tap, huge pages.
+//! tap, huge pages, a console.
 
 mod huge;
 mod tap;
+mod virtio_console;
 
 pub use huge::a_machine_in_huge_pages;
+pub use virtio_console::a_console_on_virtio_has_all_words_in_order;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -77,6 +79,7 @@ pub fn spec(world: &dyn World, folder: &Path) -> MachineSpec {
         vcpus: 1,
         memory_mib: 128,
         memory_pages: Default::default(),
+        console: Default::default(),
         kernel: world.kernel(),
         initrd: world.initrd(),
         cmdline: vec![],

@@ -72,6 +72,11 @@ fn a_tap_is_the_guests_network() {
 }
 
 #[test]
+fn a_console_on_virtio_has_all_words() {
+    common::a_console_on_virtio_has_all_words_in_order(world());
+}
+
+#[test]
 fn huge_pages_are_taken_and_given_back() {
     common::a_machine_in_huge_pages(world());
 }

@@ -28,6 +28,7 @@ pub fn spec(root: &Path) -> PodSpec {
         vcpus: 1,
         memory_mib: 64,
         memory_pages: Default::default(),
+        console: Default::default(),
         kernel: "/none/vmlinux".into(),
         initrd: "/none/initrd".into(),
         kernel_args: vec![],
