@@ -249,6 +249,7 @@ pub fn spec((kernel, initrd): (PathBuf, PathBuf), folder: &Path, vcpus: u8, nics
         vcpus,
         memory_mib: 256,
         memory_pages: Default::default(),
+        console: Default::default(),
         kernel,
         initrd,
         cmdline: Vec::new(),

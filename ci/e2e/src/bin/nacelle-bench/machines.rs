@@ -182,6 +182,8 @@ pub fn serve(description: &str) -> ExitCode {
     let spec = MachineSpec {
         vcpus: 1,
         memory_mib: setup.memory_mib,
+        memory_pages: Default::default(),
+        console: Default::default(),
         kernel: setup.kernel,
         initrd: setup.initrd,
         cmdline: vec![],
