@@ -346,6 +346,33 @@ fn a_kernel_with_only_a_pvh_entry_boots() {
     assert!(console.text().contains("toured 2 CPUs"), "{}", console.text());
 }
 
+/// NACELLE_BZIMAGE, or the kernel of the test node (`ci/node setup` leaves it in the cache).
+fn bzimage() -> Option<PathBuf> {
+    if let Some(path) = std::env::var_os("NACELLE_BZIMAGE") {
+        return Some(path.into());
+    }
+    let list =
+        |folder: PathBuf| std::fs::read_dir(folder).into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path()));
+    let mut boot = list(cache().ok()?.with_file_name("node")).map(|node| node.join("kernel/boot"));
+    boot.find_map(|boot| {
+        list(boot).find(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("vmlinuz")))
+    })
+}
+
+#[test]
+fn a_compressed_kernel_unpacks_itself_and_boots() {
+    let Some(pieces) = pieces() else { return };
+    let Some(kernel) = bzimage() else {
+        eprintln!("skipped: no bzImage: neither NACELLE_BZIMAGE nor a test node's kernel in the cache");
+        return;
+    };
+    // A distribution's: it may ignore the table of processors.
+    let config = config(&pieces, &["do=memory"]);
+    let (machine, console) = boot(Config { kernel, memory_mib: 512, ..config });
+    assert_eq!(end_of(&machine, &console), Exit::Reset, "{}", console.text());
+    assert!(console.text().contains("memory good"), "{}", console.text());
+}
+
 #[test]
 fn a_saved_machine_goes_on_where_it_stood() {
     let Some(pieces) = pieces() else { return };
