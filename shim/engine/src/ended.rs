@@ -1,10 +1,17 @@
-//! Owns: the one moment in which a machine ends, and waiting for it.
+//! Owns: the one moment in which a machine ends, waiting for it, and bringing it about.
 //! Threads: any; the lock is held for a look only.
 
 use std::sync::{Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::MachineExit;
+use nacelle_base::Chain;
+
+use crate::EngineError;
+use crate::machine::{MachineExit, MachineStatus, Stop};
+
+/// How long the end of a killed machine may take: it, or its devices, may sit in a write to a slow disk.
+const KILL_LIMIT: Duration = Duration::from_secs(60);
 
 /// Set once; the first one to set it decides.
 #[derive(Default)]
@@ -37,6 +44,40 @@ impl Ended {
             let left = until.checked_duration_since(Instant::now())?;
             exit = self.changed.wait_timeout(exit, left).unwrap_or_else(PoisonError::into_inner).0;
         }
+    }
+
+    /// How the machine is, if it is `paused` or not as long as it has not ended.
+    pub fn status(&self, paused: bool) -> MachineStatus {
+        match self.get() {
+            Some(exit) => MachineStatus::Exited(exit),
+            None if paused => MachineStatus::Paused,
+            None => MachineStatus::Running,
+        }
+    }
+
+    /// Kills the machine, which is in process `pid`, unless it ends within its grace, and waits for its end.
+    pub fn stop(
+        &self,
+        how: Stop,
+        pid: u32,
+        kill: impl FnOnce() -> Result<(), EngineError>,
+    ) -> Result<MachineExit, EngineError> {
+        if let Stop::Shutdown { grace } = how
+            && let Some(exit) = self.wait(grace)
+        {
+            return Ok(exit);
+        }
+        kill()?;
+        self.wait(KILL_LIMIT).ok_or(EngineError::NotEnding { pid, limit: KILL_LIMIT })
+    }
+}
+
+/// The end of dropping a machine: it was `killed`, and its warden has cleared up.
+pub(crate) fn dropped(killed: Result<MachineExit, EngineError>, warden: Option<JoinHandle<()>>) {
+    if let Err(error) = killed {
+        tracing::error!("a machine is left behind: {}", Chain(&error));
+    } else if warden.is_some_and(|warden| warden.join().is_err()) {
+        tracing::error!("the thread that watches a machine panicked");
     }
 }
 

@@ -281,11 +281,7 @@ struct FakeMachine {
 
 impl Machine for FakeMachine {
     fn status(&self) -> MachineStatus {
-        match self.world.ended.get() {
-            Some(exit) => MachineStatus::Exited(exit),
-            None if self.world.net().paused => MachineStatus::Paused,
-            None => MachineStatus::Running,
-        }
+        self.world.ended.status(self.world.net().paused)
     }
 
     fn wait(&self, timeout: Duration) -> Option<MachineExit> {
@@ -293,13 +289,10 @@ impl Machine for FakeMachine {
     }
 
     fn stop(&self, how: Stop) -> Result<MachineExit, EngineError> {
-        if let Stop::Shutdown { grace } = how
-            && let Some(exit) = self.wait(grace)
-        {
-            return Ok(exit);
-        }
-        self.world.end(ExitKind::Killed);
-        self.wait(Duration::ZERO).ok_or(EngineError::Ended { what: "stop" })
+        self.world.ended.stop(how, std::process::id(), || {
+            self.world.end(ExitKind::Killed);
+            Ok(())
+        })
     }
 
     fn link(&self) -> Arc<dyn GuestLink> {

@@ -52,7 +52,7 @@ pub fn turn() -> MutexGuard<'static, ()> {
 }
 
 /// A machine of 128 MiB with one processor and these disks.
-pub(super) fn spec(world: &dyn World, folder: &Path, disks: Vec<DiskSpec>) -> MachineSpec {
+pub fn spec(world: &dyn World, folder: &Path, disks: Vec<DiskSpec>) -> MachineSpec {
     MachineSpec {
         vcpus: 1,
         memory_mib: 128,

@@ -23,7 +23,7 @@ mod bench;
 mod cases;
 mod snapshots;
 
-pub use bench::{Bench, World, fnv, turn};
+pub use bench::{Bench, World, fnv, spec, turn};
 pub use cases::*;
 pub use snapshots::*;
 

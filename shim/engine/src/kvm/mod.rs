@@ -23,7 +23,7 @@ use nacelle_vmm::vsock::Vsock;
 
 use crate::console::{self, Console, PANIC};
 use crate::disk::make_slot;
-use crate::ended::Ended;
+use crate::ended::{self, Ended};
 use crate::link::Link;
 use crate::machine::{
     Engine, ExitKind, GuestLink, Machine, MachineExit, MachineStatus, Pausable, Restorer, Snapshottable, Stop,
@@ -37,8 +37,6 @@ const OWN_DEVICES: usize = 3;
 /// back, and checks only that as many of the order named here would stay: with its own choice (2 MiB) these may be
 /// all blocks (of up to 4 MiB) that a small guest has free, and on a busy node it dies of that.
 const CMDLINE: [&str; 3] = ["quiet", "panic=-1", "page_reporting.page_reporting_order=10"];
-/// How long the end of a killed machine may take: its devices finish what they do on a slow disk.
-const KILL_LIMIT: Duration = Duration::from_secs(60);
 /// Longer than any wait: the warden asks again.
 const DAY: Duration = Duration::from_secs(86_400);
 
@@ -246,11 +244,7 @@ struct KvmMachine {
 
 impl Machine for KvmMachine {
     fn status(&self) -> MachineStatus {
-        match self.running.ended.get() {
-            Some(exit) => MachineStatus::Exited(exit),
-            None if self.running.paused.load(Ordering::SeqCst) => MachineStatus::Paused,
-            None => MachineStatus::Running,
-        }
+        self.running.ended.status(self.running.paused.load(Ordering::SeqCst))
     }
 
     fn wait(&self, timeout: Duration) -> Option<MachineExit> {
@@ -258,16 +252,11 @@ impl Machine for KvmMachine {
     }
 
     fn stop(&self, how: Stop) -> Result<MachineExit, EngineError> {
-        if let Stop::Shutdown { grace } = how
-            && let Some(exit) = self.wait(grace)
-        {
-            return Ok(exit);
-        }
-        if let Some(vm) = self.running.vm() {
-            vm.kill().map_err(|source| EngineError::Machine { what: "end", source })?;
-        }
-        // The warden only has to clear up.
-        self.wait(KILL_LIMIT).ok_or(EngineError::NotEnding { pid: std::process::id(), limit: KILL_LIMIT })
+        let end = |vm: Arc<machine::Machine>| vm.kill().map(drop);
+        self.running.ended.stop(how, std::process::id(), || {
+            let killed = self.running.vm().map_or(Ok(()), end);
+            killed.map_err(|source| EngineError::Machine { what: "end", source })
+        })
     }
 
     fn link(&self) -> Arc<dyn GuestLink> {
@@ -324,14 +313,6 @@ impl Snapshottable for KvmMachine {
 
 impl Drop for KvmMachine {
     fn drop(&mut self) {
-        if let Err(error) = self.stop(Stop::Kill) {
-            tracing::error!(error = %nacelle_base::Chain(&error), "a machine is left behind");
-            return;
-        }
-        if let Some(warden) = self.warden.take()
-            && warden.join().is_err()
-        {
-            tracing::error!("the thread that watches a machine panicked");
-        }
+        ended::dropped(self.stop(Stop::Kill), self.warden.take());
     }
 }

@@ -28,6 +28,7 @@ use self::process::{Process, Warden};
 use self::qmp::Qmp;
 use crate::console::Console;
 use crate::disk::make_slot;
+use crate::ended;
 use crate::link::Link;
 use crate::machine::{Engine, GuestLink, Machine, MachineExit, MachineStatus, Pausable, Stop};
 use crate::{Accelerator, CheckedSpec, EngineError, EngineKind, Limits, Slot};
@@ -35,8 +36,6 @@ use crate::{Accelerator, CheckedSpec, EngineError, EngineKind, Limits, Slot};
 /// Where Debian has QEMU.
 pub const PROGRAM: &str = "/usr/bin/qemu-system-x86_64";
 
-/// How long a killed QEMU may take to go. It may sit in an uninterruptible write to a slow disk.
-const KILL_LIMIT: Duration = Duration::from_secs(60);
 /// How long QEMU may take to stop or start its processors.
 const CONTROL_LIMIT: Duration = Duration::from_secs(60);
 /// The devices that every machine has beside those of its spec (and its console): vsock and rng.
@@ -183,11 +182,7 @@ struct QemuMachine {
 
 impl Machine for QemuMachine {
     fn status(&self) -> MachineStatus {
-        match self.process.ended.get() {
-            Some(exit) => MachineStatus::Exited(exit),
-            None if self.paused.load(Ordering::SeqCst) => MachineStatus::Paused,
-            None => MachineStatus::Running,
-        }
+        self.process.ended.status(self.paused.load(Ordering::SeqCst))
     }
 
     fn wait(&self, timeout: Duration) -> Option<MachineExit> {
@@ -195,13 +190,10 @@ impl Machine for QemuMachine {
     }
 
     fn stop(&self, how: Stop) -> Result<MachineExit, EngineError> {
-        if let Stop::Shutdown { grace } = how
-            && let Some(exit) = self.wait(grace)
-        {
-            return Ok(exit);
-        }
-        self.process.kill();
-        self.wait(KILL_LIMIT).ok_or(EngineError::NotEnding { pid: self.process.pid(), limit: KILL_LIMIT })
+        self.process.ended.stop(how, self.process.pid(), || {
+            self.process.kill();
+            Ok(())
+        })
     }
 
     fn link(&self) -> Arc<dyn GuestLink> {
@@ -244,15 +236,6 @@ impl Pausable for QemuMachine {
 
 impl Drop for QemuMachine {
     fn drop(&mut self) {
-        match self.stop(Stop::Kill) {
-            Ok(_) => {
-                if let Some(warden) = self.warden.take()
-                    && warden.join().is_err()
-                {
-                    tracing::error!("the thread that watches QEMU panicked");
-                }
-            }
-            Err(error) => tracing::error!(%error, "a machine is left behind"),
-        }
+        ended::dropped(self.stop(Stop::Kill), self.warden.take());
     }
 }

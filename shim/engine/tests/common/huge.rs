@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use nacelle_base::machine::MemoryPages;
 use nacelle_base::{Chain, Classify, Kind};
-use nacelle_engine::contract::{Bench, World, turn};
+use nacelle_engine::contract::{Bench, World, spec, turn};
 use nacelle_engine::{EngineError, ExitKind};
 
 use super::LONG;
@@ -79,7 +79,7 @@ pub fn a_machine_in_huge_pages(world: Option<Box<impl World>>) {
 
     let folder = tempfile::tempdir().unwrap();
     let engine = world.engine();
-    let mut spec = super::spec(&*world, folder.path());
+    let mut spec = spec(&*world, folder.path(), vec![]);
     (spec.memory_pages, spec.memory_mib) = (MemoryPages::Hugetlb, TOO_MUCH_MIB);
     match engine.start(spec.check(&engine.limits()).unwrap()) {
         Err(error) => {

@@ -1,10 +1,12 @@
-//! Owns: what the suites of the engines that boot machines share: the kernel, the guest, a machine's spec, a
-//! tap, huge pages, a console.
+//! Owns: what the suites of the engines that boot machines share: the kernel, the guest, a tap, huge pages, a
+//! console, a process that dies.
 
+mod death;
 mod huge;
 mod tap;
 mod virtio_console;
 
+pub use death::killed_with_a_machine;
 pub use huge::a_machine_in_huge_pages;
 pub use virtio_console::a_console_on_virtio_has_all_words_in_order;
 
@@ -14,8 +16,8 @@ use std::process::Command;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+use nacelle_engine::NicSpec;
 use nacelle_engine::contract::{Bench, World, fnv, turn};
-use nacelle_engine::{MachineSpec, NicSpec};
 
 /// Longer than anything takes on a slow and busy node.
 pub const LONG: Duration = Duration::from_secs(120);
@@ -71,24 +73,6 @@ pub fn initrd() -> Result<PathBuf, String> {
         Ok(kept)
     };
     INITRD.get_or_init(build).clone()
-}
-
-/// A small machine without devices of its own.
-pub fn spec(world: &dyn World, folder: &Path) -> MachineSpec {
-    MachineSpec {
-        vcpus: 1,
-        memory_mib: 128,
-        memory_pages: Default::default(),
-        console: Default::default(),
-        kernel: world.kernel(),
-        initrd: world.initrd(),
-        cmdline: vec![],
-        disks: vec![],
-        nics: vec![],
-        run_dir: folder.to_owned(),
-        console_log: folder.join("console.log"),
-        guest_cid: 3,
-    }
 }
 
 /// What the guest sends comes out of the tap, and the guest sees the MAC and the MTU that it was given.

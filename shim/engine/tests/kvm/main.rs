@@ -7,13 +7,12 @@ mod common;
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::OnceLock;
 
 use common::LONG;
-use nacelle_engine::contract::{Bench, World, turn};
+use nacelle_engine::contract::{Bench, World, spec, turn};
 use nacelle_engine::kvm::Kvm;
-use nacelle_engine::{BOOT_PORT, Engine, EngineError, ExitKind, KvmVerdict, LinkError, Stop, probe};
+use nacelle_engine::{Engine, EngineError, ExitKind, KvmVerdict, LinkError, Stop, probe};
 
 struct KvmWorld {
     kernel: PathBuf,
@@ -90,7 +89,7 @@ fn a_missing_or_strange_kernel_is_named() {
     let strange = folder.path().join("strange");
     fs::write(&strange, "this is no kernel").unwrap();
     let start = |change: &dyn Fn(&mut nacelle_engine::MachineSpec)| {
-        let mut spec = common::spec(&*world, folder.path());
+        let mut spec = spec(&*world, folder.path(), vec![]);
         change(&mut spec);
         let engine = world.engine();
         engine.start(spec.check(&engine.limits()).unwrap()).err().unwrap()
@@ -127,7 +126,7 @@ fn a_kernel_that_faults_at_once_has_died() {
     let _turn = turn();
     let Some(world) = world() else { return };
     let folder = tempfile::tempdir().unwrap();
-    let mut spec = common::spec(&*world, folder.path());
+    let mut spec = spec(&*world, folder.path(), vec![]);
     spec.kernel = folder.path().join("kernel");
     fs::write(&spec.kernel, tiny_kernel(b"\x0f\x0b")).unwrap(); // ud2
     let engine = world.engine();
@@ -155,34 +154,10 @@ fn boot_after_boot() {
     }
 }
 
-/// The other half of the next test: starts a machine and dies without a word.
-fn die_with_a_machine(folder: &Path) -> ! {
-    let world = find().unwrap();
-    let engine = world.engine();
-    let machine = engine.start(common::spec(&world, folder).check(&engine.limits()).unwrap()).unwrap();
-    machine.link().listen(BOOT_PORT).unwrap().accept(LONG).unwrap();
-    fs::write(folder.join("it-ran"), "").unwrap();
-    nix::sys::signal::raise(nix::sys::signal::Signal::SIGKILL).unwrap();
-    unreachable!("killed")
-}
-
 /// The machine is in its process: with that it is gone, and no name of it stays in the file system but its log.
 #[test]
 fn nothing_outlives_a_killed_process() {
-    const FOLDER: &str = "NACELLE_TEST_DIE_WITH_A_MACHINE";
-    if let Some(folder) = std::env::var_os(FOLDER) {
-        die_with_a_machine(Path::new(&folder));
-    }
-    let _turn = turn();
-    if world().is_none() {
-        return;
-    }
-    let folder = tempfile::tempdir().unwrap();
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "nothing_outlives_a_killed_process", "--nocapture"]).env(FOLDER, folder.path());
-    let output = command.output().unwrap();
-    assert_eq!(std::os::unix::process::ExitStatusExt::signal(&output.status), Some(9), "{output:?}");
-    let mut names: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-    names.sort();
-    assert_eq!(names, ["console.log", "it-ran"], "{output:?}");
+    let Some(folder) = common::killed_with_a_machine("nothing_outlives_a_killed_process", find) else { return };
+    let names: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(names, ["console.log"]);
 }

@@ -6,12 +6,11 @@ mod common;
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use common::LONG;
-use nacelle_engine::contract::{World, turn};
+use nacelle_engine::contract::{World, spec, turn};
 use nacelle_engine::qemu::{PROGRAM, Qemu};
 use nacelle_engine::{Accelerator, BOOT_PORT, Engine, EngineError, ExitKind, MachineStatus, choose, probe};
 
@@ -84,7 +83,7 @@ fn what_qemu_says_is_told() {
     let _turn = turn();
     let Some(world) = world() else { return };
     let folder = tempfile::tempdir().unwrap();
-    let mut spec = common::spec(&*world, folder.path());
+    let mut spec = spec(&*world, folder.path(), vec![]);
     spec.kernel = folder.path().join("no-kernel");
     fs::write(&spec.kernel, "this is no kernel").unwrap();
     let engine = world.engine();
@@ -102,9 +101,9 @@ fn a_missing_program_or_kernel_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let missing = folder.path().join("missing");
     let engine = Qemu::new(&missing, Accelerator::Tcg);
-    let error = engine.start(common::spec(&*world, folder.path()).check(&engine.limits()).unwrap()).err().unwrap();
+    let error = engine.start(spec(&*world, folder.path(), vec![]).check(&engine.limits()).unwrap()).err().unwrap();
     assert!(matches!(&error, EngineError::Spawn { program, .. } if *program == missing), "{error:?}");
-    let mut spec = common::spec(&*world, folder.path());
+    let mut spec = spec(&*world, folder.path(), vec![]);
     spec.kernel = missing.clone();
     let engine = world.engine();
     let error = engine.start(spec.check(&engine.limits()).unwrap()).err().unwrap();
@@ -120,7 +119,7 @@ fn qemu_inherits_only_what_it_needs() {
     let secret = fs::File::create(folder.path().join("secret")).unwrap();
     nix::fcntl::fcntl(&secret, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::empty())).unwrap();
     let engine = world.engine();
-    let machine = engine.start(common::spec(&*world, folder.path()).check(&engine.limits()).unwrap()).unwrap();
+    let machine = engine.start(spec(&*world, folder.path(), vec![]).check(&engine.limits()).unwrap()).unwrap();
     let link = machine.link();
     link.listen(BOOT_PORT).unwrap().accept(LONG).unwrap();
     let [pid] = qemus(folder.path())[..] else { panic!("one QEMU") };
@@ -147,32 +146,9 @@ fn huge_pages_are_taken_and_given_back() {
     common::a_machine_in_huge_pages(world());
 }
 
-/// The other half of the next test: starts a machine, says which process it is, and dies without a word.
-fn die_with_a_machine(folder: &Path) -> ! {
-    let world = find().unwrap();
-    let engine = world.engine();
-    let machine = engine.start(common::spec(&world, folder).check(&engine.limits()).unwrap()).unwrap();
-    machine.link().listen(BOOT_PORT).unwrap().accept(LONG).unwrap();
-    nix::sys::signal::raise(nix::sys::signal::Signal::SIGKILL).unwrap();
-    unreachable!("killed")
-}
-
 #[test]
 fn qemu_dies_with_its_process() {
-    const FOLDER: &str = "NACELLE_TEST_DIE_WITH_A_MACHINE";
-    if let Some(folder) = std::env::var_os(FOLDER) {
-        die_with_a_machine(Path::new(&folder));
-    }
-    let _turn = turn();
-    if world().is_none() {
-        return;
-    }
-    let folder = tempfile::tempdir().unwrap();
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "qemu_dies_with_its_process", "--nocapture"]).env(FOLDER, folder.path());
-    let output = command.output().unwrap();
-    assert_eq!(std::os::unix::process::ExitStatusExt::signal(&output.status), Some(9), "{output:?}");
-    assert!(folder.path().join("console.log").exists(), "it had a machine: {output:?}");
+    let Some(folder) = common::killed_with_a_machine("qemu_dies_with_its_process", find) else { return };
     let until = Instant::now() + LONG;
     while !qemus(folder.path()).is_empty() {
         assert!(Instant::now() < until, "QEMU outlives its process");

@@ -1,0 +1,42 @@
+//! Owns: a process that starts a machine and is killed.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use nacelle_engine::BOOT_PORT;
+use nacelle_engine::contract::{World, spec, turn};
+use tempfile::TempDir;
+
+use super::LONG;
+
+/// The folder of a machine whose process was killed once its guest had said hello; `None` where there are no machines.
+/// The process runs the test named `test` again, which must call this first.
+pub fn killed_with_a_machine<W: World>(test: &str, find: fn() -> Result<W, String>) -> Option<TempDir> {
+    const FOLDER: &str = "NACELLE_TEST_DIE_WITH_A_MACHINE";
+    if let Some(folder) = std::env::var_os(FOLDER) {
+        die_with_a_machine(&find().unwrap(), Path::new(&folder));
+    }
+    let _turn = turn();
+    if let Err(why) = find() {
+        println!("skipped: {why}");
+        return None;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", test, "--nocapture"]).env(FOLDER, folder.path());
+    let output = command.output().unwrap();
+    assert_eq!(std::os::unix::process::ExitStatusExt::signal(&output.status), Some(9), "{output:?}");
+    fs::remove_file(folder.path().join("it-ran"))
+        .unwrap_or_else(|error| panic!("it had no machine: {error}; {output:?}"));
+    Some(folder)
+}
+
+fn die_with_a_machine(world: &dyn World, folder: &Path) -> ! {
+    let engine = world.engine();
+    let machine = engine.start(spec(world, folder, vec![]).check(&engine.limits()).unwrap()).unwrap();
+    machine.link().listen(BOOT_PORT).unwrap().accept(LONG).unwrap();
+    fs::write(folder.join("it-ran"), "").unwrap();
+    nix::sys::signal::raise(nix::sys::signal::Signal::SIGKILL).unwrap();
+    unreachable!("killed")
+}
