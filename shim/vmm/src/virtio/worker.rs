@@ -2,14 +2,14 @@
 //! Threads: itself, while a queue is served.
 
 use super::ring::{Request, Ring};
-use super::{DeviceKind, Memory, StartError};
+use super::{DeviceKind, Interrupt, Memory, StartError};
 use nacelle_jail::ThreadKind;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use std::io;
 use std::os::fd::AsFd;
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, SyncSender, TryRecvError, channel, sync_channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use virtio_queue::QueueState;
 
@@ -23,6 +23,38 @@ pub(crate) struct Served {
     queues: u16,
     running: u32,
     worker: Option<Worker>,
+    way: Arc<Way>,
+}
+
+/// The way from a device's handle to its guest and its thread, while a queue is served.
+#[derive(Default)]
+pub(crate) struct Way(Mutex<Option<(Arc<dyn Interrupt>, Bell)>>);
+
+impl Way {
+    /// Makes the thread look at requests again that it could not serve before.
+    pub fn ring(&self) {
+        if let Some((_, bell)) = &*self.open() {
+            bell.ring();
+        }
+    }
+
+    /// Tells the guest that the configuration space has changed.
+    pub fn config_changed(&self) {
+        let interrupt = self.open().as_ref().map(|(interrupt, _)| interrupt.clone());
+        if let Some(interrupt) = interrupt {
+            interrupt.config();
+        }
+    }
+
+    fn open(&self) -> MutexGuard<'_, Option<(Arc<dyn Interrupt>, Bell)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl std::fmt::Debug for Way {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Way").field("open", &self.open().is_some()).finish()
+    }
 }
 
 /// The thread and the way to it.
@@ -39,13 +71,12 @@ enum Command {
     Take(u16, SyncSender<Option<QueueState>>),
 }
 
-/// Makes the thread look at requests again that it could not serve before.
+/// Wakes the thread.
 #[derive(Clone, Debug)]
-pub(crate) struct Bell(Arc<EventFd>);
+struct Bell(Arc<EventFd>);
 
 impl Bell {
-    /// Rings it.
-    pub fn ring(&self) {
+    fn ring(&self) {
         if let Err(error) = self.0.write(1) {
             tracing::error!("cannot wake a queue's thread: {error}");
         }
@@ -58,9 +89,9 @@ impl Bell {
 }
 
 impl Served {
-    /// None yet, of a device that has `queues` queues (at most 32).
-    pub fn none(device: DeviceKind, queues: &[u16]) -> Served {
-        Served { device, queues: queues.len() as u16, running: 0, worker: None }
+    /// None yet, of a device that has `queues` queues (at most 32). `way` is open while one is served.
+    pub fn none(device: DeviceKind, queues: &[u16], way: Arc<Way>) -> Served {
+        Served { device, queues: queues.len() as u16, running: 0, worker: None, way }
     }
 
     /// Serves one more queue: `handle` is called with its number for each request. It returns the bytes that it
@@ -70,7 +101,8 @@ impl Served {
         &mut self,
         ring: Ring,
         handle: impl FnMut(u16, &Memory, Request) -> Option<u32> + Send + 'static,
-    ) -> Result<Bell, StartError> {
+    ) -> Result<(), StartError> {
+        let interrupt = ring.interrupt().clone();
         let (device, index) = (self.device, ring.index());
         if index >= self.queues {
             return Err(StartError::NoSuchQueue { device, index });
@@ -87,7 +119,8 @@ impl Served {
         };
         self.running |= 1 << index;
         worker.command(Command::Add(ring));
-        Ok(worker.bell.clone())
+        *self.way.open() = Some((interrupt, worker.bell.clone()));
+        Ok(())
     }
 
     /// Takes a queue back; no request of it is in flight then. `None`: it is not served.
@@ -102,13 +135,14 @@ impl Served {
         let state = state.recv().ok().flatten();
         if self.running == 0 {
             self.worker = None;
+            *self.way.open() = None;
         }
         state
     }
 
-    /// Whether no queue is served.
-    pub fn is_idle(&self) -> bool {
-        self.running == 0
+    /// Takes all queues back.
+    pub fn reset(&mut self) {
+        (0..self.queues).for_each(|index| _ = self.stop(index));
     }
 }
 

@@ -28,7 +28,8 @@ pub(super) struct BalloonDevice {
 
 impl BalloonDevice {
     pub fn new(shared: Arc<Shared>) -> BalloonDevice {
-        BalloonDevice { shared, served: Served::none(DeviceKind::Balloon, QUEUES) }
+        let served = Served::none(DeviceKind::Balloon, QUEUES, shared.way.clone());
+        BalloonDevice { shared, served }
     }
 
     fn config(&self) -> [u8; 8] {
@@ -72,23 +73,16 @@ impl Device for BalloonDevice {
     }
 
     fn start(&mut self, ring: Ring) -> Result<(), StartError> {
-        let interrupt = ring.interrupt().clone();
         let shared = self.shared.clone();
-        let bell = self.served.start(ring, move |index, memory, request| serve(&shared, index, memory, request))?;
-        self.shared.set_way(Some((interrupt, bell)));
-        Ok(())
+        self.served.start(ring, move |index, memory, request| serve(&shared, index, memory, request))
     }
 
     fn stop(&mut self, index: u16) -> Option<QueueState> {
-        let state = self.served.stop(index);
-        if self.served.is_idle() {
-            self.shared.set_way(None);
-        }
-        state
+        self.served.stop(index)
     }
 
     fn reset(&mut self) {
-        (0..QUEUES.len() as u16).for_each(|index| _ = self.stop(index));
+        self.served.reset();
         self.shared.actual.store(0, Ordering::SeqCst);
     }
 

@@ -1,10 +1,10 @@
 //! Owns: the host's handle to a balloon: how much the guest should give, and what it says.
-//! Threads: `now` is held for moments only.
+//! Threads: `statistics` is held for moments only.
 
 use super::Metrics;
 use super::device::BalloonDevice;
-use crate::virtio::worker::Bell;
-use crate::virtio::{Device, Interrupt};
+use crate::virtio::Device;
+use crate::virtio::worker::Way;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -22,13 +22,8 @@ pub(crate) struct Shared {
     /// Whether the driver uses the statistics queue.
     pub(super) statistics_agreed: AtomicBool,
     wish: AtomicBool,
-    now: Mutex<Now>,
-}
-
-#[derive(Default)]
-struct Now {
-    statistics: Option<Statistics>,
-    way: Option<(Arc<dyn Interrupt>, Bell)>,
+    statistics: Mutex<Option<Statistics>>,
+    pub(super) way: Arc<Way>,
 }
 
 /// What a guest's kernel says of its memory (VIRTIO 1.2, 5.5.6.4), in bytes or events since its start. Only the
@@ -85,10 +80,7 @@ impl Balloon {
     /// Asks the guest to have `pages` pages of 4 KiB in the balloon. It does so as well as it can, when it can.
     pub fn set_target(&self, pages: u32) {
         self.0.target.store(pages, Ordering::SeqCst);
-        let interrupt = self.0.now().way.as_ref().map(|(interrupt, _)| interrupt.clone());
-        if let Some(interrupt) = interrupt {
-            interrupt.config();
-        }
+        self.0.way.config_changed();
     }
 
     /// Pages of 4 KiB that the guest should have in the balloon.
@@ -104,14 +96,12 @@ impl Balloon {
     /// Asks the guest for news of its memory; they come when they come.
     pub fn ask_statistics(&self) {
         self.0.wish.store(true, Ordering::SeqCst);
-        if let Some((_, bell)) = &self.0.now().way {
-            bell.ring();
-        }
+        self.0.way.ring();
     }
 
     /// The last news of the guest's memory; it tells once without being asked.
     pub fn statistics(&self) -> Option<Statistics> {
-        self.0.now().statistics
+        *self.0.statistics()
     }
 
     /// What it has done.
@@ -131,27 +121,16 @@ impl Balloon {
 }
 
 impl Shared {
-    fn now(&self) -> MutexGuard<'_, Now> {
-        self.now.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-    }
-
-    /// How the guest and the device's thread are reached while it runs.
-    pub(super) fn set_way(&self, way: Option<(Arc<dyn Interrupt>, Bell)>) {
-        self.now().way = way;
+    fn statistics(&self) -> MutexGuard<'_, Option<Statistics>> {
+        self.statistics.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
     pub(super) fn heard(&self, statistics: Statistics) {
-        self.now().statistics = Some(statistics);
+        *self.statistics() = Some(statistics);
     }
 
     /// Whether somebody has asked for news since the last time.
     pub(super) fn take_wish(&self) -> bool {
         self.wish.swap(false, Ordering::SeqCst)
-    }
-}
-
-impl std::fmt::Debug for Now {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Now").field("statistics", &self.statistics).finish_non_exhaustive()
     }
 }

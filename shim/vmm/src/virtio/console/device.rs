@@ -27,7 +27,8 @@ pub(super) struct ConsoleDevice {
 
 impl ConsoleDevice {
     pub fn new(shared: Arc<Shared>) -> ConsoleDevice {
-        ConsoleDevice { shared, served: Served::none(DeviceKind::Console, QUEUES) }
+        let served = Served::none(DeviceKind::Console, QUEUES, shared.way.clone());
+        ConsoleDevice { shared, served }
     }
 }
 
@@ -58,23 +59,16 @@ impl Device for ConsoleDevice {
     }
 
     fn start(&mut self, ring: Ring) -> Result<(), StartError> {
-        let interrupt = ring.interrupt().clone();
         let shared = self.shared.clone();
-        let bell = self.served.start(ring, move |index, memory, request| serve(&shared, index, memory, request))?;
-        self.shared.set_way(Some((interrupt, bell)));
-        Ok(())
+        self.served.start(ring, move |index, memory, request| serve(&shared, index, memory, request))
     }
 
     fn stop(&mut self, index: u16) -> Option<QueueState> {
-        let state = self.served.stop(index);
-        if self.served.is_idle() {
-            self.shared.set_way(None);
-        }
-        state
+        self.served.stop(index)
     }
 
     fn reset(&mut self) {
-        (0..QUEUES.len() as u16).for_each(|index| _ = self.stop(index));
+        self.served.reset();
     }
 
     fn save(&self) -> DeviceState {

@@ -4,8 +4,8 @@
 
 use super::Metrics;
 use super::device::ConsoleDevice;
-use crate::virtio::worker::Bell;
-use crate::virtio::{Device, Interrupt};
+use crate::virtio::Device;
+use crate::virtio::worker::Way;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -26,7 +26,7 @@ pub(crate) struct Shared {
     sink: Mutex<Sink>,
     input: Mutex<VecDeque<u8>>,
     size: AtomicU32,
-    way: Mutex<Option<(Arc<dyn Interrupt>, Bell)>>,
+    pub(super) way: Arc<Way>,
 }
 
 impl Console {
@@ -37,7 +37,7 @@ impl Console {
             sink: Mutex::new(sink),
             input: Mutex::default(),
             size: AtomicU32::new(0),
-            way: Mutex::new(None),
+            way: Arc::default(),
         }))
     }
 
@@ -47,19 +47,14 @@ impl Console {
         let taken = bytes.len().min(INPUT_BYTES.saturating_sub(input.len()));
         input.extend(bytes.iter().take(taken));
         drop(input);
-        if let Some((_, bell)) = &*lock(&self.0.way) {
-            bell.ring();
-        }
+        self.0.way.ring();
         taken
     }
 
     /// Tells the guest how large the terminal is, in characters.
     pub fn resize(&self, columns: u16, rows: u16) {
         self.0.set_size(columns, rows);
-        let interrupt = lock(&self.0.way).as_ref().map(|(interrupt, _)| interrupt.clone());
-        if let Some(interrupt) = interrupt {
-            interrupt.config();
-        }
+        self.0.way.config_changed();
     }
 
     /// What it has done.
@@ -79,11 +74,6 @@ impl Console {
 }
 
 impl Shared {
-    /// How the guest and the device's thread are reached while it runs.
-    pub(super) fn set_way(&self, way: Option<(Arc<dyn Interrupt>, Bell)>) {
-        *lock(&self.way) = way;
-    }
-
     pub(super) fn set_size(&self, columns: u16, rows: u16) {
         self.size.store(u32::from(columns) | u32::from(rows) << 16, Ordering::SeqCst);
     }
