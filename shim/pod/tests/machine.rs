@@ -4,7 +4,7 @@
 mod common;
 
 use common::harness;
-use nacelle_base::machine::EngineKind;
+use nacelle_base::machine::{ConsoleKind, EngineKind};
 use nacelle_net::{NetNs, netns};
 use nacelle_pod::client::{self, PodClient};
 use nacelle_pod::record::Phase;
@@ -125,8 +125,9 @@ impl Place {
         Place { dir, net, image, root }
     }
 
-    async fn spawn(&self, (kernel, initrd): (PathBuf, PathBuf)) -> PodClient {
+    async fn spawn(&self, (kernel, initrd): (PathBuf, PathBuf), console: ConsoleKind) -> PodClient {
         let mut spec: PodSpec = common::spec(self.root.path());
+        (spec.console, spec.kernel_args) = (console, vec!["loglevel=6".into()]);
         spec.engine = match engine() {
             EngineKind::Kvm => EngineSpec::Kvm {},
             EngineKind::Qemu => {
@@ -248,7 +249,7 @@ async fn runs() {
     };
     let place = Place::new();
     let begun = Instant::now();
-    let client = place.spawn(needs).await;
+    let client = place.spawn(needs, ConsoleKind::Serial).await;
     let answered = begun.elapsed();
     let answer = place.configure(&client).await;
     println!("answered after {answered:?}, ready after {:?}: {answer:?}", begun.elapsed());
@@ -318,8 +319,9 @@ async fn killed() {
         Err(why) => return println!("skipped: {why}"),
     };
     let place = Place::new();
-    let client = place.spawn(needs).await;
+    let client = place.spawn(needs, ConsoleKind::Virtio).await;
     place.configure(&client).await;
+    assert!(place.log().contains("console=hvc0"), "the kernel tells its command line: {}", place.log());
     place.create(&client, "running", "while true; do sleep 1; done").await;
     let pid = client.identity().pid;
     let children = fs::read_dir(format!("/proc/{pid}/task"))
