@@ -23,6 +23,11 @@ fn read(name: &str) -> Result<u64, String> {
     text.trim().parse().map_err(|error| format!("{path:?}: {error}"))
 }
 
+fn set(pages: u64) -> Result<(), String> {
+    let path = Path::new(POOL).join("nr_hugepages");
+    fs::write(&path, pages.to_string()).map_err(|error| format!("{path:?}: {error}"))
+}
+
 /// A pool with pages for a machine, until this is dropped. One at a time on a node.
 struct Pool {
     before: u64,
@@ -33,23 +38,20 @@ impl Pool {
     fn enlarge() -> Result<Pool, String> {
         let lock = File::open(POOL).map_err(|error| format!("{POOL}: {error}"))?;
         let lock = nix::fcntl::Flock::lock(lock, nix::fcntl::FlockArg::LockExclusive);
-        let pool = Pool { before: read("nr_hugepages")?, _lock: lock.map_err(|(_, error)| error.to_string())? };
-        pool.set(pool.before + NEEDED)?;
+        let lock = lock.map_err(|(_, error)| error.to_string())?;
+        let before = read("nr_hugepages")?;
+        set(before + NEEDED)?;
+        let pool = Pool { before, _lock: lock };
         match read("free_hugepages")? >= read("resv_hugepages")? + NEEDED {
             true => Ok(pool),
             false => Err("the node's memory is too scattered for huge pages".to_owned()),
         }
     }
-
-    fn set(&self, pages: u64) -> Result<(), String> {
-        let path = Path::new(POOL).join("nr_hugepages");
-        fs::write(&path, pages.to_string()).map_err(|error| format!("{path:?}: {error}"))
-    }
 }
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        if let Err(why) = self.set(self.before) {
+        if let Err(why) = set(self.before) {
             println!("the pool of huge pages stays larger: {why}");
         }
     }
