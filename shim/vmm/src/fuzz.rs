@@ -132,8 +132,12 @@ pub fn block(data: &[u8]) {
     }
     SLOTS.with(|slots| {
         for slot in slots {
-            serve(tame(data), |memory, request| block::serve(slot.shared(), memory, request));
-            serve(wild(data, 1), |memory, request| block::serve(slot.shared(), memory, request));
+            let handle = |memory: &Memory, request| {
+                let begun = block::begin(slot.shared(), memory, request);
+                begun.unwrap_or_else(|rest| block::finish(slot.shared(), memory, &rest))
+            };
+            serve(tame(data), handle);
+            serve(wild(data, 1), handle);
         }
     });
 }

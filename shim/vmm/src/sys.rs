@@ -14,6 +14,7 @@ const MAX_IOVECS: usize = 1024;
 #[derive(Clone, Copy)]
 enum Way {
     ReadAt(u64),
+    ReadCached(u64),
     WriteAt(u64),
     Read,
     Write,
@@ -33,6 +34,11 @@ fn transfer(fd: RawFd, slices: &[VolatileSlice<'_>], way: Way) -> io::Result<usi
             let at = offset(at)?;
             // SAFETY: each iovec lies in a mapping that `guards` keep alive; the kernel writes only there.
             unsafe { libc::preadv64(fd, iovecs.as_ptr(), count, at) }
+        }
+        Way::ReadCached(at) => {
+            let at = offset(at)?;
+            // SAFETY: each iovec lies in a mapping that `guards` keep alive; the kernel writes only there.
+            unsafe { libc::preadv64v2(fd, iovecs.as_ptr(), count, at, libc::RWF_NOWAIT) }
         }
         Way::WriteAt(at) => {
             let at = offset(at)?;
@@ -89,6 +95,16 @@ fn transfer_all(file: &File, mut slices: Vec<VolatileSlice<'_>>, mut at: u64, wr
 /// Fills guest memory from byte `at` of a file; the end of the file before that is an error.
 pub(crate) fn read_at(file: &File, slices: Vec<VolatileSlice<'_>>, at: u64) -> io::Result<()> {
     transfer_all(file, slices, at, false)
+}
+
+/// As [`read_at`], if all the bytes are in the page cache. Otherwise `WouldBlock` (Linux then begins to read them), or
+/// EOPNOTSUPP if the file system cannot tell.
+pub(crate) fn read_cached(file: &File, slices: &[VolatileSlice<'_>], at: u64) -> io::Result<()> {
+    let wanted: usize = slices.iter().map(|slice| slice.len()).sum();
+    match transfer(file.as_raw_fd(), slices, Way::ReadCached(at))? {
+        all if all == wanted => Ok(()),
+        _ => Err(io::ErrorKind::WouldBlock.into()),
+    }
 }
 
 /// Writes guest memory to byte `at` of a file.

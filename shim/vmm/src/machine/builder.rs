@@ -30,6 +30,8 @@ pub struct Builder {
     windows: Bus,
     transports: Vec<Arc<Transport>>,
     serial: Option<Arc<SerialPort>>,
+    /// Takes what the guest writes and nobody needs to know.
+    unheard: EventFd,
     vm: Arc<VmFd>,
     /// Dropped last.
     memory: GuestMemory,
@@ -68,6 +70,8 @@ impl Builder {
         let ended = control.clone();
         let keyboard = Keyboard::new(move || ended.end(Exit::Reset));
         ports.insert(legacy::I8042, legacy::I8042_PORTS, Arc::new(keyboard));
+        let unheard =
+            EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK).map_err(|source| Error::Make { what: "an eventfd", source })?;
         let mut windows = Bus::default();
         windows.insert(layout::GENERATION_ID.0, layout::WINDOW_SIZE, Arc::new(GenerationId::new()?));
         Ok(Builder {
@@ -78,6 +82,7 @@ impl Builder {
             windows,
             transports: Vec::new(),
             serial: None,
+            unheard,
             vm: Arc::new(vm),
             memory,
         })
@@ -111,6 +116,11 @@ impl Builder {
         for (queue, kick) in (0u32..).zip(transport.kicks()) {
             self.vm.register_ioevent(kick, &notify, queue).map_err(Error::call("take a notification"))?;
         }
+        // Each interrupt ends with this write: answered by the kernel it is one exit less to this process.
+        let (register, queues_only) = mmio::INTERRUPT_ACK;
+        let acknowledge = IoEventAddress::Mmio(address + register);
+        let unheard = self.vm.register_ioevent(&self.unheard, &acknowledge, queues_only);
+        unheard.map_err(Error::call("take an acknowledgement"))?;
         self.windows.insert(address, layout::WINDOW_SIZE, transport.clone());
         self.transports.push(transport.clone());
         Ok(transport)

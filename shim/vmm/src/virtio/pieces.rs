@@ -111,24 +111,32 @@ impl Pieces {
 
     /// Cuts off the first `count` bytes; `None` (and nothing is cut) if there are fewer.
     pub fn take_front(&mut self, count: usize) -> Option<Pieces> {
-        let rest = self.length.checked_sub(count)?;
-        let mut front = Pieces::default();
-        let mut back = Pieces::default();
-        for piece in &self.list {
-            let here = piece.length.min(count.saturating_sub(front.length));
-            front.push(piece.address, here);
-            // The piece lies in guest memory, so an address within it does not overflow.
-            back.push(GuestAddress(piece.address.0.saturating_add(here as u64)), piece.length.saturating_sub(here));
-        }
-        debug_assert_eq!(back.length, rest);
-        *self = back;
-        Some(front)
+        let back = self.cut(count)?;
+        Some(std::mem::replace(self, back))
     }
 
     /// Cuts off the last `count` bytes; `None` (and nothing is cut) if there are fewer.
     pub fn take_back(&mut self, count: usize) -> Option<Pieces> {
-        let front = self.take_front(self.length.checked_sub(count)?)?;
-        Some(std::mem::replace(self, front))
+        self.cut(self.length.checked_sub(count)?)
+    }
+
+    /// Keeps the first `count` bytes and returns the others; `None` (and nothing is cut) if there are fewer.
+    fn cut(&mut self, count: usize) -> Option<Pieces> {
+        let length = self.length.checked_sub(count)?;
+        let (mut whole, mut left) = (0, count);
+        while let Some(piece) = self.list.get(whole).filter(|piece| piece.length <= left) {
+            left = left.saturating_sub(piece.length);
+            whole += 1;
+        }
+        let mut list = self.list.split_off(whole);
+        if let Some(first) = list.first_mut().filter(|_| left > 0) {
+            self.list.push(Piece { address: first.address, length: left });
+            // The piece lies in guest memory, so an address within it does not overflow.
+            first.address = GuestAddress(first.address.0.saturating_add(left as u64));
+            first.length = first.length.saturating_sub(left);
+        }
+        self.length = count;
+        Some(Pieces { list, length })
     }
 
     /// The pieces as memory; one piece may become several where regions meet.

@@ -1,4 +1,4 @@
-//! Owns: a thread that serves one queue; in the simple case one request after the other.
+//! Owns: a thread that serves one queue: at once what needs no waiting, the rest one after the other.
 //! Threads: itself; it waits for a kick or for [`QueueThread::stop`].
 
 use super::Memory;
@@ -6,12 +6,18 @@ use super::ring::{Request, Ring};
 use nacelle_jail::ThreadKind;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{Builder, JoinHandle};
 use virtio_queue::QueueState;
+
+/// Requests that are begun before the guest is told of those that are done.
+const BATCH: usize = 64;
+/// Requests that wait at a time; what comes then stays in the ring.
+const WAITING: usize = 32;
 
 /// A running thread and the queue that it serves.
 #[derive(Debug)]
@@ -47,13 +53,14 @@ impl AsFd for Stop {
 }
 
 impl QueueThread {
-    /// Starts a thread that calls `handle` for each request; it returns the bytes it wrote to the guest.
-    pub(crate) fn start(
+    /// Starts a thread that serves requests with [`serve`].
+    pub(crate) fn start<Rest>(
         name: &str,
         ring: Ring,
-        handle: impl FnMut(&Memory, Request) -> u32 + Send + 'static,
+        begin: impl FnMut(&Memory, Request) -> Result<u32, Rest> + Send + 'static,
+        finish: impl FnMut(&Memory, Rest) -> u32 + Send + 'static,
     ) -> io::Result<QueueThread> {
-        QueueThread::run(name, ThreadKind::Queue, ring, |ring, stop| serve(ring, stop, handle))
+        QueueThread::run(name, ThreadKind::Queue, ring, |ring, stop| serve(ring, stop, begin, finish))
     }
 
     /// Starts a thread that serves the ring in its own way, until it is asked to stop.
@@ -91,21 +98,44 @@ impl QueueThread {
     }
 }
 
-/// Serves requests one after the other until asked to stop.
-pub(crate) fn serve(mut ring: Ring, stop: &Stop, mut handle: impl FnMut(&Memory, Request) -> u32) -> Ring {
+/// Serves requests until asked to stop. `begin` does without waiting what it can, and returns the bytes that it wrote to
+/// the guest; what it could not do is left to `finish`, which may wait: one after the other, while what needs no waiting
+/// overtakes them. The guest is told of many requests at once, but always before one is waited for.
+pub(crate) fn serve<Rest>(
+    mut ring: Ring,
+    stop: &Stop,
+    mut begin: impl FnMut(&Memory, Request) -> Result<u32, Rest>,
+    mut finish: impl FnMut(&Memory, Rest) -> u32,
+) -> Ring {
     let memory = ring.memory().clone();
+    let mut waiting = VecDeque::new();
     loop {
         ring.quiet();
         loop {
-            if stop.asked() {
+            let stopping = stop.asked();
+            let mut begun = 0;
+            while !stopping
+                && begun < BATCH
+                && waiting.len() < WAITING
+                && let Some(request) = ring.pop()
+            {
+                begun += 1;
+                let head = request.head;
+                match begin(&memory, request) {
+                    Ok(written) => ring.done(head, written),
+                    Err(rest) => waiting.push_back((head, rest)),
+                }
+            }
+            ring.signal();
+            if let Some((head, rest)) = waiting.pop_front() {
+                let written = finish(&memory, rest);
+                ring.done(head, written);
+            } else if stopping {
                 ring.rearm();
                 return ring;
+            } else if begun == 0 {
+                break;
             }
-            let Some(request) = ring.pop() else { break };
-            let head = request.head;
-            let written = handle(&memory, request);
-            ring.done(head, written);
-            ring.signal();
         }
         if ring.rearm() {
             continue;
@@ -124,5 +154,118 @@ fn wait(ring: &mut Ring, stop: &Stop) {
     let kicked = found.is_ok() && events.get(1).is_some_and(|event| event.any().unwrap_or(true));
     if kicked {
         ring.kicked();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::Driver;
+    use crate::virtio::Interrupt;
+    use crate::virtio::scripted::eventually;
+    use std::sync::atomic::AtomicU32;
+    use std::sync::mpsc::{Sender, channel};
+    use virtio_queue::Queue;
+    use vm_memory::{Bytes, GuestAddress};
+
+    const SIZE: u16 = 128;
+    /// The buffer of a request that waits, and that of one that does not.
+    const WAITS: (u64, u32, bool) = (0x10000, 1, false);
+    const QUICK: (u64, u32, bool) = (0x10001, 1, false);
+
+    #[derive(Default)]
+    struct Count(AtomicU32);
+
+    impl Interrupt for Count {
+        fn queue(&self, _index: u16) {
+            self.0.fetch_add(1, Ordering::AcqRel);
+        }
+
+        fn config(&self) {}
+    }
+
+    /// Serves what the driver has made available: whatever waits, until the test says so.
+    fn serve_all(driver: &Driver) -> (QueueThread, Arc<Count>, Sender<()>) {
+        let (desc_table, avail_ring, used_ring) = driver.addresses();
+        let state = QueueState {
+            max_size: SIZE,
+            size: SIZE,
+            ready: true,
+            desc_table,
+            avail_ring,
+            used_ring,
+            next_avail: 0,
+            next_used: 0,
+            event_idx_enabled: false,
+        };
+        let interrupts = Arc::<Count>::default();
+        let queue = Queue::try_from(state).unwrap();
+        let kick = EventFd::new().unwrap().into();
+        let ring = Ring::new(0, queue, driver.memory.clone(), kick, interrupts.clone()).unwrap();
+        driver.memory.write_slice(&[1, 0], GuestAddress(WAITS.0)).unwrap();
+        let (go, gone) = channel();
+        let begin = |memory: &Memory, request: Request| {
+            let mut byte = [0xff];
+            request.buffers.readable.read(memory, &mut byte).unwrap();
+            if byte == [0] { Ok(7) } else { Err(request) }
+        };
+        let finish = move |_: &Memory, _: Request| {
+            gone.recv().unwrap();
+            8
+        };
+        (QueueThread::start("test", ring, begin, finish).unwrap(), interrupts, go)
+    }
+
+    #[test]
+    fn nothing_that_is_done_stays_behind_what_waits() {
+        let mut driver = Driver::new(crate::fuzz::memory(), 0, SIZE);
+        let heads = [WAITS, QUICK, WAITS, QUICK].map(|buffer| driver.submit(&[buffer]));
+        let (thread, interrupts, go) = serve_all(&driver);
+        let told = |times| eventually("an interrupt", || interrupts.0.load(Ordering::Acquire) == times);
+        told(1);
+        assert_eq!([(); 3].map(|()| driver.take_used()), [Some((heads[1], 7)), Some((heads[3], 7)), None]);
+        for (n, head) in [(2, heads[0]), (3, heads[2])] {
+            go.send(()).unwrap();
+            told(n);
+            assert_eq!([(); 2].map(|()| driver.take_used()), [Some((head, 8)), None]);
+        }
+        let state = thread.stop().unwrap();
+        assert_eq!((state.next_avail, state.next_used), (4, 4));
+    }
+
+    #[test]
+    fn a_queue_of_requests_that_wait_is_served_to_its_end() {
+        let mut driver = Driver::new(crate::fuzz::memory(), 0, SIZE);
+        let requests = u16::try_from(2 * WAITING + 2 * BATCH).unwrap().min(SIZE);
+        for n in 0..requests {
+            driver.submit(&[if n % 3 == 0 { QUICK } else { WAITS }]);
+        }
+        let (thread, interrupts, go) = serve_all(&driver);
+        (0..requests).for_each(|_| go.send(()).unwrap());
+        let mut used = 0;
+        eventually("all requests", || {
+            used += driver.count_used();
+            used == requests
+        });
+        let state = thread.stop().unwrap();
+        assert_eq!((state.next_avail, state.next_used), (requests, requests));
+        assert!(interrupts.0.load(Ordering::Acquire) > 0);
+    }
+
+    #[test]
+    fn a_thread_that_stops_leaves_no_request_half_done() {
+        for round in 0..20 {
+            let mut driver = Driver::new(crate::fuzz::memory(), 0, SIZE);
+            (0..SIZE).for_each(|_| drop(driver.submit(&[WAITS])));
+            let (thread, interrupts, go) = serve_all(&driver);
+            (0..SIZE).for_each(|_| go.send(()).unwrap());
+            if round % 2 == 0 {
+                eventually("the first request", || driver.count_used() > 0);
+            }
+            let state = thread.stop().unwrap();
+            assert_eq!(state.next_avail, state.next_used);
+            assert_eq!(driver.taken().wrapping_add(driver.count_used()), state.next_used);
+            assert!(state.next_used == 0 || interrupts.0.load(Ordering::Acquire) > 0);
+        }
     }
 }

@@ -19,8 +19,6 @@ pub(super) struct Line {
     generation: AtomicU32,
     /// The driver has said DRIVER_OK: it may be interrupted.
     live: AtomicBool,
-    /// Somebody interrupts through a copy of `irq`, without setting a bit of `status`.
-    direct: AtomicBool,
     needs_reset: AtomicBool,
 }
 
@@ -31,19 +29,18 @@ impl Line {
             status: AtomicU32::new(0),
             generation: AtomicU32::new(0),
             live: AtomicBool::new(false),
-            direct: AtomicBool::new(false),
             needs_reset: AtomicBool::new(false),
         }
     }
 
-    /// InterruptStatus as the guest reads it. Where the kernel interrupts directly, the bit for queues is always
-    /// set: the driver then looks at its queues once too often, which the specification lets it.
+    /// InterruptStatus as the guest reads it. The bit for queues is set as long as the device is live, because others
+    /// interrupt too (vhost-net), and because acknowledging it need not reach us: for a configuration interrupt the
+    /// driver looks at its queues once more than it needs to, which the specification lets it.
     pub(super) fn status(&self) -> u32 {
-        let direct = self.live.load(Ordering::Acquire) && self.direct.load(Ordering::Acquire);
-        self.pending() | if direct { USED } else { 0 }
+        self.pending() | if self.live.load(Ordering::Acquire) { USED } else { 0 }
     }
 
-    /// The bits that the guest has not acknowledged.
+    /// The bits that the guest has not acknowledged, without [`USED`].
     pub(super) fn pending(&self) -> u32 {
         self.status.load(Ordering::Acquire)
     }
@@ -73,25 +70,22 @@ impl Line {
     /// The driver has begun anew, or failed: it is not interrupted. The queues have stopped before.
     pub(super) fn close(&self) {
         self.live.store(false, Ordering::Release);
-        self.direct.store(false, Ordering::Release);
         self.needs_reset.store(false, Ordering::Release);
         self.status.store(0, Ordering::Release);
     }
 
     /// Goes on from what was saved.
     pub(super) fn restore(&self, pending: u32, generation: u32, live: bool, needs_reset: bool) {
-        self.status.store(pending, Ordering::Release);
+        self.status.store(pending & !USED, Ordering::Release);
         self.generation.store(generation, Ordering::Release);
         self.needs_reset.store(needs_reset, Ordering::Release);
         self.live.store(live, Ordering::Release);
     }
 
-    /// Interrupts once more for what the guest has not acknowledged: an interrupt may have been on its way while
-    /// the machine stood still. One too many does no harm.
+    /// Interrupts once more: an interrupt may have been on its way while the machine stood still. One too many does no
+    /// harm.
     pub(super) fn remind(&self) {
-        if self.status() != 0 {
-            self.fire();
-        }
+        self.fire();
     }
 
     fn raise(&self, bit: u32) {
@@ -102,7 +96,9 @@ impl Line {
     }
 
     fn fire(&self) {
-        if let Err(error) = self.irq.write(1) {
+        if self.live.load(Ordering::Acquire)
+            && let Err(error) = self.irq.write(1)
+        {
             tracing::error!("cannot interrupt a guest: {error}");
         }
     }
@@ -110,7 +106,7 @@ impl Line {
 
 impl Interrupt for Line {
     fn queue(&self, _index: u16) {
-        self.raise(USED);
+        self.fire();
     }
 
     fn config(&self) {
@@ -124,15 +120,7 @@ impl Interrupt for Line {
     }
 
     fn eventfd(&self, _index: u16) -> Option<OwnedFd> {
-        match sys::duplicate(&self.irq) {
-            Ok(fd) => {
-                self.direct.store(true, Ordering::Release);
-                Some(fd)
-            }
-            Err(error) => {
-                tracing::error!("cannot copy an interrupt: {error}");
-                None
-            }
-        }
+        let copied = sys::duplicate(&self.irq);
+        copied.inspect_err(|error| tracing::error!("cannot copy an interrupt: {error}")).ok()
     }
 }

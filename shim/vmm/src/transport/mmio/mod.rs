@@ -30,6 +30,10 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 /// Where the driver writes the number of a queue that it has added buffers to; the place for ioeventfds.
 pub const QUEUE_NOTIFY: u64 = reg::QUEUE_NOTIFY;
 
+/// Where the driver acknowledges interrupts, and what it writes there (4 bytes) when queues were all that one was for.
+/// That changes nothing, so the machine may have the kernel swallow it.
+pub const INTERRUPT_ACK: (u64, u32) = (reg::INTERRUPT_ACK, line::USED);
+
 /// The most bytes of a configuration space.
 const CONFIG_BYTES: usize = 256;
 

@@ -5,7 +5,9 @@ use super::slot::Shared;
 use super::state::State;
 use super::worker;
 use crate::virtio::queue_thread::QueueThread;
-use crate::virtio::{COMMON_FEATURES, Device, DeviceKind, DeviceState, Ring, StartError, StateError, read_config};
+use crate::virtio::{
+    COMMON_FEATURES, Device, DeviceKind, DeviceState, Memory, Ring, StartError, StateError, read_config,
+};
 use std::sync::Arc;
 use virtio_queue::QueueState;
 
@@ -92,10 +94,15 @@ impl Device for SlotDevice {
             return Err(StartError::Running { device, index });
         }
         let interrupt = ring.interrupt().clone();
-        let shared = self.shared.clone();
-        let name = format!("blk-{}", shared.serial);
-        let thread = QueueThread::start(&name, ring, move |memory, request| worker::serve(&shared, memory, request))
-            .map_err(|source| StartError::Thread { device, index, source })?;
+        let (first, last) = (self.shared.clone(), self.shared.clone());
+        let name = format!("blk-{}", self.shared.serial);
+        let begin = move |memory: &Memory, request| worker::begin(&first, memory, request);
+        let finish = move |memory: &Memory, job| worker::finish(&last, memory, &job);
+        let thread = QueueThread::start(&name, ring, begin, finish).map_err(|source| StartError::Thread {
+            device,
+            index,
+            source,
+        })?;
         self.thread = Some(thread);
         self.shared.set_interrupt(Some(interrupt));
         Ok(())

@@ -14,7 +14,7 @@ pub use metrics::Metrics;
 pub use slot::Slot;
 pub use state::State;
 #[cfg(any(test, feature = "fuzz"))]
-pub(crate) use worker::serve;
+pub(crate) use worker::{begin, finish};
 
 /// Bytes of a sector, the unit of the protocol.
 const SECTOR: u64 = 512;

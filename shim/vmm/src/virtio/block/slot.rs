@@ -10,6 +10,7 @@ use nacelle_base::machine::{Extent, ImageDisk};
 use std::fs::{File, OpenOptions};
 use std::io::{Seek, SeekFrom};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// The longest serial number, in bytes.
@@ -25,6 +26,8 @@ pub struct Slot(Arc<Shared>);
 pub(crate) struct Shared {
     pub(super) serial: String,
     pub(super) metrics: Metrics,
+    /// The host cannot tell whether a read of this disk would wait for a device.
+    pub(super) unsure: AtomicBool,
     changing: Mutex<()>,
     now: Mutex<Now>,
 }
@@ -113,6 +116,7 @@ impl Slot {
         Ok(Slot(Arc::new(Shared {
             serial: serial.to_owned(),
             metrics: Metrics::default(),
+            unsure: AtomicBool::new(false),
             changing: Mutex::new(()),
             now: Mutex::new(Now { view, interrupt: None }),
         })))

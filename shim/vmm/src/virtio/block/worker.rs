@@ -40,6 +40,14 @@ enum Ask {
     Unknown(u32),
 }
 
+/// How long a read may take.
+#[derive(Clone, Copy, Debug)]
+enum Patience {
+    /// As long as a copy from the page cache.
+    None,
+    Any,
+}
+
 /// One range of a discard or write-zeroes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Range {
@@ -98,15 +106,53 @@ impl Range {
     }
 }
 
-/// Serves one request; returns the bytes written to the guest.
-pub(crate) fn serve(shared: &Shared, memory: &Memory, request: Request) -> u32 {
-    let Buffers { readable, mut writable } = request.buffers;
+/// A request as far as it is understood.
+pub(crate) struct Job {
+    ask: Ask,
+    /// What is left beside header and status.
+    buffers: Buffers,
+    status: Pieces,
+}
+
+/// Does a request if that needs no waiting, and returns the bytes written to the guest.
+pub(crate) fn begin(shared: &Shared, memory: &Memory, request: Request) -> Result<u32, Job> {
+    let Buffers { mut readable, mut writable } = request.buffers;
     let Some(status) = writable.take_back(1) else {
-        return failed(shared, &Failure::NoStatus);
+        return Ok(failed(shared, &Failure::NoStatus));
     };
-    let room = writable.len();
-    let (code, data) = match execute(shared, memory, readable, writable) {
-        Ok(written) => (STATUS_OK, written.min(room)),
+    let mut header = [0; HEADER];
+    let found = match readable.take_front(HEADER) {
+        Some(front) => front.read(memory, &mut header).map_err(Failure::from),
+        None => Err(Failure::NoHeader),
+    };
+    if let Err(failure) = found {
+        return Ok(answer(shared, memory, &status, Err(failure)));
+    }
+    let job = Job { ask: Ask::parse(&header), buffers: Buffers { readable, writable }, status };
+    match job.ask {
+        Ask::Read { .. } if shared.unsure.load(Ordering::Relaxed) => Err(job),
+        Ask::Read { sector } => match read(shared, memory, sector, &job.buffers.writable, Patience::None) {
+            Err(Failure::Host(error)) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => {
+                shared.unsure.store(true, Ordering::Relaxed);
+                Err(job)
+            }
+            // Also one that has found only a part: it is read again as a whole, and fails then if it must.
+            Err(Failure::Host(_)) => Err(job),
+            result => Ok(answer(shared, memory, &job.status, result)),
+        },
+        _ => Err(job),
+    }
+}
+
+/// Does a request however long that takes; returns the bytes written to the guest.
+pub(crate) fn finish(shared: &Shared, memory: &Memory, job: &Job) -> u32 {
+    answer(shared, memory, &job.status, execute(shared, memory, job))
+}
+
+/// Tells the guest how its request went; returns the bytes written to it, with the status.
+fn answer(shared: &Shared, memory: &Memory, status: &Pieces, result: Result<usize, Failure>) -> u32 {
+    let (code, data) = match result {
+        Ok(written) => (STATUS_OK, written),
         Err(failure) => {
             failed(shared, &failure);
             let unsupported = matches!(failure, Failure::Unknown(_) | Failure::Flags(_));
@@ -130,20 +176,13 @@ fn count(counter: &AtomicU64, by: usize) {
     counter.fetch_add(by as u64, Ordering::Relaxed);
 }
 
-/// Does what is asked; returns the bytes written to `writable`.
-fn execute(shared: &Shared, memory: &Memory, mut readable: Pieces, writable: Pieces) -> Result<usize, Failure> {
-    let mut header = [0; HEADER];
-    readable.take_front(HEADER).ok_or(Failure::NoHeader)?.read(memory, &mut header)?;
+/// Does what is asked; returns the bytes written to the guest's buffers.
+fn execute(shared: &Shared, memory: &Memory, job: &Job) -> Result<usize, Failure> {
+    let Buffers { readable, writable } = &job.buffers;
     let view = shared.view();
     let metrics = &shared.metrics;
-    match Ask::parse(&header) {
-        Ask::Read { sector } => {
-            let length = writable.len();
-            read(&view, memory, check(&view, sector, length)?, writable)?;
-            count(&metrics.reads, 1);
-            count(&metrics.read_bytes, length);
-            Ok(length)
-        }
+    match job.ask {
+        Ask::Read { sector } => read(shared, memory, sector, writable, Patience::Any),
         Ask::Write { sector } => {
             let file = writable_file(&view)?;
             let length = readable.len();
@@ -167,7 +206,7 @@ fn execute(shared: &Shared, memory: &Memory, mut readable: Pieces, writable: Pie
         }
         Ask::Discard => {
             let file = writable_file(&view)?;
-            for (at, length, _) in ranges(&view, memory, readable, MAX_DISCARD_SECTORS, 0)? {
+            for (at, length, _) in ranges(&view, memory, readable.clone(), MAX_DISCARD_SECTORS, 0)? {
                 match punch(file, at, length) {
                     Err(Errno::EOPNOTSUPP) => {} // a discard is a hint
                     result => result.map_err(io::Error::from)?,
@@ -178,7 +217,7 @@ fn execute(shared: &Shared, memory: &Memory, mut readable: Pieces, writable: Pie
         }
         Ask::WriteZeroes => {
             let file = writable_file(&view)?;
-            for (at, length, flags) in ranges(&view, memory, readable, MAX_ZEROES_SECTORS, 1)? {
+            for (at, length, flags) in ranges(&view, memory, readable.clone(), MAX_ZEROES_SECTORS, 1)? {
                 zero(file, at, length, flags & 1 != 0)?;
             }
             count(&metrics.discards, 1);
@@ -209,24 +248,40 @@ fn within(view: &View, sector: u64, sectors: u64) -> Result<u64, Failure> {
     end.map(|_| sector.saturating_mul(SECTOR)).ok_or(Failure::Beyond { sector, sectors })
 }
 
-fn read(view: &View, memory: &Memory, at: u64, pieces: Pieces) -> Result<(), Failure> {
-    match view {
-        View::ReadWrite { file, .. } => Ok(sys::read_at(file, pieces.slices(memory, Permissions::Write)?, at)?),
-        View::ReadOnly(table) => read_placed(table, memory, at, pieces),
+fn read(shared: &Shared, memory: &Memory, sector: u64, to: &Pieces, patience: Patience) -> Result<usize, Failure> {
+    let view = shared.view();
+    let length = to.len();
+    let at = check(&view, sector, length)?;
+    match &view {
+        View::ReadWrite { file, .. } => read_file(file, memory, at, to, patience)?,
+        View::ReadOnly(table) => read_placed(table, memory, at, to, patience)?,
     }
+    count(&shared.metrics.reads, 1);
+    count(&shared.metrics.read_bytes, length);
+    Ok(length)
 }
 
-fn read_placed(table: &Table, memory: &Memory, mut at: u64, mut pieces: Pieces) -> Result<(), Failure> {
+fn read_placed(table: &Table, memory: &Memory, mut at: u64, to: &Pieces, patience: Patience) -> Result<(), Failure> {
+    let mut pieces = to.clone();
     while !pieces.is_empty() {
         let here = table.at(at);
         let (Here::File(.., length) | Here::Hole(length)) = here;
         let count = pieces.len().min(usize::try_from(length).unwrap_or(usize::MAX));
         let part = pieces.take_front(count).ok_or(Failure::Length(count))?;
         match here {
-            Here::File(file, offset, _) => sys::read_at(file, part.slices(memory, Permissions::Write)?, offset)?,
+            Here::File(file, offset, _) => read_file(file, memory, offset, &part, patience)?,
             Here::Hole(_) => part.zero(memory)?,
         }
         at = at.saturating_add(count as u64);
+    }
+    Ok(())
+}
+
+fn read_file(file: &File, memory: &Memory, at: u64, to: &Pieces, patience: Patience) -> Result<(), Failure> {
+    let slices = to.slices(memory, Permissions::Write)?;
+    match patience {
+        Patience::None => sys::read_cached(file, &slices, at)?,
+        Patience::Any => sys::read_at(file, slices, at)?,
     }
     Ok(())
 }

@@ -278,7 +278,12 @@ impl Device for Net {
                     return Err(StartError::Running { device, index });
                 }
                 let thread = QueueThread::run("net-ctl", ThreadKind::NetControl, ring, move |ring, stop| {
-                    queue_thread::serve(ring, stop, |memory, request| shared.command(memory, request))
+                    queue_thread::serve(
+                        ring,
+                        stop,
+                        |_, request| Err(request),
+                        |memory, request| shared.command(memory, request),
+                    )
                 });
                 self.control = Some(thread.map_err(failed)?);
                 Ok(())

@@ -3,7 +3,8 @@
 use super::metrics::Metrics;
 use super::worker;
 use crate::virtio::queue_thread::QueueThread;
-use crate::virtio::{COMMON_FEATURES, Device, DeviceKind, DeviceState, Ring, StartError, StateError};
+use crate::virtio::{COMMON_FEATURES, Device, DeviceKind, DeviceState, Memory, Ring, StartError, StateError};
+use std::convert::Infallible;
 use std::sync::Arc;
 use virtio_queue::QueueState;
 
@@ -57,7 +58,8 @@ impl Device for Rng {
             return Err(StartError::Running { device, index });
         }
         let metrics = self.metrics.clone();
-        let thread = QueueThread::start("rng", ring, move |memory, request| worker::fill(&metrics, memory, request))
+        let fill = move |memory: &Memory, request| Ok::<u32, Infallible>(worker::fill(&metrics, memory, request));
+        let thread = QueueThread::start("rng", ring, fill, |_, nothing_waits| match nothing_waits {})
             .map_err(|source| StartError::Thread { device, index, source })?;
         self.thread = Some(thread);
         Ok(())
