@@ -144,6 +144,12 @@ impl Ring {
         None
     }
 
+    /// Whether [`pop`](Ring::pop) would look at something. Costs little.
+    pub(crate) fn has_more(&self) -> bool {
+        let next = self.queue.next_avail();
+        !self.broken && self.queue.avail_idx(&*self.memory, Ordering::Acquire).is_ok_and(|index| index.0 != next)
+    }
+
     /// Puts a request back, so that it is the next one again. Only for the one popped last and not done.
     pub(crate) fn unpop(&mut self) {
         self.queue.go_to_previous_position();

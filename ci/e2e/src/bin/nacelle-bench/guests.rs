@@ -10,11 +10,16 @@ use std::fs;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// How long one sample of throughput takes, in seconds.
 const SAMPLE: u32 = 5;
+/// How long each machine sends or receives before that: TCP has found its pace then.
+const WARM_UP: u32 = 1;
+/// Where disks lie as they do on a node: on a file system with a device below it. Memory file systems, in which the rest
+/// lies, know no reads that do not wait.
+const DISKS: &str = "/var/tmp";
 /// Threads that read at once: a queue of some depth.
 const READERS: u32 = 8;
 
@@ -31,8 +36,8 @@ impl Place {
     }
 
     /// With the guest of the engines' contract, which takes commands.
-    fn commands() -> Place {
-        Place { folder: tempfile::tempdir().expect("a folder"), initrd: part("NACELLE_COMMANDS_INITRD") }
+    fn commands(folder: &Path) -> Place {
+        Place { folder: tempfile::tempdir_in(folder).expect("a folder"), initrd: part("NACELLE_COMMANDS_INITRD") }
     }
 
     /// A machine's description: as a pod has it, an empty disk for images and one to write on.
@@ -44,6 +49,7 @@ impl Place {
                 let mut file = fs::File::create(&path).expect("the bench's folder is writable");
                 let block = vec![0x5a; 1 << 20];
                 (0..mib).for_each(|_| file.write_all(&block).expect("the bench's folder has room"));
+                file.sync_all().expect("the bench's folder has a disk that works");
             }
             path
         };
@@ -115,7 +121,7 @@ pub fn snapshot(runs: usize) -> Measured {
 
 /// Random reads of 4 KiB, a second.
 pub fn blk(runs: usize) -> Measured {
-    let place = Place::commands();
+    let place = Place::commands(Path::new(DISKS));
     let setup = place.setup(256);
     let command = format!("reads 1 {SAMPLE} {READERS}");
     let (ours, peers) = in_turn(runs, |vmm| number(&Machine::start(vmm, &setup).ask(&command)));
@@ -128,7 +134,7 @@ fn number(answer: &str) -> f64 {
 
 /// TCP from the guest to the node, in MB a second.
 pub fn net_send(runs: usize) -> Measured {
-    net(runs, |machine, _port| {
+    net(runs, |machine, seconds| {
         let listener = TcpListener::bind((NODE, 0)).expect("a port");
         let to = listener.local_addr().expect("an address").port();
         let sink = std::thread::spawn(move || {
@@ -136,7 +142,7 @@ pub fn net_send(runs: usize) -> Measured {
             let mut buffer = vec![0; 128 << 10];
             while stream.read(&mut buffer).is_ok_and(|count| count > 0) {}
         });
-        let answer = machine.ask(&format!("send {NODE} {to} {SAMPLE}"));
+        let answer = machine.ask(&format!("send {NODE} {to} {seconds}"));
         sink.join().expect("the sink ends with the connection");
         number(&answer)
     })
@@ -144,22 +150,22 @@ pub fn net_send(runs: usize) -> Measured {
 
 /// TCP from the node to the guest, in MB a second.
 pub fn net_receive(runs: usize) -> Measured {
-    net(runs, |machine, port| {
+    net(runs, |machine, seconds| {
         let source = std::thread::spawn(move || {
             let end = Instant::now() + Duration::from_secs(120);
             let mut stream = loop {
-                match TcpStream::connect((GUEST, port)) {
+                match TcpStream::connect((GUEST, PORT)) {
                     Ok(stream) => break stream,
                     Err(error) => assert!(Instant::now() < end, "the guest does not listen: {error}"),
                 }
                 std::thread::sleep(Duration::from_millis(20));
             };
-            let (buffer, end) = (vec![0; 128 << 10], Instant::now() + Duration::from_secs(SAMPLE.into()));
+            let (buffer, end) = (vec![0; 128 << 10], Instant::now() + Duration::from_secs(seconds.into()));
             while Instant::now() < end {
                 stream.write_all(&buffer).expect("the guest reads");
             }
         });
-        let answer = machine.ask(&format!("receive {port}"));
+        let answer = machine.ask(&format!("receive {PORT}"));
         source.join().expect("the source ends in time");
         number(&answer)
     })
@@ -167,9 +173,12 @@ pub fn net_receive(runs: usize) -> Measured {
 
 const NODE: &str = "10.99.0.1";
 const GUEST: &str = "10.99.0.2";
+/// On which the guest listens.
+const PORT: u16 = 5001;
 
-fn net(runs: usize, sample: impl Fn(&mut Machine, u16) -> f64) -> Measured {
-    let place = Place::commands();
+/// `sample` lets a machine send or receive for so many seconds, and returns bytes a second.
+fn net(runs: usize, sample: impl Fn(&mut Machine, u32) -> f64) -> Measured {
+    let place = Place::commands(&std::env::temp_dir());
     let tap = "benchtap0";
     let setup = Setup { tap: Some(tap.to_owned()), memory_mib: 256, ..place.setup(1) };
     let (ours, peers) = in_turn(runs, |vmm| {
@@ -177,7 +186,8 @@ fn net(runs: usize, sample: impl Fn(&mut Machine, u16) -> f64) -> Measured {
         run::call("ip", ["address", "add", &format!("{NODE}/24"), "dev", tap]).ok();
         run::call("ip", ["link", "set", tap, "up"]).ok();
         assert_eq!(machine.ask(&format!("address {GUEST}")), "ok");
-        sample(&mut machine, 5001) / 1e6
+        sample(&mut machine, WARM_UP);
+        sample(&mut machine, SAMPLE) / 1e6
     });
     Measured { ours, peers, ..Measured::new("MB/s", "qemu microvm, vhost-net") }
 }
