@@ -181,7 +181,7 @@ impl Node {
 
     /// The ids of the processes that are the machines of pods: those of QEMU, or with our own VMM the pod processes.
     pub fn machines(&self) -> Vec<i32> {
-        self.processes(if engine() == "qemu" { "qemu" } else { " pod " })
+        self.processes(if engine() == "qemu" { "qemu" } else { "nacelle-pod " })
     }
 
     /// The ids of the processes whose command line names this node's run folder and `word`.

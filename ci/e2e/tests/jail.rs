@@ -13,7 +13,7 @@ fn status(path: &Path) -> BTreeMap<String, String> {
 
 /// The process of the only pod.
 fn process(node: &Node) -> PathBuf {
-    let pids = node.processes("pod --dir");
+    let pids = node.processes("nacelle-pod ");
     assert_eq!(pids.len(), 1);
     PathBuf::from(format!("/proc/{}", pids[0]))
 }

@@ -147,7 +147,7 @@ fn a_dead_machine_is_told_and_its_pod_can_be_removed() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
     // Both are one process with our own VMM.
-    let victims: [fn(&Node) -> Vec<i32>; 2] = [Node::machines, |node| node.processes(" pod ")];
+    let victims: [fn(&Node) -> Vec<i32>; 2] = [Node::machines, |node| node.processes("nacelle-pod ")];
     for processes in victims {
         let (other, neighbour) = pod_with_sleeper(&node, &image, "other");
         let spared = processes(&node);

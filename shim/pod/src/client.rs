@@ -135,7 +135,7 @@ pub struct PodClient {
     identity: Identity,
 }
 
-/// Starts `EXE pod --dir DIR` with this specification and waits until it answers. The process has a session of
+/// Starts `EXE --dir DIR` with this specification and waits until it answers. The process has a session of
 /// its own, no inherited descriptors, logs to `DIR/pod.log`, and outlives the caller. On failure nothing runs; whoever
 /// drops the future calls [`clean_up`].
 pub async fn spawn(exe: &Path, dir: &Path, spec: &PodSpec) -> Result<PodClient, ClientError> {
@@ -145,7 +145,7 @@ pub async fn spawn(exe: &Path, dir: &Path, spec: &PodSpec) -> Result<PodClient, 
         OpenOptions::new().append(true).create(true).mode(0o600).open(&log_path).map_err(at("open", &log_path))?;
     let errors = log.try_clone().map_err(at("open", &log_path))?;
     let mut command = Command::new(exe);
-    command.arg("pod").arg("--dir").arg(dir).current_dir("/");
+    command.arg("--dir").arg(dir).current_dir("/");
     command.stdin(Stdio::null()).stdout(log).stderr(errors);
     sys::detach(&mut command);
     let mut child = command.spawn().map_err(|source| ClientError::Start { exe: exe.to_owned(), source })?;

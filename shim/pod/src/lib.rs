@@ -1,4 +1,4 @@
-//! Owns: the process of one PodSandbox (`nacelle pod`): its machine, the agent in it, log files, exit codes; and
+//! Owns: the process of one PodSandbox (`nacelle-pod`): its machine, the agent in it, log files, exit codes; and
 //! the daemon's client for it. docs/pod-process.md is the map.
 //! May use: `base`, `proto`, `engine`, `net`, `jail`. Knows no CRI.
 

@@ -1,5 +1,5 @@
 //! Owns: what happens between processes: start, reconnection, identity, kill -9, SIGTERM. This program is its own pod
-//! process (see common/harness.rs): `process pod --dir DIR` serves on the fake engine.
+//! process (see common/harness.rs): `process --dir DIR` serves on the fake engine.
 
 mod common;
 
@@ -198,7 +198,7 @@ async fn no_start(place: Place) {
 async fn served_once(place: Place) {
     let client = place.spawn().await;
     let exe = std::env::current_exe().unwrap();
-    let mut second = std::process::Command::new(exe).arg("pod").arg("--dir").arg(&place.dir).spawn().unwrap();
+    let mut second = std::process::Command::new(exe).arg("--dir").arg(&place.dir).spawn().unwrap();
     let deadline = Instant::now() + LIMIT;
     let status = loop {
         match second.try_wait().unwrap() {

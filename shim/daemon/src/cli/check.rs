@@ -46,7 +46,7 @@ fn finding(level: Level, what: &'static str, says: impl Into<String>) -> Finding
 pub(super) fn check(config: Config) -> anyhow::Result<ExitCode> {
     let (engine, verdict) = super::serve::engine();
     let handlers: Vec<_> = config.handlers.iter().map(|(name, handler)| (name.as_str(), handler.engine)).collect();
-    let mut findings = vec![user(), kernel(), kvm(&verdict, &handlers), vhost(Path::new(VHOST_NET), &verdict)];
+    let mut findings = vec![user(), kernel(), pods(), kvm(&verdict, &handlers), vhost(Path::new(VHOST_NET), &verdict)];
     findings
         .push(qemu(&engine.qemu, handlers.iter().any(|(_, setting)| setting.or(engine.fitting) == EngineKind::Qemu)));
     for (name, handler) in &config.handlers {
@@ -89,6 +89,16 @@ fn kernel() -> Finding {
     match nix::sys::utsname::uname() {
         Ok(name) => finding(Level::Good, "host", format!("Linux {}", name.release().to_string_lossy())),
         Err(error) => finding(Level::Worse, "host", format!("uname: {error}")),
+    }
+}
+
+/// The program of pod processes.
+fn pods() -> Finding {
+    let missing = |says: String| finding(Level::Bad, "pods", format!("{says}; install nacelle-pod beside nacelle"));
+    match crate::program::pod_program() {
+        Ok(path) if path.is_file() => finding(Level::Good, "pods", path.display().to_string()),
+        Ok(path) => missing(format!("{} is not there", path.display())),
+        Err(error) => missing(format!("the path of this program: {error}")),
     }
 }
 

@@ -3,6 +3,7 @@
 use crate::config::Config;
 use crate::lifecycle::EngineChoice;
 use crate::lifecycle::seams::Processes;
+use crate::program;
 use crate::server::{self, Setup};
 use anyhow::Context;
 use nacelle_engine::probe;
@@ -27,7 +28,7 @@ pub(super) fn engine() -> (EngineChoice, probe::KvmVerdict) {
 pub(super) fn serve(config: Config) -> anyhow::Result<ExitCode> {
     let (engine, verdict) = engine();
     tracing::info!(engine = %engine.fitting, "{verdict}");
-    let exe = std::env::current_exe().context("cannot find the path of this program, which pods are started with")?;
+    let exe = program::pod_program().context("cannot find the path of this program, beside which that of pods is")?;
     let networks = Arc::new(nacelle_net::Network::new(config.network_options()));
     let setup = Setup { config, engine, pods: Arc::new(Processes { exe }), networks, observer: None };
     super::runtime()?.block_on(async {

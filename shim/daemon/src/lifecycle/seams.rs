@@ -44,9 +44,9 @@ pub trait Networks: Send + Sync + 'static {
     async fn gc(&self, keep: &BTreeSet<PodId>) -> Result<(), NetError>;
 }
 
-/// `nacelle pod` processes of this program.
+/// Real ones.
 pub struct Processes {
-    /// The program.
+    /// Their program.
     pub exe: PathBuf,
 }
 

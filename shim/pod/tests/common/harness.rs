@@ -1,4 +1,4 @@
-//! Owns: the `main` of test programs that are their own pod process: `TEST pod --dir DIR` serves, everything else is
+//! Owns: the `main` of test programs that are their own pod process: `TEST --dir DIR` serves, everything else is
 //! as with cargo's test programs.
 
 use nacelle_pod::identity::Identity;
@@ -13,8 +13,8 @@ pub type Start = fn() -> Test;
 /// Serves a pod, or runs the tests one after the other.
 pub fn main(tests: &[(&str, Start)]) -> ExitCode {
     let args: Vec<String> = std::env::args().collect();
-    if let [_, verb, flag, dir] = args.as_slice()
-        && (verb.as_str(), flag.as_str()) == ("pod", "--dir")
+    if let [_, flag, dir] = args.as_slice()
+        && flag == "--dir"
     {
         return serve(Path::new(dir));
     }

@@ -170,7 +170,7 @@ fn pod_memory(runs: usize) -> Measured {
         let (container, _) = cri.start(&pod, &image, &["/bin/sh", "-c", "echo here; sleep 1000"]);
         cri.exec(&container, &["/bin/true"]);
         // The guest's memory is shared with QEMU; what is private is the process's own.
-        let process = node.processes(" pod ")[0];
+        let process = node.processes("nacelle-pod ")[0];
         let own = ["Private_Clean:", "Private_Dirty:"].map(|line| kilobytes(process, "smaps_rollup", line));
         measured.ours.push(own.iter().sum::<f64>() / 1024.0);
         cri.remove_pod(&pod);

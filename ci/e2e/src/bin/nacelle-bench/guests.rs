@@ -202,7 +202,7 @@ pub fn memory(runs: usize) -> Measured {
         let (pod, _) = cri.run_pod();
         let (container, _) = cri.start(&pod, &image, &["/bin/sh", "-c", "echo here; sleep 1000"]);
         cri.exec(&container, &["/bin/true"]);
-        let (resident, own) = beside_guest(node.processes(" pod ")[0]);
+        let (resident, own) = beside_guest(node.processes("nacelle-pod ")[0]);
         measured.ours.push(resident);
         measured.details = serde_json::json!([{"resident MiB": resident, "of these its own (anonymous)": own}]);
         cri.remove_pod(&pod);
