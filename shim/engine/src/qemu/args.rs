@@ -15,8 +15,8 @@ use crate::spec::hex;
 pub(super) const PLACES: usize = 8;
 
 /// The kernel parameters of every machine: silence on the console, and a reset for each end, which QEMU
-/// turns into its own end (`-no-reboot`).
-const CMDLINE: [&str; 3] = ["quiet", "reboot=t", "panic=-1"];
+/// turns into its own end (`-no-reboot`); `noreplace-smp` as with engine `kvm`.
+const CMDLINE: [&str; 4] = ["quiet", "reboot=t", "panic=-1", "noreplace-smp"];
 
 /// All that QEMU is told.
 #[derive(Debug)]
@@ -210,7 +210,7 @@ mod tests {
         assert_eq!(value(&args, "-smp"), ["2"]);
         assert_eq!(value(&args, "-m"), ["128M"]);
         assert_eq!(value(&args, "-object"), ["memory-backend-memfd,id=ram,size=128M,share=on"]);
-        assert_eq!(value(&args, "-append"), ["console=ttyS0 quiet reboot=t panic=-1"]);
+        assert_eq!(value(&args, "-append"), ["console=ttyS0 quiet reboot=t panic=-1 noreplace-smp"]);
         assert_eq!(
             value(&args, "-device"),
             [
