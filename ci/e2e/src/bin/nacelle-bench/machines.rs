@@ -55,6 +55,8 @@ pub struct Setup {
 pub struct Timeline {
     /// From the start of the process to the guest's first message.
     pub total: f64,
+    /// What of that the VMM took until the guest ran: of ours, which says so.
+    pub setup: Option<f64>,
     /// What of that the guest's kernel took until its init ran, by its own clock.
     pub kernel: f64,
     /// What of that the init took to send the message.
@@ -65,6 +67,11 @@ impl Timeline {
     /// What is left: the VMM, and the kernel before it has a clock.
     pub fn vmm(&self) -> f64 {
         self.total - self.kernel - self.init
+    }
+
+    /// What the kernel takes before it has a clock.
+    pub fn unclocked(&self) -> f64 {
+        self.setup.map_or(0.0, |setup| self.vmm() - setup)
     }
 }
 
@@ -84,6 +91,8 @@ enum Way {
 #[derive(Serialize, Deserialize)]
 struct Hello {
     at: u64,
+    /// When the guest began to run; 0 if nobody knows.
+    running: u64,
     started: u64,
     sent: u64,
 }
@@ -99,12 +108,12 @@ fn read_hello(mut stream: impl Read) -> Hello {
     stream.read_exact(&mut head).expect("a hello");
     let at = now();
     if &head == b"hell" {
-        return Hello { at, started: 0, sent: 0 };
+        return Hello { at, running: 0, started: 0, sent: 0 };
     }
     let mut body = vec![0; u32::from_le_bytes(head).min(1 << 20) as usize];
     stream.read_exact(&mut body).expect("a whole hello");
     let hello = AgentHello::decode(body.as_slice()).expect("the agent's hello");
-    Hello { at, started: hello.started_nanos, sent: hello.sent_nanos }
+    Hello { at, running: 0, started: hello.started_nanos, sent: hello.sent_nanos }
 }
 
 impl Machine {
@@ -115,8 +124,12 @@ impl Machine {
             Vmm::Qemu => start_qemu(setup),
         };
         let ms = |nanos: u64| nanos as f64 / 1e6;
-        let timeline =
-            Timeline { total: ms(hello.at - started), kernel: ms(hello.started), init: ms(hello.sent - hello.started) };
+        let timeline = Timeline {
+            total: ms(hello.at - started),
+            setup: hello.running.checked_sub(started).map(ms),
+            kernel: ms(hello.started),
+            init: ms(hello.sent - hello.started),
+        };
         Machine { process, way, timeline }
     }
 
@@ -204,13 +217,14 @@ pub fn serve(description: &str) -> ExitCode {
             machine
         }
     };
+    let running = now();
     let link = machine.link();
     // The agent waits for its configuration as long as this connection is open.
     let boot = match link.listen(BOOT_PORT).and_then(|incoming| incoming.accept(LIMIT)) {
         Ok(stream) => stream,
         Err(error) => panic!("no hello: {error}; {:?}", machine.wait(Duration::ZERO)),
     };
-    println!("{}", serde_json::json!(read_hello(&boot)));
+    println!("{}", serde_json::json!(Hello { running, ..read_hello(&boot) }));
     for command in std::io::stdin().lines() {
         let command = command.expect("a line");
         if let Some(folder) = command.strip_prefix(SAVE) {
