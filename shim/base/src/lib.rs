@@ -6,6 +6,7 @@ pub mod files;
 pub mod id;
 pub mod machine;
 pub mod net;
+pub mod random;
 pub mod undo;
 
 pub use error::{Chain, Classify, Kind};

@@ -164,10 +164,7 @@ fn random_mac() -> Result<Mac, PodError> {
 
 /// Fresh random bytes.
 pub fn random(bytes: &mut [u8]) -> Result<(), PodError> {
-    getrandom::fill(bytes).map_err(|error| PodError::Thread {
-        what: "getrandom",
-        source: error.raw_os_error().map_or(io::ErrorKind::Other.into(), io::Error::from_raw_os_error),
-    })
+    nacelle_base::random::fill(bytes).map_err(|source| PodError::Thread { what: "getrandom", source })
 }
 
 type Started = (Arc<dyn Machine>, agent::Gone);

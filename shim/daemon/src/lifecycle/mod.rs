@@ -402,7 +402,7 @@ pub(crate) fn now() -> i64 {
 fn new_id() -> [u8; 32] {
     let mut bytes = [0; 32];
     // Linux gives random bytes to everybody once it has booted; without them nothing here could be named.
-    getrandom::fill(&mut bytes).expect("the kernel gives random bytes");
+    nacelle_base::random::fill(&mut bytes).expect("the kernel gives random bytes");
     bytes
 }
 

@@ -15,10 +15,7 @@ impl GenerationId {
     /// An id that no other machine has.
     pub fn new() -> Result<GenerationId, Error> {
         let mut id = [0; BYTES];
-        getrandom::fill(&mut id).map_err(|error| Error::Make {
-            what: "a generation id",
-            source: std::io::Error::other(error.to_string()),
-        })?;
+        nacelle_base::random::fill(&mut id).map_err(|source| Error::Make { what: "a generation id", source })?;
         Ok(GenerationId(id))
     }
 }

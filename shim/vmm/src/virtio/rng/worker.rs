@@ -15,7 +15,7 @@ pub(crate) fn fill(metrics: &Metrics, memory: &Memory, request: Request) -> u32 
     let mut bytes = [0; MAX_BYTES];
     let wanted = request.buffers.writable.len().min(MAX_BYTES);
     let Some(bytes) = bytes.get_mut(..wanted) else { return 0 };
-    if let Err(error) = getrandom::fill(bytes) {
+    if let Err(error) = nacelle_base::random::fill(bytes) {
         guest_warn!("no entropy for the guest: {error}");
         return 0;
     }

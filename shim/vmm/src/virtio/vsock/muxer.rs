@@ -168,7 +168,7 @@ impl Muxer {
         // Far from the ports of those that are gone: the guest keeps their sockets until their owners close them, and
         // would take a new connection between the same ports for an old one.
         let mut random = [0; 4];
-        if getrandom::fill(&mut random).is_ok() {
+        if nacelle_base::random::fill(&mut random).is_ok() {
             self.next_port = FIRST_PORT | u32::from_le_bytes(random) >> 2;
         }
         self.notice = Notice::Due;

@@ -1,0 +1,34 @@
+//! Owns: random bytes of the kernel. By the system call itself: libraries that look for it at run time do not find it
+//! in a static program (nacelle-pod), and a jailed process has no /dev/random.
+
+use rustix::io::Errno;
+use rustix::rand::{GetRandomFlags, getrandom};
+use std::io;
+
+/// Fills `bytes`. Linux gives everybody random bytes once it has booted.
+pub fn fill(mut bytes: &mut [u8]) -> io::Result<()> {
+    while !bytes.is_empty() {
+        match getrandom(&mut *bytes, GetRandomFlags::empty()) {
+            Ok(got) => bytes = bytes.get_mut(got..).unwrap_or_default(),
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_of_it_is_random() {
+        let (mut one, mut two) = (vec![0; 5000], vec![0; 5000]);
+        fill(&mut one).unwrap();
+        fill(&mut two).unwrap();
+        for (one, two) in one.chunks_exact(20).zip(two.chunks_exact(20)) {
+            assert_ne!(one, two);
+        }
+        fill(&mut []).unwrap();
+    }
+}
