@@ -1,9 +1,15 @@
-//! Owns: the port of the streams: one connection per stream, its preamble, and joining it to the process.
+//! Owns: the port of the streams: one connection per stream, its preamble, and joining it to the process, or to a
+//! port of the pod.
 
 use nacelle_base::Chain;
-use nacelle_proto::agent::{Stream, StreamOpen};
+use nacelle_proto::agent::{Stream, StreamOpen, StreamOpened};
+use prost::Message;
+use std::io;
+use std::net::{Ipv4Addr, Ipv6Addr};
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::io::AsyncWriteExt;
+use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 use tokio_vsock::{VsockListener, VsockStream};
 
@@ -14,6 +20,11 @@ use crate::frame;
 const CONNECTIONS: usize = 1024;
 /// How long a connection may take to say what it is.
 const PREAMBLE: Duration = Duration::from_secs(30);
+
+/// How long a port of the pod may take to answer.
+const DIAL: Duration = Duration::from_secs(30);
+/// What is held of a connection to a port, each way.
+const BUFFER: usize = 16 << 10;
 
 /// Serves for ever.
 pub async fn serve(listener: VsockListener, pod: Arc<Pod>) {
@@ -43,6 +54,12 @@ async fn join(mut connection: VsockStream, pod: &Pod) {
         Ok(Err(error)) => return tracing::warn!(error = %Chain(&error), "a stream without a preamble"),
         Err(_late) => return tracing::warn!("a stream that does not say what it is"),
     };
+    if open.stream() == Stream::Port {
+        if let Err(error) = forward(connection, open.port).await {
+            tracing::debug!(%error, port = open.port, "a forwarded port");
+        }
+        return;
+    }
     let process = match pod.process(&open.id, &open.exec_id) {
         Ok(process) => process,
         Err(error) => return tracing::warn!(error = %Chain(&error), "a stream of no process"),
@@ -51,7 +68,7 @@ async fn join(mut connection: VsockStream, pod: &Pod) {
     let result = match open.stream() {
         Stream::Stdin => match &stdio.stdin {
             // The end of input of a terminal is a character, not the end of the connection.
-            Some(channel) => channel.take_input(&mut connection, stdio.terminal.is_none()).await,
+            Some(channel) => channel.take_input(&mut connection, stdio.terminal.is_none() && !open.keep_open).await,
             None => Ok(()),
         },
         Stream::Stdout | Stream::Stderr => {
@@ -61,9 +78,49 @@ async fn join(mut connection: VsockStream, pod: &Pod) {
                 None => Ok(()),
             }
         }
-        Stream::Unspecified => Ok(()),
+        Stream::Port | Stream::Unspecified => Ok(()),
     };
     if let Err(error) = result {
         tracing::debug!(%error, id = open.id, "a stream broke");
+    }
+}
+
+async fn forward(mut connection: VsockStream, port: u32) -> io::Result<()> {
+    let dialled = tokio::time::timeout(DIAL, dial(port)).await;
+    let dialled = dialled.unwrap_or_else(|_late| Err(io::ErrorKind::TimedOut.into()));
+    let error = dialled.as_ref().err().map_or_else(String::new, ToString::to_string);
+    let answer = frame::frame(&StreamOpened { error }.encode_to_vec()).map_err(io::Error::other)?;
+    connection.write_all(&answer).await?;
+    let mut port = dialled?;
+    tokio::io::copy_bidirectional_with_sizes(&mut connection, &mut port, BUFFER, BUFFER).await.map(drop)
+}
+
+/// Connects to a port of the pod: all containers are in one network namespace, the agent's.
+async fn dial(port: u32) -> io::Result<TcpStream> {
+    let port = u16::try_from(port).map_err(|_too_large| io::Error::from(io::ErrorKind::InvalidInput))?;
+    match TcpStream::connect((Ipv4Addr::LOCALHOST, port)).await {
+        // The reason that is told is that of the first.
+        Err(first) => TcpStream::connect((Ipv6Addr::LOCALHOST, port)).await.map_err(|_second| first),
+        connected => connected,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::net::TcpListener;
+
+    #[test]
+    fn a_port_is_found_by_either_address() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            for address in ["127.0.0.1:0", "[::1]:0"] {
+                // A machine may be without IPv6.
+                let Ok(listener) = TcpListener::bind(address).await else { continue };
+                let port = listener.local_addr().unwrap().port();
+                assert_eq!(dial(port.into()).await.unwrap().peer_addr().unwrap(), listener.local_addr().unwrap());
+            }
+            assert_eq!(dial(70_000).await.unwrap_err().kind(), io::ErrorKind::InvalidInput);
+        });
     }
 }

@@ -200,7 +200,8 @@ impl Guest {
     pub fn stream(&self, id: &str, exec_id: &str, stream: Stream) -> UnixStream {
         let mut connection = self.link.connect(1026, LIMIT).expect("a stream");
         connection.set_read_timeout(Some(LIMIT)).expect("a limit");
-        let open = StreamOpen { id: id.into(), exec_id: exec_id.into(), stream: stream.into() };
+        let stream = stream.into();
+        let open = StreamOpen { id: id.into(), exec_id: exec_id.into(), stream, ..Default::default() };
         frame::write(&mut connection, &open).expect("a preamble");
         connection
     }

@@ -1,7 +1,7 @@
 //! Owns: the real crictl as a test speaks it: pods and containers described by JSON, answers as JSON.
 
 use crate::node::Netns;
-use crate::run::{Output, eventually, run};
+use crate::run::{Output, eventually, feed, run};
 use serde_json::{Value, json};
 use std::ffi::OsStr;
 use std::fs;
@@ -40,6 +40,20 @@ impl Crictl {
     /// Runs crictl, however it ends.
     pub fn try_call<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Output {
         run(&mut self.command(arguments))
+    }
+
+    /// Runs crictl with this standard input, however it ends.
+    pub fn feed<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>, input: &[u8]) -> Output {
+        feed(&mut self.command(arguments), input)
+    }
+
+    /// Runs crictl in a terminal of 77 columns and 33 rows, in which nobody types.
+    pub fn in_terminal<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Output {
+        let command = self.command(arguments);
+        let words = [command.get_program()].into_iter().chain(command.get_args());
+        let quoted: Vec<String> = words.map(|word| format!("'{}'", word.to_string_lossy())).collect();
+        let line = format!("stty cols 77 rows 33; HOME={} exec {}", self.folder.display(), quoted.join(" "));
+        run(Command::new("script").args(["-qec", &line, "/dev/null"]))
     }
 
     /// Runs crictl and returns what it printed.

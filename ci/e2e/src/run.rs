@@ -1,6 +1,7 @@
 //! Owns: running a command to its end, and waiting for a condition.
 
 use std::ffi::OsStr;
+use std::io::Write;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -45,10 +46,24 @@ impl Output {
 /// # Panics
 /// When it cannot be started.
 pub fn run(command: &mut Command) -> Output {
-    let output = command
-        .stdin(Stdio::null())
-        .output()
-        .unwrap_or_else(|error| panic!("cannot start {:?}: {error}", command.get_program()));
+    feed(command, b"")
+}
+
+/// Runs a command with this standard input; it need not read it.
+///
+/// # Panics
+/// When it cannot be started.
+pub fn feed(command: &mut Command, input: &[u8]) -> Output {
+    let child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+    let mut child = child.unwrap_or_else(|error| panic!("cannot start {:?}: {error}", command.get_program()));
+    let stdin = child.stdin.take();
+    let output = std::thread::scope(|scope| {
+        scope.spawn(move || {
+            // It may end before it has read all.
+            let _ = stdin.expect("the input is a pipe").write_all(input);
+        });
+        child.wait_with_output().expect("a child can be waited for")
+    });
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end().to_owned();
     Output { code: output.status.code().unwrap_or(-1), stdout: text(&output.stdout), stderr: text(&output.stderr) }
 }

@@ -1,6 +1,6 @@
 //! Owns: the daemon of a node: CRI on a unix socket, pods and containers, their records, and the commands of the
 //! program. docs/architecture.md is the map.
-//! May use: `proto`, `base`, `engine` (its probe), `image`, `net`, `pod` (specification and client).
+//! May use: `proto`, `base`, `engine` (its probe), `image`, `net`, `stream`, `pod` (specification and client).
 
 pub mod cli;
 pub mod config;
@@ -14,3 +14,4 @@ pub mod program;
 pub mod server;
 mod signals;
 pub mod store;
+mod streaming;

@@ -7,6 +7,7 @@ use crate::lifecycle::seams::{Networks, Pods};
 use crate::lifecycle::{EngineChoice, Node, Parts};
 use crate::node_service::NodeService;
 use crate::store::{Observer, Store, StoreError};
+use crate::streaming::Guests;
 use nacelle_base::files::{FileError, at, remove_if_there};
 use nacelle_base::{Classify, Kind};
 use nacelle_image::ImageError;
@@ -19,6 +20,7 @@ use std::sync::{Arc, RwLock};
 use std::time::{Duration, Instant};
 use tokio::net::UnixListener;
 use tokio_stream::wrappers::UnixListenerStream;
+use tokio_util::task::AbortOnDropHandle;
 use tonic::transport::Server;
 
 /// The largest answer is an ExecSync with both streams full.
@@ -56,6 +58,9 @@ pub enum ServeError {
     /// The image store.
     #[error(transparent)]
     Images(#[from] ImageError),
+    /// The streaming server.
+    #[error(transparent)]
+    Streaming(#[from] nacelle_stream::ServerError),
     /// The server.
     #[error("cannot serve on {socket}")]
     Serve {
@@ -78,6 +83,7 @@ impl Classify for ServeError {
             ServeError::File(error) => error.kind(),
             ServeError::Store(error) => error.kind(),
             ServeError::Images(error) => error.kind(),
+            ServeError::Streaming(error) => error.kind(),
             ServeError::Serve { .. } | ServeError::GivenUp { .. } => Kind::Internal,
         }
     }
@@ -120,7 +126,11 @@ pub async fn serve(node: Node, end: impl Future<Output = ()> + Send + 'static) -
     let listener = listen(&socket)?;
     tracing::info!(socket = %socket.display(), "serving CRI v1");
     let (ending, ended) = tokio::sync::oneshot::channel();
-    let cri = Cri::new(node.clone());
+    let (streams, streaming) = nacelle_stream::Server::bind(&node.parts().config.streaming_options()).await?;
+    let guests = Arc::new(Guests::new(node.clone()));
+    // Streams end with the daemon; the pods do not notice.
+    let _streaming = AbortOnDropHandle::new(tokio::spawn(streaming.serve(guests)));
+    let cri = Cri::new(node.clone(), streams);
     let server = Server::builder()
         .add_service(
             RuntimeServiceServer::new(cri.clone())

@@ -164,9 +164,10 @@ fn what_is_wrong_is_refused_with_its_code_and_changes_nothing() {
         };
         assert_eq!(create(privileged).await.unwrap_err().code(), Code::InvalidArgument);
         assert!(daemon.containers().await.is_empty() && !world.script.seen("create"));
-        let error = daemon.cri.exec(cri::ExecRequest::default()).await.unwrap_err();
+        let request = cri::UpdateContainerResourcesRequest::default();
+        let error = daemon.cri.update_container_resources(request).await.unwrap_err();
         assert_eq!(error.code(), Code::Unimplemented);
-        assert!(error.message().starts_with("Exec "), "{error}");
+        assert!(error.message().starts_with("UpdateContainerResources "), "{error}");
     });
 }
 

@@ -45,8 +45,22 @@ pub enum Ask {
     ReopenLog(String, Reply<()>),
     /// A command in it.
     Exec(pod::ExecSyncRequest, Reply<pod::ExecSyncResponse>),
+    /// A container that runs.
+    Running(String, Reply<Live>),
+    /// The agent, for something in the pod.
+    Agent(Reply<Agent>),
     /// The end of the pod, with the time that containers get; without a reply: SIGTERM.
     StopPod(Duration, Option<Reply<()>>),
+}
+
+/// A container that runs, for those who have business with it.
+pub struct Live {
+    /// The agent of its machine.
+    pub agent: Agent,
+    /// What it was made of.
+    pub request: Arc<pod::CreateContainerRequest>,
+    /// Those who listen to it.
+    pub outputs: container::Outputs,
 }
 
 /// What effects report.
@@ -79,7 +93,7 @@ struct Entry {
     creating: Vec<Reply<pod::CreateContainerResponse>>,
     /// Whoever waits for the start or the removal that is under way.
     waiting: Vec<Reply<()>>,
-    started: Option<(container::Streams, Arc<crate::log::LogFile>)>,
+    started: Option<(container::Streams, Arc<crate::log::LogFile>, container::Outputs)>,
     life: Option<AbortHandle>,
 }
 
@@ -194,6 +208,8 @@ impl Actor {
             Ask::Remove(id, reply) => self.remove(&id, reply),
             Ask::ReopenLog(id, reply) => self.reopen_log(&id, reply),
             Ask::Exec(request, reply) => self.exec(request, reply),
+            Ask::Running(id, reply) => tell(reply, self.running(&id)),
+            Ask::Agent(reply) => tell(reply, self.agent()),
             Ask::StopPod(grace, reply) => {
                 self.stopping.extend(reply);
                 self.stop_wanted = true;

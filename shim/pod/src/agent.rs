@@ -6,6 +6,7 @@ use crate::codes;
 use crate::error::{PodError, guest_text};
 use crate::machine::blocking;
 use hyper_util::rt::TokioIo;
+use nacelle_base::Kind;
 use nacelle_engine::{GuestLink, LinkError, MachineExit};
 use nacelle_proto::agent as proto;
 use prost::Message;
@@ -152,6 +153,11 @@ impl Agent {
         self.call("start the command", self.limit, self.rpc.clone().exec(request)).await.map(drop)
     }
 
+    /// Changes the size of a terminal.
+    pub async fn resize(&self, request: proto::ResizeRequest) -> Result<(), PodError> {
+        self.call("size the terminal", self.limit, self.rpc.clone().resize(request)).await.map(drop)
+    }
+
     /// Asks the guest to power off.
     pub async fn shutdown(&self, limit: Duration) -> Result<(), PodError> {
         self.call("shut down", limit, self.rpc.clone().shutdown(proto::Empty {})).await.map(drop)
@@ -159,7 +165,17 @@ impl Agent {
 
     /// Connects one stream of a process. The result is a blocking stream.
     pub async fn open_stream(&self, id: &str, exec_id: &str, stream: proto::Stream) -> Result<UnixStream, PodError> {
-        match self.try_open_stream(id, exec_id, stream).await {
+        let (id, exec_id, stream) = (id.to_owned(), exec_id.to_owned(), stream.into());
+        let opened = self.open(proto::StreamOpen { id, exec_id, stream, ..Default::default() }).await?;
+        let failed = |source| PodError::Stream { what: "open a stream", source };
+        let opened = opened.into_std().map_err(failed)?;
+        opened.set_nonblocking(false).map_err(failed)?;
+        Ok(opened)
+    }
+
+    /// Connects one stream.
+    pub async fn open(&self, open: proto::StreamOpen) -> Result<tokio::net::UnixStream, PodError> {
+        match self.try_open(&open).await {
             Err(error @ (PodError::Link { .. } | PodError::Stream { .. })) => {
                 Err(reason(self.gone.clone(), error).await)
             }
@@ -167,13 +183,16 @@ impl Agent {
         }
     }
 
-    async fn try_open_stream(&self, id: &str, exec_id: &str, stream: proto::Stream) -> Result<UnixStream, PodError> {
-        let open = proto::StreamOpen { id: id.to_owned(), exec_id: exec_id.to_owned(), stream: stream.into() };
+    async fn try_open(&self, open: &proto::StreamOpen) -> Result<tokio::net::UnixStream, PodError> {
         let mut stream = tokio_stream_of(connect(Arc::clone(&self.link), STREAM_PORT, self.limit).await?)?;
-        let failed = |source| PodError::Stream { what: "open a stream", source };
-        write_frame(&mut stream, &open, self.limit).await?;
-        let stream = stream.into_std().map_err(failed)?;
-        stream.set_nonblocking(false).map_err(failed)?;
+        write_frame(&mut stream, open, self.limit).await?;
+        if open.stream() == proto::Stream::Port {
+            let opened: proto::StreamOpened = read_frame(&mut stream, "answer for a port", self.limit).await?;
+            if !opened.error.is_empty() {
+                let message = guest_text(&opened.error, MAX_TEXT);
+                return Err(PodError::Agent { what: "connect to the port", kind: Kind::Unavailable, message });
+            }
+        }
         Ok(stream)
     }
 }

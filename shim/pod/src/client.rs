@@ -1,11 +1,11 @@
 //! Owns: the daemon's side of a pod process: start one, find one again, ask it, and clear away a dead one.
 //! Threads: any; a [`PodClient`] is cheap to clone and holds no lock.
 
-use crate::error::guest_text;
+use crate::error::{PodError, guest_text};
 use crate::identity::{Identity, IdentityError};
 use crate::record::{self, PodRecord, RecordError};
 use crate::spec::{PodSpec, SpecError};
-use crate::{codes, sys};
+use crate::{agent, codes, sys};
 use hyper_util::rt::TokioIo;
 use nacelle_base::files::{FileError, at, remove_if_there};
 use nacelle_base::{Classify, Kind};
@@ -89,6 +89,14 @@ pub enum ClientError {
         /// Why.
         source: tonic::transport::Error,
     },
+    /// A stream of the process cannot be opened.
+    #[error("cannot open a stream through {}", socket.display())]
+    Stream {
+        /// The socket.
+        socket: PathBuf,
+        /// Why.
+        source: Box<PodError>,
+    },
     /// It takes too long.
     #[error("the pod process did not {what} within {limit:?}")]
     TooSlow {
@@ -116,6 +124,7 @@ impl Classify for ClientError {
             ClientError::File(error) => error.kind(),
             ClientError::Start { .. } | ClientError::EndedAtOnce { .. } => Kind::Internal,
             ClientError::Gone { .. } | ClientError::Connect { .. } => Kind::Unavailable,
+            ClientError::Stream { source, .. } => source.kind(),
             ClientError::TooSlow { .. } => Kind::Timeout,
             ClientError::Refused { kind, .. } => *kind,
         }
@@ -132,6 +141,7 @@ impl From<tonic::Status> for ClientError {
 #[derive(Clone, Debug)]
 pub struct PodClient {
     rpc: Rpc<Channel>,
+    streams: PathBuf,
     identity: Identity,
 }
 
@@ -234,7 +244,7 @@ pub async fn connect(dir: &Path) -> Result<PodClient, ClientError> {
         .map_err(|_elapsed| ClientError::TooSlow { what: "answer", limit: CONNECT_LIMIT })?
         .map_err(|source| ClientError::Connect { socket, source })?;
     let rpc = Rpc::new(channel).max_decoding_message_size(MESSAGE_LIMIT).max_encoding_message_size(MESSAGE_LIMIT);
-    Ok(PodClient { rpc, identity })
+    Ok(PodClient { rpc, streams: dir.join(crate::STREAM_SOCKET_FILE), identity })
 }
 
 /// Ends what is left of a pod process and returns what it last recorded, with everything that still lived
@@ -368,6 +378,39 @@ impl PodClient {
         Ok(self.rpc.clone().exec_sync(request).await?.into_inner())
     }
 
+    /// Starts a command in a container; its streams are opened by [`PodClient::open_stream`].
+    pub async fn exec(&self, request: proto::ExecRequest) -> Result<Exec, ClientError> {
+        let mut events = self.rpc.clone().exec(request).await?.into_inner();
+        match events.message().await?.and_then(|event| event.event) {
+            Some(proto::exec_event::Event::Began(exec_id)) => Ok(Exec { exec_id, events }),
+            _ => Err(silent()),
+        }
+    }
+
+    /// Changes the size of a terminal.
+    pub async fn resize(&self, request: proto::ResizeRequest) -> Result<(), ClientError> {
+        self.rpc.clone().resize(request).await?;
+        Ok(())
+    }
+
+    /// Opens a stream: bytes of a process, without an end to their number.
+    pub async fn open_stream(&self, open: proto::StreamOpen) -> Result<tokio::net::UnixStream, ClientError> {
+        let failed = |source| ClientError::Stream { socket: self.streams.clone(), source: Box::new(source) };
+        let connected = timeout(CONNECT_LIMIT, tokio::net::UnixStream::connect(&self.streams)).await;
+        let connected = connected.map_err(|_elapsed| ClientError::TooSlow { what: "answer", limit: CONNECT_LIMIT })?;
+        let connected = connected.map_err(|source| PodError::Stream { what: "connect", source });
+        let mut stream = connected.map_err(failed)?;
+        agent::write_frame(&mut stream, &open, CONNECT_LIMIT).await.map_err(failed)?;
+        // The process asks the guest, which may be slow.
+        let opened = agent::read_frame(&mut stream, "answer to a stream", START_LIMIT).await.map_err(failed)?;
+        match opened {
+            proto::StreamOpened { code: 0, .. } => Ok(stream),
+            proto::StreamOpened { code, message } => {
+                Err(ClientError::Refused { kind: Kind::from_grpc_code(code), message: guest_text(&message, MAX_TEXT) })
+            }
+        }
+    }
+
     /// Stops the containers and the machine; returns when the machine is gone and all is recorded. The process
     /// ends right afterwards; [`PodClient::ended`] waits for that.
     pub async fn stop(&self, grace: Duration) -> Result<(), ClientError> {
@@ -382,6 +425,29 @@ impl PodClient {
         let failed = |source| IdentityError::Process { what: "wait for", pid, source };
         Ok(ended(pidfd).await?.map_err(failed)?)
     }
+}
+
+/// A command that runs. Whoever drops it kills the command.
+#[derive(Debug)]
+pub struct Exec {
+    /// Its name in its container.
+    pub exec_id: String,
+    events: tonic::Streaming<proto::ExecEvent>,
+}
+
+impl Exec {
+    /// Waits for its end; its exit code.
+    pub async fn end(mut self) -> Result<u32, ClientError> {
+        match self.events.message().await?.and_then(|event| event.event) {
+            Some(proto::exec_event::Event::Ended(code)) => Ok(code),
+            _ => Err(silent()),
+        }
+    }
+}
+
+/// What a pod process means that ends an answer in its middle.
+fn silent() -> ClientError {
+    ClientError::Refused { kind: Kind::Unavailable, message: "the pod process ended its answer early".to_owned() }
 }
 
 fn reference(id: &str) -> proto::ContainerRef {

@@ -3,6 +3,7 @@
 
 use crate::agent::Agent;
 use crate::error::{Failure, PodError};
+use crate::fan::Fan;
 use crate::images::Placement;
 use crate::log::{LogFile, LogPath, Source, pump};
 use crate::machine::blocking;
@@ -127,12 +128,23 @@ impl Drop for Streams {
     }
 }
 
+/// Those who listen to a container.
+#[derive(Clone, Debug, Default)]
+pub struct Outputs {
+    /// To its output, or its terminal.
+    pub stdout: Arc<Fan>,
+    /// To its errors.
+    pub stderr: Arc<Fan>,
+}
+
 /// What a started container leaves with the actor.
 pub struct Started {
     /// To be dropped when the container is removed.
     pub streams: Streams,
     /// For ReopenLog.
     pub log: Arc<LogFile>,
+    /// For those who listen.
+    pub outputs: Outputs,
     /// Ends when all pumps have.
     pub pumping: mpsc::Receiver<()>,
 }
@@ -148,14 +160,15 @@ pub async fn start(agent: &Agent, id: &str, tty: bool, log: Option<LogPath>) -> 
         let (stdout, stderr) = tokio::try_join!(stdout, agent.open_stream(id, "", proto::Stream::Stderr))?;
         opened.extend([(Source::Stdout, stdout), (Source::Stderr, stderr)]);
     }
-    let mut streams = Streams::default();
+    let (mut streams, outputs) = (Streams::default(), Outputs::default());
     let (alive, pumping) = mpsc::channel::<()>(1);
     for (source, stream) in opened {
         let stream = Arc::new(stream);
         streams.0.push(Arc::clone(&stream));
+        let fan = Arc::clone(if source == Source::Stdout { &outputs.stdout } else { &outputs.stderr });
         let (log, alive) = (Arc::clone(&log), alive.clone());
         let run = move || {
-            pump(&*stream, source, &log);
+            pump(&*stream, source, &log, &fan);
             drop(alive);
         };
         let builder = std::thread::Builder::new().name("log".into()).stack_size(PUMP_STACK);
@@ -169,7 +182,10 @@ pub async fn start(agent: &Agent, id: &str, tty: bool, log: Option<LogPath>) -> 
         }
         return Err(error);
     }
-    Ok(Started { streams, log, pumping })
+    if tty {
+        outputs.stderr.end();
+    }
+    Ok(Started { streams, log, outputs, pumping })
 }
 
 /// How a container ended.

@@ -1,4 +1,5 @@
-//! Owns: one command in a container, to its end, with its output in memory.
+//! Owns: commands in containers: one to its end, with its output in memory, or one whose streams somebody else connects.
+//! A command that nobody waits for any more is killed.
 
 use crate::agent::{Agent, tokio_stream_of};
 use crate::error::PodError;
@@ -8,6 +9,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncReadExt};
+use tokio::sync::mpsc;
+use tonic::Status;
 
 /// The most of each stream that is kept; what comes after it is read and dropped, so that the command can end.
 pub const MAX_OUTPUT: usize = 16 << 20;
@@ -17,14 +20,60 @@ const DRAIN: Duration = Duration::from_secs(30);
 const BEGINNING: Duration = Duration::from_secs(1);
 const SIGKILL: u32 = 9;
 
-/// Kills the command if nobody waits for it any more.
-struct Running {
+/// A command that runs. Kills it if nobody waits for it any more.
+pub struct Running {
     agent: Agent,
     id: String,
     exec_id: String,
     /// The agent has said that it began.
     begun: bool,
     over: bool,
+}
+
+impl Running {
+    /// Starts a command.
+    pub async fn begin(
+        agent: Agent,
+        id: String,
+        args: Vec<String>,
+        tty: bool,
+        stdin: bool,
+    ) -> Result<Running, PodError> {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let exec_id = format!("exec-{}", NEXT.fetch_add(1, Ordering::Relaxed));
+        let request =
+            proto::ExecRequest { id: id.clone(), exec_id: exec_id.clone(), args, tty, stdin, columns: 0, rows: 0 };
+        let mut running = Running { agent, id, exec_id, begun: false, over: false };
+        running.agent.exec(request).await?;
+        running.begun = true;
+        Ok(running)
+    }
+
+    /// Its name in its container.
+    pub fn exec_id(&self) -> &str {
+        &self.exec_id
+    }
+
+    /// Waits for its end.
+    async fn end(&mut self) -> Result<proto::Exit, PodError> {
+        loop {
+            if let Some(exit) = self.agent.wait(&self.id, &self.exec_id).await? {
+                self.over = true;
+                return Ok(exit);
+            }
+        }
+    }
+
+    /// Waits for its end and tells it; if nobody is left to be told, kills it.
+    pub async fn tell(mut self, events: mpsc::Sender<Result<pod::ExecEvent, Status>>) {
+        let ended = tokio::select! {
+            ended = self.end() => ended,
+            () = events.closed() => return,
+        };
+        let event = ended.map(|exit| pod::ExecEvent { event: Some(pod::exec_event::Event::Ended(exit.code)) });
+        // Whoever asked may have gone just now.
+        let _ = events.send(event.map_err(|error| crate::codes::status(&error))).await;
+    }
 }
 
 impl Drop for Running {
@@ -58,34 +107,15 @@ pub async fn run(agent: Agent, request: pod::ExecSyncRequest) -> Result<pod::Exe
 }
 
 async fn attempt(agent: Agent, request: pod::ExecSyncRequest) -> Result<pod::ExecSyncResponse, PodError> {
-    static NEXT: AtomicU64 = AtomicU64::new(1);
-    let exec_id = format!("exec-{}", NEXT.fetch_add(1, Ordering::Relaxed));
-    let mut running =
-        Running { agent: agent.clone(), id: request.id.clone(), exec_id: exec_id.clone(), begun: false, over: false };
-    agent
-        .exec(proto::ExecRequest {
-            id: request.id.clone(),
-            exec_id: exec_id.clone(),
-            args: request.args,
-            tty: false,
-            stdin: false,
-            columns: 0,
-            rows: 0,
-        })
-        .await?;
-    running.begun = true;
+    let id = request.id;
+    let mut running = Running::begin(agent.clone(), id.clone(), request.args, false, false).await?;
     let (stdout, stderr) = tokio::try_join!(
-        agent.open_stream(&request.id, &exec_id, proto::Stream::Stdout),
-        agent.open_stream(&request.id, &exec_id, proto::Stream::Stderr),
+        agent.open_stream(&id, &running.exec_id, proto::Stream::Stdout),
+        agent.open_stream(&id, &running.exec_id, proto::Stream::Stderr),
     )?;
     let (stdout, mut reading_out) = collect(stdout)?;
     let (stderr, mut reading_err) = collect(stderr)?;
-    let exit = loop {
-        if let Some(exit) = agent.wait(&request.id, &exec_id).await? {
-            break exit;
-        }
-    };
-    running.over = true;
+    let exit = running.end().await?;
     let drained = async {
         // A reader that panicked has read all it will.
         let _ = (&mut reading_out).await;

@@ -10,6 +10,7 @@ pub mod codes;
 mod container;
 mod error;
 mod exec;
+mod fan;
 pub mod identity;
 mod images;
 mod jail;
@@ -21,6 +22,7 @@ pub mod scratch;
 mod server;
 pub mod spec;
 mod state;
+mod streams;
 mod sys;
 mod teardown;
 
@@ -38,6 +40,9 @@ use std::sync::Arc;
 
 /// The socket on which the process answers, in its run directory; mode 0600.
 pub const SOCKET_FILE: &str = "pod.sock";
+
+/// The socket of the streams, in its run directory; mode 0600.
+pub const STREAM_SOCKET_FILE: &str = "stream.sock";
 
 /// The pod process: serves the pod in `dir` until it is stopped. The exit code is 0 after an orderly stop. Nothing may
 /// be open but the standard streams: it is closed.

@@ -2,6 +2,7 @@
 //! container, `P` says that the line goes on.
 //! Threads: a [`LogFile`] is shared by the pumps of one container and by ReopenLog; its lock is held for one write.
 
+use crate::fan::Fan;
 use nacelle_base::files::{FileError, at};
 use nacelle_base::{Classify, Kind};
 use nix::fcntl::{OFlag, openat};
@@ -239,8 +240,8 @@ impl Lines {
     }
 }
 
-/// Reads one stream to its end into the log. Blocks; runs on a thread of its own. Broken streams end like others.
-pub fn pump(mut stream: impl io::Read, source: Source, log: &LogFile) {
+/// Reads one stream to its end into the log, and tells those who listen. Blocks; runs on a thread of its own. Broken streams end like others.
+pub fn pump(mut stream: impl io::Read, source: Source, log: &LogFile, fan: &Fan) {
     let mut lines = Lines::new(source);
     let mut buffer = vec![0; 32 << 10];
     let mut out = Vec::new();
@@ -257,7 +258,9 @@ pub fn pump(mut stream: impl io::Read, source: Source, log: &LogFile) {
             out.clear();
             out.shrink_to(64 << 10);
         }
+        fan.tell(bytes);
     }
+    fan.end();
     lines.finish(&rfc3339(crate::now_nanos()), &mut out);
     if !out.is_empty() {
         log.append(&out);
@@ -403,7 +406,7 @@ mod tests {
         std::fs::rename(&path, world.path().join("c/0.log.1")).unwrap();
         log.append(b"two\n");
         log.reopen().unwrap();
-        pump(&b"three\nfour"[..], Source::Stderr, &log);
+        pump(&b"three\nfour"[..], Source::Stderr, &log, &Fan::default());
         assert_eq!(std::fs::read_to_string(world.path().join("c/0.log.1")).unwrap(), "one\ntwo\n");
         let text = std::fs::read_to_string(&path).unwrap();
         let texts: Vec<&str> = text.lines().map(|line| line.split_once(' ').unwrap().1).collect();
@@ -425,7 +428,7 @@ mod tests {
     #[test]
     fn without_a_path_output_is_read_and_dropped() {
         let log = LogFile::open(None).unwrap();
-        pump(&b"x\n"[..], Source::Stdout, &log);
+        pump(&b"x\n"[..], Source::Stdout, &log, &Fan::default());
         log.reopen().unwrap();
     }
 }

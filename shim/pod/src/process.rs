@@ -5,7 +5,7 @@ use crate::error::PodError;
 use crate::identity::Identity;
 use crate::server::Server;
 use crate::spec::PodSpec;
-use crate::{SOCKET_FILE, jail, machine};
+use crate::{SOCKET_FILE, STREAM_SOCKET_FILE, jail, machine, streams};
 use nacelle_base::files::{at, remove_if_there};
 use nacelle_engine::Engine;
 use nacelle_proto::pod::pod_server::PodServer;
@@ -58,8 +58,8 @@ pub fn run(dir: &Path, engine: impl FnOnce(&PodSpec) -> Arc<dyn Engine>) -> Resu
     let served = runtime.block_on(serve(spec, dir, engine, prepared));
     // What still blocks has nothing to give back any more.
     runtime.shutdown_background();
-    let removed = remove_if_there(&dir.join(SOCKET_FILE));
-    served.and(removed.map_err(PodError::from))
+    let removed = [SOCKET_FILE, STREAM_SOCKET_FILE].map(|file| remove_if_there(&dir.join(file)));
+    removed.into_iter().fold(served, |served, removed| served.and(removed.map_err(PodError::from)))
 }
 
 async fn serve(
@@ -68,14 +68,14 @@ async fn serve(
     engine: Arc<dyn Engine>,
     prepared: machine::Prepared,
 ) -> Result<(), PodError> {
-    let socket = dir.join(SOCKET_FILE);
-    remove_if_there(&socket)?;
-    let listener = UnixListener::bind(&socket).map_err(at("listen on", &socket))?;
-    std::fs::set_permissions(&socket, std::fs::Permissions::from_mode(0o600)).map_err(at("protect", &socket))?;
+    // Whoever finds the first finds the second.
+    let streams_listener = listen(&dir.join(STREAM_SOCKET_FILE))?;
+    let listener = listen(&dir.join(SOCKET_FILE))?;
 
     let pod = spec.id.clone();
     let (actor, handles) = Actor::new(spec, dir);
     obey_signals(handles.inbox.clone())?;
+    tokio::spawn(streams::serve(streams_listener, handles.inbox.clone()));
     let (over, ended) = tokio::sync::oneshot::channel::<()>();
     let service = PodServer::new(Server::new(handles))
         .max_decoding_message_size(MESSAGE_LIMIT)
@@ -98,6 +98,13 @@ async fn serve(
     }
     tracing::info!(%pod, "the pod is stopped");
     Ok(())
+}
+
+fn listen(socket: &Path) -> Result<UnixListener, PodError> {
+    remove_if_there(socket)?;
+    let listener = UnixListener::bind(socket).map_err(at("listen on", socket))?;
+    std::fs::set_permissions(socket, std::fs::Permissions::from_mode(0o600)).map_err(at("protect", socket))?;
+    Ok(listener)
 }
 
 /// SIGTERM and SIGINT mean Stop.

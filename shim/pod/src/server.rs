@@ -1,14 +1,15 @@
 //! Owns: pod.proto on the socket: each request becomes one message to the actor, each answer one reply.
 
-use crate::actor::{Ask, Handles, Message, Reply};
+use crate::actor::{Ask, Handles, Live, Message, Reply};
 use crate::error::PodError;
+use crate::exec::Running;
 use crate::record::PodRecord;
 use nacelle_proto::pod as proto;
 use proto::pod_server::Pod;
 use std::pin::Pin;
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot, watch};
-use tokio_stream::wrappers::WatchStream;
+use tokio_stream::wrappers::{ReceiverStream, WatchStream};
 use tokio_stream::{Stream, StreamExt};
 use tonic::{Request, Response, Status};
 
@@ -92,6 +93,29 @@ impl Pod for Server {
         request: Request<proto::ExecSyncRequest>,
     ) -> Result<Response<proto::ExecSyncResponse>, Status> {
         self.ask(|reply| Ask::Exec(request.into_inner(), reply)).await
+    }
+
+    type ExecStream = ReceiverStream<Result<proto::ExecEvent, Status>>;
+
+    async fn exec(&self, request: Request<proto::ExecRequest>) -> Result<Response<Self::ExecStream>, Status> {
+        let proto::ExecRequest { id, args, tty, stdin } = request.into_inner();
+        let Live { agent, .. } = self.ask(|reply| Ask::Running(id.clone(), reply)).await?.into_inner();
+        let begun = Running::begin(agent, id, args, tty, stdin).await;
+        let running = begun.map_err(|error| crate::codes::status(&error))?;
+        let (events, told) = mpsc::channel(2);
+        let began = proto::exec_event::Event::Began(running.exec_id().to_owned());
+        // There is room, and the other end is here.
+        let _ = events.try_send(Ok(proto::ExecEvent { event: Some(began) }));
+        tokio::spawn(running.tell(events));
+        Ok(Response::new(ReceiverStream::new(told)))
+    }
+
+    async fn resize(&self, request: Request<proto::ResizeRequest>) -> Result<Response<proto::Empty>, Status> {
+        let proto::ResizeRequest { id, exec_id, columns, rows } = request.into_inner();
+        let Live { agent, .. } = self.ask(|reply| Ask::Running(id.clone(), reply)).await?.into_inner();
+        let sized = agent.resize(nacelle_proto::agent::ResizeRequest { id, exec_id, columns, rows }).await;
+        sized.map_err(|error| crate::codes::status(&error))?;
+        Ok(Response::new(proto::Empty {}))
     }
 
     async fn stop(&self, request: Request<proto::StopRequest>) -> Result<Response<proto::Empty>, Status> {

@@ -81,6 +81,17 @@ pub(super) fn check(config: &Config) -> Result<(), Rule> {
     ] {
         in_range(key, value, 1..=3600, seconds)?;
     }
+    in_range("streaming.idle_seconds", config.streaming.idle_seconds, 1..=604_800, "1 second to 7 days are allowed")?;
+    let (cert, key) = (&config.streaming.tls_cert_file, &config.streaming.tls_key_file);
+    for (name, file, other) in [("tls_cert_file", cert, key), ("tls_key_file", key, cert)] {
+        match file {
+            Some(file) => absolute(format!("streaming.{name}"), file)?,
+            None if other.is_some() => {
+                return Err(broken(format!("streaming.{name}"), "", "certificate and key are needed, or neither"));
+            }
+            None => {}
+        }
+    }
     in_range("images.parallel_layers", config.images.parallel_layers, 1..=64, "1 to 64 are allowed")?;
     for (host, registry) in &config.images.registries {
         if let Some(mirror) = registry.mirrors.iter().find(|m| !m.starts_with("http://") && !m.starts_with("https://"))
@@ -122,6 +133,9 @@ mod tests {
             ("[network]\ncni_conf_dir = \"x\"", "network.cni_conf_dir"),
             ("[network]\ncni_bin_dirs = [\"/x\", \"y\"]", "network.cni_bin_dirs"),
             ("[sandbox]\nboot_seconds = 0", "sandbox.boot_seconds"),
+            ("[streaming]\nidle_seconds = 0", "streaming.idle_seconds"),
+            ("[streaming]\ntls_cert_file = \"c\"\ntls_key_file = \"/k\"", "streaming.tls_cert_file"),
+            ("[streaming]\ntls_cert_file = \"/c\"", "streaming.tls_key_file"),
             ("[images]\nparallel_layers = 0", "images.parallel_layers"),
             ("[images.registries.r]\nmirrors = [\"m:5000\"]", "images.registries.r.mirrors"),
             ("default_handler = \"A\"\n[handlers.A]", "handlers"),

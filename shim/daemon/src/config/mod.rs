@@ -1,5 +1,5 @@
 //! Owns: the configuration file: its keys, their defaults, and the rules they must keep.
-//! May use: `nacelle-base`, the option types of `nacelle-image` and `nacelle-net`. Starts nothing.
+//! May use: `nacelle-base`, the option types of `nacelle-image`, `nacelle-net` and `nacelle-stream`. Starts nothing.
 
 mod check;
 
@@ -11,6 +11,7 @@ use nacelle_base::{Classify, Kind};
 use nacelle_pod::spec::Seccomp;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -31,6 +32,8 @@ pub struct Config {
     pub jail: Jail,
     /// CNI.
     pub network: Network,
+    /// Where exec, attach and port-forward are served.
+    pub streaming: Streaming,
     /// Registries and layers.
     pub images: Images,
     /// What a RuntimeClass can name. Without any there is one, named as `default_handler`.
@@ -93,6 +96,22 @@ pub struct Network {
     pub netns_dir: PathBuf,
     /// Seconds that one plugin may take for one command.
     pub plugin_seconds: u64,
+}
+
+/// Where exec, attach and port-forward are served.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Streaming {
+    /// The address that kubelet connects to; port 0: any free one.
+    pub address: SocketAddr,
+    /// Seconds without a byte after which a stream is ended.
+    pub idle_seconds: u64,
+    /// A PEM file with the server's certificate, for https.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tls_cert_file: Option<PathBuf>,
+    /// A PEM file with its key.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tls_key_file: Option<PathBuf>,
 }
 
 /// Registries and layers.
@@ -186,6 +205,7 @@ impl Default for Config {
             sandbox: Sandbox::default(),
             jail: Jail::default(),
             network: Network::default(),
+            streaming: Streaming::default(),
             images: Images::default(),
             handlers: BTreeMap::new(),
         }
@@ -216,6 +236,17 @@ impl Default for Network {
             cni_bin_dirs: net.bin_dirs,
             netns_dir: net.netns_dir,
             plugin_seconds: net.plugin_deadline.as_secs(),
+        }
+    }
+}
+
+impl Default for Streaming {
+    fn default() -> Self {
+        Streaming {
+            address: SocketAddr::from(([127, 0, 0, 1], 0)),
+            idle_seconds: 14_400,
+            tls_cert_file: None,
+            tls_key_file: None,
         }
     }
 }
@@ -334,6 +365,17 @@ impl Config {
         }
     }
 
+    /// The options of the streaming server.
+    pub fn streaming_options(&self) -> nacelle_stream::Config {
+        let streaming = &self.streaming;
+        let files = streaming.tls_cert_file.clone().zip(streaming.tls_key_file.clone());
+        nacelle_stream::Config {
+            address: streaming.address,
+            idle: Duration::from_secs(streaming.idle_seconds),
+            tls: files.map(|(certificate, key)| nacelle_stream::Tls { certificate, key }),
+        }
+    }
+
     /// The options of the pod network.
     pub fn network_options(&self) -> nacelle_net::NetConfig {
         nacelle_net::NetConfig {
@@ -438,6 +480,8 @@ mod tests {
         example.handlers.insert("NAME".into(), Handler::default());
         let registry = Registry { ca_file: Some("/ca.pem".into()), ..Registry::default() };
         example.images.registries.insert("HOST".into(), registry);
+        example.streaming.tls_cert_file = Some("/cert.pem".into());
+        example.streaming.tls_key_file = Some("/key.pem".into());
         let mut ours = BTreeSet::new();
         keys(&toml::Value::try_from(&example).unwrap(), "", &mut ours);
 

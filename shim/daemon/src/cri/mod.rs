@@ -8,6 +8,7 @@ mod image;
 mod runtime;
 mod sandbox;
 pub mod status;
+mod streaming;
 
 use crate::lifecycle::Node;
 use nacelle_proto::cri;
@@ -18,12 +19,13 @@ use tonic::{Request, Response, Status};
 #[derive(Clone)]
 pub struct Cri {
     node: Node,
+    streams: nacelle_stream::Server,
 }
 
 impl Cri {
-    /// The services for this node.
-    pub fn new(node: Node) -> Cri {
-        Cri { node }
+    /// The services for this node; streams are opened through the server.
+    pub fn new(node: Node, streams: nacelle_stream::Server) -> Cri {
+        Cri { node, streams }
     }
 }
 
@@ -147,16 +149,16 @@ impl cri::runtime_service_server::RuntimeService for Cri {
         self.on_exec_sync(request.into_inner()).await.map(Response::new)
     }
 
-    async fn exec(&self, _: Request<cri::ExecRequest>) -> Answer<cri::ExecResponse> {
-        Err(not_yet("Exec"))
+    async fn exec(&self, request: Request<cri::ExecRequest>) -> Answer<cri::ExecResponse> {
+        self.on_exec(request.into_inner()).await.map(Response::new)
     }
 
-    async fn attach(&self, _: Request<cri::AttachRequest>) -> Answer<cri::AttachResponse> {
-        Err(not_yet("Attach"))
+    async fn attach(&self, request: Request<cri::AttachRequest>) -> Answer<cri::AttachResponse> {
+        self.on_attach(request.into_inner()).await.map(Response::new)
     }
 
-    async fn port_forward(&self, _: Request<cri::PortForwardRequest>) -> Answer<cri::PortForwardResponse> {
-        Err(not_yet("PortForward"))
+    async fn port_forward(&self, request: Request<cri::PortForwardRequest>) -> Answer<cri::PortForwardResponse> {
+        self.on_port_forward(request.into_inner()).await.map(Response::new)
     }
 
     async fn container_stats(&self, _: Request<cri::ContainerStatsRequest>) -> Answer<cri::ContainerStatsResponse> {

@@ -76,7 +76,7 @@ pub(super) enum Begin {
     /// A new pod: recorded, then booted.
     New(Answer<()>),
     /// Found in the store: this happened meanwhile.
-    Known(Option<Message>),
+    Known(Option<Box<Message>>),
 }
 
 pub(super) struct Actor {
@@ -140,7 +140,7 @@ impl Actor {
         match begin {
             Begin::New(answer) => self.begin(answer).await,
             Begin::Known(None) => {}
-            Begin::Known(Some(message)) => self.handle(message).await,
+            Begin::Known(Some(message)) => self.handle(*message).await,
         }
         while !self.ended {
             let Some(message) = self.inbox.recv().await else { return };

@@ -19,7 +19,8 @@ const PAUSE: Duration = Duration::from_millis(50);
 /// Groups that a pod process may report of one user; Linux allows 65536.
 const MAX_GROUPS: usize = 65536;
 
-async fn ask<T>(
+/// Asks a pod process, within a limit.
+pub(crate) async fn ask<T>(
     step: &'static str,
     limit: Duration,
     call: impl Future<Output = Result<T, ClientError>>,

@@ -11,7 +11,9 @@ pub mod recover;
 pub mod seams;
 pub mod state;
 
+pub(crate) use error::at;
 pub use error::{LifecycleError, StepError};
+pub(crate) use make::ask;
 
 use crate::config::{Config, EngineSetting};
 use crate::nouns::{ContainerConfig, ImageOf, PodConfig, PodName};
@@ -92,7 +94,8 @@ impl Parts {
         self.cidrs.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    fn answer_limit(&self) -> Duration {
+    /// For an answer of a pod process, beside what the request itself allows.
+    pub(crate) fn answer_limit(&self) -> Duration {
         Duration::from_secs(self.config.sandbox.answer_seconds)
     }
 
@@ -189,6 +192,30 @@ impl Table {
             }
         }
         found.ok_or_else(|| LifecycleError::NotFound { what: "container", id: clip(id) })
+    }
+}
+
+/// A container that runs, for those who have business with it.
+pub(crate) struct Running {
+    /// Its id.
+    pub id: ContainerId,
+    /// Its pod process.
+    pub client: PodClient,
+    /// It has a terminal.
+    pub tty: bool,
+    /// It has an input.
+    pub stdin: bool,
+    /// Its input ends with the first who attaches.
+    pub stdin_once: bool,
+    view: watch::Receiver<Arc<View>>,
+}
+
+impl Running {
+    /// Waits until it runs no more.
+    pub async fn ended(mut self) {
+        let runs = |view: &Arc<View>| view.containers.get(&self.id).map(|record| record.state);
+        // A pod that is gone shows nothing more.
+        let _ = self.view.wait_for(|view| runs(view) != Some(state::Container::Running)).await;
     }
 }
 
@@ -342,22 +369,36 @@ impl Node {
         args: Vec<String>,
         limit: Option<Duration>,
     ) -> Result<proto::ExecSyncResponse, LifecycleError> {
-        let (id, client) = self.running(id)?;
+        let Running { id, client, .. } = self.running(id)?;
         make::exec(&self.parts, client, &id, args, limit).await
     }
 
     /// Closes the log of a running container and opens it again by its name.
     pub async fn reopen_log(&self, id: &str) -> Result<(), LifecycleError> {
-        let (id, client) = self.running(id)?;
+        let Running { id, client, .. } = self.running(id)?;
         make::reopen(&self.parts, client, &id).await
     }
 
-    fn running(&self, id: &str) -> Result<(ContainerId, PodClient), LifecycleError> {
-        let (id, _, view) = self.table.find_container(id)?;
-        let runs = view.containers.get(&id).is_some_and(|record| record.state == state::Container::Running);
-        match &view.client {
-            Some(client) if runs => Ok((id, client.clone())),
+    /// A container that runs.
+    pub(crate) fn running(&self, id: &str) -> Result<Running, LifecycleError> {
+        let (id, handle, view) = self.table.find_container(id)?;
+        match (&view.client, view.containers.get(&id)) {
+            (Some(client), Some(record)) if record.state == state::Container::Running => {
+                let config = &record.config;
+                let (tty, stdin, stdin_once) = (config.tty, config.stdin, config.stdin_once);
+                Ok(Running { id, client: client.clone(), tty, stdin, stdin_once, view: handle.view })
+            }
             _ => Err(LifecycleError::NotRunning { id: id.to_string() }),
+        }
+    }
+
+    /// A pod that is ready, and its process.
+    pub(crate) fn ready(&self, id: &str) -> Result<(PodId, PodClient), LifecycleError> {
+        let (id, handle) = self.table.find(id)?;
+        let view = Arc::clone(&handle.view.borrow());
+        match &view.client {
+            Some(client) if view.pod.state == state::Pod::Ready => Ok((id, client.clone())),
+            _ => Err(LifecycleError::NotReady { id: id.to_string(), why: format!("it is {:?}", view.pod.state) }),
         }
     }
 

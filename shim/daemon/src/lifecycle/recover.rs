@@ -189,7 +189,7 @@ impl Node {
         let mut rows = self.table.rows();
         rows.names.insert(name, id.clone());
         rows.pods.insert(id, Handle { inbox: inbox.clone(), view });
-        tokio::spawn(actor.run(Begin::Known(first)));
+        tokio::spawn(actor.run(Begin::Known(first.map(Box::new))));
         inbox
     }
 }

@@ -280,6 +280,16 @@ impl proto::pod_server::Pod for Service {
         }
     }
 
+    type ExecStream = tokio_stream::Empty<Result<proto::ExecEvent, Status>>;
+
+    async fn exec(&self, _: Request<proto::ExecRequest>) -> Answer<Self::ExecStream> {
+        Err(Status::unavailable("these pods have no streams"))
+    }
+
+    async fn resize(&self, _: Request<proto::ResizeRequest>) -> Answer<proto::Empty> {
+        Err(Status::unavailable("these pods have no terminals"))
+    }
+
     async fn stop(&self, _: Request<proto::StopRequest>) -> Answer<proto::Empty> {
         self.0.step("pod stop").await?;
         self.0.change(|record| {

@@ -1,6 +1,6 @@
 //! Owns: the actor's half that concerns single containers: requests, what their effects report, the images they use.
 
-use super::{Actor, Answers, Entry, News, Reply, send, tell};
+use super::{Actor, Answers, Entry, Live, News, Reply, send, tell};
 use crate::container::{self, Attach, Ended, ImageUse, Started};
 use crate::error::{Failure, PodError, guest_text};
 use crate::exec;
@@ -149,12 +149,12 @@ impl Actor {
         let now = crate::now_nanos();
         let record = self.record.containers.iter_mut().find(|container| container.id == id);
         let told = match (outcome, self.agent.clone()) {
-            (Ok(Started { streams, log, mut pumping }), Some(agent)) if in_time => {
+            (Ok(Started { streams, log, outputs, mut pumping }), Some(agent)) if in_time => {
                 if let Some(record) = record {
                     record.phase = ContainerPhase::Running;
                     record.started_at = now;
                 }
-                entry.started = Some((streams, log));
+                entry.started = Some((streams, log, outputs));
                 let id = id.to_owned();
                 let life = tokio::spawn(async move {
                     let end = container::ended(&agent, &id, &mut pumping).await;
@@ -274,7 +274,7 @@ impl Actor {
             return tell(reply, Err(PodError::NoContainer { id: id.to_owned() }.into()));
         };
         // One that has not started opens its log when it does.
-        let Some((_, log)) = &entry.started else { return tell(reply, Ok(())) };
+        let Some((_, log, _)) = &entry.started else { return tell(reply, Ok(())) };
         let log = Arc::clone(log);
         tokio::spawn(async move {
             let reopened = blocking("the opening of a log", move || log.reopen()).await;
@@ -282,18 +282,26 @@ impl Actor {
         });
     }
 
-    pub(super) fn exec(&mut self, request: pod::ExecSyncRequest, mut reply: Reply<pod::ExecSyncResponse>) {
-        let agent = match (self.containers.get(&request.id).map(|entry| entry.state), self.agent()) {
-            (None, _) => return tell(reply, Err(PodError::NoContainer { id: request.id }.into())),
-            (Some(Container::Running), Ok(agent)) => agent,
-            (Some(Container::Running), Err(failure)) => return tell(reply, Err(failure)),
-            (Some(state), _) => {
-                let failure = Failure {
-                    kind: Kind::Conflict,
-                    message: format!("container {} is {state:?}; a command needs a running one", request.id),
-                };
-                return tell(reply, Err(failure));
+    /// This container, if it runs.
+    pub(super) fn running(&self, id: &str) -> Result<Live, Failure> {
+        let Some(entry) = self.containers.get(id) else {
+            return Err(PodError::NoContainer { id: id.to_owned() }.into());
+        };
+        match &entry.started {
+            Some((_, _, outputs)) if entry.state == Container::Running => {
+                Ok(Live { agent: self.agent()?, request: Arc::clone(&entry.request), outputs: outputs.clone() })
             }
+            _ => Err(Failure {
+                kind: Kind::Conflict,
+                message: format!("container {id} is {:?}; a running one is needed", entry.state),
+            }),
+        }
+    }
+
+    pub(super) fn exec(&mut self, request: pod::ExecSyncRequest, mut reply: Reply<pod::ExecSyncResponse>) {
+        let agent = match self.running(&request.id) {
+            Ok(live) => live.agent,
+            Err(failure) => return tell(reply, Err(failure)),
         };
         tokio::spawn(async move {
             let done = tokio::select! {

@@ -1,5 +1,6 @@
 //! Owns: an agent for guests of the fake engine. A container's "OCI specification" is a script: words separated by
-//! ';': `out:TEXT`, `err:TEXT`, `big:BYTES`, `exit:CODE`, `hold` (until a signal), `stubborn` (until SIGKILL).
+//! ';': `out:TEXT`, `err:TEXT`, `big:BYTES`, `cat` (its input to its output), `exit:CODE`, `hold` (until a signal),
+//! `stubborn` (until SIGKILL).
 
 use nacelle_engine::ExitKind;
 use nacelle_engine::fake::Guest;
@@ -60,6 +61,7 @@ pub struct Shared {
     pub calls: Mutex<Vec<String>>,
     pub config: Mutex<Option<proto::BootConfig>>,
     pub images: Mutex<BTreeMap<u32, (u64, u64)>>,
+    pub opened: Mutex<Vec<proto::StreamOpen>>,
     processes: Mutex<BTreeMap<(String, String), Process>>,
     guest: Mutex<Option<Guest>>,
 }
@@ -130,6 +132,11 @@ impl Shared {
                     "out" => write(proto::Stream::Stdout, rest.as_bytes()),
                     "err" => write(proto::Stream::Stderr, rest.as_bytes()),
                     "big" => write(proto::Stream::Stdout, &vec![b'x'; rest.parse().unwrap()]),
+                    "cat" => {
+                        if let (Some(from), Some(to)) = (stream(proto::Stream::Stdin), stream(proto::Stream::Stdout)) {
+                            let _ = std::io::copy(&mut &*from, &mut &*to);
+                        }
+                    }
                     "exit" => code = rest.parse().unwrap(),
                     "hold" | "stubborn" => {
                         let enough = |signal: &u32| *signal == 9 || (*signal > 0 && verb == "hold");
@@ -364,6 +371,19 @@ fn shake(shared: &Shared, guest: &Guest, boot: &Boot) -> Option<()> {
 fn streams(shared: &Shared, guest: &Guest) {
     while let Ok(stream) = guest.accept(1026) {
         let Some(open) = read_frame::<proto::StreamOpen>(&stream) else { continue };
+        shared.opened.lock().unwrap().push(open.clone());
+        if open.stream() == proto::Stream::Port {
+            // Port 7 says back what it hears; nobody answers on others.
+            let error = if open.port == 7 { String::new() } else { "Connection refused\n(os error 111)".into() };
+            let _ = (&*stream).write_all(&frame(&proto::StreamOpened { error }));
+            if open.port == 7 {
+                std::thread::spawn(move || {
+                    let _ = std::io::copy(&mut &*stream, &mut &*stream);
+                    let _ = stream.shutdown(std::net::Shutdown::Write);
+                });
+            }
+            continue;
+        }
         if let Some(process) = shared.processes.lock().unwrap().get_mut(&(open.id, open.exec_id)) {
             if process.exit.borrow().is_some() {
                 let _ = stream.shutdown(std::net::Shutdown::Both);

@@ -1,0 +1,65 @@
+//! Owns: the RPCs that answer a URL: check what is asked, find what it is about, register it with the streaming server.
+
+use super::Cri;
+use super::sandbox::needed;
+use super::status::{refuse, status};
+use nacelle_base::Kind;
+use nacelle_proto::cri;
+use nacelle_stream::{Attach, Exec, TooMany};
+use tonic::Status;
+
+impl Cri {
+    pub(super) async fn on_exec(&self, request: cri::ExecRequest) -> Result<cri::ExecResponse, Status> {
+        let cri::ExecRequest { container_id, cmd, tty, stdin, stdout, stderr } = request;
+        let asked = needed("container_id", &container_id)?;
+        if cmd.is_empty() {
+            return Err(refuse(Kind::Invalid, "cmd is missing"));
+        }
+        check(tty, [stdin, stdout, stderr])?;
+        let container = self.node.running(asked).map_err(status)?.id.to_string();
+        let url = self.streams.exec(Exec { container, args: cmd, tty, stdin, stdout, stderr }).map_err(too_many)?;
+        Ok(cri::ExecResponse { url })
+    }
+
+    pub(super) async fn on_attach(&self, request: cri::AttachRequest) -> Result<cri::AttachResponse, Status> {
+        let cri::AttachRequest { container_id, stdin, tty, stdout, stderr } = request;
+        let asked = needed("container_id", &container_id)?;
+        check(tty, [stdin, stdout, stderr])?;
+        let found = self.node.running(asked).map_err(status)?;
+        if found.tty != tty {
+            let message = format!("tty is {tty}, that of container {asked} is {}: they must be the same", !tty);
+            return Err(refuse(Kind::Invalid, &message));
+        }
+        let attach = Attach { container: found.id.to_string(), tty, stdin, stdout, stderr };
+        Ok(cri::AttachResponse { url: self.streams.attach(attach).map_err(too_many)? })
+    }
+
+    pub(super) async fn on_port_forward(
+        &self,
+        request: cri::PortForwardRequest,
+    ) -> Result<cri::PortForwardResponse, Status> {
+        let asked = needed("pod_sandbox_id", &request.pod_sandbox_id)?;
+        for port in &request.port {
+            if !(1..=i32::from(u16::MAX)).contains(port) {
+                return Err(refuse(Kind::Invalid, &format!("port is {port}: 1 to 65535 are ports")));
+            }
+        }
+        let pod = self.node.ready(asked).map_err(status)?.0.to_string();
+        Ok(cri::PortForwardResponse { url: self.streams.forward(pod).map_err(too_many)? })
+    }
+}
+
+/// CRI's rules for streams.
+fn check(tty: bool, [stdin, stdout, stderr]: [bool; 3]) -> Result<(), Status> {
+    if tty && stderr {
+        return Err(refuse(Kind::Invalid, "tty and stderr are true: a terminal's errors are in its stdout"));
+    }
+    if !stdin && !stdout && !stderr {
+        return Err(refuse(Kind::Invalid, "stdin, stdout and stderr are false: one of them is needed"));
+    }
+    Ok(())
+}
+
+fn too_many(error: TooMany) -> Status {
+    refuse(Kind::Exhausted, &error.to_string())
+}

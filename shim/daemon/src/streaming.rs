@@ -1,0 +1,105 @@
+//! Owns: what the streaming server asks of the node: finds the container or pod, asks its process, opens the streams.
+
+use crate::lifecycle::{LifecycleError, Node, Running, ask, at};
+use nacelle_pod::client::PodClient;
+use nacelle_proto::pod as proto;
+use nacelle_stream::{Attach, Exec, Process, Size};
+use proto::Stream;
+use std::time::Duration;
+use tokio::net::UnixStream;
+
+/// The node behind the streaming server.
+pub struct Guests {
+    node: Node,
+}
+
+/// The streams of one process.
+struct Streams<'a> {
+    client: &'a PodClient,
+    id: &'a str,
+    exec_id: &'a str,
+    limit: Duration,
+}
+
+impl Streams<'_> {
+    async fn open(&self, stream: Stream, wanted: bool) -> Result<Option<UnixStream>, LifecycleError> {
+        if !wanted {
+            return Ok(None);
+        }
+        let (id, exec_id) = (self.id.to_owned(), self.exec_id.to_owned());
+        let open = proto::StreamOpen { id, exec_id, stream: stream.into(), port: 0 };
+        ask("open a stream", self.limit, self.client.open_stream(open)).await.map(Some)
+    }
+
+    /// Stdin, stdout and stderr, as far as they are wanted.
+    async fn open_all(&self, [stdin, stdout, stderr]: [bool; 3]) -> Result<[Option<UnixStream>; 3], LifecycleError> {
+        let all = tokio::try_join!(
+            self.open(Stream::Stdin, stdin),
+            self.open(Stream::Stdout, stdout),
+            self.open(Stream::Stderr, stderr),
+        );
+        all.map(Into::into)
+    }
+}
+
+impl Guests {
+    /// For this node.
+    pub fn new(node: Node) -> Guests {
+        Guests { node }
+    }
+
+    fn limit(&self) -> Duration {
+        self.node.parts().answer_limit()
+    }
+}
+
+impl nacelle_stream::Guests for Guests {
+    type Error = LifecycleError;
+
+    async fn exec(&self, exec: &Exec) -> Result<Process<LifecycleError>, LifecycleError> {
+        let Running { id, client, .. } = self.node.running(&exec.container)?;
+        let (id, step) = (id.as_str(), "run the command");
+        let request =
+            proto::ExecRequest { id: id.to_owned(), args: exec.args.clone(), tty: exec.tty, stdin: exec.stdin };
+        let running = ask(step, self.limit(), client.exec(request)).await?;
+        let exec_id = running.exec_id.clone();
+        let streams = Streams { client: &client, id, exec_id: &exec_id, limit: self.limit() };
+        // Output that nobody wants is read all the same: the command must not wait for a reader.
+        let [stdin, stdout, stderr] = streams.open_all([exec.stdin, true, !exec.tty]).await?;
+        let end = Box::pin(async move {
+            let code = running.end().await.map_err(at(step))?;
+            Ok(i32::try_from(code).unwrap_or(i32::MAX))
+        });
+        Ok(Process { exec_id, detaches: false, stdin, stdout, stderr, end })
+    }
+
+    async fn attach(&self, attach: &Attach) -> Result<Process<LifecycleError>, LifecycleError> {
+        let running = self.node.running(&attach.container)?;
+        let streams = Streams { client: &running.client, id: running.id.as_str(), exec_id: "", limit: self.limit() };
+        let wanted = [attach.stdin && running.stdin, attach.stdout, attach.stderr];
+        let [stdin, stdout, stderr] = streams.open_all(wanted).await?;
+        let detaches = running.tty || !running.stdin_once;
+        let end = Box::pin(async move {
+            running.ended().await;
+            Ok(0)
+        });
+        Ok(Process { exec_id: String::new(), detaches, stdin, stdout, stderr, end })
+    }
+
+    async fn dial(&self, pod: &str, port: u16) -> Result<UnixStream, LifecycleError> {
+        let (_, client) = self.node.ready(pod)?;
+        let open = proto::StreamOpen { stream: Stream::Port.into(), port: port.into(), ..Default::default() };
+        ask("connect to the port", self.limit(), client.open_stream(open)).await
+    }
+
+    async fn resize(&self, container: &str, exec_id: &str, size: Size) -> Result<(), LifecycleError> {
+        let Running { id, client, .. } = self.node.running(container)?;
+        let request = proto::ResizeRequest {
+            id: id.to_string(),
+            exec_id: exec_id.to_owned(),
+            columns: size.columns.into(),
+            rows: size.rows.into(),
+        };
+        ask("size the terminal", self.limit(), client.resize(request)).await
+    }
+}

@@ -1,0 +1,107 @@
+//! Owns: the socket of the streams: one connection per stream, its preamble, and joining it to the guest or to a
+//! container's output.
+
+use crate::actor::{Ask, Live, Message, Reply};
+use crate::agent::{read_frame, write_frame};
+use crate::error::{Failure, PodError};
+use crate::fan::Fan;
+use nacelle_base::{Chain, Kind};
+use nacelle_proto::{agent, pod};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::{Semaphore, mpsc, oneshot};
+
+/// Connections at once.
+const CONNECTIONS: usize = 1024;
+/// For a connection to say what it is, and to take the answer.
+const PREAMBLE: Duration = Duration::from_secs(30);
+/// What is held of a stream, each way.
+const BUFFER: usize = 16 << 10;
+
+/// Serves for ever.
+pub async fn serve(listener: UnixListener, inbox: mpsc::UnboundedSender<Message>) {
+    let places = Arc::new(Semaphore::new(CONNECTIONS));
+    loop {
+        let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
+        match listener.accept().await {
+            Ok((connection, _)) => {
+                let inbox = inbox.clone();
+                tokio::spawn(async move {
+                    if let Err(error) = join(connection, &inbox).await {
+                        tracing::debug!("a stream: {}", Chain(&error));
+                    }
+                    drop(place);
+                });
+            }
+            Err(error) => {
+                tracing::warn!(%error, "cannot accept a stream");
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        }
+    }
+}
+
+/// What a stream is joined to.
+enum Far {
+    /// A connection to the guest.
+    Guest(UnixStream),
+    /// An output of a container.
+    Output(Arc<Fan>),
+}
+
+async fn join(mut near: UnixStream, inbox: &mpsc::UnboundedSender<Message>) -> Result<(), PodError> {
+    let open: pod::StreamOpen = read_frame(&mut near, "preamble of a stream", PREAMBLE).await?;
+    let (far, answer) = match connect(inbox, open).await {
+        Ok(far) => (Some(far), pod::StreamOpened::default()),
+        Err(Failure { kind, message }) => (None, pod::StreamOpened { code: kind.grpc_code(), message }),
+    };
+    write_frame(&mut near, &answer, PREAMBLE).await?;
+    let failed = |source| PodError::Stream { what: "go on with a stream", source };
+    match far {
+        Some(Far::Guest(mut far)) => {
+            let copied = tokio::io::copy_bidirectional_with_sizes(&mut near, &mut far, BUFFER, BUFFER).await;
+            copied.map_err(failed)?;
+        }
+        Some(Far::Output(fan)) => {
+            let room = near.into_std().and_then(|near| fan.add(near)).map_err(failed)?;
+            if !room {
+                tracing::warn!("too many listen to a container: a further one is turned away");
+            }
+        }
+        None => {}
+    }
+    Ok(())
+}
+
+/// Asks the actor.
+async fn asked<T>(inbox: &mpsc::UnboundedSender<Message>, ask: impl FnOnce(Reply<T>) -> Ask) -> Result<T, Failure> {
+    let (reply, answer) = oneshot::channel();
+    inbox.send(Message::Ask(ask(reply))).map_err(|_closed| PodError::Ending)?;
+    answer.await.map_err(|_dropped| PodError::Ending)?
+}
+
+/// The other end of a stream.
+async fn connect(inbox: &mpsc::UnboundedSender<Message>, open: pod::StreamOpen) -> Result<Far, Failure> {
+    let (kind, pod::StreamOpen { id, exec_id, port, .. }) = (open.stream(), open);
+    if kind == pod::Stream::Port {
+        let agent = asked(inbox, Ask::Agent).await?;
+        let stream = agent::Stream::Port.into();
+        return Ok(Far::Guest(agent.open(agent::StreamOpen { stream, port, ..Default::default() }).await?));
+    }
+    let Live { agent, request, outputs } = asked(inbox, |reply| Ask::Running(id.clone(), reply)).await?;
+    let first = exec_id.is_empty();
+    let stream = match kind {
+        pod::Stream::Stdout if first => return Ok(Far::Output(outputs.stdout)),
+        pod::Stream::Stderr if first => return Ok(Far::Output(outputs.stderr)),
+        pod::Stream::Stdin => agent::Stream::Stdin,
+        pod::Stream::Stdout => agent::Stream::Stdout,
+        pod::Stream::Stderr => agent::Stream::Stderr,
+        pod::Stream::Port | pod::Stream::Unspecified => {
+            return Err(Failure { kind: Kind::Invalid, message: "a stream of no kind".to_owned() });
+        }
+    };
+    // A container's input goes on after whoever is attached, unless it is to be attached once.
+    let keep_open = first && !request.stdin_once;
+    Ok(Far::Guest(agent.open(agent::StreamOpen { id, exec_id, stream: stream.into(), keep_open, port: 0 }).await?))
+}

@@ -1,0 +1,154 @@
+//! Owns: what a pod process does with streams, on the fake engine.
+
+mod common;
+
+use common::{LIMIT, World, kind};
+use nacelle_base::Kind;
+use nacelle_pod::client::PodClient;
+use nacelle_proto::pod;
+use std::time::{Duration, Instant};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::UnixStream;
+
+const GRACE: Duration = Duration::from_secs(60);
+
+fn command(id: &str, script: &str) -> pod::ExecRequest {
+    pod::ExecRequest { id: id.into(), args: vec![script.into()], tty: false, stdin: true }
+}
+
+async fn open(client: &PodClient, exec_id: &str, stream: pod::Stream) -> UnixStream {
+    let open = pod::StreamOpen { id: "c".into(), exec_id: exec_id.into(), stream: stream.into(), port: 0 };
+    client.open_stream(open).await.unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_command_has_streams_of_any_length_and_a_code() {
+    let (world, client) = World::ready().await;
+    world.run(&client, "c", "hold").await;
+    let exec = client.exec(command("c", "cat;err:done;exit:7")).await.unwrap();
+    let mut stdin = open(&client, &exec.exec_id, pod::Stream::Stdin).await;
+    let mut stdout = open(&client, &exec.exec_id, pod::Stream::Stdout).await;
+    let mut stderr = open(&client, &exec.exec_id, pod::Stream::Stderr).await;
+    let sent: Vec<u8> = (0..2_000_000_u32).map(|n| n.to_le_bytes()[0]).collect();
+    let writing = tokio::spawn({
+        let sent = sent.clone();
+        async move {
+            stdin.write_all(&sent).await.unwrap();
+            stdin.shutdown().await.unwrap();
+            stdin
+        }
+    });
+    let mut came = Vec::new();
+    tokio::time::timeout(LIMIT, stdout.read_to_end(&mut came)).await.unwrap().unwrap();
+    assert!(came == sent, "{} of {} bytes", came.len(), sent.len());
+    let mut errors = String::new();
+    tokio::time::timeout(LIMIT, stderr.read_to_string(&mut errors)).await.unwrap().unwrap();
+    assert_eq!(errors, "done");
+    assert_eq!(exec.end().await.unwrap(), 7);
+    writing.await.unwrap();
+    client.stop(GRACE).await.unwrap();
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_command_that_is_given_up_is_killed() {
+    let (world, client) = World::ready().await;
+    world.run(&client, "c", "hold").await;
+    let exec = client.exec(command("c", "stubborn")).await.unwrap();
+    drop(exec);
+    let deadline = Instant::now() + LIMIT;
+    while world.agent.calls_of("signal 9") == 0 {
+        assert!(Instant::now() < deadline, "nobody killed it");
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    client.stop(GRACE).await.unwrap();
+    world.end().await;
+}
+
+async fn text(stream: &mut UnixStream, length: usize) -> String {
+    let mut bytes = vec![0; length];
+    tokio::time::timeout(LIMIT, stream.read_exact(&mut bytes)).await.unwrap().unwrap();
+    String::from_utf8(bytes).unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_container_is_heard_by_all_who_listen_and_by_its_log() {
+    let (world, client) = World::ready().await;
+    for once in [false, true] {
+        let request =
+            pod::CreateContainerRequest { stdin: true, stdin_once: once, ..world.container("c", "cat;out:\n") };
+        client.create_container(request).await.unwrap();
+        client.start_container("c").await.unwrap();
+        let mut first = open(&client, "", pod::Stream::Stdout).await;
+        let mut second = open(&client, "", pod::Stream::Stdout).await;
+        let mut errors = open(&client, "", pod::Stream::Stderr).await;
+        let mut input = open(&client, "", pod::Stream::Stdin).await;
+        input.write_all(b"hello").await.unwrap();
+        assert_eq!(text(&mut first, 5).await, "hello");
+        assert_eq!(text(&mut second, 5).await, "hello");
+        // One goes, the others stay.
+        drop(first);
+        input.write_all(b" you").await.unwrap();
+        assert_eq!(text(&mut second, 4).await, " you");
+        let opened = world.agent.opened.lock().unwrap().clone();
+        let of_input =
+            opened.iter().rfind(|open| open.stream() == nacelle_proto::agent::Stream::Stdin).unwrap().clone();
+        assert_eq!((of_input.exec_id.as_str(), of_input.keep_open), ("", !once));
+
+        input.shutdown().await.unwrap();
+        common::exited(&client, "c").await;
+        let mut rest = Vec::new();
+        tokio::time::timeout(LIMIT, second.read_to_end(&mut rest)).await.unwrap().unwrap();
+        tokio::time::timeout(LIMIT, errors.read_to_end(&mut rest)).await.unwrap().unwrap();
+        assert_eq!(rest, b"\n");
+        assert!(world.log_text("c").ends_with("stdout F hello you\n"));
+        client.remove_container("c").await.unwrap();
+    }
+    client.stop(GRACE).await.unwrap();
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_port_of_the_pod_is_reached_or_said_to_be_closed() {
+    let (world, client) = World::ready().await;
+    let port = |port| pod::StreamOpen { stream: pod::Stream::Port.into(), port, ..Default::default() };
+    let mut stream = client.open_stream(port(7)).await.unwrap();
+    stream.write_all(b"echo").await.unwrap();
+    assert_eq!(text(&mut stream, 4).await, "echo");
+    stream.shutdown().await.unwrap();
+    let mut rest = Vec::new();
+    tokio::time::timeout(LIMIT, stream.read_to_end(&mut rest)).await.unwrap().unwrap();
+    assert!(rest.is_empty());
+    let refused = client.open_stream(port(8)).await.unwrap_err();
+    assert_eq!(refused.to_string(), "the agent cannot connect to the port: Connection refused (os error 111)");
+    client.stop(GRACE).await.unwrap();
+    assert!(client.open_stream(port(7)).await.is_err());
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_does_not_run_has_no_streams() {
+    let (world, client) = World::ready().await;
+    client.create_container(world.container("c", "hold")).await.unwrap();
+    assert_eq!(kind(client.exec(command("c", "cat")).await), Kind::Conflict);
+    assert_eq!(kind(client.exec(command("x", "cat")).await), Kind::NotFound);
+    let of = |id: &str, stream: pod::Stream| {
+        client.open_stream(pod::StreamOpen { id: id.into(), stream: stream.into(), ..Default::default() })
+    };
+    assert_eq!(kind(of("c", pod::Stream::Stdout).await), Kind::Conflict);
+    assert_eq!(kind(of("x", pod::Stream::Stdout).await), Kind::NotFound);
+    client.start_container("c").await.unwrap();
+    assert_eq!(kind(of("c", pod::Stream::Unspecified).await), Kind::Invalid);
+    let size = pod::ResizeRequest { id: "x".into(), exec_id: String::new(), columns: 1, rows: 1 };
+    assert_eq!(kind(client.resize(size).await), Kind::NotFound);
+
+    // Somebody who says nothing we know is turned away.
+    let mut garbage = UnixStream::connect(world.dir.join("stream.sock")).await.unwrap();
+    garbage.write_all(&[0xff; 64]).await.unwrap();
+    let mut answer = Vec::new();
+    // Reset or closed: both are an end.
+    let _ = tokio::time::timeout(LIMIT, garbage.read_to_end(&mut answer)).await.unwrap();
+    assert!(answer.is_empty());
+    client.stop(GRACE).await.unwrap();
+    world.end().await;
+}

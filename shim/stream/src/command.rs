@@ -1,0 +1,357 @@
+//! Owns: the streams of exec and attach: which a client opens, how they are joined to the process, how its end is
+//! told. Everything is copied by one task per session: what one stream waits for holds up no other.
+
+use crate::guests::{Attach, Exec, Guests, Process, Size};
+use crate::mux::{CHUNK, Life, Reader, Writer};
+use crate::spdy::Connection;
+use crate::websocket::Ends;
+use bytes::{Bytes, BytesMut};
+use nacelle_base::Chain;
+use serde_json::json;
+use std::error::Error;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::UnixStream;
+
+/// For the client to open its streams.
+const OPENING: Duration = Duration::from_secs(30);
+/// After the end of a process: so long without a byte, and its output has ended too, although a child of it holds it
+/// open.
+const DRAIN: Duration = Duration::from_secs(30);
+/// The longest piece of a resize message.
+const MAX_RESIZE: usize = 1024;
+
+/// A version of the protocol of remote commands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Dialect {
+    /// Its name.
+    pub name: &'static str,
+    /// The end is told as JSON (a Status of Kubernetes).
+    status: bool,
+    /// There is a stream for the terminal's size.
+    resize: bool,
+}
+
+/// What is spoken, the best first. Clients that name nothing speak the last.
+const DIALECTS: [Dialect; 4] = [
+    Dialect { name: "v4.channel.k8s.io", status: true, resize: true },
+    Dialect { name: "v3.channel.k8s.io", status: false, resize: true },
+    Dialect { name: "v2.channel.k8s.io", status: false, resize: false },
+    Dialect { name: "channel.k8s.io", status: false, resize: false },
+];
+
+/// The same over WebSockets; the first has a message for the end of the client's input.
+const WEB: [Dialect; 2] = [
+    Dialect { name: "v5.channel.k8s.io", status: true, resize: true },
+    Dialect { name: "v4.channel.k8s.io", status: true, resize: true },
+];
+
+impl Dialect {
+    /// The first that the client offers over WebSockets and we speak; whether its input has an end.
+    pub fn choose_web<'a>(mut offered: impl Iterator<Item = &'a str>) -> Option<(Dialect, bool)> {
+        offered.find_map(|name| WEB.into_iter().find(|known| known.name == name)).map(|found| (found, found == WEB[0]))
+    }
+
+    /// The first that the client offers and we speak.
+    pub fn choose<'a>(mut offered: impl Iterator<Item = &'a str>) -> Option<Dialect> {
+        offered.find_map(|name| DIALECTS.into_iter().find(|known| known.name == name))
+    }
+
+    /// Of clients that offer none.
+    pub fn oldest() -> Dialect {
+        DIALECTS[DIALECTS.len() - 1]
+    }
+}
+
+/// What a client opens its streams for.
+#[derive(Clone, Debug)]
+pub(crate) enum Session {
+    /// A new process.
+    Exec(Exec),
+    /// A container.
+    Attach(Attach),
+}
+
+impl Session {
+    fn container(&self) -> &str {
+        match self {
+            Session::Exec(exec) => &exec.container,
+            Session::Attach(attach) => &attach.container,
+        }
+    }
+
+    fn tty(&self) -> bool {
+        match self {
+            Session::Exec(exec) => exec.tty,
+            Session::Attach(attach) => attach.tty,
+        }
+    }
+
+    /// Whether stdin, stdout and stderr are asked for.
+    fn streams(&self) -> [bool; 3] {
+        match self {
+            Session::Exec(Exec { stdin, stdout, stderr, .. })
+            | Session::Attach(Attach { stdin, stdout, stderr, .. }) => [*stdin, *stdout, *stderr],
+        }
+    }
+}
+
+/// A client's streams for a session.
+pub(crate) struct Channels {
+    stdin: Option<Reader>,
+    stdout: Option<Writer>,
+    stderr: Option<Writer>,
+    error: Writer,
+    resize: Option<Reader>,
+}
+
+/// The channels of a WebSocket that this session has.
+pub(crate) fn channels(ends: Ends, session: &Session) -> Channels {
+    let Ends { stdin, stdout, stderr, error, resize } = ends;
+    let [has_stdin, has_stdout, has_stderr] = session.streams();
+    Channels {
+        stdin: Some(stdin).filter(|_| has_stdin),
+        stdout: Some(stdout).filter(|_| has_stdout),
+        stderr: Some(stderr).filter(|_| has_stderr),
+        error,
+        resize: Some(resize).filter(|_| session.tty()),
+    }
+}
+
+/// Waits for the streams that this session has; none: the client did not open them.
+pub(crate) async fn gather(connection: &mut Connection, session: &Session, dialect: Dialect) -> Option<Channels> {
+    let (mut stdin, mut stdout, mut stderr, mut error, mut resize) = (None, None, None, None, None);
+    let ([has_stdin, has_stdout, has_stderr], resizes) = (session.streams(), session.tty() && dialect.resize);
+    let all = async {
+        loop {
+            let missing = error.is_none()
+                || (has_stdin && stdin.is_none())
+                || (has_stdout && stdout.is_none())
+                || (has_stderr && stderr.is_none())
+                || (resizes && resize.is_none());
+            if !missing {
+                return Some(());
+            }
+            let stream = connection.streams.recv().await?;
+            match stream.headers.get("streamtype") {
+                Some("stdin") => stdin = Some(stream.reader),
+                Some("stdout") => stdout = Some(stream.writer),
+                Some("stderr") => stderr = Some(stream.writer),
+                Some("error") => error = Some(stream.writer),
+                Some("resize") => resize = Some(stream.reader),
+                other => tracing::debug!(?other, "a stream of no known kind"),
+            }
+        }
+    };
+    tokio::time::timeout(OPENING, all).await.ok().flatten()?;
+    Some(Channels {
+        stdin: stdin.filter(|_| has_stdin),
+        stdout: stdout.filter(|_| has_stdout),
+        stderr: stderr.filter(|_| has_stderr),
+        error: error?,
+        resize,
+    })
+}
+
+/// Serves a session to the end of its process, or of the client: then a command is killed.
+pub(crate) async fn run<G: Guests>(guests: &G, session: &Session, channels: Channels, life: &Life, dialect: Dialect) {
+    let Channels { stdin, stdout, stderr, error, resize } = channels;
+    let attempt = async {
+        let process = match session {
+            Session::Exec(exec) => guests.exec(exec).await?,
+            Session::Attach(attach) => guests.attach(attach).await?,
+        };
+        join(guests, session.container(), process, (stdin, resize), (&stdout, &stderr)).await
+    };
+    let outcome = tokio::select! {
+        biased;
+        () = life.gone.cancelled() => return,
+        outcome = attempt => outcome,
+    };
+    let told = match &outcome {
+        Ok(0) if !dialect.status => String::new(),
+        _ if dialect.status => status(&outcome),
+        Ok(code) => format!("command terminated with non-zero exit code: {code}"),
+        Err(error) => Chain(error).to_string(),
+    };
+    for writer in [stdout, stderr].into_iter().flatten() {
+        writer.finish().await;
+    }
+    // A client that is gone needs no status.
+    let _ = error.send(Bytes::from(told)).await;
+    error.finish().await;
+}
+
+/// The Status of Kubernetes that tells how a command ended.
+fn status<E: Error>(outcome: &Result<i32, E>) -> String {
+    let status = match outcome {
+        Ok(0) => json!({"metadata": {}, "status": "Success"}),
+        Ok(code) => json!({
+            "metadata": {}, "status": "Failure", "reason": "NonZeroExitCode",
+            "message": format!("command terminated with non-zero exit code: exit code {code}"),
+            "details": {"causes": [{"reason": "ExitCode", "message": code.to_string()}]},
+        }),
+        Err(error) => {
+            let message = Chain(error).to_string();
+            json!({
+                "metadata": {}, "status": "Failure", "reason": "InternalError", "code": 500, "message": message,
+                "details": {"causes": [{"message": message}]},
+            })
+        }
+    };
+    status.to_string()
+}
+
+/// Copies all streams until the process has ended and its output with it; its exit code.
+async fn join<G: Guests>(
+    guests: &G,
+    container: &str,
+    process: Process<G::Error>,
+    (stdin, resize): (Option<Reader>, Option<Reader>),
+    (stdout, stderr): (&Option<Writer>, &Option<Writer>),
+) -> Result<i32, G::Error> {
+    let Process { exec_id, detaches, stdin: input, stdout: output, stderr: errors, mut end } = process;
+    let moved = AtomicU64::new(0);
+    let outputs = async { tokio::join!(send(output, stdout, &moved), send(errors, stderr, &moved)) };
+    let sizes = async {
+        resizes(resize, guests, (container, &exec_id)).await;
+        std::future::pending::<()>().await;
+    };
+    let inputs = async {
+        if take(stdin, input).await.is_none() || !detaches {
+            std::future::pending::<()>().await;
+        }
+    };
+    tokio::pin!(outputs, sizes, inputs);
+    let mut drained = false;
+    let code = loop {
+        tokio::select! {
+            code = &mut end => break code?,
+            _ = &mut outputs, if !drained => drained = true,
+            () = &mut sizes => {}
+            () = &mut inputs => return Ok(0),
+        }
+    };
+    while !drained {
+        let before = moved.load(Ordering::Relaxed);
+        tokio::select! {
+            _ = &mut outputs => drained = true,
+            () = tokio::time::sleep(DRAIN) => {
+                if moved.load(Ordering::Relaxed) == before {
+                    tracing::info!(container, "a command has ended, its output has not");
+                    drained = true;
+                }
+            }
+        }
+    }
+    Ok(code)
+}
+
+/// From the process to the client. What the client did not ask for is thrown away.
+async fn send(from: Option<UnixStream>, to: &Option<Writer>, moved: &AtomicU64) {
+    let Some(mut from) = from else { return };
+    let mut buffer = BytesMut::new();
+    loop {
+        buffer.reserve(CHUNK);
+        // A broken stream ends like any other.
+        match from.read_buf(&mut buffer).await {
+            Ok(0) | Err(_) => return,
+            Ok(_) => {}
+        }
+        let bytes = buffer.split().freeze();
+        if let Some(to) = to
+            && to.send(bytes).await.is_err()
+        {
+            return;
+        }
+        moved.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// From the client to the process. Its end is the end of the process's input; none: it never began, or the process
+/// reads no more.
+async fn take(from: Option<Reader>, to: Option<UnixStream>) -> Option<()> {
+    let (mut from, mut to) = (from?, to?);
+    while let Some(bytes) = from.next().await {
+        // If nobody reads any more: dropping our end lets the connection throw away what still comes.
+        to.write_all(&bytes).await.ok()?;
+    }
+    to.shutdown().await.ok()
+}
+
+/// Reads the terminal's sizes: JSON documents, one after the other, however they are cut.
+async fn resizes<G: Guests>(from: Option<Reader>, guests: &G, (container, exec_id): (&str, &str)) {
+    let Some(mut from) = from else { return };
+    let mut text = Vec::new();
+    while let Some(bytes) = from.next().await {
+        text.extend_from_slice(&bytes);
+        let (sizes, read) = sizes(&text);
+        for size in sizes {
+            if let Err(error) = guests.resize(container, exec_id, size).await {
+                tracing::debug!("{}", Chain(&error));
+            }
+        }
+        match read {
+            Some(read) if text.len() - read <= MAX_RESIZE => drop(text.drain(..read)),
+            _ => return tracing::debug!("a client's terminal sizes cannot be read"),
+        }
+    }
+}
+
+/// The whole documents at the beginning of a text, and how much they are; none: it goes on with something else.
+fn sizes(text: &[u8]) -> (Vec<Size>, Option<usize>) {
+    let mut documents = serde_json::Deserializer::from_slice(text).into_iter::<Size>();
+    let mut sizes = Vec::new();
+    loop {
+        let read = documents.byte_offset();
+        match documents.next() {
+            Some(Ok(size)) => sizes.push(size),
+            Some(Err(error)) if error.is_eof() => return (sizes, Some(read)),
+            Some(Err(_)) => return (sizes, None),
+            None => return (sizes, Some(text.len())),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_that_both_speak_is_spoken() {
+        let name = |offered: &[&str]| Dialect::choose(offered.iter().copied()).map(|dialect| dialect.name);
+        assert_eq!(name(&["v5.channel.k8s.io", "v4.channel.k8s.io", "v3.channel.k8s.io"]), Some("v4.channel.k8s.io"));
+        assert_eq!(name(&["channel.k8s.io"]), Some("channel.k8s.io"));
+        assert_eq!(name(&["v9.channel.k8s.io"]), None);
+        let web =
+            |offered: &[&str]| Dialect::choose_web(offered.iter().copied()).map(|(dialect, ends)| (dialect.name, ends));
+        assert_eq!(web(&["v5.channel.k8s.io", "v4.channel.k8s.io"]), Some(("v5.channel.k8s.io", true)));
+        assert_eq!(web(&["channel.k8s.io", "v4.channel.k8s.io"]), Some(("v4.channel.k8s.io", false)));
+    }
+
+    #[test]
+    fn ends_are_told_as_kubernetes_does() {
+        let told = |outcome: Result<i32, std::fmt::Error>| {
+            serde_json::from_str::<serde_json::Value>(&status(&outcome)).unwrap()
+        };
+        assert_eq!(told(Ok(0))["status"], "Success");
+        let failed = told(Ok(5));
+        assert_eq!(
+            (&failed["reason"], &failed["details"]["causes"][0]["message"]),
+            (&json!("NonZeroExitCode"), &json!("5"))
+        );
+        assert_eq!(told(Err(std::fmt::Error))["reason"], "InternalError");
+    }
+
+    #[test]
+    fn sizes_are_read_however_they_are_cut() {
+        let text = b"{\"Width\":80,\"Height\":24}\n{\"Width\":81,\"Height\":25}";
+        let both = vec![Size { columns: 80, rows: 24 }, Size { columns: 81, rows: 25 }];
+        assert_eq!(sizes(text), (both, Some(text.len())));
+        assert_eq!(sizes(&text[..30]), (vec![Size { columns: 80, rows: 24 }], Some(24)));
+        assert_eq!(sizes(b"{\"Width\":80}").1, None);
+        assert_eq!(sizes(b"{\"Width\":70000,\"Height\":1}").1, None);
+        assert_eq!(sizes(b""), (vec![], Some(0)));
+    }
+}

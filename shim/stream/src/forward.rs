@@ -1,0 +1,121 @@
+//! Owns: port-forward: pairs of streams, one for the bytes of a connection and one for why it could not be made.
+
+use crate::guests::Guests;
+use crate::mux::{CHUNK, Reader, Writer};
+use crate::spdy::{Connection, Stream};
+use bytes::{Bytes, BytesMut};
+use nacelle_base::Chain;
+use std::collections::HashMap;
+use std::sync::Arc;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::UnixStream;
+use tokio::task::JoinSet;
+
+/// The only version of the protocol.
+pub(crate) const PROTOCOL: &str = "portforward.k8s.io";
+/// The same inside a WebSocket.
+pub(crate) const TUNNELLED: &str = "SPDY/3.1+portforward.k8s.io";
+/// Halves of pairs that wait for the other.
+const HALVES: usize = 64;
+
+/// Streams of a pair that have come.
+#[derive(Default)]
+struct Pair {
+    data: Option<Stream>,
+    error: Option<Writer>,
+}
+
+/// Serves a client until it hangs up; all connections to the pod end with it.
+pub(crate) async fn run<G: Guests>(guests: Arc<G>, pod: &str, connection: &mut Connection) {
+    let mut pairs: HashMap<String, Pair> = HashMap::new();
+    let mut connections = JoinSet::new();
+    while let Some(stream) = connection.streams.recv().await {
+        while connections.try_join_next().is_some() {}
+        let port = stream.headers.get("port").and_then(|port| port.parse::<u16>().ok()).filter(|port| *port != 0);
+        // Old clients do not number their requests.
+        let request = stream.headers.get("requestid").or(stream.headers.get("port")).unwrap_or_default().to_owned();
+        if pairs.len() >= HALVES && !pairs.contains_key(&request) {
+            tracing::info!(pod, "a client opens halves of pairs only: it is let go");
+            return;
+        }
+        let kind = stream.headers.get("streamtype").unwrap_or_default().to_owned();
+        let pair = pairs.entry(request.clone()).or_default();
+        match kind.as_str() {
+            "data" => pair.data = Some(stream),
+            "error" => pair.error = Some(stream.writer),
+            other => tracing::debug!(other, "a stream of no known kind"),
+        }
+        if let Pair { data: Some(_), error: Some(_) } = pair
+            && let Some(Pair { data: Some(data), error: Some(error) }) = pairs.remove(&request)
+        {
+            let (guests, pod) = (Arc::clone(&guests), pod.to_owned());
+            connections.spawn(async move { forward(&*guests, &pod, port, data, error).await });
+        }
+    }
+}
+
+async fn forward<G: Guests>(guests: &G, pod: &str, port: Option<u16>, data: Stream, error: Writer) {
+    let failure = match port {
+        None => "the stream's port is none".to_owned(),
+        Some(port) => match guests.dial(pod, port).await {
+            Ok(connected) => {
+                join(connected, data.reader, data.writer).await;
+                error.finish().await;
+                return;
+            }
+            Err(error) => Chain(&error).to_string(),
+        },
+    };
+    // A client that is gone needs no reason.
+    let _ = error.send(Bytes::from(failure)).await;
+    error.finish().await;
+    data.writer.finish().await;
+}
+
+/// Until both directions have ended, or the client has left the stream.
+async fn join(connection: UnixStream, mut reader: Reader, writer: Writer) {
+    let (mut from, mut to) = connection.into_split();
+    let ended = writer.ended();
+    let out = async {
+        let mut buffer = BytesMut::new();
+        loop {
+            buffer.reserve(CHUNK);
+            // A broken connection ends like any other.
+            match from.read_buf(&mut buffer).await {
+                Ok(0) | Err(_) => break,
+                Ok(_) if writer.send(buffer.split().freeze()).await.is_err() => return None,
+                Ok(_) => {}
+            }
+        }
+        Some(())
+    };
+    let input = async {
+        while let Some(bytes) = reader.next().await {
+            if to.write_all(&bytes).await.is_err() {
+                return;
+            }
+        }
+        // A connection that is gone takes no end.
+        let _ = to.shutdown().await;
+    };
+    tokio::pin!(input);
+    let mut over = false;
+    {
+        tokio::pin!(out);
+        loop {
+            tokio::select! {
+                () = ended.cancelled() => return,
+                sent = &mut out => match sent {
+                    Some(()) => break,
+                    None => return,
+                },
+                () = &mut input, if !over => over = true,
+            }
+        }
+    }
+    // The pod has said all; the client goes on until it sees that, or longer.
+    writer.finish().await;
+    if !over {
+        input.await;
+    }
+}

@@ -1,0 +1,20 @@
+//! Owns: the streaming server of CRI: what clients of Exec connect to, and how bytes travel between them and the node.
+//! docs/streaming.md is the map.
+//! May use: `base`. Knows neither pods nor gRPC: the daemon implements [`Guests`].
+
+mod command;
+mod forward;
+#[cfg(any(test, feature = "fuzz"))]
+pub mod fuzz;
+mod guests;
+mod mux;
+mod server;
+pub mod spdy;
+mod tls;
+mod token;
+mod websocket;
+
+pub use guests::{Attach, Exec, Guests, Process, Size};
+pub use server::{Config, Server, ServerError};
+pub use tls::{Tls, TlsError};
+pub use token::TooMany;

@@ -1,0 +1,341 @@
+//! Owns: the HTTP server behind the URLs that are handed out: the token, the upgrade to SPDY or WebSocket, one
+//! task per client.
+//! Threads: any; a [`Server`] is cheap to clone.
+
+use crate::command::{self, Dialect, Session};
+use crate::forward;
+use crate::guests::{Attach, Exec, Guests};
+use crate::spdy::Connection;
+use crate::tls::{Tls, TlsError};
+use crate::token::{Tokens, TooMany};
+use crate::websocket::{self, Socket};
+use bytes::Bytes;
+use http::header::{
+    CONNECTION, HeaderName, HeaderValue, SEC_WEBSOCKET_ACCEPT, SEC_WEBSOCKET_KEY, SEC_WEBSOCKET_PROTOCOL, UPGRADE,
+};
+use http::{HeaderMap, Method, Request, Response, StatusCode};
+use http_body_util::Full;
+use hyper::body::Incoming;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use nacelle_base::{Chain, Classify, Kind};
+use nix::sys::socket::{setsockopt, sockopt};
+use std::convert::Infallible;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+use tokio_rustls::TlsAcceptor;
+use tokio_tungstenite::tungstenite::handshake::derive_accept_key;
+
+/// Connections at once.
+const CONNECTIONS: usize = 1024;
+/// For a client to say what it wants.
+const REQUEST: Duration = Duration::from_secs(30);
+/// Seconds without a byte after which a client is asked whether it is still there.
+const KEEPALIVE: u32 = 30;
+/// What we speak.
+const SPDY: &str = "SPDY/3.1";
+/// The header in which clients and we name versions of protocols.
+const PROTOCOL: &str = "x-stream-protocol-version";
+
+/// How the server is reached.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Where it listens; port 0: any free one.
+    pub address: SocketAddr,
+    /// Streams without a byte for so long are ended.
+    pub idle: Duration,
+    /// Speak TLS; none: plain HTTP.
+    pub tls: Option<Tls>,
+}
+
+/// Why there is no server.
+#[derive(Debug, thiserror::Error)]
+pub enum ServerError {
+    /// Certificate or key.
+    #[error("cannot speak TLS to streaming clients")]
+    Tls(#[from] TlsError),
+    /// The address.
+    #[error("cannot listen for streams on {address}")]
+    Listen {
+        /// As configured.
+        address: SocketAddr,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+impl Classify for ServerError {
+    fn kind(&self) -> Kind {
+        match self {
+            ServerError::Tls(error) => error.kind(),
+            ServerError::Listen { source, .. } => Kind::from(source.kind()),
+        }
+    }
+}
+
+/// What a token is for.
+enum Ask {
+    Session(Session),
+    /// Ports of this pod.
+    Forward(String),
+}
+
+impl Ask {
+    /// The folder in which its URL lies.
+    fn folder(&self) -> &'static str {
+        match self {
+            Ask::Session(Session::Exec(_)) => "exec",
+            Ask::Session(Session::Attach(_)) => "attach",
+            Ask::Forward(_) => "portforward",
+        }
+    }
+}
+
+struct Shared {
+    tokens: Tokens<Ask>,
+    base: String,
+    idle: Duration,
+}
+
+/// The streaming server, for those who hand out its URLs.
+#[derive(Clone)]
+pub struct Server(Arc<Shared>);
+
+/// The streaming server before it serves.
+pub struct Listener {
+    listener: TcpListener,
+    tls: Option<TlsAcceptor>,
+    server: Server,
+}
+
+impl Server {
+    /// Listens.
+    pub async fn bind(config: &Config) -> Result<(Server, Listener), ServerError> {
+        let failed = |source| ServerError::Listen { address: config.address, source };
+        let listener = TcpListener::bind(config.address).await.map_err(failed)?;
+        let tls = config.tls.as_ref().map(Tls::acceptor).transpose()?;
+        let scheme = if tls.is_some() { "https" } else { "http" };
+        let base = format!("{scheme}://{}", listener.local_addr().map_err(failed)?);
+        let server = Server(Arc::new(Shared { tokens: Tokens::new(), base, idle: config.idle }));
+        Ok((server.clone(), Listener { listener, tls, server }))
+    }
+
+    /// A URL behind which this command runs, once, if it is asked for soon.
+    pub fn exec(&self, exec: Exec) -> Result<String, TooMany> {
+        self.url(Ask::Session(Session::Exec(exec)))
+    }
+
+    /// A URL behind which this container is, once, if it is asked for soon.
+    pub fn attach(&self, attach: Attach) -> Result<String, TooMany> {
+        self.url(Ask::Session(Session::Attach(attach)))
+    }
+
+    /// A URL behind which ports of this pod are, for one client, if it is asked for soon.
+    pub fn forward(&self, pod: String) -> Result<String, TooMany> {
+        self.url(Ask::Forward(pod))
+    }
+
+    fn url(&self, ask: Ask) -> Result<String, TooMany> {
+        let folder = ask.folder();
+        Ok(format!("{}/{folder}/{}", self.0.base, self.0.tokens.give(ask, Instant::now())?))
+    }
+}
+
+impl Listener {
+    /// Serves for ever. Whoever drops the future ends all streams that it serves.
+    pub async fn serve(self, guests: Arc<impl Guests>) {
+        let places = Arc::new(Semaphore::new(CONNECTIONS));
+        let mut clients = tokio::task::JoinSet::new();
+        loop {
+            while clients.try_join_next().is_some() {}
+            let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
+            match self.listener.accept().await {
+                Ok((connection, _)) => {
+                    let (server, guests, tls) = (self.server.clone(), Arc::clone(&guests), self.tls.clone());
+                    clients.spawn(async move {
+                        server.connected(connection, tls, guests).await;
+                        drop(place);
+                    });
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "cannot accept a streaming client");
+                    tokio::time::sleep(Duration::from_millis(100)).await;
+                }
+            }
+        }
+    }
+}
+
+impl Server {
+    async fn connected(self, connection: TcpStream, tls: Option<TlsAcceptor>, guests: Arc<impl Guests>) {
+        if let Err(error) = prepare(&connection) {
+            tracing::debug!(%error, "a streaming client's connection stays as it is");
+        }
+        let Some(tls) = tls else { return self.client(connection, guests).await };
+        match tokio::time::timeout(REQUEST, tls.accept(connection)).await {
+            Ok(Ok(connection)) => self.client(connection, guests).await,
+            Ok(Err(error)) => tracing::debug!(%error, "a streaming client that speaks no TLS"),
+            Err(_late) => tracing::debug!("a streaming client that says nothing"),
+        }
+    }
+
+    async fn client(self, connection: impl AsyncRead + AsyncWrite + Unpin + Send + 'static, guests: Arc<impl Guests>) {
+        // What comes after the upgrade is done here, so that it ends with this task.
+        let (begin, accepted) = tokio::sync::oneshot::channel();
+        let begin = std::sync::Mutex::new(Some(begin));
+        let answer = service_fn(|request| {
+            let (answer, accepted) = self.answer(request);
+            if let Some(accepted) = accepted
+                && let Some(begin) = begin.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take()
+            {
+                // The receiver lives as long as this function.
+                let _ = begin.send(accepted);
+            }
+            std::future::ready(Ok::<_, Infallible>(answer))
+        });
+        let served = hyper::server::conn::http1::Builder::new()
+            .timer(TokioTimer::new())
+            .header_read_timeout(REQUEST)
+            .serve_connection(TokioIo::new(connection), answer)
+            .with_upgrades()
+            .await;
+        if let Err(error) = served {
+            tracing::debug!("a streaming client: {}", Chain(&error));
+        }
+        drop(begin);
+        let Ok(Accepted { job, upgrade }) = accepted.await else { return };
+        let upgraded = match upgrade.await {
+            Ok(upgraded) => upgraded,
+            Err(error) => return tracing::debug!("a streaming client: {}", Chain(&error)),
+        };
+        let io = TokioIo::new(upgraded);
+        match job {
+            Job::Spdy(session, dialect) => {
+                let mut connection = Connection::serve(io);
+                connection.life.watch(self.0.idle);
+                let Some(channels) = command::gather(&mut connection, &session, dialect).await else {
+                    return tracing::info!(?session, "a client did not open its streams");
+                };
+                command::run(&*guests, &session, channels, &connection.life, dialect).await;
+                connection.end().await;
+            }
+            Job::Web(session, dialect, ends) => {
+                let (socket, ends) = Socket::serve(io, ends).await;
+                socket.life.watch(self.0.idle);
+                let channels = command::channels(ends, &session);
+                command::run(&*guests, &session, channels, &socket.life, dialect).await;
+                socket.end().await;
+            }
+            Job::Forward(pod) => self.forward_ports(guests, &pod, Connection::serve(io)).await,
+            Job::WebForward(pod) => {
+                let connection = Connection::serve(websocket::tunnel(io).await);
+                self.forward_ports(guests, &pod, connection).await;
+            }
+        }
+    }
+
+    async fn forward_ports(&self, guests: Arc<impl Guests>, pod: &str, mut connection: Connection) {
+        connection.life.watch(self.0.idle);
+        forward::run(guests, pod, &mut connection).await;
+    }
+
+    fn answer(&self, mut request: Request<Incoming>) -> (Response<Full<Bytes>>, Option<Accepted>) {
+        let (folder, token) = request.uri().path().trim_start_matches('/').split_once('/').unwrap_or_default();
+        let asked = self.0.tokens.take(token, Instant::now()).filter(|ask| ask.folder() == folder);
+        let Some(ask) = asked else {
+            return (say(StatusCode::NOT_FOUND, "no such stream: each URL is good once, for a minute"), None);
+        };
+        if request.method() != Method::POST && request.method() != Method::GET {
+            return (say(StatusCode::METHOD_NOT_ALLOWED, "GET or POST is expected"), None);
+        }
+        let upgrade = request.headers().get(UPGRADE).map_or(&b""[..], |value| value.as_bytes());
+        let spdy = upgrade.eq_ignore_ascii_case(SPDY.as_bytes());
+        let key = request.headers().get(SEC_WEBSOCKET_KEY).map(|key| derive_accept_key(key.as_bytes()));
+        let accept = key.filter(|_| upgrade.eq_ignore_ascii_case(b"websocket"));
+        if !spdy && accept.is_none() {
+            return (say(StatusCode::BAD_REQUEST, "an upgrade to SPDY/3.1 or WebSocket is expected"), None);
+        }
+        let names = if spdy { HeaderName::from_static(PROTOCOL) } else { SEC_WEBSOCKET_PROTOCOL };
+        let offered: Vec<&str> = protocols(request.headers(), &names).collect();
+        let Some((job, protocol)) = (if spdy { job(ask, &offered) } else { web_job(ask, &offered) }) else {
+            return (say(StatusCode::FORBIDDEN, "none of the client's protocols is spoken here"), None);
+        };
+        let mut answer = say(StatusCode::SWITCHING_PROTOCOLS, "");
+        let headers = answer.headers_mut();
+        headers.insert(CONNECTION, HeaderValue::from_static("Upgrade"));
+        headers.insert(UPGRADE, HeaderValue::from_static(if spdy { SPDY } else { "websocket" }));
+        if let Some(accept) = accept.filter(|_| !spdy).and_then(|accept| HeaderValue::try_from(accept).ok()) {
+            headers.insert(SEC_WEBSOCKET_ACCEPT, accept);
+        }
+        if !offered.is_empty() {
+            headers.insert(names, HeaderValue::from_static(protocol));
+        }
+        let upgrade = hyper::upgrade::on(&mut request);
+        (answer, Some(Accepted { job, upgrade }))
+    }
+}
+
+/// What follows a request.
+struct Accepted {
+    job: Job,
+    upgrade: hyper::upgrade::OnUpgrade,
+}
+
+enum Job {
+    Spdy(Session, Dialect),
+    /// Over a WebSocket; whether the client's input has an end.
+    Web(Session, Dialect, bool),
+    Forward(String),
+    WebForward(String),
+}
+
+/// What is to be done, and the name of the protocol in which; none: the client speaks none that we do.
+fn job(ask: Ask, offered: &[&str]) -> Option<(Job, &'static str)> {
+    match ask {
+        Ask::Session(session) => {
+            let chosen = Dialect::choose(offered.iter().copied());
+            let dialect = if offered.is_empty() { Dialect::oldest() } else { chosen? };
+            Some((Job::Spdy(session, dialect), dialect.name))
+        }
+        Ask::Forward(_) if !offered.is_empty() && !offered.contains(&forward::PROTOCOL) => None,
+        Ask::Forward(pod) => Some((Job::Forward(pod), forward::PROTOCOL)),
+    }
+}
+
+/// The same over a WebSocket.
+fn web_job(ask: Ask, offered: &[&str]) -> Option<(Job, &'static str)> {
+    match ask {
+        Ask::Session(session) => {
+            let (dialect, ends) = Dialect::choose_web(offered.iter().copied())?;
+            Some((Job::Web(session, dialect, ends), dialect.name))
+        }
+        Ask::Forward(pod) => {
+            offered.contains(&forward::TUNNELLED).then_some((Job::WebForward(pod), forward::TUNNELLED))
+        }
+    }
+}
+
+fn protocols<'a>(headers: &'a HeaderMap, name: &HeaderName) -> impl Iterator<Item = &'a str> {
+    let texts = headers.get_all(name).into_iter().filter_map(|value| value.to_str().ok());
+    texts.flat_map(|text| text.split(',')).map(str::trim).filter(|name| !name.is_empty())
+}
+
+fn say(status: StatusCode, why: &'static str) -> Response<Full<Bytes>> {
+    let mut answer = Response::new(Full::new(Bytes::from_static(why.as_bytes())));
+    *answer.status_mut() = status;
+    answer
+}
+
+/// Small pieces go at once, and a client that is gone without a word is noticed.
+fn prepare(connection: &TcpStream) -> io::Result<()> {
+    connection.set_nodelay(true)?;
+    setsockopt(connection, sockopt::KeepAlive, &true)?;
+    setsockopt(connection, sockopt::TcpKeepIdle, &KEEPALIVE)?;
+    setsockopt(connection, sockopt::TcpKeepInterval, &KEEPALIVE)?;
+    Ok(())
+}

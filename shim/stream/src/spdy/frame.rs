@@ -1,0 +1,268 @@
+//! Owns: the frames (section 2.2): reading what the peer wrote, writing ours. Pure. Lengths are bounded before memory is
+//! taken; data frames are not held, only their heads are read here.
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+/// Bytes of a frame's head.
+pub const HEAD: usize = 8;
+/// The most bytes that a control frame may have after its head.
+pub const MAX_CONTROL: u32 = 16 << 10;
+
+const FIN: u8 = 1;
+const UNIDIRECTIONAL: u8 = 2;
+const VERSION: u16 = 3;
+/// Stream ids, deltas and the like have 31 bits.
+const LOW: u32 = 0x7fff_ffff;
+/// SETTINGS: the size of new streams' windows (section 2.6.4).
+const INITIAL_WINDOW: u32 = 7;
+
+/// A frame's head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Head {
+    /// So many bytes of a stream follow.
+    Data {
+        /// The stream.
+        id: u32,
+        /// The stream's last.
+        last: bool,
+        /// At most 16 MiB.
+        length: u32,
+    },
+    /// A control frame, of at most [`MAX_CONTROL`] bytes.
+    Control {
+        /// Its type.
+        kind: u16,
+        /// Its flags.
+        flags: u8,
+        /// Bytes that follow.
+        length: u32,
+    },
+}
+
+/// A control frame.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Control {
+    /// The peer opens a stream.
+    Open {
+        /// The stream.
+        id: u32,
+        /// The peer will send nothing in it.
+        last: bool,
+        /// It wants nothing from us in it.
+        deaf: bool,
+        /// The compressed headers.
+        headers: Vec<u8>,
+    },
+    /// Further headers of a stream, compressed.
+    Headers {
+        /// The stream.
+        id: u32,
+        /// The stream's last.
+        last: bool,
+        /// The compressed headers.
+        headers: Vec<u8>,
+    },
+    /// A stream is broken off.
+    Reset(u32),
+    /// The windows of streams have this size from now on.
+    InitialWindow(u32),
+    /// To be sent back.
+    Ping(u32),
+    /// The peer opens no more streams.
+    GoAway,
+    /// The peer takes so many bytes more of a stream, or of all (0).
+    Window(u32, u32),
+    /// Nothing that matters to us.
+    Other,
+}
+
+/// Why bytes are no frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FrameError {
+    /// Another version of the protocol, or another protocol.
+    #[error("a control frame has version {got}; {VERSION} is expected")]
+    Version {
+        /// The frame's.
+        got: u16,
+    },
+    /// Longer than is taken.
+    #[error("a control frame of {got} bytes is longer than {MAX_CONTROL}")]
+    TooLong {
+        /// The frame's length.
+        got: u32,
+    },
+    /// Too short for its type, or of another length than its type has.
+    #[error("a control frame of type {kind} has {got} bytes, which is not its length")]
+    Length {
+        /// The frame's type.
+        kind: u16,
+        /// Its length.
+        got: usize,
+    },
+}
+
+/// Reads a head.
+pub fn head(bytes: [u8; HEAD]) -> Result<Head, FrameError> {
+    let [a, b, c, d, flags, x, y, z] = bytes;
+    let length = u32::from_be_bytes([0, x, y, z]);
+    if a & 0x80 == 0 {
+        return Ok(Head::Data { id: u32::from_be_bytes([a, b, c, d]), last: flags & FIN != 0, length });
+    }
+    let version = u16::from_be_bytes([a & 0x7f, b]);
+    if version != VERSION {
+        return Err(FrameError::Version { got: version });
+    }
+    if length > MAX_CONTROL {
+        return Err(FrameError::TooLong { got: length });
+    }
+    Ok(Head::Control { kind: u16::from_be_bytes([c, d]), flags, length })
+}
+
+/// Reads the rest of a control frame.
+pub fn control(kind: u16, flags: u8, body: &[u8]) -> Result<Control, FrameError> {
+    let wrong = || FrameError::Length { kind, got: body.len() };
+    let number = |at: usize| -> Result<u32, FrameError> {
+        let bytes = body.get(at..at + 4).and_then(|bytes| bytes.try_into().ok()).ok_or_else(wrong)?;
+        Ok(u32::from_be_bytes(bytes))
+    };
+    let rest = |at: usize| body.get(at..).map(<[u8]>::to_vec).ok_or_else(wrong);
+    let exactly = |length: usize| if body.len() == length { Ok(()) } else { Err(wrong()) };
+    let last = flags & FIN != 0;
+    Ok(match kind {
+        1 => Control::Open { id: number(0)? & LOW, last, deaf: flags & UNIDIRECTIONAL != 0, headers: rest(10)? },
+        3 => {
+            exactly(8)?;
+            Control::Reset(number(0)? & LOW)
+        }
+        4 => {
+            let count = usize::try_from(number(0)?).map_err(|_too_many| wrong())?;
+            exactly(count.checked_mul(8).and_then(|bytes| bytes.checked_add(4)).ok_or_else(wrong)?)?;
+            let mut found = Control::Other;
+            for entry in (0..count).map(|entry| 4 + entry * 8) {
+                if number(entry)? & 0x00ff_ffff == INITIAL_WINDOW {
+                    found = Control::InitialWindow(number(entry + 4)? & LOW);
+                }
+            }
+            found
+        }
+        6 => {
+            exactly(4)?;
+            Control::Ping(number(0)?)
+        }
+        7 => {
+            exactly(8)?;
+            Control::GoAway
+        }
+        8 => Control::Headers { id: number(0)? & LOW, last, headers: rest(4)? },
+        9 => {
+            exactly(8)?;
+            Control::Window(number(0)? & LOW, number(4)? & LOW)
+        }
+        // Replies to streams that we do not open, and what later versions may bring.
+        _ => Control::Other,
+    })
+}
+
+fn write(kind: u16, flags: u8, body: &[u8]) -> Vec<u8> {
+    let [_, x, y, z] = u32::try_from(body.len()).unwrap_or(u32::MAX).to_be_bytes();
+    let mut frame = Vec::with_capacity(HEAD + body.len());
+    frame.extend_from_slice(&(VERSION | 0x8000).to_be_bytes());
+    frame.extend_from_slice(&kind.to_be_bytes());
+    frame.extend_from_slice(&[flags, x, y, z]);
+    frame.extend_from_slice(body);
+    frame
+}
+
+fn two(first: u32, second: u32) -> Vec<u8> {
+    [first.to_be_bytes(), second.to_be_bytes()].concat()
+}
+
+/// The head of a data frame of fewer than 16 MiB.
+pub fn data(id: u32, last: bool, length: usize) -> [u8; HEAD] {
+    let [a, b, c, d] = (id & LOW).to_be_bytes();
+    let [_, x, y, z] = u32::try_from(length).unwrap_or(u32::MAX).to_be_bytes();
+    [a, b, c, d, if last { FIN } else { 0 }, x, y, z]
+}
+
+/// SYN_REPLY: a stream is accepted.
+pub fn opened(id: u32, headers: &[u8]) -> Vec<u8> {
+    write(2, 0, &[&id.to_be_bytes()[..], headers].concat())
+}
+
+/// RST_STREAM with "refused stream": a stream is not accepted.
+pub fn refused(id: u32) -> Vec<u8> {
+    write(3, 0, &two(id, 3))
+}
+
+/// PING, sent back.
+pub fn ping(id: u32) -> Vec<u8> {
+    write(6, 0, &id.to_be_bytes())
+}
+
+/// GOAWAY: all is well, and over.
+pub fn go_away(last: u32) -> Vec<u8> {
+    write(7, 0, &two(last, 0))
+}
+
+/// WINDOW_UPDATE: so many bytes more of a stream, or of all (0).
+pub fn window(id: u32, bytes: u32) -> Vec<u8> {
+    write(9, 0, &two(id, bytes & LOW))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// A frame of ours, read again.
+    fn read(frame: &[u8]) -> Control {
+        let Head::Control { kind, flags, length } = head(frame[..HEAD].try_into().unwrap()).unwrap() else {
+            panic!("a control frame")
+        };
+        assert_eq!(length as usize, frame.len() - HEAD);
+        control(kind, flags, &frame[HEAD..]).unwrap()
+    }
+
+    #[test]
+    fn ours_are_read_as_they_were_meant() {
+        assert_eq!(read(&ping(7)), Control::Ping(7));
+        assert_eq!(read(&refused(3)), Control::Reset(3));
+        assert_eq!(read(&go_away(9)), Control::GoAway);
+        assert_eq!(read(&window(5, 100)), Control::Window(5, 100));
+        assert_eq!(read(&opened(5, b"x")), Control::Other);
+        assert_eq!(head(data(5, true, 70_000)).unwrap(), Head::Data { id: 5, last: true, length: 70_000 });
+    }
+
+    #[test]
+    fn a_clients_frames_are_read() {
+        // SYN_STREAM 1, FIN, priority 7, with two bytes of headers.
+        let frame = [0x80, 3, 0, 1, 1, 0, 0, 12, 0, 0, 0, 1, 0, 0, 0, 0, 0xe0, 0, 0xaa, 0xbb];
+        let open = Control::Open { id: 1, last: true, deaf: false, headers: vec![0xaa, 0xbb] };
+        assert_eq!(read(&frame), open);
+        // SETTINGS with two entries, the second the initial window.
+        let frame = [0x80, 3, 0, 4, 0, 0, 0, 20, 0, 0, 0, 2, 0, 0, 0, 4, 0, 0, 0, 100, 0, 0, 0, 7, 0, 1, 0, 0];
+        assert_eq!(read(&frame), Control::InitialWindow(65536));
+    }
+
+    #[test]
+    fn what_is_wrong_is_refused() {
+        assert_eq!(head([0x80, 2, 0, 1, 0, 0, 0, 12]), Err(FrameError::Version { got: 2 }));
+        assert_eq!(head([0x80, 3, 0, 1, 0, 1, 0, 0]), Err(FrameError::TooLong { got: 65536 }));
+        for (kind, body) in
+            [(1, &[0; 9][..]), (3, &[0; 7]), (4, &[0, 0, 0, 1]), (4, &[0xff; 4]), (6, &[]), (9, &[0; 9])]
+        {
+            assert_eq!(control(kind, 0, body), Err(FrameError::Length { kind, got: body.len() }));
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(256))]
+        #[test]
+        fn any_bytes_are_read_without_panic(
+            start: [u8; HEAD], kind in 0u16..12, flags: u8, body in prop::collection::vec(any::<u8>(), 0..64),
+        ) {
+            let _ = head(start);
+            let _ = control(kind, flags, &body);
+        }
+    }
+}

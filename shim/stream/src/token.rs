@@ -1,0 +1,85 @@
+//! Owns: the tokens in the URLs that are handed out: each opens one stream, once, for a short time.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How long a token is good.
+const LIFE: Duration = Duration::from_secs(60);
+/// How many may wait to be used.
+const MOST: usize = 1000;
+
+/// Too many streams were asked for and not opened.
+#[derive(Debug, thiserror::Error)]
+#[error("{MOST} streams were asked for within a minute and not opened: try again later")]
+pub struct TooMany;
+
+struct Waiting<T> {
+    by_token: HashMap<String, T>,
+    /// In the order of their ends; some are used already.
+    ends: VecDeque<(Instant, String)>,
+}
+
+/// The tokens that were given out and not used.
+pub(crate) struct Tokens<T>(Mutex<Waiting<T>>);
+
+impl<T> Tokens<T> {
+    pub fn new() -> Tokens<T> {
+        Tokens(Mutex::new(Waiting { by_token: HashMap::new(), ends: VecDeque::new() }))
+    }
+
+    /// A new token for this, good from now on.
+    pub fn give(&self, what: T, now: Instant) -> Result<String, TooMany> {
+        let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        while waiting.ends.front().is_some_and(|(end, _)| *end <= now) {
+            if let Some((_, token)) = waiting.ends.pop_front() {
+                waiting.by_token.remove(&token);
+            }
+        }
+        if waiting.ends.len() >= MOST {
+            return Err(TooMany);
+        }
+        let mut random = [0; 16];
+        // Linux gives random bytes to everybody once it has booted; without them there is no secret.
+        nacelle_base::random::fill(&mut random).expect("the kernel gives random bytes");
+        let token = hex::encode(random);
+        waiting.ends.push_back((now + LIFE, token.clone()));
+        waiting.by_token.insert(token.clone(), what);
+        Ok(token)
+    }
+
+    /// What this token is for, if it is good; it is not afterwards.
+    pub fn take(&self, token: &str, now: Instant) -> Option<T> {
+        let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let place = waiting.ends.iter().position(|(_, known)| known == token)?;
+        let (end, token) = waiting.ends.remove(place)?;
+        waiting.by_token.remove(&token).filter(|_| now < end)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_opens_once_and_not_too_late() {
+        let (tokens, now) = (Tokens::new(), Instant::now());
+        let (first, second) = (tokens.give(1, now).unwrap(), tokens.give(2, now).unwrap());
+        assert!(first.len() == 32 && first != second);
+        assert_eq!(tokens.take(&first, now), Some(1));
+        assert_eq!(tokens.take(&first, now), None);
+        assert_eq!(tokens.take(&second, now + LIFE), None);
+        assert_eq!(tokens.take("", now), None);
+    }
+
+    #[test]
+    fn there_are_not_too_many_and_old_ones_make_room() {
+        let (tokens, now) = (Tokens::new(), Instant::now());
+        let all: Vec<String> = (0..MOST).map(|number| tokens.give(number, now).unwrap()).collect();
+        assert!(tokens.give(0, now).is_err());
+        assert_eq!(tokens.take(&all[7], now), Some(7));
+        assert!(tokens.give(0, now).is_ok());
+        assert!(tokens.give(0, now + LIFE).is_ok());
+        assert_eq!(tokens.0.lock().unwrap().by_token.len(), 1);
+    }
+}

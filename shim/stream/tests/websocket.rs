@@ -1,0 +1,172 @@
+//! Owns: exec, attach and port-forward over WebSockets, against a server and a small node.
+
+mod common;
+
+use common::{Client, ask, command, serve, soon};
+use futures_util::{SinkExt, StreamExt};
+use nacelle_stream::{Exec, Size};
+use std::time::Duration;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio_tungstenite::WebSocketStream;
+use tokio_tungstenite::tungstenite::protocol::Role;
+use tokio_tungstenite::tungstenite::{Bytes, Message};
+
+const LONG: Duration = Duration::from_secs(3600);
+
+fn run(test: impl Future<Output = ()>) {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap().block_on(test);
+}
+
+fn headers(protocols: &str) -> String {
+    format!(
+        "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n\
+         Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Protocol: {protocols}\r\n"
+    )
+}
+
+async fn connect(url: &str, protocols: &str, chosen: &str) -> WebSocketStream<TcpStream> {
+    let (answer, connection) = ask(url, &headers(protocols)).await;
+    let lower = answer.to_lowercase();
+    assert!(answer.starts_with("HTTP/1.1 101 "), "{answer}");
+    // The example of RFC 6455, section 1.3.
+    assert!(answer.contains("s3pPLMBiTxaQ9kYGzzhZRbK+xOo="), "{answer}");
+    assert!(lower.contains(&format!("sec-websocket-protocol: {}", chosen.to_lowercase())), "{answer}");
+    WebSocketStream::from_raw_socket(connection, Role::Client, None).await
+}
+
+/// All that comes on each channel, until the server says goodbye.
+async fn rest(socket: &mut WebSocketStream<TcpStream>) -> [Vec<u8>; 5] {
+    let mut all: [Vec<u8>; 5] = Default::default();
+    loop {
+        match soon(socket.next()).await.expect("a goodbye comes first").unwrap() {
+            Message::Binary(bytes) => all[usize::from(bytes[0])].extend_from_slice(&bytes[1..]),
+            Message::Close(Some(close)) => {
+                assert_eq!(u16::from(close.code), 1000);
+                return all;
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+async fn send(socket: &mut WebSocketStream<TcpStream>, channel: u8, bytes: &[u8]) {
+    let message = [&[channel], bytes].concat();
+    soon(socket.send(Message::Binary(message.into()))).await.unwrap();
+}
+
+#[test]
+fn input_comes_back_and_its_end_is_told_since_v5() {
+    run(async {
+        let (server, node) = serve(LONG).await;
+        let exec = Exec { tty: true, ..command("cat") };
+        let url = server.exec(exec).unwrap();
+        let mut client = connect(&url, "v5.channel.k8s.io, v4.channel.k8s.io", "v5.channel.k8s.io").await;
+        let sent: Vec<u8> = (0..50_000_u32).map(|n| n.to_le_bytes()[0]).collect();
+        send(&mut client, 4, b"{\"Width\":80,\"Height\":24}").await;
+        send(&mut client, 0, &sent).await;
+        send(&mut client, 9, b"no such channel").await;
+        soon(client.send(Message::Ping(Bytes::new()))).await.unwrap();
+        send(&mut client, 255, &[0]).await;
+        let mut all: [Vec<u8>; 5] = Default::default();
+        loop {
+            match soon(client.next()).await.unwrap().unwrap() {
+                Message::Binary(bytes) => all[usize::from(bytes[0])].extend_from_slice(&bytes[1..]),
+                Message::Pong(_) => {}
+                Message::Close(_) => break,
+                other => panic!("{other:?}"),
+            }
+        }
+        assert!(all[1] == sent);
+        let status: serde_json::Value = serde_json::from_slice(&all[3]).unwrap();
+        assert_eq!(status["status"], "Success");
+        soon(async {
+            while node.sizes.lock().unwrap().is_empty() {
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+        })
+        .await;
+        assert_eq!(node.sizes.lock().unwrap()[0], Size { columns: 80, rows: 24 });
+    });
+}
+
+#[test]
+fn v4_tells_the_code_and_a_client_that_goes_kills() {
+    run(async {
+        let (server, node) = serve(LONG).await;
+        let mut client =
+            connect(&server.exec(command("exit 5")).unwrap(), "v4.channel.k8s.io", "v4.channel.k8s.io").await;
+        let all = rest(&mut client).await;
+        let status: serde_json::Value = serde_json::from_slice(&all[3]).unwrap();
+        assert_eq!(status["details"]["causes"][0]["message"], "5");
+
+        let mut client =
+            connect(&server.exec(command("hold")).unwrap(), "v4.channel.k8s.io", "v4.channel.k8s.io").await;
+        // There, 255 is a channel that is not.
+        send(&mut client, 255, &[0]).await;
+        while soon(client.next()).await.unwrap().unwrap() != Message::Binary(Bytes::from_static(b"\x01up")) {}
+        assert!(node.killed.lock().unwrap().is_empty());
+        drop(client);
+        soon(async {
+            while node.killed.lock().unwrap().is_empty() {
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+        })
+        .await;
+    });
+}
+
+#[test]
+fn what_is_no_websocket_of_ours_is_refused() {
+    run(async {
+        let (server, _) = serve(LONG).await;
+        let answer = ask(&server.exec(command("cat")).unwrap(), &headers("v9.channel.k8s.io")).await.0;
+        assert!(answer.starts_with("HTTP/1.1 403 "), "{answer}");
+        let answer = ask(&server.forward("p".into()).unwrap(), &headers("v5.channel.k8s.io")).await.0;
+        assert!(answer.starts_with("HTTP/1.1 403 "), "{answer}");
+        // Bytes that are no frames, a frame that is not masked, one that is too long: the connection ends.
+        for wrong in [&[0xff; 20][..], &[0x82, 1, 0], &[0x82, 0xff, 0, 0, 0, 1, 0, 0, 0, 0, 1, 2, 3, 4]] {
+            let url = server.exec(command("cat")).unwrap();
+            let (answer, mut connection) = ask(&url, &headers("v5.channel.k8s.io")).await;
+            assert!(answer.starts_with("HTTP/1.1 101 "), "{answer}");
+            connection.write_all(wrong).await.unwrap();
+            let mut all = Vec::new();
+            // Closed or reset: both are an end.
+            let _ = soon(connection.read_to_end(&mut all)).await;
+        }
+    });
+}
+
+#[test]
+fn ports_are_forwarded_by_spdy_inside_a_websocket() {
+    run(async {
+        let (server, _) = serve(LONG).await;
+        let url = server.forward("p".into()).unwrap();
+        let protocol = "SPDY/3.1+portforward.k8s.io";
+        let (mut output, mut input) = connect(&url, protocol, protocol).await.split();
+        // The client of SPDY wants a connection: what it writes goes into messages, however it is cut.
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (mut from, mut to) = listener.accept().await.unwrap().0.into_split();
+        tokio::spawn(async move {
+            let mut buffer = [0; 1000];
+            while let Ok(count @ 1..) = from.read(&mut buffer).await {
+                output.send(Message::Binary(Bytes::copy_from_slice(&buffer[..count]))).await.unwrap();
+            }
+        });
+        tokio::spawn(async move {
+            while let Some(Ok(Message::Binary(bytes))) = input.next().await {
+                to.write_all(&bytes).await.unwrap();
+            }
+        });
+        let mut client = Client::on(near);
+        let mut ids = [0; 2];
+        for (id, kind) in ids.iter_mut().zip(["error", "data"]) {
+            *id = client.open(&[("streamtype", kind), ("port", "7"), ("requestid", "0")]).await;
+        }
+        let bytes: Vec<u8> = (0..70_000_u32).map(|n| n.to_le_bytes()[0]).collect();
+        client.send(ids[1], true, &bytes).await;
+        assert!(client.all(ids[1]).await == bytes);
+        assert!(client.all(ids[0]).await.is_empty());
+    });
+}
