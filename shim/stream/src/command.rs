@@ -145,6 +145,7 @@ pub(crate) async fn gather(connection: &mut Connection, session: &Session, diale
         }
     };
     tokio::time::timeout(OPENING, all).await.ok().flatten()?;
+    connection.streams.close();
     Some(Channels {
         stdin: stdin.filter(|_| has_stdin),
         stdout: stdout.filter(|_| has_stdout),

@@ -4,7 +4,6 @@ mod common;
 
 use common::{Client, ask, serve, soon};
 use nacelle_stream::Attach;
-use nacelle_stream::spdy::frame;
 use std::time::Duration;
 
 const LONG: Duration = Duration::from_secs(3600);
@@ -90,12 +89,9 @@ fn many_connections_come_and_go() {
             assert_eq!(client.all(data).await, b"x");
             assert!(client.all(error).await.is_empty());
         }
-        // Halves are not gathered without end.
-        for number in 0..200 {
+        // Halves are not gathered without end: one more than wait, and the server hangs up.
+        for number in 0..65 {
             client.open(&[("streamtype", "data"), ("port", "7"), ("requestid", &format!("half {number}"))]).await;
-            if number % 8 == 0 {
-                client.write(&frame::ping(number)).await;
-            }
         }
         while client.read().await {}
     });

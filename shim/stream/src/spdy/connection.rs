@@ -18,8 +18,6 @@ use tokio_util::sync::CancellationToken;
 
 /// Streams at once.
 const STREAMS: usize = 512;
-/// Streams that were opened and that nobody has taken yet.
-const WAITING: usize = 16;
 /// A window before anybody speaks of it (section 2.6.8).
 const WINDOW: u32 = 64 << 10;
 /// For the peer to read the last bytes and to hang up, when all is said.
@@ -37,7 +35,7 @@ pub(crate) struct Stream {
 
 /// A connection whose peer opens streams.
 pub(crate) struct Connection {
-    /// The streams; none: the connection has ended.
+    /// The streams; none: the connection has ended. Closed: further ones are refused.
     pub streams: mpsc::Receiver<Stream>,
     /// What ends with it.
     pub life: Life,
@@ -61,7 +59,7 @@ impl Connection {
     pub fn serve(io: impl AsyncRead + AsyncWrite + Send + 'static) -> Connection {
         let (input, output) = tokio::io::split(io);
         let (life, (out, written)) = (Life::default(), mpsc::channel(OUT));
-        let (announce, streams) = mpsc::channel(WAITING);
+        let (announce, streams) = mpsc::channel(STREAMS);
         let session = Arc::new(Window::new(false, WINDOW.into()));
         let inbound = Inbound {
             input,
