@@ -4,6 +4,7 @@ use crate::Measured;
 use crate::cri::Cri;
 use crate::machines::{Machine, SAVE, Setup, Timeline, Vmm};
 use crate::median;
+use crate::minimal::{self, Floor};
 use nacelle_e2e::node::Options;
 use nacelle_e2e::{Image, Node, part, run};
 use std::fs;
@@ -82,8 +83,11 @@ fn in_turn(runs: usize, mut sample: impl FnMut(Vmm) -> f64) -> (Vec<f64>, Vec<f6
 pub fn boot(runs: usize) -> Measured {
     let place = Place::agent();
     let setup = place.setup(1);
-    let (mut our_lines, mut their_lines) = (Vec::new(), Vec::new());
+    let (mut our_lines, mut their_lines, mut floors) = (Vec::new(), Vec::new(), Vec::new());
     let (ours, peers) = in_turn(runs, |vmm| {
+        if vmm == Vmm::Ours {
+            floors.push(minimal::boot(&setup));
+        }
         let timeline = Machine::start(vmm, &setup).timeline;
         match vmm {
             Vmm::Ours => our_lines.push(timeline),
@@ -101,12 +105,15 @@ pub fn boot(runs: usize) -> Measured {
         serde_json::json!({"name": name, "vmm": vmm, "kernel": kernel, "init": of(lines, |line| line.init)})
     };
     let ours_bar = bar("nacelle", &our_lines);
+    let of_floors = |part: fn(&Floor) -> f64| median(&floors.iter().skip(1).map(part).collect::<Vec<_>>());
+    let against = |name: &str, vmm: f64, kernel: f64, total: f64| {
+        serde_json::json!({"name": name, "vmm": vmm, "kernel": kernel, "init": 0.0,
+                           "to qemu microvm": total / median(&peers), "ours to it": median(&ours) / total})
+    };
+    let floor = against("minimal VMM", of_floors(|one| one.vmm), of_floors(|one| one.kernel), of_floors(Floor::total));
     let kernel = ours_bar["kernel"].as_f64().unwrap_or(f64::NAN);
-    let floor = serde_json::json!({
-        "name": "kernel alone", "vmm": 0.0, "kernel": kernel, "init": 0.0,
-        "to qemu microvm": kernel / median(&peers), "ours to it": median(&ours) / kernel,
-    });
-    let details = serde_json::json!([ours_bar, bar("qemu microvm", &their_lines), floor]);
+    let kernel = against("kernel alone", 0.0, kernel, kernel);
+    let details = serde_json::json!([ours_bar, bar("qemu microvm", &their_lines), floor, kernel]);
     Measured { ours, peers, details, ..Measured::new("ms", "qemu microvm") }
 }
 

@@ -19,7 +19,7 @@ use vsock::{VMADDR_CID_ANY, VsockListener, VsockStream};
 /// The port on which the guest of the engines' contract takes commands.
 const COMMANDS: u32 = 1025;
 /// More than any start takes.
-const LIMIT: Duration = Duration::from_secs(120);
+pub const LIMIT: Duration = Duration::from_secs(120);
 /// Before a folder: the command that pauses and saves one of our machines, and answers how many ms that took.
 pub const SAVE: &str = "save ";
 /// The first word of `nacelle-bench --machine DESCRIPTION`.
@@ -97,7 +97,8 @@ struct Hello {
     sent: u64,
 }
 
-fn now() -> u64 {
+/// CLOCK_MONOTONIC in nanoseconds.
+pub fn now() -> u64 {
     let time = clock_gettime(ClockId::CLOCK_MONOTONIC).expect("the node has a clock");
     u64::try_from(Duration::from(time).as_nanos()).unwrap_or(u64::MAX)
 }

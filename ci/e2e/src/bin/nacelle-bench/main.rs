@@ -6,6 +6,7 @@ mod cri;
 mod guests;
 mod machines;
 mod microvm;
+mod minimal;
 mod plot;
 
 use std::process::ExitCode;
@@ -40,6 +41,7 @@ fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         [machines::SERVE, description] => return machines::serve(description),
+        [minimal::SERVE, description] => return minimal::serve(description),
         ["plot", "boot"] => {
             let measured = serde_json::from_reader(std::io::stdin()).expect("the JSON of the bench boot on stdin");
             print!("{}", plot::boot(&measured));
