@@ -77,10 +77,23 @@ impl Crictl {
 
     /// Starts crictl and does not wait for it. What it complains of is in [`complaints`](Self::complaints).
     pub fn spawn<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Child {
-        let complaints = fs::File::options().create(true).append(true).open(self.folder.join(COMPLAINTS));
         let mut command = self.command(arguments);
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(complaints.expect("the node's folder is writable"));
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(self.complaints_file());
         command.spawn().expect("crictl can be started")
+    }
+
+    /// The same for a crictl that goes on printing; returns also the file to which it prints.
+    pub fn spawn_printing<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> (Child, PathBuf) {
+        let path = self.folder.join(format!("crictl-{}.out", next()));
+        let output = fs::File::create(&path).expect("the node's folder is writable");
+        let mut command = self.command(arguments);
+        command.stdin(Stdio::null()).stdout(output).stderr(self.complaints_file());
+        (command.spawn().expect("crictl can be started"), path)
+    }
+
+    fn complaints_file(&self) -> fs::File {
+        let file = fs::File::options().create(true).append(true).open(self.folder.join(COMPLAINTS));
+        file.expect("the node's folder is writable")
     }
 
     /// What all the crictls said that were started and not waited for.

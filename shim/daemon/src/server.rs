@@ -4,7 +4,7 @@
 use crate::config::Config;
 use crate::cri::Cri;
 use crate::lifecycle::seams::{Networks, Pods};
-use crate::lifecycle::{EngineChoice, Node, Parts};
+use crate::lifecycle::{EngineChoice, Events, Node, Parts};
 use crate::node_service::NodeService;
 use crate::store::{Observer, Store, StoreError};
 use crate::streaming::Guests;
@@ -44,6 +44,8 @@ pub struct Setup {
     pub networks: Arc<dyn Networks>,
     /// Sees each commit of the state store.
     pub observer: Option<Observer>,
+    /// What happens, for those who want to be told.
+    pub events: Events,
 }
 
 /// Why the daemon cannot run.
@@ -91,7 +93,7 @@ impl Classify for ServeError {
 
 /// Opens the stores and takes over what is on the node.
 pub async fn open(setup: Setup) -> Result<Node, ServeError> {
-    let Setup { config, engine, pods, networks, observer } = setup;
+    let Setup { config, engine, pods, networks, observer, events } = setup;
     let with = config.clone();
     let opened = tokio::task::spawn_blocking(move || -> Result<_, ServeError> {
         let paths = &with.paths;
@@ -105,7 +107,7 @@ pub async fn open(setup: Setup) -> Result<Node, ServeError> {
         Ok((store, contents, images))
     });
     let (store, contents, images) = opened.await.map_err(|source| ServeError::GivenUp { source })??;
-    let parts = Parts { config, engine, store, images, pods, networks, cidrs: RwLock::new(Vec::new()) };
+    let parts = Parts { config, engine, store, images, pods, networks, cidrs: RwLock::new(Vec::new()), events };
     Ok(Node::recover(parts, contents).await)
 }
 
@@ -131,6 +133,7 @@ pub async fn serve(node: Node, end: impl Future<Output = ()> + Send + 'static) -
     // Streams end with the daemon; the pods do not notice.
     let _streaming = AbortOnDropHandle::new(tokio::spawn(streaming.serve(guests)));
     let cri = Cri::new(node.clone(), streams);
+    let events_of = node.clone();
     let server = Server::builder()
         .add_service(
             RuntimeServiceServer::new(cri.clone())
@@ -141,6 +144,8 @@ pub async fn serve(node: Node, end: impl Future<Output = ()> + Send + 'static) -
         .add_service(NodeServer::new(NodeService::new(node)))
         .serve_with_incoming_shutdown(UnixListenerStream::new(listener), async move {
             end.await;
+            // Subscribers would keep their connections, and with them this server, for ever.
+            events_of.parts().events.close();
             let _ = ending.send(());
         });
     let limit = async {

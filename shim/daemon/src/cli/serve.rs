@@ -1,8 +1,8 @@
 //! Owns: `nacelle serve`.
 
 use crate::config::Config;
-use crate::lifecycle::EngineChoice;
 use crate::lifecycle::seams::Processes;
+use crate::lifecycle::{EngineChoice, Events};
 use crate::program;
 use crate::server::{self, Setup};
 use anyhow::Context;
@@ -30,7 +30,14 @@ pub(super) fn serve(config: Config) -> anyhow::Result<ExitCode> {
     tracing::info!(engine = %engine.fitting, "{verdict}");
     let exe = program::pod_program().context("cannot find the path of this program, beside which that of pods is")?;
     let networks = Arc::new(nacelle_net::Network::new(config.network_options()));
-    let setup = Setup { config, engine, pods: Arc::new(Processes { exe }), networks, observer: None };
+    let setup = Setup {
+        config,
+        engine,
+        pods: Arc::new(Processes { exe }),
+        networks,
+        observer: None,
+        events: Events::default(),
+    };
     super::runtime()?.block_on(async {
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;

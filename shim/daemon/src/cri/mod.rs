@@ -4,6 +4,7 @@
 
 mod container;
 pub mod convert;
+mod events;
 mod image;
 mod runtime;
 mod sandbox;
@@ -39,7 +40,7 @@ impl cri::runtime_service_server::RuntimeService for Cri {
     type StreamContainersStream = Stream<cri::StreamContainersResponse>;
     type StreamContainerStatsStream = Stream<cri::StreamContainerStatsResponse>;
     type StreamPodSandboxStatsStream = Stream<cri::StreamPodSandboxStatsResponse>;
-    type GetContainerEventsStream = Stream<cri::ContainerEventResponse>;
+    type GetContainerEventsStream = events::Events;
     type StreamPodSandboxMetricsStream = Stream<cri::StreamPodSandboxMetricsResponse>;
 
     async fn version(&self, request: Request<cri::VersionRequest>) -> Answer<cri::VersionResponse> {
@@ -224,7 +225,7 @@ impl cri::runtime_service_server::RuntimeService for Cri {
     }
 
     async fn get_container_events(&self, _: Request<cri::GetEventsRequest>) -> Answer<Self::GetContainerEventsStream> {
-        Err(not_yet("GetContainerEvents"))
+        Ok(Response::new(self.on_get_container_events()))
     }
 
     async fn list_metric_descriptors(

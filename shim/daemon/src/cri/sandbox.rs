@@ -3,7 +3,6 @@
 use super::Cri;
 use super::convert::{pod_config, report};
 use super::status::{refuse, status};
-use crate::lifecycle::now;
 use nacelle_base::Kind;
 use nacelle_proto::cri;
 use std::collections::HashMap;
@@ -63,16 +62,17 @@ impl Cri {
         &self,
         request: cri::PodSandboxStatusRequest,
     ) -> Result<cri::PodSandboxStatusResponse, Status> {
+        // Before the look: an event that is not yet in what is seen is newer than this.
+        let timestamp = self.node.parts().events.moment();
         let view = self.node.pod(needed("pod_sandbox_id", &request.pod_sandbox_id)?).map_err(status)?;
-        let shown = view.containers.values().filter(|container| report::container_is_visible(container));
         Ok(cri::PodSandboxStatusResponse {
             status: Some(report::pod_status(&view.pod)),
             info: match request.verbose {
                 true => HashMap::from([("info".to_owned(), report::pod_info(&view).to_string())]),
                 false => HashMap::new(),
             },
-            containers_statuses: shown.map(report::container_status).collect(),
-            timestamp: now(),
+            containers_statuses: report::container_statuses(&view),
+            timestamp,
         })
     }
 

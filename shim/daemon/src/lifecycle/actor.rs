@@ -7,6 +7,8 @@ mod containers;
 
 use super::boot::{self, Undone, Up};
 use super::error::{LifecycleError, left_line};
+use super::events::EventKind;
+use super::shown::Told;
 use super::state::{self, PodAct, PodAsk};
 use super::{Parts, Table, View, clip};
 use crate::nouns::{ContainerConfig, ImageOf, User};
@@ -95,6 +97,8 @@ pub(super) struct Actor {
     wait_ready: Vec<Answer<()>>,
     wait_stopped: Vec<Answer<()>>,
     wait_removed: Vec<Answer<()>>,
+    /// What events have told.
+    told: Told,
     ended: bool,
 }
 
@@ -104,6 +108,7 @@ pub(super) fn new(
     table: Arc<Table>,
     pod: PodRecord,
     containers: Vec<ContainerRecord>,
+    told: Told,
 ) -> (Actor, mpsc::Sender<Message>, watch::Receiver<Arc<View>>) {
     let (me, inbox) = mpsc::channel(INBOX);
     let containers: BTreeMap<_, _> = containers.into_iter().map(|c| (c.id.clone(), Entry::new(c))).collect();
@@ -123,6 +128,7 @@ pub(super) fn new(
         wait_ready: Vec::new(),
         wait_stopped: Vec::new(),
         wait_removed: Vec::new(),
+        told,
         ended: false,
     };
     (actor, me, seen)
@@ -139,8 +145,13 @@ impl Actor {
     pub(super) async fn run(mut self, begin: Begin) {
         match begin {
             Begin::New(answer) => self.begin(answer).await,
-            Begin::Known(None) => {}
-            Begin::Known(Some(message)) => self.handle(*message).await,
+            Begin::Known(first) => {
+                // What was found out before there was an actor.
+                self.publish();
+                if let Some(message) = first {
+                    self.handle(*message).await;
+                }
+            }
         }
         while !self.ended {
             let Some(message) = self.inbox.recv().await else { return };
@@ -310,9 +321,14 @@ impl Actor {
             Ok(()) => {
                 self.table.forget(&self.pod);
                 self.ended = true;
+                let ids: Vec<_> = self.containers.keys().cloned().collect();
+                let mut gone: Vec<_> = ids.iter().filter_map(|id| self.leave(id)).collect();
+                if self.told.is_known() {
+                    self.tell_events(&[(EventKind::Deleted, self.pod.id.to_string())]);
+                }
                 tell(&mut self.wait_stopped, &Ok(()));
                 tell(&mut self.wait_removed, &Ok(()));
-                for entry in self.containers.values_mut() {
+                for entry in &mut gone {
                     tell(&mut entry.removed, &Ok(()));
                 }
                 if let Some(error) = self.boot_error.take() {
@@ -455,8 +471,23 @@ impl Actor {
         }
     }
 
-    fn publish(&self) {
+    /// Shows the pod as it is, then tells of what is new in that.
+    fn publish(&mut self) {
         let records = self.containers.values().map(|entry| &entry.record);
-        self.view.send_replace(Arc::new(View::new(&self.pod, records, self.client.clone())));
+        self.view.send_replace(Arc::new(View::new(&self.pod, records.clone(), self.client.clone())));
+        let due = self.told.due(&self.pod, records);
+        self.tell_events(&due);
+    }
+
+    fn tell_events(&self, events: &[(EventKind, String)]) {
+        if events.is_empty() {
+            return;
+        }
+        // Without the client: an event that waits must not keep a connection.
+        let records = self.containers.values().map(|entry| &entry.record);
+        let view = Arc::new(View::new(&self.pod, records, None));
+        for (kind, id) in events {
+            self.parts.events.tell(*kind, id, &view);
+        }
     }
 }

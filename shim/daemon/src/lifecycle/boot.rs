@@ -38,7 +38,7 @@ const INTERFACE: &str = "eth0";
 pub(super) async fn boot(
     parts: Arc<Parts>,
     id: PodId,
-    config: PodConfig,
+    config: Arc<PodConfig>,
     handler: Handler,
     cancel: CancellationToken,
 ) -> Result<Up, LifecycleError> {

@@ -37,7 +37,7 @@ fn is_unknown(error: &LifecycleError) -> bool {
 pub(super) async fn make(
     parts: Arc<Parts>,
     client: PodClient,
-    pod: PodConfig,
+    pod: Arc<PodConfig>,
     record: ContainerRecord,
 ) -> Result<User, LifecycleError> {
     let config = &record.config;

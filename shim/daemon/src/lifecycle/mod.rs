@@ -6,13 +6,16 @@
 mod actor;
 mod boot;
 mod error;
+pub mod events;
 mod make;
 pub mod recover;
 pub mod seams;
+pub mod shown;
 pub mod state;
 
 pub(crate) use error::at;
 pub use error::{LifecycleError, StepError};
+pub use events::{Event, EventKind, Events};
 pub(crate) use make::ask;
 
 use crate::config::{Config, EngineSetting};
@@ -28,6 +31,7 @@ use nacelle_pod::record::PodRecord as LastRecord;
 use nacelle_pod::spec::{Accelerator, EngineSpec};
 use nacelle_proto::pod as proto;
 use seams::{Networks, Pods};
+use shown::Told;
 use std::collections::{BTreeMap, HashSet};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
@@ -73,6 +77,8 @@ pub struct Parts {
     pub networks: Arc<dyn Networks>,
     /// The node's pod CIDRs.
     pub cidrs: RwLock<Vec<IpNet>>,
+    /// What happens to pods and containers, for those who want to be told.
+    pub events: Events,
 }
 
 impl Parts {
@@ -278,7 +284,7 @@ impl Node {
             let handle = rows.pods.get(id).ok_or_else(taken)?;
             let view = Arc::clone(&handle.view.borrow());
             let alive = matches!(view.pod.state, state::Pod::Booting | state::Pod::Ready);
-            if !alive || view.pod.config != config {
+            if !alive || *view.pod.config != config {
                 return Err(taken());
             }
             return Ok((id.clone(), Some((handle.inbox.clone(), answer))));
@@ -292,7 +298,7 @@ impl Node {
         };
         let record = PodRecord {
             id: id.clone(),
-            config,
+            config: Arc::new(config),
             handler,
             state: state::Pod::Booting,
             created_at: now(),
@@ -303,7 +309,8 @@ impl Node {
             left: Vec::new(),
         };
         rows.names.insert(record.config.name.clone(), id.clone());
-        let (actor, inbox, view) = actor::new(Arc::clone(&self.parts), Arc::clone(&self.table), record, Vec::new());
+        let (actor, inbox, view) =
+            actor::new(Arc::clone(&self.parts), Arc::clone(&self.table), record, Vec::new(), Told::default());
         rows.pods.insert(id.clone(), Handle { inbox, view });
         tokio::spawn(actor.run(Begin::New(answer)));
         Ok((id, None))

@@ -3,6 +3,7 @@
 
 use super::actor::{self, Begin, Message};
 use super::boot::blocking;
+use super::shown::Told;
 use super::state::{Container, Pod};
 use super::{Handle, Node, Parts, Table};
 use crate::store::{ContainerRecord, Contents, PodRecord};
@@ -101,6 +102,10 @@ impl Node {
         let cidrs = contents.settings.get(POD_CIDRS).map(String::as_str).unwrap_or_default();
         let cidrs = cidrs.split(',').filter_map(|cidr| cidr.parse().ok()).collect();
         *parts.cidrs.write().unwrap_or_else(PoisonError::into_inner) = cidrs;
+        let times = contents.containers.iter().flat_map(|c| [c.created_at, c.started_at, c.finished_at]);
+        if let Some(last) = times.chain(contents.pods.iter().map(|pod| pod.created_at)).max() {
+            parts.events.go_on_after(last);
+        }
         let node = Node { parts: Arc::new(parts), table: Arc::new(Table::default()) };
         remove_orphans(&node.parts, &contents.pods).await;
         let mut containers: BTreeMap<PodId, Vec<ContainerRecord>> = BTreeMap::new();
@@ -122,6 +127,8 @@ impl Node {
     }
 
     async fn take_over(&self, mut pod: PodRecord, mut containers: Vec<ContainerRecord>) {
+        // What the daemon before this one has told of them.
+        let told = Told::of(&pod, &containers);
         let (found, client, last) = look(&self.parts, &pod).await;
         let plan = plan(pod.state, pod.was_ready, found);
         tracing::info!(pod = %pod.id, state = ?pod.state, ?found, ?plan, "found again");
@@ -155,7 +162,7 @@ impl Node {
             Plan::Rest => None,
         };
         pod.was_ready &= plan != Plan::Discard;
-        let inbox = self.enter(pod.clone(), containers, first);
+        let inbox = self.enter(pod.clone(), containers, told, first);
         let id = pod.id.as_str();
         let done = match plan {
             Plan::Adopt => {
@@ -183,9 +190,15 @@ impl Node {
     }
 
     /// Puts a pod into the table and starts its actor.
-    fn enter(&self, pod: PodRecord, containers: Vec<ContainerRecord>, first: Option<Message>) -> mpsc::Sender<Message> {
+    fn enter(
+        &self,
+        pod: PodRecord,
+        containers: Vec<ContainerRecord>,
+        told: Told,
+        first: Option<Message>,
+    ) -> mpsc::Sender<Message> {
         let (id, name) = (pod.id.clone(), pod.config.name.clone());
-        let (actor, inbox, view) = actor::new(Arc::clone(&self.parts), Arc::clone(&self.table), pod, containers);
+        let (actor, inbox, view) = actor::new(Arc::clone(&self.parts), Arc::clone(&self.table), pod, containers, told);
         let mut rows = self.table.rows();
         rows.names.insert(name, id.clone());
         rows.pods.insert(id, Handle { inbox: inbox.clone(), view });

@@ -108,7 +108,7 @@ mod tests {
 
     fn sets(add: &[&str], drop: &[&str], ambient: &[&str]) -> Sets {
         let list = |list: &[&str]| list.iter().map(|name| (*name).to_owned()).collect();
-        let mut config = container(1, 1).config;
+        let mut config = (*container(1, 1).config).clone();
         config.capabilities = Capabilities { add: list(add), drop: list(drop), ambient: list(ambient) };
         of(&config)
     }

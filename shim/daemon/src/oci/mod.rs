@@ -262,7 +262,7 @@ mod tests {
     }
 
     fn built(change: impl FnOnce(&mut ContainerConfig)) -> Value {
-        let mut config = container(1, 1).config;
+        let mut config = (*container(1, 1).config).clone();
         change(&mut config);
         serde_json::from_slice(&spec(&pod(1).config, &config, &image()).unwrap()).unwrap()
     }
@@ -283,7 +283,7 @@ mod tests {
         assert_eq!(args(&[], &["x"]), ["/entry", "x"]);
         assert_eq!(args(&["c"], &[]), ["c"]);
         assert_eq!(args(&["c"], &["x"]), ["c", "x"]);
-        let mut config = container(1, 1).config;
+        let mut config = (*container(1, 1).config).clone();
         (config.command, config.args) = (vec![], vec![]);
         let error = spec(&pod(1).config, &config, &ImageConfig::default()).unwrap_err();
         assert_eq!(error.kind(), Kind::Invalid);
@@ -304,7 +304,7 @@ mod tests {
     #[test]
     fn users_are_joined_as_cri_says() {
         let user = |user: Option<&str>, group: Option<u32>, in_image: &str| {
-            let mut config = container(1, 1).config;
+            let mut config = (*container(1, 1).config).clone();
             config.run_as = RunAs { user: user.map(str::to_owned), group, ..RunAs::default() };
             super::user(&config, &ImageConfig { user: in_image.into(), ..ImageConfig::default() })
         };
@@ -319,7 +319,7 @@ mod tests {
     #[test]
     fn the_stop_signal_is_the_containers_then_the_images() {
         let image = |signal: &str| ImageConfig { stop_signal: Some(signal.into()), ..ImageConfig::default() };
-        let mut config = container(1, 1).config;
+        let mut config = (*container(1, 1).config).clone();
         assert_eq!(stop_signal(&config, &ImageConfig::default()).unwrap(), 15);
         assert_eq!(stop_signal(&config, &image("SIGQUIT")).unwrap(), 3);
         assert_eq!(stop_signal(&config, &image("RTMIN+3")).unwrap(), 37);

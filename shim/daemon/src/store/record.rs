@@ -6,6 +6,7 @@ use crate::nouns::{ContainerConfig, ImageOf, PodConfig, User};
 use nacelle_base::{ContainerId, PodId};
 use serde::{Deserialize, Serialize};
 use std::net::IpAddr;
+use std::sync::Arc;
 
 /// Something that could not be given back.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -21,8 +22,8 @@ pub struct Left {
 pub struct PodRecord {
     /// Its id.
     pub id: PodId,
-    /// As it was asked for.
-    pub config: PodConfig,
+    /// As it was asked for; shared, because records are copied with every change.
+    pub config: Arc<PodConfig>,
     /// The handler that was chosen.
     pub handler: String,
     /// Its state.
@@ -53,8 +54,8 @@ pub struct ContainerRecord {
     pub id: ContainerId,
     /// Its pod.
     pub pod: PodId,
-    /// As it was asked for.
-    pub config: ContainerConfig,
+    /// As it was asked for; shared, because records are copied with every change.
+    pub config: Arc<ContainerConfig>,
     /// Its image.
     pub image: ImageOf,
     /// Its log file, absolute; none: no log.
@@ -144,7 +145,7 @@ pub(crate) mod tests {
     pub(crate) fn pod(n: u8) -> PodRecord {
         PodRecord {
             id: PodId::from_bytes([n; 32]),
-            config: PodConfig {
+            config: Arc::new(PodConfig {
                 name: PodName { name: "web".into(), namespace: "default".into(), uid: format!("u{n}"), attempt: 1 },
                 handler: String::new(),
                 hostname: "web".into(),
@@ -164,7 +165,7 @@ pub(crate) mod tests {
                 memory_limit: Some(1 << 28),
                 cpu_limit_milli: None,
                 cgroup_parent: None,
-            },
+            }),
             handler: "nacelle".into(),
             state: state::Pod::Ready,
             created_at: 5,
@@ -180,7 +181,7 @@ pub(crate) mod tests {
         ContainerRecord {
             id: ContainerId::from_bytes([n; 32]),
             pod: PodId::from_bytes([of; 32]),
-            config: ContainerConfig {
+            config: Arc::new(ContainerConfig {
                 name: "c".into(),
                 attempt: 0,
                 image: "busybox".into(),
@@ -206,7 +207,7 @@ pub(crate) mod tests {
                 masked_paths: vec!["/proc/kcore".into()],
                 readonly_paths: vec![],
                 seccomp: Seccomp::RuntimeDefault,
-            },
+            }),
             image: ImageOf { id: Digest([7; 32]), reference: "docker.io/library/busybox@sha256:aa".into() },
             log_path: Some("/var/log/pods/web/c/0.log".into()),
             state: state::Container::Exited,

@@ -12,8 +12,8 @@ use nacelle_base::PodId;
 use nacelle_base::machine::{EngineKind, MemoryPages};
 use nacelle_base::net::{Interface, PodNetwork};
 use nacelle_daemon::config::{Config, Handler};
-use nacelle_daemon::lifecycle::EngineChoice;
 use nacelle_daemon::lifecycle::seams::Networks;
+use nacelle_daemon::lifecycle::{EngineChoice, Events};
 use nacelle_daemon::server::{self, Setup};
 use nacelle_daemon::store::Observer;
 use nacelle_net::{Attachment, NetError, PodRef};
@@ -230,6 +230,14 @@ impl World {
     }
 
     pub fn daemon_observed(&self, observer: Option<Observer>) -> Daemon {
+        self.start(observer, Events::default())
+    }
+
+    pub fn daemon_telling(&self, events: Events) -> Daemon {
+        self.start(None, events)
+    }
+
+    fn start(&self, observer: Option<Observer>, events: Events) -> Daemon {
         let config = self.config();
         let socket = config.paths.socket.clone();
         let setup = Setup {
@@ -242,6 +250,7 @@ impl World {
             pods: Arc::clone(&self.pods) as _,
             networks: Arc::clone(&self.networks) as _,
             observer,
+            events,
         };
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
         let (serving, served) = tokio::sync::oneshot::channel();

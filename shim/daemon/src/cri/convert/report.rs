@@ -1,8 +1,9 @@
 //! Owns: records → CRI: what lists and statuses say, and which of them a filter lets through.
 
 use super::container::signal_number;
-use crate::lifecycle::View;
-use crate::lifecycle::state::{Container, Pod};
+use crate::lifecycle::shown::{self, Shown};
+use crate::lifecycle::state::Container;
+use crate::lifecycle::{Event, EventKind, View};
 use crate::nouns::{Pairs, Resources};
 use crate::store::{ContainerRecord, PodRecord};
 use nacelle_image::{ImageRecord, RunAs};
@@ -18,8 +19,8 @@ fn selected(labels: &Pairs, selector: &HashMap<String, String>) -> bool {
 }
 
 fn pod_state(pod: &PodRecord) -> cri::PodSandboxState {
-    match pod.state {
-        Pod::Ready => cri::PodSandboxState::SandboxReady,
+    match shown::pod(pod) {
+        Some(Shown::Running) => cri::PodSandboxState::SandboxReady,
         _ => cri::PodSandboxState::SandboxNotready,
     }
 }
@@ -34,9 +35,9 @@ fn pod_metadata(pod: &PodRecord) -> cri::PodSandboxMetadata {
     }
 }
 
-/// Whether a pod is shown: one that boots for the first time, or is undone after that, is nobody's yet.
+/// Whether a pod is shown.
 pub fn is_visible(pod: &PodRecord) -> bool {
-    pod.was_ready || pod.state == Pod::Unclean
+    shown::pod(pod).is_some()
 }
 
 /// Whether the filter lets the pod through.
@@ -81,6 +82,28 @@ pub fn pod_status(pod: &PodRecord) -> cri::PodSandboxStatus {
     }
 }
 
+/// The statuses of a pod's containers.
+pub fn container_statuses(view: &View) -> Vec<cri::ContainerStatus> {
+    view.containers.values().filter(|container| container_is_visible(container)).map(container_status).collect()
+}
+
+/// An event, with all that is known of its pod at that moment.
+pub fn event(event: &Event) -> cri::ContainerEventResponse {
+    let kind = match event.kind {
+        EventKind::Created => cri::ContainerEventType::ContainerCreatedEvent,
+        EventKind::Started => cri::ContainerEventType::ContainerStartedEvent,
+        EventKind::Stopped => cri::ContainerEventType::ContainerStoppedEvent,
+        EventKind::Deleted => cri::ContainerEventType::ContainerDeletedEvent,
+    };
+    cri::ContainerEventResponse {
+        container_id: event.id.clone(),
+        container_event_type: kind.into(),
+        created_at: event.at,
+        pod_sandbox_status: Some(pod_status(&event.view.pod)),
+        containers_statuses: container_statuses(&event.view),
+    }
+}
+
 /// What `crictl inspectp` shows beside the status: JSON.
 pub fn pod_info(view: &View) -> serde_json::Value {
     let pod = &view.pod;
@@ -97,21 +120,16 @@ pub fn pod_info(view: &View) -> serde_json::Value {
 }
 
 fn container_state(container: &ContainerRecord) -> cri::ContainerState {
-    match container.state {
-        Container::Creating | Container::Created | Container::Starting => cri::ContainerState::ContainerCreated,
-        Container::Running => cri::ContainerState::ContainerRunning,
-        Container::Exited => cri::ContainerState::ContainerExited,
-        // It may have been in any state; that it is going is no state of CRI.
-        Container::Removing if container.started_at == 0 && container.finished_at == 0 => {
-            cri::ContainerState::ContainerCreated
-        }
-        Container::Removing => cri::ContainerState::ContainerExited,
+    match shown::container(container) {
+        None | Some(Shown::Created) => cri::ContainerState::ContainerCreated,
+        Some(Shown::Running) => cri::ContainerState::ContainerRunning,
+        Some(Shown::Exited) => cri::ContainerState::ContainerExited,
     }
 }
 
-/// Whether a container is shown: one that is being made is nobody's yet.
+/// Whether a container is shown.
 pub fn container_is_visible(container: &ContainerRecord) -> bool {
-    container.state != Container::Creating && !(container.state == Container::Removing && container.user.is_none())
+    shown::container(container).is_some()
 }
 
 /// Whether the filter lets the container through.
@@ -241,6 +259,7 @@ pub fn image(image: &ImageRecord) -> cri::Image {
 mod tests {
     use super::*;
     use crate::store::tests_support::{container as container_record, pod as pod_record};
+    use std::sync::Arc;
 
     #[test]
     fn filters_are_all_of_them_together() {
@@ -282,9 +301,12 @@ mod tests {
         assert_eq!(ended(|r| (r.exit_code, r.oom_killed) = (137, true)).reason, "OOMKilled");
         assert_eq!(ended(|r| r.start_failed = true).reason, "StartError");
         assert_eq!(ended(|r| r.state = Container::Running).reason, "");
-        let status = ended(|r| (r.config.image, r.config.user_image) = ("sha256:aa".into(), "busybox:1".into()));
+        let status = ended(|r| {
+            let config = Arc::make_mut(&mut r.config);
+            (config.image, config.user_image) = ("sha256:aa".into(), "busybox:1".into());
+        });
         assert_eq!(status.image.unwrap().image, "busybox:1");
-        let status = ended(|r| r.config.stop_signal = Some(3));
+        let status = ended(|r| Arc::make_mut(&mut r.config).stop_signal = Some(3));
         assert_eq!(status.stop_signal(), cri::Signal::Sigquit);
         assert_eq!(status.image_id, container(&container_record(2, 1)).image_id);
         assert_eq!(status.log_path, "/var/log/pods/web/c/0.log");
@@ -295,7 +317,7 @@ mod tests {
     fn annotations_and_addresses_come_back_as_they_were() {
         let mut record = pod_record(1);
         record.ips.push(std::net::IpAddr::from([0xfd00, 0, 0, 0, 0, 0, 0, 2]));
-        record.config.annotations.insert("k".into(), "v\n é".into());
+        Arc::make_mut(&mut record.config).annotations.insert("k".into(), "v\n é".into());
         let status = pod_status(&record);
         assert_eq!(status.annotations["k"], "v\n é");
         let network = status.network.unwrap();

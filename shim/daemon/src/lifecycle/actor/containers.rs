@@ -15,6 +15,8 @@ use std::time::Duration;
 
 /// The exit code of a container that could not be started, as other runtimes have it.
 const START_FAILED: i32 = 128;
+/// That of one that was removed while it ran: killed by signal 9.
+const KILLED: i32 = 128 + 9;
 
 fn lost_code() -> i32 {
     i32::try_from(LOST).unwrap_or(i32::MAX)
@@ -26,7 +28,7 @@ impl Actor {
             entry.record.config.name == config.name && entry.record.config.attempt == config.attempt
         };
         if let Some(entry) = self.containers.values_mut().find(same_name) {
-            let same = entry.record.config == config && entry.record.image.id == image.id;
+            let same = *entry.record.config == config && entry.record.image.id == image.id;
             match entry.record.state {
                 Container::Creating if same => return entry.made.push(answer),
                 Container::Created if same => return drop(answer.send(Ok(entry.record.id.clone()))),
@@ -81,7 +83,7 @@ impl Actor {
         Ok(ContainerRecord {
             id: ContainerId::from_bytes(new_id()),
             pod: self.pod.id.clone(),
-            config,
+            config: Arc::new(config),
             image,
             log_path,
             state: Container::Creating,
@@ -100,7 +102,10 @@ impl Actor {
         let Some(entry) = self.containers.get_mut(&id) else { return };
         let ask = match result {
             Ok(user) => {
-                entry.record.user = Some(user);
+                // One that is removed already was never anybody's.
+                if entry.record.state == Container::Creating {
+                    entry.record.user = Some(user);
+                }
                 ContainerAsk::Made
             }
             Err(error) => {
@@ -252,8 +257,7 @@ impl Actor {
         };
         match result {
             Ok(()) => {
-                let Some(mut entry) = self.containers.remove(&id) else { return };
-                self.publish();
+                let Some(mut entry) = self.leave(&id) else { return };
                 tell(&mut entry.removed, &Ok(()));
                 let gone = LifecycleError::NotFound { what: "container", id: id.to_string() };
                 tell(&mut entry.made, &Err(entry.make_error.take().unwrap_or_else(|| gone.clone())));
@@ -272,6 +276,18 @@ impl Actor {
                 }
             }
         }
+    }
+
+    /// Takes a container out, which ends it if it still runs, and tells so.
+    pub(super) fn leave(&mut self, id: &ContainerId) -> Option<Entry> {
+        let record = &mut self.containers.get_mut(id)?.record;
+        if record.started_at != 0 && record.finished_at == 0 {
+            (record.finished_at, record.exit_code) = (now(), KILLED);
+            self.publish();
+        }
+        let entry = self.containers.remove(id);
+        self.publish();
+        entry
     }
 
     /// Takes over what a pod process says of its containers; what cannot be is passed over.

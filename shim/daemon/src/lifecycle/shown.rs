@@ -1,0 +1,246 @@
+//! Owns: what others see of pods and containers, and which events tell of a change in that. Pure: no clock, no I/O.
+//! Lists, statuses and events all use these states, so an event says nothing that a list would not.
+
+use super::events::EventKind;
+use super::state::{Container, Pod};
+use crate::store::{ContainerRecord, PodRecord};
+use nacelle_base::ContainerId;
+use std::collections::BTreeMap;
+
+/// What is seen of a container, or of a pod: a pod that is ready runs, and has exited when it is not any more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Shown {
+    /// It is there.
+    Created,
+    /// It runs.
+    Running,
+    /// It ended.
+    Exited,
+}
+
+/// What is seen of a pod; none: one that boots, or is undone before it was ready, is nobody's yet.
+pub fn pod(pod: &PodRecord) -> Option<Shown> {
+    match pod.state {
+        Pod::Booting => None,
+        Pod::Unclean => Some(Shown::Exited),
+        _ if !pod.was_ready => None,
+        Pod::Ready => Some(Shown::Running),
+        Pod::Stopping | Pod::Stopped | Pod::Removing => Some(Shown::Exited),
+    }
+}
+
+/// What is seen of a container; none: one that is being made is nobody's yet.
+pub fn container(container: &ContainerRecord) -> Option<Shown> {
+    match container.state {
+        Container::Creating => None,
+        Container::Created | Container::Starting => Some(Shown::Created),
+        Container::Running => Some(Shown::Running),
+        Container::Exited => Some(Shown::Exited),
+        // That it is going is no state that others know: it is as it was.
+        Container::Removing if container.user.is_none() => None,
+        Container::Removing if container.finished_at != 0 => Some(Shown::Exited),
+        Container::Removing if container.started_at != 0 => Some(Shown::Running),
+        Container::Removing => Some(Shown::Created),
+    }
+}
+
+/// What events have told of a pod and its containers.
+#[derive(Debug, Default)]
+pub(super) struct Told {
+    pod: Option<Shown>,
+    containers: BTreeMap<ContainerId, Shown>,
+}
+
+impl Told {
+    /// What was told of a pod whose records are these.
+    pub(super) fn of(pod: &PodRecord, containers: &[ContainerRecord]) -> Told {
+        let mut told = Told::default();
+        told.due(pod, containers.iter());
+        told
+    }
+
+    /// Whether the pod was told of.
+    pub(super) fn is_known(&self) -> bool {
+        self.pod.is_some()
+    }
+
+    /// The events that are due, in their order, now that the records are these; from now on they are told.
+    ///
+    /// A pod that never was ready and a container that was never made whole are never told of, even if what is left
+    /// of them is listed because it could not be removed. A pod has stopped after its containers have.
+    pub(super) fn due<'a>(
+        &mut self,
+        record: &PodRecord,
+        records: impl Iterator<Item = &'a ContainerRecord> + Clone,
+    ) -> Vec<(EventKind, String)> {
+        let mut due = Vec::new();
+        let is = pod(record).filter(|_| record.was_ready || self.pod.is_some());
+        if self.pod.is_none() && is.is_some() {
+            due.push((EventKind::Created, record.id.to_string()));
+            self.pod = Some(Shown::Created);
+        }
+        if self.pod == Some(Shown::Created) && is == Some(Shown::Running) {
+            due.push((EventKind::Started, record.id.to_string()));
+            self.pod = Some(Shown::Running);
+        }
+        for record in records.clone() {
+            self.container_due(record, &mut due);
+        }
+        self.containers.retain(|id, _| {
+            let stays = records.clone().any(|record| record.id == *id);
+            if !stays {
+                due.push((EventKind::Deleted, id.to_string()));
+            }
+            stays
+        });
+        let given_up = matches!(record.state, Pod::Unclean | Pod::Stopped | Pod::Removing);
+        let all_ended = self.containers.values().all(|shown| *shown == Shown::Exited);
+        if is == Some(Shown::Exited) && self.pod != Some(Shown::Exited) && (given_up || all_ended) {
+            due.push((EventKind::Stopped, record.id.to_string()));
+            self.pod = Some(Shown::Exited);
+        }
+        due
+    }
+
+    fn container_due(&mut self, record: &ContainerRecord, due: &mut Vec<(EventKind, String)>) {
+        let known = self.containers.get(&record.id).copied();
+        let Some(is) = container(record).filter(|_| record.user.is_some() || known.is_some()) else { return };
+        let mut tell = |kind| due.push((kind, record.id.to_string()));
+        if known.is_none() {
+            tell(EventKind::Created);
+        }
+        // One that ended before anybody saw it run has run all the same.
+        let ran = is == Shown::Running || (is == Shown::Exited && record.started_at != 0);
+        if known < Some(Shown::Running) && ran {
+            tell(EventKind::Started);
+        }
+        if known < Some(Shown::Exited) && is == Shown::Exited {
+            tell(EventKind::Stopped);
+        }
+        self.containers.insert(record.id.clone(), known.map_or(is, |known| known.max(is)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::EventKind::{Created, Deleted, Started, Stopped};
+    use super::*;
+    use crate::store::tests_support as records;
+    use proptest::prelude::*;
+
+    fn ready() -> PodRecord {
+        records::pod(1)
+    }
+
+    fn in_state(state: Container) -> ContainerRecord {
+        let mut record = records::container(2, 1);
+        record.state = state;
+        record.finished_at = if state == Container::Exited { 8 } else { 0 };
+        record.started_at = if matches!(state, Container::Created | Container::Starting) { 0 } else { 7 };
+        record
+    }
+
+    /// The events that are due, "p" being the pod and "c" the container.
+    fn due(told: &mut Told, pod: &PodRecord, containers: &[ContainerRecord]) -> Vec<(EventKind, &'static str)> {
+        let short = |id: String| if id == pod.id.as_str() { "p" } else { "c" };
+        told.due(pod, containers.iter()).into_iter().map(|(kind, id)| (kind, short(id))).collect()
+    }
+
+    #[test]
+    fn a_life_is_told_in_its_order_and_once() {
+        let told = &mut Told::default();
+        let mut pod = ready();
+        pod.state = Pod::Booting;
+        assert_eq!(due(told, &pod, &[]), []);
+        pod.state = Pod::Ready;
+        assert_eq!(due(told, &pod, &[]), [(Created, "p"), (Started, "p")]);
+        let mut new = in_state(Container::Creating);
+        new.user = None;
+        assert_eq!(due(told, &pod, &[new]), []);
+        for (state, events) in [
+            (Container::Created, &[(Created, "c")][..]),
+            (Container::Starting, &[]),
+            (Container::Running, &[(Started, "c")]),
+            (Container::Removing, &[]),
+            (Container::Exited, &[(Stopped, "c")]),
+        ] {
+            assert_eq!(due(told, &pod, &[in_state(state)]), events, "{state:?}");
+            assert_eq!(due(told, &pod, &[in_state(state)]), [], "{state:?}");
+        }
+        assert_eq!(due(told, &pod, &[]), [(Deleted, "c")]);
+        pod.state = Pod::Stopping;
+        assert_eq!(due(told, &pod, &[]), [(Stopped, "p")]);
+        pod.state = Pod::Stopped;
+        assert_eq!(due(told, &pod, &[]), []);
+    }
+
+    #[test]
+    fn a_pod_stops_after_its_containers_or_when_that_cannot_be() {
+        for (last, containers, events) in [
+            (Pod::Stopping, in_state(Container::Exited), &[(Stopped, "c"), (Stopped, "p")][..]),
+            (Pod::Unclean, in_state(Container::Running), &[(Stopped, "p")]),
+        ] {
+            let mut pod = ready();
+            let told = &mut Told::of(&pod, &[in_state(Container::Running)]);
+            pod.state = Pod::Stopping;
+            assert_eq!(due(told, &pod, &[in_state(Container::Running)]), []);
+            pod.state = last;
+            assert_eq!(due(told, &pod, &[containers]), events);
+        }
+    }
+
+    #[test]
+    fn one_that_was_never_seen_to_run_is_told_whole() {
+        let pod = ready();
+        let told = &mut Told::of(&pod, &[in_state(Container::Created)]);
+        assert_eq!(due(told, &pod, &[in_state(Container::Exited)]), [(Started, "c"), (Stopped, "c")]);
+        let mut never_ran = in_state(Container::Exited);
+        never_ran.started_at = 0;
+        let told = &mut Told::of(&pod, &[]);
+        assert_eq!(due(told, &pod, &[never_ran]), [(Created, "c"), (Stopped, "c")]);
+    }
+
+    #[test]
+    fn what_was_undone_is_not_told_of() {
+        let told = &mut Told::default();
+        let mut pod = ready();
+        pod.was_ready = false;
+        for state in Pod::ALL.into_iter().filter(|state| *state != Pod::Ready) {
+            pod.state = state;
+            assert_eq!(due(told, &pod, &[]), [], "{state:?}");
+        }
+        assert!(!told.is_known());
+        let pod = ready();
+        let told = &mut Told::of(&pod, &[]);
+        for state in [Container::Creating, Container::Removing, Container::Exited] {
+            let mut never_made = in_state(state);
+            never_made.user = None;
+            assert_eq!(due(told, &pod, &[never_made]), [], "{state:?}");
+        }
+        assert_eq!(due(told, &pod, &[]), []);
+    }
+
+    proptest! {
+        /// Whatever is shown after whatever: each thing is told of at most once, in the order of a life.
+        #[test]
+        fn a_life_goes_one_way(steps in proptest::collection::vec((0..6usize, 0..7usize), 0..40)) {
+            let mut told = Told::default();
+            let mut lives: BTreeMap<String, Vec<EventKind>> = BTreeMap::new();
+            for (pod_state, state) in steps {
+                let mut pod = ready();
+                pod.state = Pod::ALL[pod_state];
+                let containers: Vec<_> = Container::ALL.get(state).map(|state| in_state(*state)).into_iter().collect();
+                for (kind, id) in told.due(&pod, containers.iter()) {
+                    let life = lives.entry(id).or_default();
+                    // A container of the same id never comes again; here it does, as a new life.
+                    if life.last() == Some(&Deleted) {
+                        life.clear();
+                    }
+                    prop_assert_eq!(life.is_empty(), kind == Created);
+                    prop_assert!(life.last().is_none_or(|last| *last < kind), "{:?} then {:?}", life, kind);
+                    life.push(kind);
+                }
+            }
+        }
+    }
+}

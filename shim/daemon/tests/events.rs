@@ -1,0 +1,282 @@
+//! Owns: what subscribers of GetContainerEvents are told: order, statuses, times, what happens by itself, restarts.
+
+mod common;
+
+use common::{Daemon, LIMIT, World, container_config, pod_config};
+use nacelle_daemon::lifecycle::Events;
+use nacelle_proto::cri;
+use std::time::Duration;
+use tonic::{Code, Status, Streaming};
+
+const CREATED: i32 = 0;
+const STARTED: i32 = 1;
+const STOPPED: i32 = 2;
+const DELETED: i32 = 3;
+
+type Told = cri::ContainerEventResponse;
+
+/// One who is told.
+struct Subscriber {
+    stream: Streaming<Told>,
+    last: i64,
+}
+
+impl Subscriber {
+    async fn new(daemon: &mut Daemon) -> Subscriber {
+        let stream = daemon.cri.get_container_events(cri::GetEventsRequest {}).await.unwrap().into_inner();
+        Subscriber { stream, last: 0 }
+    }
+
+    /// The next event, which is later than all before.
+    async fn try_next(&mut self) -> Result<Told, Status> {
+        let event = self.stream.message().await?.expect("an error tells why it ends");
+        assert!(event.created_at > self.last, "{event:?}");
+        self.last = event.created_at;
+        Ok(event)
+    }
+
+    /// The next event, which is of this kind and of this pod or container.
+    #[track_caller]
+    fn expect<'a>(&'a mut self, kind: i32, id: &'a str) -> impl Future<Output = Told> + 'a {
+        let caller = std::panic::Location::caller();
+        async move {
+            let event = tokio::time::timeout(LIMIT, self.try_next()).await.expect("an event comes").unwrap();
+            assert_eq!((event.container_event_type, event.container_id.as_str()), (kind, id), "at {caller}: {event:?}");
+            event
+        }
+    }
+}
+
+fn pod_state(event: &Told) -> cri::PodSandboxState {
+    event.pod_sandbox_status.as_ref().unwrap().state()
+}
+
+/// The state and the exit code of a container in an event.
+fn state(event: &Told, id: &str) -> Option<(cri::ContainerState, i32)> {
+    let found = event.containers_statuses.iter().find(|status| status.id == id);
+    found.map(|status| (status.state(), status.exit_code))
+}
+
+#[test]
+fn a_life_is_told_in_order_with_all_statuses_to_everybody() {
+    use cri::ContainerState::*;
+    use cri::PodSandboxState::*;
+    let world = World::new();
+    let mut daemon = world.daemon();
+    world.run(async {
+        let mut first = Subscriber::new(&mut daemon).await;
+        let mut second = Subscriber::new(&mut daemon).await;
+        let pod = daemon.run_pod("web").await.unwrap();
+        let a = daemon.create(&pod, "a").await.unwrap();
+        daemon.start(&a).await.unwrap();
+        let b = daemon.create(&pod, "b").await.unwrap();
+        daemon.start(&b).await.unwrap();
+        // One ends by itself, one is asked to.
+        world.pods.only().exit(&a, 5);
+        for subscriber in [&mut first, &mut second] {
+            let told = subscriber.expect(CREATED, &pod).await;
+            let status = told.pod_sandbox_status.unwrap();
+            assert_eq!(status.metadata.unwrap().uid, "uid-web");
+            assert_eq!((status.network.unwrap().ip.as_str(), told.containers_statuses.len()), ("10.1.2.3", 0));
+            let event = subscriber.expect(STARTED, &pod).await;
+            assert_eq!(pod_state(&event), SandboxReady);
+            let event = subscriber.expect(CREATED, &a).await;
+            assert_eq!((state(&event, &a), pod_state(&event)), (Some((ContainerCreated, 0)), SandboxReady));
+            let event = subscriber.expect(STARTED, &a).await;
+            assert_eq!(state(&event, &a), Some((ContainerRunning, 0)));
+            let event = subscriber.expect(CREATED, &b).await;
+            assert_eq!(state(&event, &b), Some((ContainerCreated, 0)));
+            let event = subscriber.expect(STARTED, &b).await;
+            assert_eq!(event.containers_statuses.len(), 2);
+            let event = subscriber.expect(STOPPED, &a).await;
+            assert_eq!(state(&event, &a), Some((ContainerExited, 5)));
+            assert_eq!(state(&event, &b), Some((ContainerRunning, 0)));
+        }
+        // A status that is asked for now is newer than what was told.
+        let request = cri::PodSandboxStatusRequest { pod_sandbox_id: pod.clone(), verbose: false };
+        let status = daemon.cri.pod_sandbox_status(request).await.unwrap().into_inner();
+        assert!(status.timestamp >= first.last);
+        assert_eq!(status.containers_statuses.len(), 2);
+
+        daemon.remove(&a).await.unwrap();
+        daemon.stop_pod(&pod).await.unwrap();
+        daemon.stop_pod(&pod).await.unwrap();
+        daemon.remove_pod(&pod).await.unwrap();
+        for subscriber in [&mut first, &mut second] {
+            let event = subscriber.expect(DELETED, &a).await;
+            assert_eq!((state(&event, &a), state(&event, &b)), (None, Some((ContainerRunning, 0))));
+            // What is in the pod stops before the pod.
+            let event = subscriber.expect(STOPPED, &b).await;
+            assert_eq!((state(&event, &b), pod_state(&event)), (Some((ContainerExited, 137)), SandboxNotready));
+            subscriber.expect(STOPPED, &pod).await;
+            let event = subscriber.expect(DELETED, &b).await;
+            assert!(event.containers_statuses.is_empty());
+            let event = subscriber.expect(DELETED, &pod).await;
+            let status = event.pod_sandbox_status.unwrap();
+            assert_eq!(
+                (status.id.as_str(), status.state(), status.metadata.unwrap().uid.as_str()),
+                (&*pod, SandboxNotready, "uid-web")
+            );
+        }
+    });
+}
+
+#[test]
+fn what_was_undone_is_not_told() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    world.run(async {
+        let mut subscriber = Subscriber::new(&mut daemon).await;
+        world.script.fail_named("configure", 1);
+        daemon.run_pod("a").await.unwrap_err();
+        let pod = daemon.run_pod("a").await.unwrap();
+        world.script.fail_named("create", 1);
+        daemon.create(&pod, "c").await.unwrap_err();
+        world.script.fail_named("start", 1);
+        let id = daemon.create(&pod, "c").await.unwrap();
+        daemon.start(&id).await.unwrap_err();
+        subscriber.expect(CREATED, &pod).await;
+        subscriber.expect(STARTED, &pod).await;
+        subscriber.expect(CREATED, &id).await;
+        // It never ran, and never will.
+        let event = subscriber.expect(STOPPED, &id).await;
+        assert_eq!(state(&event, &id), Some((cri::ContainerState::ContainerExited, 128)));
+        // Removed while it runs: it ends first.
+        let id = daemon.create(&pod, "d").await.unwrap();
+        daemon.start(&id).await.unwrap();
+        daemon.remove(&id).await.unwrap();
+        subscriber.expect(CREATED, &id).await;
+        subscriber.expect(STARTED, &id).await;
+        let event = subscriber.expect(STOPPED, &id).await;
+        assert_eq!(state(&event, &id), Some((cri::ContainerState::ContainerExited, 137)));
+        subscriber.expect(DELETED, &id).await;
+    });
+}
+
+#[test]
+fn a_machine_that_dies_is_told_its_containers_first() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    world.run(async {
+        let mut subscriber = Subscriber::new(&mut daemon).await;
+        let pod = daemon.run_pod("a").await.unwrap();
+        let id = daemon.create(&pod, "c").await.unwrap();
+        daemon.start(&id).await.unwrap();
+        world.pods.alive().iter().for_each(|folder| world.pods.kill(folder));
+        for (kind, id) in [(CREATED, &pod), (STARTED, &pod), (CREATED, &id), (STARTED, &id)] {
+            subscriber.expect(kind, id).await;
+        }
+        let event = subscriber.expect(STOPPED, &id).await;
+        assert_eq!(state(&event, &id), Some((cri::ContainerState::ContainerExited, 255)));
+        let event = subscriber.expect(STOPPED, &pod).await;
+        assert_eq!(pod_state(&event), cri::PodSandboxState::SandboxNotready);
+    });
+}
+
+#[test]
+fn what_happened_without_a_daemon_is_told_to_the_first_who_asks_the_next_one() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    let (pod, runs, ends, cut, mut before) = world.run(async {
+        let subscriber = Subscriber::new(&mut daemon).await;
+        let pod = daemon.run_pod("a").await.unwrap();
+        let mut ids = Vec::new();
+        for name in ["runs", "ends", "cut"] {
+            let id = daemon.create(&pod, name).await.unwrap();
+            daemon.start(&id).await.unwrap();
+            ids.push(id);
+        }
+        let [runs, ends, cut] = ids.try_into().unwrap();
+        (pod, runs, ends, cut, subscriber)
+    });
+    // One is being made and one being removed when the daemon dies.
+    world.script.hang_at("remove");
+    let mut other = Daemon { runtime: None, cri: daemon.cri.clone(), images: daemon.images.clone() };
+    let id = cut.clone();
+    let removing = world.spawn(async move { other.remove(&id).await });
+    world.eventually("the guest is asked", || world.script.seen("remove"));
+    world.run(async {
+        for (kind, id) in [(CREATED, &pod), (STARTED, &pod)] {
+            before.expect(kind, id).await;
+        }
+        for id in [&runs, &ends, &cut] {
+            before.expect(CREATED, id).await;
+            before.expect(STARTED, id).await;
+        }
+    });
+    daemon.kill();
+    removing.abort();
+    assert!(!matches!(world.run(before.stream.message()), Ok(Some(_))));
+    world.script.release();
+    world.pods.only().exit(&ends, 9);
+
+    let mut daemon = world.daemon();
+    world.run(async {
+        let mut first = Subscriber::new(&mut daemon).await;
+        first.last = before.last;
+        let mut told = Vec::new();
+        while told.len() < 3 {
+            told.push(first.try_next().await.unwrap());
+        }
+        let of = |id: &str| -> Vec<_> {
+            told.iter().filter(|event| event.container_id == id).map(|event| event.container_event_type).collect()
+        };
+        assert_eq!((of(&ends), of(&cut)), (vec![STOPPED], vec![STOPPED, DELETED]), "{told:?}");
+        assert_eq!(state(&told[2], &ends), Some((cri::ContainerState::ContainerExited, 9)));
+        assert_eq!(state(&told[2], &runs), Some((cri::ContainerState::ContainerRunning, 0)));
+        // Who comes later is told what happens from then on.
+        let mut second = Subscriber::new(&mut daemon).await;
+        world.pods.only().exit(&runs, 4);
+        for subscriber in [&mut first, &mut second] {
+            let event = subscriber.expect(STOPPED, &runs).await;
+            assert_eq!(state(&event, &runs), Some((cri::ContainerState::ContainerExited, 4)));
+        }
+    });
+}
+
+#[test]
+fn one_that_does_not_read_is_ended_with_the_reason_and_the_others_miss_nothing() {
+    let world = World::new();
+    let mut daemon = world.daemon_telling(Events::new(16, Duration::from_secs(600)));
+    world.run(async {
+        let mut slow = Subscriber::new(&mut daemon).await;
+        let mut good = Subscriber::new(&mut daemon).await;
+        drop(Subscriber::new(&mut daemon).await);
+        // Large events: soon neither the connection nor the ring holds any more of them.
+        let mut config = pod_config("a");
+        config.annotations.insert("large".into(), "x".repeat(1_000_000));
+        let request = cri::RunPodSandboxRequest { config: Some(config), runtime_handler: String::new() };
+        let pod = daemon.cri.run_pod_sandbox(request).await.unwrap().into_inner().pod_sandbox_id;
+        good.expect(CREATED, &pod).await;
+        good.expect(STARTED, &pod).await;
+        for n in 0..10 {
+            let mut config = container_config("c");
+            config.metadata.as_mut().unwrap().attempt = n;
+            let request =
+                cri::CreateContainerRequest { pod_sandbox_id: pod.clone(), config: Some(config), sandbox_config: None };
+            let id = daemon.cri.create_container(request).await.unwrap().into_inner().container_id;
+            daemon.start(&id).await.unwrap();
+            daemon.stop(&id).await.unwrap();
+            daemon.remove(&id).await.unwrap();
+            for kind in [CREATED, STARTED, STOPPED, DELETED] {
+                good.expect(kind, &id).await;
+            }
+        }
+        let mut read = 0;
+        let error = loop {
+            match slow.try_next().await {
+                Ok(_) => read += 1,
+                Err(error) => break error,
+            }
+        };
+        assert_eq!(error.code(), Code::ResourceExhausted, "{error}");
+        assert!(error.message().contains("missed") && read < 42, "{read} read: {error}");
+        // It comes again and is told what is new.
+        let mut again = Subscriber::new(&mut daemon).await;
+        daemon.remove_pod(&pod).await.unwrap();
+        for subscriber in [&mut again, &mut good] {
+            subscriber.expect(STOPPED, &pod).await;
+            subscriber.expect(DELETED, &pod).await;
+        }
+    });
+}
