@@ -114,6 +114,55 @@ fn lists_are_filtered() {
 }
 
 #[test]
+fn long_lists_come_in_pieces_and_say_the_same() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    world.run(async {
+        for (name, size) in [("a", 600_000), ("b", 600_000), ("c", 10)] {
+            let mut config = pod_config(name);
+            config.annotations.insert("large".into(), "x".repeat(size));
+            config.labels.insert("size".into(), size.to_string());
+            let request = cri::RunPodSandboxRequest { config: Some(config), runtime_handler: String::new() };
+            let pod = daemon.cri.run_pod_sandbox(request).await.unwrap().into_inner().pod_sandbox_id;
+            daemon.create(&pod, name).await.unwrap();
+        }
+        let large = cri::PodSandboxFilter {
+            label_selector: [("size".to_owned(), "600000".to_owned())].into(),
+            ..Default::default()
+        };
+        for (filter, sizes) in [(None, vec![2, 1]), (Some(large), vec![1, 1])] {
+            let request = cri::ListPodSandboxRequest { filter: filter.clone() };
+            let list = daemon.cri.list_pod_sandbox(request).await.unwrap().into_inner().items;
+            let request = cri::StreamPodSandboxesRequest { filter };
+            let mut stream = daemon.cri.stream_pod_sandboxes(request).await.unwrap().into_inner();
+            let mut pieces = Vec::new();
+            while let Some(piece) = stream.message().await.unwrap() {
+                pieces.push(piece.pod_sandboxes);
+            }
+            assert_eq!(pieces.iter().map(Vec::len).collect::<Vec<_>>(), sizes);
+            assert_eq!(pieces.concat(), list);
+        }
+        let containers = daemon.containers().await;
+        for (filter, expected) in [
+            (cri::ContainerFilter::default(), containers.clone()),
+            (cri::ContainerFilter { id: containers[1].id.clone(), ..Default::default() }, vec![containers[1].clone()]),
+            (cri::ContainerFilter { id: "none".into(), ..Default::default() }, vec![]),
+        ] {
+            let request = cri::StreamContainersRequest { filter: Some(filter) };
+            let mut stream = daemon.cri.stream_containers(request).await.unwrap().into_inner();
+            let first = stream.message().await.unwrap();
+            assert_eq!(first.map(|piece| piece.containers).unwrap_or_default(), expected);
+            assert!(stream.message().await.unwrap().is_none());
+        }
+        let images = daemon.images.list_images(cri::ListImagesRequest::default()).await.unwrap().into_inner().images;
+        let request = cri::StreamImagesRequest::default();
+        let mut stream = daemon.images.stream_images(request).await.unwrap().into_inner();
+        assert_eq!(stream.message().await.unwrap().unwrap().images, images);
+        assert!(stream.message().await.unwrap().is_none());
+    });
+}
+
+#[test]
 fn what_is_wrong_is_refused_with_its_code_and_changes_nothing() {
     let world = World::new();
     let mut daemon = world.daemon();

@@ -6,6 +6,7 @@ mod container;
 pub mod convert;
 mod events;
 mod image;
+mod pieces;
 mod runtime;
 mod sandbox;
 pub mod status;
@@ -13,6 +14,7 @@ mod streaming;
 
 use crate::lifecycle::Node;
 use nacelle_proto::cri;
+use pieces::Pieces;
 use status::not_yet;
 use tonic::{Request, Response, Status};
 
@@ -36,8 +38,8 @@ type Stream<T> = tokio_stream::Empty<Result<T, Status>>;
 
 #[tonic::async_trait]
 impl cri::runtime_service_server::RuntimeService for Cri {
-    type StreamPodSandboxesStream = Stream<cri::StreamPodSandboxesResponse>;
-    type StreamContainersStream = Stream<cri::StreamContainersResponse>;
+    type StreamPodSandboxesStream = Pieces<cri::StreamPodSandboxesResponse>;
+    type StreamContainersStream = Pieces<cri::StreamContainersResponse>;
     type StreamContainerStatsStream = Stream<cri::StreamContainerStatsResponse>;
     type StreamPodSandboxStatsStream = Stream<cri::StreamPodSandboxStatsResponse>;
     type GetContainerEventsStream = events::Events;
@@ -81,9 +83,9 @@ impl cri::runtime_service_server::RuntimeService for Cri {
 
     async fn stream_pod_sandboxes(
         &self,
-        _: Request<cri::StreamPodSandboxesRequest>,
+        request: Request<cri::StreamPodSandboxesRequest>,
     ) -> Answer<Self::StreamPodSandboxesStream> {
-        Err(not_yet("StreamPodSandboxes"))
+        self.on_stream_pod_sandboxes(request.into_inner()).await
     }
 
     async fn create_container(
@@ -120,9 +122,9 @@ impl cri::runtime_service_server::RuntimeService for Cri {
 
     async fn stream_containers(
         &self,
-        _: Request<cri::StreamContainersRequest>,
+        request: Request<cri::StreamContainersRequest>,
     ) -> Answer<Self::StreamContainersStream> {
-        Err(not_yet("StreamContainers"))
+        self.on_stream_containers(request.into_inner()).await
     }
 
     async fn container_status(
@@ -263,14 +265,14 @@ impl cri::runtime_service_server::RuntimeService for Cri {
 
 #[tonic::async_trait]
 impl cri::image_service_server::ImageService for Cri {
-    type StreamImagesStream = Stream<cri::StreamImagesResponse>;
+    type StreamImagesStream = Pieces<cri::StreamImagesResponse>;
 
     async fn list_images(&self, request: Request<cri::ListImagesRequest>) -> Answer<cri::ListImagesResponse> {
         self.on_list_images(request.into_inner()).await.map(Response::new)
     }
 
-    async fn stream_images(&self, _: Request<cri::StreamImagesRequest>) -> Answer<Self::StreamImagesStream> {
-        Err(not_yet("StreamImages"))
+    async fn stream_images(&self, request: Request<cri::StreamImagesRequest>) -> Answer<Self::StreamImagesStream> {
+        self.on_stream_images(request.into_inner()).await
     }
 
     async fn image_status(&self, request: Request<cri::ImageStatusRequest>) -> Answer<cri::ImageStatusResponse> {

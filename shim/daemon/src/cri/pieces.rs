@@ -1,0 +1,87 @@
+//! Owns: lists in pieces: the Stream* RPCs answer what their lists do, in messages that every client takes.
+
+use super::{Answer, Cri};
+use nacelle_proto::cri;
+use prost::Message;
+use tonic::{Response, Status};
+
+/// What a message may hold: gRPC's clients take 4 MiB unless they say otherwise, and kubelet 16.
+const LIMIT: usize = 1 << 20;
+/// The number of the field and the length, in front of each item.
+const FRAME: usize = 1 + 10;
+
+/// Answers, one after the other.
+pub type Pieces<A> = tokio_stream::Iter<std::vec::IntoIter<Result<A, Status>>>;
+
+/// Each item once, in their order, at least one in an answer; one that is larger than an answer should be has its own.
+fn pieces<T: Message, A>(items: Vec<T>, answer: impl Fn(Vec<T>) -> A) -> Response<Pieces<A>> {
+    let (mut answers, mut piece, mut length) = (Vec::new(), Vec::new(), 0);
+    for item in items {
+        let more = item.encoded_len() + FRAME;
+        if length + more > LIMIT && !piece.is_empty() {
+            answers.push(Ok(answer(std::mem::take(&mut piece))));
+            length = 0;
+        }
+        length += more;
+        piece.push(item);
+    }
+    if !piece.is_empty() {
+        answers.push(Ok(answer(piece)));
+    }
+    Response::new(tokio_stream::iter(answers))
+}
+
+impl Cri {
+    pub(super) async fn on_stream_pod_sandboxes(
+        &self,
+        request: cri::StreamPodSandboxesRequest,
+    ) -> Answer<Pieces<cri::StreamPodSandboxesResponse>> {
+        let list = self.on_list_pod_sandbox(cri::ListPodSandboxRequest { filter: request.filter }).await?;
+        Ok(pieces(list.items, |pod_sandboxes| cri::StreamPodSandboxesResponse { pod_sandboxes }))
+    }
+
+    pub(super) async fn on_stream_containers(
+        &self,
+        request: cri::StreamContainersRequest,
+    ) -> Answer<Pieces<cri::StreamContainersResponse>> {
+        let list = self.on_list_containers(cri::ListContainersRequest { filter: request.filter }).await?;
+        Ok(pieces(list.containers, |containers| cri::StreamContainersResponse { containers }))
+    }
+
+    pub(super) async fn on_stream_images(
+        &self,
+        request: cri::StreamImagesRequest,
+    ) -> Answer<Pieces<cri::StreamImagesResponse>> {
+        let list = self.on_list_images(cri::ListImagesRequest { filter: request.filter }).await?;
+        Ok(pieces(list.images, |images| cri::StreamImagesResponse { images }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio_stream::StreamExt;
+
+    async fn lengths(sizes: &[usize]) -> Vec<Vec<usize>> {
+        let items = sizes.iter().map(|size| cri::Image { id: "x".repeat(*size), ..Default::default() }).collect();
+        let mut answers = pieces(items, |images| cri::StreamImagesResponse { images }).into_inner();
+        let mut lengths = Vec::new();
+        while let Some(answer) = answers.next().await {
+            let answer = answer.unwrap();
+            assert!(answer.encoded_len() <= LIMIT || answer.images.len() == 1);
+            lengths.push(answer.images.iter().map(|image| image.id.len()).collect());
+        }
+        lengths
+    }
+
+    #[tokio::test]
+    async fn each_item_comes_once_and_no_message_is_empty_or_too_large() {
+        assert!(lengths(&[]).await.is_empty());
+        assert_eq!(lengths(&[1, 2]).await, [vec![1, 2]]);
+        let half = LIMIT / 2;
+        assert_eq!(lengths(&[half, half, 3]).await, [vec![half], vec![half, 3]]);
+        assert_eq!(lengths(&[1, 2 * LIMIT, 3]).await, [vec![1], vec![2 * LIMIT], vec![3]]);
+        let many = vec![1000; 3000];
+        assert_eq!(lengths(&many).await.concat(), many);
+    }
+}
