@@ -4,7 +4,8 @@ use nacelle_base::{Chain, Classify};
 use nacelle_proto::agent::agent_server::Agent;
 use nacelle_proto::agent::{
     AttachImageRequest, ContainerRef, CreateContainerRequest, CreateContainerResponse, DetachImageRequest, Empty,
-    ExecRequest, ListContainersResponse, RenewRequest, ResizeRequest, SignalRequest, WaitRequest, WaitResponse,
+    ExecRequest, ImageVolume, ListContainersResponse, RenewRequest, ResizeRequest, SignalRequest, WaitRequest,
+    WaitResponse,
 };
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -12,6 +13,7 @@ use tokio::sync::Notify;
 use tonic::{Code, Request, Response, Status};
 
 use crate::boot::apply;
+use crate::container::volumes::Volume;
 use crate::container::{CreateOptions, ExecOptions, Pod, PodError};
 
 /// No request takes longer; a caller's own deadline may be nearer.
@@ -31,6 +33,10 @@ pub struct Service {
 
 fn status(error: &PodError) -> Status {
     Status::new(Code::from_i32(error.kind().grpc_code()), Chain(error).to_string())
+}
+
+fn volume(volume: ImageVolume) -> Volume {
+    Volume { partition: volume.partition, sub_path: volume.sub_path, container_path: volume.container_path.into() }
 }
 
 fn cut(number: u32) -> u16 {
@@ -81,6 +87,7 @@ impl Agent for Service {
             stdin: request.stdin,
             pid_of: request.pid_of,
             pid_mode,
+            volumes: request.volumes.into_iter().map(volume).collect(),
         };
         whole(Arc::clone(&self.pod).create(options)).await.map(Response::new)
     }

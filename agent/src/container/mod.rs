@@ -9,6 +9,7 @@ pub mod root;
 pub mod spec;
 pub mod user;
 mod verbs;
+pub mod volumes;
 
 pub use verbs::{CreateOptions, ExecOptions};
 
@@ -57,6 +58,8 @@ pub enum PodError {
     Spec { id: String, source: spec::SpecError },
     #[error("cannot prepare the root of container {id}")]
     Root { id: String, source: root::RootError },
+    #[error("cannot mount a volume of container {id}")]
+    Volume { id: String, source: volumes::VolumeError },
     #[error("cannot start a process of container {id}")]
     Zygote { id: String, source: ZygoteError },
     #[error("cannot {what} of container {id}")]
@@ -90,6 +93,7 @@ impl Classify for PodError {
                 Kind::Exhausted => Kind::Exhausted,
                 _ => Kind::Internal,
             },
+            PodError::Volume { source, .. } => source.kind(),
             PodError::Zygote { source, .. } => source.kind(),
             PodError::Io { .. } | PodError::Task { .. } => Kind::Internal,
             PodError::Disk { source } => source.kind(),

@@ -113,6 +113,21 @@ pub fn read_file(root: &Path, path: &str) -> Result<String, RootError> {
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
+/// What a path inside the root is, without links, and whether it is a folder; none if there is nothing.
+pub fn find(root: &Path, path: &Path) -> Result<Option<(PathBuf, bool)>, RootError> {
+    let directory = open_root(root)?;
+    // Without a path, the root itself.
+    let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
+    let found = match open_in(&directory, path, OFlag::O_PATH) {
+        Ok(found) => File::from(found),
+        Err(Errno::ENOENT | Errno::ENOTDIR | Errno::ELOOP) => return Ok(None),
+        Err(error) => return Err(at("open", path)(error)),
+    };
+    let whole = fs::read_link(format!("/proc/self/fd/{}", found.as_raw_fd())).map_err(at("find", path))?;
+    let folder = found.metadata().map_err(at("look at", path))?.is_dir();
+    Ok(Some((whole, folder)))
+}
+
 /// Makes a folder and its parents inside the root, where missing.
 pub fn make_folder(root: &Path, path: &Path) -> Result<(), RootError> {
     let directory = open_root(root)?;

@@ -64,6 +64,8 @@ pub struct Place<'a> {
     pub user: &'a Found,
     /// All its supplemental groups.
     pub groups: &'a [u32],
+    /// Its image volumes.
+    pub volumes: Vec<Mount>,
 }
 
 /// Reads a specification.
@@ -84,18 +86,19 @@ pub fn parse(json: &[u8]) -> Result<Spec, SpecError> {
 }
 
 /// Adjusts a specification to its place in the guest.
-pub fn adjust(mut spec: Spec, place: &Place) -> Result<Spec, SpecError> {
+pub fn adjust(mut spec: Spec, mut place: Place) -> Result<Spec, SpecError> {
     let read_only = spec.root().as_ref().and_then(|root| root.readonly()).unwrap_or(false);
     spec.set_root(Some(RootBuilder::default().path(place.root).readonly(read_only).build()?));
     spec.set_hostname(None).set_domainname(None);
-    let mounts = mounts(spec.mounts().clone().unwrap_or_default())?;
+    let volumes = std::mem::take(&mut place.volumes);
+    let mounts = mounts(spec.mounts().clone().unwrap_or_default(), volumes)?;
     spec.set_mounts(Some(mounts));
     let mut linux = spec.linux().clone().ok_or(SpecError::Missing { part: "linux" })?;
     linux.set_cgroups_path(Some(PathBuf::from(paths::POD_CGROUP).join(place.id)));
     linux.set_namespaces(Some(namespaces(linux.namespaces().as_deref().unwrap_or_default(), &place.pid)?));
     spec.set_linux(Some(linux));
     let process = spec.process().clone().ok_or(SpecError::Missing { part: "process" })?;
-    spec.set_process(Some(adjust_process(process, place)?));
+    spec.set_process(Some(adjust_process(process, &place)?));
     Ok(spec)
 }
 
@@ -121,9 +124,10 @@ fn bind(source: impl AsRef<Path>, destination: &str, options: &[&str]) -> Result
     Ok(mount.build()?)
 }
 
-/// The pod's shared memory instead of one of the container's own; the pod's files in /etc where nobody else mounts.
-fn mounts(asked: Vec<Mount>) -> Result<Vec<Mount>, SpecError> {
-    let mut mounts = Vec::with_capacity(asked.len() + 4);
+/// The pod's shared memory instead of one of the container's own; the volumes; the pod's files in /etc where nobody
+/// else mounts: a volume over /etc, which is read-only, has its own or none.
+fn mounts(asked: Vec<Mount>, volumes: Vec<Mount>) -> Result<Vec<Mount>, SpecError> {
+    let mut mounts = Vec::with_capacity(asked.len() + volumes.len() + 4);
     for mount in asked {
         if mount.destination() == Path::new("/dev/shm") && mount.typ().as_deref() == Some("tmpfs") {
             mounts.push(bind(paths::SHM, "/dev/shm", &["rbind", "rw", "nosuid", "nodev", "noexec"])?);
@@ -131,9 +135,10 @@ fn mounts(asked: Vec<Mount>) -> Result<Vec<Mount>, SpecError> {
             mounts.push(mount);
         }
     }
+    mounts.extend(volumes);
     for name in ["hosts", "hostname", "resolv.conf"] {
         let destination = format!("/etc/{name}");
-        if !mounts.iter().any(|mount| mount.destination() == Path::new(&destination)) {
+        if !mounts.iter().any(|mount| Path::new(&destination).starts_with(mount.destination())) {
             mounts.push(bind(Path::new(paths::FILES).join(name), &destination, &["rbind", "rw", "nosuid", "nodev"])?);
         }
     }
@@ -199,8 +204,8 @@ mod tests {
 
     fn adjusted(json: &serde_json::Value, pid: PidNamespace) -> Spec {
         let user = Found { uid: 5, gid: 6, name: None, home: Some("/home/u".into()) };
-        let place = Place { id: "c1", root: Path::new("/r"), pid, user: &user, groups: &[6, 7] };
-        adjust(parse(json.to_string().as_bytes()).unwrap(), &place).unwrap()
+        let place = Place { id: "c1", root: Path::new("/r"), pid, user: &user, groups: &[6, 7], volumes: vec![] };
+        adjust(parse(json.to_string().as_bytes()).unwrap(), place).unwrap()
     }
 
     #[test]
@@ -232,6 +237,18 @@ mod tests {
         assert_eq!(of("/etc/hosts"), Some("/h".into()));
         assert_eq!(of("/etc/resolv.conf"), Some(Path::new(paths::FILES).join("resolv.conf")));
         assert_eq!(of("/dev/shm"), Some(paths::SHM.into()));
+    }
+
+    #[test]
+    fn volumes_come_after_what_every_container_has_and_before_the_pods_files() {
+        let order = |at: &str| {
+            let mounts = mounts(vec![bind("/h", "/dev", &[]).unwrap()], vec![bind("/image", at, &[]).unwrap()]);
+            let mounts = mounts.unwrap();
+            mounts.iter().map(|mount| mount.destination().display().to_string()).collect::<Vec<_>>()
+        };
+        assert_eq!(order("/data"), ["/dev", "/data", "/etc/hosts", "/etc/hostname", "/etc/resolv.conf"]);
+        assert_eq!(order("/etc"), ["/dev", "/etc"]);
+        assert_eq!(order("/etc/hosts"), ["/dev", "/etc/hosts", "/etc/hostname", "/etc/resolv.conf"]);
     }
 
     #[test]

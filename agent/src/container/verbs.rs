@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::OnceCell;
 
 use super::spec::{PidNamespace, Place, adjust, exec_process, parse};
+use super::volumes::{self, Volume};
 use super::{Container, Pod, PodError, Process, cgroup, check_id, devices, root, user};
 use crate::stdio::Stdio;
 use crate::zygote::{Create, Exec, Made, Request, ZygoteError};
@@ -43,6 +44,8 @@ pub struct CreateOptions {
     pub pid_of: String,
     /// Otherwise: the pod's way, or its own.
     pub pid_mode: PidMode,
+    /// Images that it sees beside its own, in the order in which they are mounted.
+    pub volumes: Vec<Volume>,
 }
 
 /// What an exec is made of.
@@ -413,8 +416,14 @@ fn prepare(pod: &Pod, options: &CreateOptions, pid: PidNamespace) -> Result<Prep
     user::check([user.uid].into_iter().chain(groups.iter().copied()))
         .map_err(|source| PodError::Numbers { id: id.clone(), source })?;
     let response = CreateContainerResponse { uid: user.uid, gid: user.gid, supplemental_groups: groups.clone() };
-    let place = Place { id, root: &root, pid, user: &user, groups: &groups };
-    let spec = adjust(spec, &place).map_err(in_spec)?;
+    let mut mounts = Vec::with_capacity(options.volumes.len());
+    for volume in &options.volumes {
+        let image = pod.disks.image(volume.partition)?;
+        let mount = volumes::prepare(&root, &image, volume);
+        mounts.push(mount.map_err(|source| PodError::Volume { id: id.clone(), source })?);
+    }
+    let place = Place { id, root: &root, pid, user: &user, groups: &groups, volumes: mounts };
+    let spec = adjust(spec, place).map_err(in_spec)?;
     if let Some(process) = spec.process() {
         root::make_folder(&root, process.cwd()).map_err(in_root)?;
     }

@@ -131,6 +131,21 @@ pub enum PidMode {
     Of(String),
 }
 
+/// An image that a container sees at a path of its own, read-only.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImageVolume {
+    /// The image as kubelet wrote it: an id or a reference.
+    pub image: String,
+    /// The image as the user wrote it.
+    pub user_image: String,
+    /// The folder of it that is seen; empty: all of it.
+    pub sub_path: String,
+    /// Where: absolute, without `..`.
+    pub container_path: String,
+    /// Read-only in all its depth was asked for, which it always is.
+    pub recursive_read_only: bool,
+}
+
 /// A container as it was asked for.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ContainerConfig {
@@ -184,6 +199,9 @@ pub struct ContainerConfig {
     pub readonly_paths: Vec<String>,
     /// System calls.
     pub seccomp: Seccomp,
+    /// Images that it sees beside its own.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub volumes: Vec<ImageVolume>,
 }
 
 /// The user of a container as found in its image.

@@ -292,8 +292,32 @@ fn images_are_listed_found_kept_while_used_and_removed() {
         assert!(info.image_filesystems[0].used_bytes.as_ref().unwrap().value > 0);
 
         let pod = daemon.run_pod("a").await.unwrap();
-        let container = daemon.create(&pod, "c").await.unwrap();
-        assert_eq!(daemon.status(&container).await.unwrap().image_id, id);
+        let mut config = container_config("c");
+        config.mounts = vec![cri::Mount {
+            container_path: "/data".into(),
+            readonly: true,
+            image: spec(image::NAME),
+            image_sub_path: "sub".into(),
+            ..Default::default()
+        }];
+        let create = |config| cri::CreateContainerRequest {
+            pod_sandbox_id: pod.clone(),
+            config: Some(config),
+            sandbox_config: None,
+        };
+        let made = daemon.cri.create_container(create(config.clone())).await.unwrap().into_inner();
+        let container = made.container_id;
+        let again = daemon.cri.create_container(create(config.clone())).await.unwrap().into_inner();
+        assert_eq!(again.container_id, container);
+        config.mounts[0].image = spec("none:1");
+        let error = daemon.cri.create_container(create(config)).await.unwrap_err();
+        assert_eq!(error.code(), Code::NotFound, "{error}");
+        let status = daemon.status(&container).await.unwrap();
+        assert_eq!((status.image_id.as_str(), status.mounts[0].container_path.as_str()), (id.as_str(), "/data"));
+        assert_eq!(status.mounts[0].image.as_ref().unwrap().image_ref, id);
+        let asked = world.pods.only().made.lock().unwrap()[0].clone();
+        assert_eq!((asked.volumes[0].image_key.as_str(), asked.volumes[0].sub_path.as_str()), (id.as_str(), "sub"));
+        assert_eq!(asked.volumes[0].image, asked.image);
         let remove = || cri::RemoveImageRequest { image: spec(image::NAME) };
         daemon.images.remove_image(remove()).await.unwrap();
         daemon.images.remove_image(remove()).await.unwrap();

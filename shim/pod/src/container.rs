@@ -32,7 +32,7 @@ const SIGKILL: u32 = 9;
 /// Whether an image is attached; none: not yet.
 pub type Attached = watch::Receiver<Option<Result<(), Failure>>>;
 
-/// What one container needs of the image disk.
+/// What one container needs of the image disk for one of its images.
 pub struct ImageUse {
     /// Where the image lies.
     pub placement: Placement,
@@ -54,28 +54,41 @@ pub struct Attach {
     pub tell: watch::Sender<Option<Result<(), Failure>>>,
 }
 
-/// Attaches the image if nobody did, and has the agent make the container.
+/// Attaches the images that nobody did (the root's is the first), and has the agent make the container.
 pub async fn make(
     agent: Agent,
     request: Arc<pod::CreateContainerRequest>,
-    mut image: ImageUse,
+    mut images: Vec<ImageUse>,
 ) -> Result<pod::CreateContainerResponse, Failure> {
-    if let Some(attach) = image.attach.take() {
-        let outcome = place(&agent, &attach, image.placement).await.map_err(Failure::from);
-        attach.tell.send_replace(Some(outcome));
+    // All of them, before it waits for others: nobody waits for a container that waits.
+    for image in &mut images {
+        if let Some(attach) = image.attach.take() {
+            let outcome = place(&agent, &attach, image.placement).await.map_err(Failure::from);
+            attach.tell.send_replace(Some(outcome));
+        }
     }
-    let attached = image.attached.wait_for(Option::is_some).await.map_err(|_closed| PodError::Ending)?.clone();
-    attached.unwrap_or_else(|| Err(PodError::Ending.into()))?;
+    for image in &mut images {
+        let attached = image.attached.wait_for(Option::is_some).await.map_err(|_closed| PodError::Ending)?.clone();
+        attached.unwrap_or_else(|| Err(PodError::Ending.into()))?;
+    }
+    let mut partitions = images.iter().map(|image| image.placement.partition);
+    let partition = partitions.next().ok_or(PodError::Ending)?;
+    let volume = |(partition, volume): (u32, &pod::ImageVolume)| proto::ImageVolume {
+        partition,
+        sub_path: volume.sub_path.clone(),
+        container_path: volume.container_path.clone(),
+    };
     let made = agent
         .create_container(proto::CreateContainerRequest {
             id: request.id.clone(),
             oci_spec: request.oci_spec.clone(),
-            partition: image.placement.partition,
+            partition,
             user: request.user.clone(),
             merge_image_groups: request.merge_image_groups,
             stdin: request.stdin,
             pid_of: request.pid_of.clone(),
             pid_mode: if request.own_pid_namespace { proto::PidMode::Container } else { proto::PidMode::Pod }.into(),
+            volumes: partitions.zip(&request.volumes).map(volume).collect(),
         })
         .await;
     match made {

@@ -167,6 +167,59 @@ async fn an_image_is_attached_once_and_leaves_with_its_last_container() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn volumes_are_images_like_any_other() {
+    let (world, client) = World::ready().await;
+    let with = |id: &str, keys: &[&str]| {
+        let mut request = world.container(id, "hold");
+        let volume = |key: &&str| pod::ImageVolume {
+            image_key: (*key).to_owned(),
+            image: request.image.clone(),
+            sub_path: "etc".into(),
+            container_path: format!("/{key}"),
+        };
+        request.volumes = keys.iter().map(volume).collect();
+        request
+    };
+    let images = || world.agent.images.lock().unwrap().keys().copied().collect::<Vec<_>>();
+    let settled = async |wanted: &[u32]| {
+        let deadline = std::time::Instant::now() + common::LIMIT;
+        while images() != wanted {
+            assert!(std::time::Instant::now() < deadline, "{:?} instead of {wanted:?}", images());
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    };
+    // The container's own image is called "image": it is a volume of itself, and "x" one of both.
+    let (a, b) = tokio::join!(
+        client.create_container(with("a", &["image", "x", "y"])),
+        client.create_container(with("b", &["x"]))
+    );
+    a.and(b).unwrap();
+    assert_eq!((images(), world.agent.calls_of("attach")), (vec![1, 2, 3], 3));
+    let volumes = world.agent.volumes.lock().unwrap().clone();
+    let own = volumes.iter().find(|volume| volume.container_path == "/image").unwrap();
+    assert_eq!((own.partition, own.sub_path.as_str()), (1, "etc"));
+    client.remove_container("a").await.unwrap();
+    settled(&[1, 2]).await;
+
+    // One that has no place takes none, nor do those before it.
+    let mut bad = with("c", &["new", "image", "bad"]);
+    bad.volumes[2].image.clear();
+    assert_eq!(kind(client.create_container(bad).await), Kind::Invalid);
+    // One that cannot be attached leaves nothing behind.
+    let mut missing = with("c", &["new", "missing", "newer"]);
+    missing.volumes[1].image[0].path = world.root.path().join("none").to_str().unwrap().into();
+    assert!(client.create_container(missing).await.is_err());
+    settled(&[1, 2]).await;
+    client.create_container(with("c", &["missing", "new"])).await.unwrap();
+    assert_eq!(images().len(), 4);
+    client.remove_container("b").await.unwrap();
+    client.remove_container("c").await.unwrap();
+    settled(&[]).await;
+    client.stop(GRACE).await.unwrap();
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn bad_requests_change_nothing() {
     let (world, client) = World::ready().await;
     let mut outside = world.container("a", "hold");

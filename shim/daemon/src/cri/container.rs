@@ -21,22 +21,23 @@ impl Cri {
     ) -> Result<cri::CreateContainerResponse, Status> {
         let pod = needed("pod_sandbox_id", &request.pod_sandbox_id)?;
         let config = container_config(request.config.as_ref()).map_err(status)?;
-        let image = self.image_of(&config.image)?;
-        let id = self.node.create(pod, config, image).await.map_err(status)?;
+        let image = self.image_of("config.image.image", &config.image)?;
+        let volumes = config.volumes.iter().map(|volume| self.image_of("config.mounts.image.image", &volume.image));
+        let volumes = volumes.collect::<Result<_, _>>()?;
+        let id = self.node.create(pod, config, image, volumes).await.map_err(status)?;
         Ok(cri::CreateContainerResponse { container_id: id.to_string() })
     }
 
-    /// The image that a container names, which must have been pulled.
-    fn image_of(&self, name: &str) -> Result<ImageOf, Status> {
+    /// The image that a container names in a field, which must have been pulled.
+    fn image_of(&self, field: &str, name: &str) -> Result<ImageOf, Status> {
         match self.node.parts().images.status(name).map_err(status)? {
             Some(image) => Ok(ImageOf {
                 id: image.id,
                 reference: image.repo_digests.first().cloned().unwrap_or_else(|| image.id.to_string()),
             }),
-            None => Err(refuse(
-                Kind::NotFound,
-                &format!("config.image.image is {name:?}: there is no such image here; pull it first"),
-            )),
+            None => {
+                Err(refuse(Kind::NotFound, &format!("{field} is {name:?}: there is no such image here; pull it first")))
+            }
         }
     }
 

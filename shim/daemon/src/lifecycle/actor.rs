@@ -39,6 +39,7 @@ pub(super) enum Message {
     Create {
         config: Box<ContainerConfig>,
         image: ImageOf,
+        volumes: Vec<ImageOf>,
         answer: Answer<ContainerId>,
     },
     Start(ContainerId, Answer<()>),
@@ -209,7 +210,7 @@ impl Actor {
             Message::Report(state) => self.report(state).await,
             Message::Lost => self.lost(),
             Message::Gone(last) => self.gone(last).await,
-            Message::Create { config, image, answer } => self.create(*config, image, answer).await,
+            Message::Create { config, image, volumes, answer } => self.create(*config, image, volumes, answer).await,
             Message::Start(id, answer) => self.start(id, answer).await,
             Message::StopContainer(id, grace, answer) => self.stop_container(id, grace, answer).await,
             Message::RemoveContainer(id, answer) => self.remove_container(id, Some(answer)).await,

@@ -6,6 +6,7 @@ use super::{Parts, clip};
 use crate::nouns::{PidMode, PodConfig, User};
 use crate::oci;
 use crate::store::ContainerRecord;
+use nacelle_base::machine::{Extent, ImageDisk};
 use nacelle_base::{Chain, Classify, ContainerId, Kind};
 use nacelle_pod::client::{ClientError, PodClient};
 use nacelle_proto::pod as proto;
@@ -44,33 +45,45 @@ pub(super) async fn make(
     let root = parts.images.rootfs(&record.image.id).await.map_err(at("read the image of the container"))?;
     let spec = oci::spec(&pod, config, &root.config).map_err(at("describe the container"))?;
     let stop_signal = oci::stop_signal(config, &root.config).map_err(at("describe the container"))?;
-    let text = |path: &std::path::Path| path.to_string_lossy().into_owned();
+    let mut volumes = Vec::with_capacity(record.volumes.len());
+    for (volume, image) in config.volumes.iter().zip(&record.volumes) {
+        let root = parts.images.rootfs(&image.id).await.map_err(at("read the image of a volume of the container"))?;
+        volumes.push(proto::ImageVolume {
+            image_key: image.id.to_string(),
+            image: extents(&root.disk),
+            sub_path: volume.sub_path.clone(),
+            container_path: volume.container_path.clone(),
+        });
+    }
     let request = proto::CreateContainerRequest {
         id: record.id.to_string(),
         oci_spec: spec,
         image_key: record.image.id.to_string(),
-        image: root
-            .disk
-            .extents
-            .iter()
-            .map(|extent| proto::Extent { path: text(&extent.path), offset: extent.offset, length: extent.length })
-            .collect(),
+        image: extents(&root.disk),
         user: oci::user(config, &root.config),
         merge_image_groups: !config.run_as.strict,
         tty: config.tty,
         stdin: config.stdin,
         stdin_once: config.stdin_once,
-        log_path: record.log_path.as_deref().map(text).unwrap_or_default(),
+        log_path: record.log_path.as_ref().map(|path| path.display().to_string()).unwrap_or_default(),
         stop_signal,
         pid_of: match &config.pid {
             PidMode::Of(target) => target.clone(),
             PidMode::Pod | PidMode::Own => String::new(),
         },
         own_pid_namespace: config.pid == PidMode::Own,
+        volumes,
     };
     let made = ask("make the container", parts.answer_limit(), client.create_container(request)).await?;
     let groups = made.supplemental_groups.into_iter().take(MAX_GROUPS).collect();
     Ok(User { uid: made.uid, gid: made.gid, groups })
+}
+
+fn extents(disk: &ImageDisk) -> Vec<proto::Extent> {
+    let text = |path: &std::path::Path| path.to_string_lossy().into_owned();
+    let piece =
+        |extent: &Extent| proto::Extent { path: text(&extent.path), offset: extent.offset, length: extent.length };
+    disk.extents.iter().map(piece).collect()
 }
 
 /// Starts it.

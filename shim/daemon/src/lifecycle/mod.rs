@@ -171,7 +171,9 @@ impl Table {
     }
 
     fn images_in_use(&self) -> HashSet<ImageId> {
-        self.views().iter().flat_map(|view| view.containers.values().map(|c| c.image.id)).collect()
+        let images_of =
+            |c: &ContainerRecord| std::iter::once(&c.image).chain(&c.volumes).map(|i| i.id).collect::<Vec<_>>();
+        self.views().iter().flat_map(|view| view.containers.values().flat_map(images_of).collect::<Vec<_>>()).collect()
     }
 
     /// The one pod whose id begins so.
@@ -253,7 +255,7 @@ impl Node {
         self.table.find_container(id).map(|(id, _, view)| (id, view))
     }
 
-    /// Images that containers are made of.
+    /// Images that containers are made of or see as volumes.
     pub fn images_in_use(&self) -> HashSet<ImageId> {
         self.table.images_in_use()
     }
@@ -332,15 +334,16 @@ impl Node {
         }
     }
 
-    /// Makes a container of an image that is in the store.
+    /// Makes a container of an image that is in the store, with the images of its volumes, in their order.
     pub async fn create(
         &self,
         pod: &str,
         config: ContainerConfig,
         image: ImageOf,
+        volumes: Vec<ImageOf>,
     ) -> Result<ContainerId, LifecycleError> {
         let (_, handle) = self.table.find(pod)?;
-        asked(&handle, |answer| Message::Create { config: Box::new(config), image, answer }).await
+        asked(&handle, |answer| Message::Create { config: Box::new(config), image, volumes, answer }).await
     }
 
     /// Starts a container; one that runs is started.

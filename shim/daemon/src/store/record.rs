@@ -58,6 +58,9 @@ pub struct ContainerRecord {
     pub config: Arc<ContainerConfig>,
     /// Its image.
     pub image: ImageOf,
+    /// Those of its volumes, in their order.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub volumes: Vec<ImageOf>,
     /// Its log file, absolute; none: no log.
     pub log_path: Option<std::path::PathBuf>,
     /// Its state.
@@ -207,8 +210,10 @@ pub(crate) mod tests {
                 masked_paths: vec!["/proc/kcore".into()],
                 readonly_paths: vec![],
                 seccomp: Seccomp::RuntimeDefault,
+                volumes: vec![],
             }),
             image: ImageOf { id: Digest([7; 32]), reference: "docker.io/library/busybox@sha256:aa".into() },
+            volumes: vec![],
             log_path: Some("/var/log/pods/web/c/0.log".into()),
             state: state::Container::Exited,
             created_at: 6,

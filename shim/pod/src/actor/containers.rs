@@ -10,6 +10,7 @@ use crate::record::{ContainerPhase, ContainerRecord, LOST, Phase};
 use crate::state::{self, Container, ContainerAct, ContainerAsk};
 use nacelle_base::machine::{Extent, ImageDisk};
 use nacelle_base::{Chain, Kind};
+use nacelle_engine::Slot;
 use nacelle_proto::pod;
 use std::path::Path;
 use std::sync::Arc;
@@ -59,25 +60,11 @@ impl Actor {
             "" => None,
             path => Some(LogPath::check(self.spec.log_directory.as_deref(), Path::new(path)).map_err(PodError::from)?),
         };
-        let extents = request.image.iter().map(|extent| Extent {
-            path: extent.path.clone().into(),
-            offset: extent.offset,
-            length: extent.length,
-        });
-        let image = ImageDisk { extents: extents.collect() };
-        let key = request.image_key.clone();
-        let (placement, new) = self.images.acquire(&key, &image).map_err(PodError::from)?;
-        let mut attach = None;
-        if new {
-            let (tell, attached) = watch::channel(None);
-            self.attached.insert(key.clone(), attached);
-            attach = Some(Attach { slot, key: key.clone(), image, tell });
-        }
-        let attached = self.attached.get(&key).cloned().ok_or(PodError::Ending)?;
+        let images = self.acquire(&slot, &request)?;
         let request = Arc::new(request);
         let (name, own, asked) = (id.to_owned(), self.own.clone(), Arc::clone(&request));
         tokio::spawn(async move {
-            let made = container::make(agent, asked, ImageUse { placement, attach, attached }).await;
+            let made = container::make(agent, asked, images).await;
             send(&own, News::Made(name, made));
         });
         Ok(Entry {
@@ -90,6 +77,36 @@ impl Actor {
             started: None,
             life: None,
         })
+    }
+
+    /// Counts this container as a user of each of its images, the root's first; of none if one has no place.
+    fn acquire(&mut self, slot: &Slot, request: &pod::CreateContainerRequest) -> Result<Vec<ImageUse>, Failure> {
+        let mut uses: Vec<ImageUse> = Vec::new();
+        for (key, extents) in images_of(request) {
+            let image = ImageDisk { extents: extents.iter().map(extent).collect() };
+            let (placement, new) = match self.images.acquire(key, &image) {
+                Ok(acquired) => acquired,
+                Err(error) => {
+                    // Nothing was attached yet: what is new is forgotten, the rest has a user less.
+                    for (key, _) in images_of(request).take(uses.len()) {
+                        if let Some(placement) = self.images.release(key) {
+                            self.attached.remove(key);
+                            self.images.free(placement);
+                        }
+                    }
+                    return Err(PodError::from(error).into());
+                }
+            };
+            let mut attach = None;
+            if new {
+                let (tell, attached) = watch::channel(None);
+                self.attached.insert(key.to_owned(), attached);
+                attach = Some(Attach { slot: slot.clone(), key: key.to_owned(), image, tell });
+            }
+            let attached = self.attached.get(key).cloned().ok_or(PodError::Ending)?;
+            uses.push(ImageUse { placement, attach, attached });
+        }
+        Ok(uses)
     }
 
     pub(super) fn made(
@@ -113,7 +130,7 @@ impl Actor {
                 self.lose("the machine is gone");
             }
         } else if let Some(entry) = self.containers.remove(id) {
-            self.release(&entry.request.image_key);
+            self.release_all(&entry.request);
         }
     }
 
@@ -257,7 +274,7 @@ impl Actor {
             Ok(()) => {
                 self.record.containers.retain(|container| container.id != id);
                 if let Some(entry) = self.containers.remove(id) {
-                    self.release(&entry.request.image_key);
+                    self.release_all(&entry.request);
                 }
             }
             Err(failure) => {
@@ -313,6 +330,13 @@ impl Actor {
         });
     }
 
+    /// A container less that uses these images.
+    fn release_all(&mut self, request: &pod::CreateContainerRequest) {
+        for (key, _) in images_of(request) {
+            self.release(key);
+        }
+    }
+
     /// One user of an image less; with the last one it is taken off the machine.
     fn release(&mut self, key: &str) {
         let Some(placement) = self.images.release(key) else { return };
@@ -325,6 +349,16 @@ impl Actor {
             }
         });
     }
+}
+
+/// The images that a container uses, by key: its root, then its volumes.
+fn images_of(request: &pod::CreateContainerRequest) -> impl Iterator<Item = (&str, &[pod::Extent])> {
+    let volumes = request.volumes.iter().map(|volume| (volume.image_key.as_str(), volume.image.as_slice()));
+    std::iter::once((request.image_key.as_str(), request.image.as_slice())).chain(volumes)
+}
+
+fn extent(piece: &pod::Extent) -> Extent {
+    Extent { path: piece.path.clone().into(), offset: piece.offset, length: piece.length }
 }
 
 fn mark_lost(record: &mut ContainerRecord, why: &str) {

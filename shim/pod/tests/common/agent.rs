@@ -61,6 +61,7 @@ pub struct Shared {
     pub calls: Mutex<Vec<String>>,
     pub config: Mutex<Option<proto::BootConfig>>,
     pub images: Mutex<BTreeMap<u32, (u64, u64)>>,
+    pub volumes: Mutex<Vec<proto::ImageVolume>>,
     pub opened: Mutex<Vec<proto::StreamOpen>>,
     processes: Mutex<BTreeMap<(String, String), Process>>,
     guest: Mutex<Option<Guest>>,
@@ -213,9 +214,12 @@ impl Agent for Service {
     ) -> Answer<proto::CreateContainerResponse> {
         self.gate("create").await?;
         let request = request.into_inner();
-        if !self.0.images.lock().unwrap().contains_key(&request.partition) {
-            return Err(Status::failed_precondition("no such image"));
+        for partition in request.volumes.iter().map(|volume| volume.partition).chain([request.partition]) {
+            if !self.0.images.lock().unwrap().contains_key(&partition) {
+                return Err(Status::failed_precondition("no such image"));
+            }
         }
+        self.0.volumes.lock().unwrap().extend(request.volumes);
         self.0.add(&request.id, "", String::from_utf8(request.oci_spec).unwrap());
         Ok(Response::new(proto::CreateContainerResponse { uid: 1, gid: 2, supplemental_groups: vec![3] }))
     }

@@ -1,6 +1,7 @@
 //! Owns: ContainerConfig → `ContainerConfig` of ours.
 
-use super::{FieldError, apparmor, bad, id_number, name, not_yet, pairs, selinux, user_namespace};
+use super::volume::volumes;
+use super::{FieldError, apparmor, bad, id_number, name, name_of_image, not_yet, pairs, selinux, user_namespace};
 use crate::nouns::{Capabilities, ContainerConfig, PidMode, Resources, RunAs, Seccomp};
 use crate::oci;
 use nacelle_proto::cri;
@@ -26,7 +27,7 @@ pub fn container_config(config: Option<&cri::ContainerConfig>) -> Result<Contain
     Ok(ContainerConfig {
         name: name("config.metadata.name", &metadata.name)?,
         attempt: metadata.attempt,
-        image: name_of_image(image)?,
+        image: name_of_image("config.image.image", image)?,
         user_image: if image.user_specified_image.is_empty() { &image.image } else { &image.user_specified_image }
             .clone(),
         command: config.command.clone(),
@@ -50,27 +51,11 @@ pub fn container_config(config: Option<&cri::ContainerConfig>) -> Result<Contain
         masked_paths: paths("config.linux.security_context.masked_paths", &security.masked_paths)?,
         readonly_paths: paths("config.linux.security_context.readonly_paths", &security.readonly_paths)?,
         seccomp: seccomp(&security)?,
+        volumes: volumes(&config.mounts)?,
     })
 }
 
-fn name_of_image(image: &cri::ImageSpec) -> Result<String, FieldError> {
-    if image.image.is_empty() {
-        return Err(FieldError::Missing { field: "config.image.image" });
-    }
-    if image.image.len() > 1024 {
-        return bad("config.image.image", &image.image, "at most 1024 bytes are allowed");
-    }
-    Ok(image.image.clone())
-}
-
 fn check_devices(config: &cri::ContainerConfig) -> Result<(), FieldError> {
-    if let Some(mount) = config.mounts.first() {
-        if let Some(image) = &mount.image {
-            return not_yet("config.mounts.image", &image.image, "image volumes are to come; leave the volume out");
-        }
-        let instead = "volumes of the node are to come; put the files into the image";
-        return not_yet("config.mounts.host_path", &mount.host_path, instead);
-    }
     if let Some(device) = config.devices.first() {
         return not_yet("config.devices.host_path", &device.host_path, "devices of the node do not reach a guest");
     }
@@ -342,7 +327,7 @@ mod tests {
     #[test]
     fn every_refusal_names_field_and_rule() {
         type Change = fn(&mut cri::ContainerConfig);
-        let rows: [(Change, Kind, &str); 27] = [
+        let rows: [(Change, Kind, &str); 26] = [
             (|c| c.metadata = None, Kind::Invalid, "config.metadata is missing"),
             (|c| c.metadata.as_mut().unwrap().name.clear(), Kind::Invalid, "name is missing"),
             (|c| c.image = None, Kind::Invalid, "config.image is missing"),
@@ -356,11 +341,6 @@ mod tests {
                 |c| c.mounts = vec![cri::Mount { host_path: "/etc".into(), ..Default::default() }],
                 Kind::Unsupported,
                 "/etc",
-            ),
-            (
-                |c| c.mounts = vec![cri::Mount { image: Some(Default::default()), ..Default::default() }],
-                Kind::Unsupported,
-                "image volumes",
             ),
             (
                 |c| c.devices = vec![cri::Device { host_path: "/dev/fuse".into(), ..Default::default() }],

@@ -4,6 +4,7 @@
 mod container;
 mod pod;
 pub mod report;
+mod volume;
 
 pub use container::container_config;
 pub use pod::pod_config;
@@ -88,6 +89,17 @@ fn name(field: &'static str, value: &str) -> Result<String, FieldError> {
         return bad(field, value, "1 to 253 bytes without control characters are allowed");
     }
     Ok(value.to_owned())
+}
+
+/// The image that a field names.
+fn name_of_image(field: &'static str, image: &cri::ImageSpec) -> Result<String, FieldError> {
+    if image.image.is_empty() {
+        return Err(FieldError::Missing { field });
+    }
+    if image.image.len() > 1024 {
+        return bad(field, &image.image, "at most 1024 bytes are allowed");
+    }
+    Ok(image.image.clone())
 }
 
 /// A number that Linux takes for a user or a group.

@@ -4,7 +4,7 @@ use super::container::signal_number;
 use crate::lifecycle::shown::{self, Shown};
 use crate::lifecycle::state::Container;
 use crate::lifecycle::{Event, EventKind, View};
-use crate::nouns::{Pairs, Resources};
+use crate::nouns::{ImageOf, ImageVolume, Pairs, Resources};
 use crate::store::{ContainerRecord, PodRecord};
 use nacelle_image::{ImageRecord, RunAs};
 use nacelle_proto::cri;
@@ -210,12 +210,29 @@ pub fn container_status(container: &ContainerRecord) -> cri::ContainerStatus {
         message: container.message.clone(),
         labels: map(&config.labels),
         annotations: map(&config.annotations),
-        mounts: Vec::new(),
+        mounts: config.volumes.iter().zip(&container.volumes).map(volume).collect(),
         log_path: container.log_path.as_ref().map(|path| path.display().to_string()).unwrap_or_default(),
         resources: Some(cri::ContainerResources { linux: Some(resources(&config.resources)), windows: None }),
         image_id: id,
         user,
         stop_signal: config.stop_signal.and_then(signal).unwrap_or(cri::Signal::RuntimeDefault).into(),
+    }
+}
+
+/// An image volume. It lies on no path of the node.
+fn volume((volume, image): (&ImageVolume, &ImageOf)) -> cri::Mount {
+    cri::Mount {
+        container_path: volume.container_path.clone(),
+        readonly: true,
+        recursive_read_only: volume.recursive_read_only,
+        image: Some(cri::ImageSpec {
+            image: volume.image.clone(),
+            user_specified_image: volume.user_image.clone(),
+            image_ref: image.id.to_string(),
+            ..Default::default()
+        }),
+        image_sub_path: volume.sub_path.clone(),
+        ..Default::default()
     }
 }
 
@@ -311,6 +328,20 @@ mod tests {
         assert_eq!(status.image_id, container(&container_record(2, 1)).image_id);
         assert_eq!(status.log_path, "/var/log/pods/web/c/0.log");
         assert_eq!(status.user.unwrap().linux.unwrap().supplemental_groups, [5]);
+        let status = ended(|r| {
+            Arc::make_mut(&mut r.config).volumes = vec![ImageVolume {
+                image: "sha256:aa".into(),
+                user_image: "data:1".into(),
+                sub_path: "etc".into(),
+                container_path: "/data".into(),
+                recursive_read_only: false,
+            }];
+            r.volumes = vec![r.image.clone()];
+        });
+        let [mount] = status.mounts.as_slice() else { panic!("{:?}", status.mounts) };
+        assert!(mount.readonly && mount.host_path.is_empty());
+        assert_eq!((mount.container_path.as_str(), mount.image_sub_path.as_str()), ("/data", "etc"));
+        assert_eq!(mount.image.as_ref().unwrap().image_ref, status.image_id);
     }
 
     #[test]

@@ -23,12 +23,21 @@ fn lost_code() -> i32 {
 }
 
 impl Actor {
-    pub(super) async fn create(&mut self, config: ContainerConfig, image: ImageOf, answer: Answer<ContainerId>) {
+    pub(super) async fn create(
+        &mut self,
+        config: ContainerConfig,
+        image: ImageOf,
+        volumes: Vec<ImageOf>,
+        answer: Answer<ContainerId>,
+    ) {
         let same_name = |entry: &&mut Entry| {
             entry.record.config.name == config.name && entry.record.config.attempt == config.attempt
         };
         if let Some(entry) = self.containers.values_mut().find(same_name) {
-            let same = *entry.record.config == config && entry.record.image.id == image.id;
+            let ids = |images: &[ImageOf]| images.iter().map(|image| image.id).collect::<Vec<_>>();
+            let same = *entry.record.config == config
+                && entry.record.image.id == image.id
+                && ids(&entry.record.volumes) == ids(&volumes);
             match entry.record.state {
                 Container::Creating if same => return entry.made.push(answer),
                 Container::Created if same => return drop(answer.send(Ok(entry.record.id.clone()))),
@@ -38,7 +47,7 @@ impl Actor {
             let id = entry.record.id.to_string();
             return drop(answer.send(Err(LifecycleError::NameTaken { what: "container", name, id })));
         }
-        let record = match self.check_new(config, image) {
+        let record = match self.check_new(config, image, volumes) {
             Ok(record) => record,
             Err(error) => return drop(answer.send(Err(error))),
         };
@@ -56,7 +65,12 @@ impl Actor {
     }
 
     /// The record of a container that may be made.
-    fn check_new(&self, config: ContainerConfig, image: ImageOf) -> Result<ContainerRecord, LifecycleError> {
+    fn check_new(
+        &self,
+        config: ContainerConfig,
+        image: ImageOf,
+        volumes: Vec<ImageOf>,
+    ) -> Result<ContainerRecord, LifecycleError> {
         if self.pod.state != state::Pod::Ready {
             return Err(self.not_ready());
         }
@@ -85,6 +99,7 @@ impl Actor {
             pod: self.pod.id.clone(),
             config: Arc::new(config),
             image,
+            volumes,
             log_path,
             state: Container::Creating,
             created_at: now(),

@@ -1,0 +1,139 @@
+//! Owns: image volumes: images that containers see beside their own, and what is refused.
+
+use nacelle_e2e::{Container, Image, Node, Pod};
+use nacelle_proto::cri;
+use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
+use serde_json::{Value, json};
+
+/// An image with something to look at.
+fn data() -> Image {
+    Image::busybox().layer(|layer| {
+        layer.folder("conf", 0o755);
+        layer.file("conf/app", b"of the volume", 0o644);
+        layer.folder("conf/deep", 0o755);
+        layer.file("conf/deep/er", b"deeper", 0o644);
+        layer.symlink("current", "/conf/deep");
+        layer.symlink("out", "../../../../run/nacelle");
+    })
+}
+
+fn mount(at: &str, image: &str, sub_path: &str) -> Value {
+    json!({"container_path": at, "image": {"image": image}, "image_sub_path": sub_path, "readonly": true})
+}
+
+/// What ContainerStatus says of the mounts; crictl's own types may know less of them than ours.
+fn mounts_of(node: &Node, container_id: &str) -> Vec<cri::Mount> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let request = cri::ContainerStatusRequest { container_id: container_id.to_owned(), verbose: false };
+        let answer = RuntimeServiceClient::new(node.channel()).container_status(request).await.unwrap();
+        answer.into_inner().status.unwrap().mounts
+    })
+}
+
+fn used(node: &Node) -> u64 {
+    let info = node.crictl.json(["imagefsinfo", "-o", "json"]);
+    let text = info["status"]["imageFilesystems"][0]["usedBytes"]["value"].as_str().map(str::to_owned);
+    text.and_then(|text| text.parse().ok()).expect("the use of the disk")
+}
+
+#[test]
+fn images_are_seen_beside_the_containers_own_and_stay_while_they_are() {
+    let mut node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let volume = node.image(&data().layer(|layer| layer.file("weight", &[7; 3 << 20], 0o644)), "data:1");
+    let volume_id = node.crictl.json(["inspecti", "-o", "json", &volume])["status"]["id"].as_str().unwrap().to_owned();
+    let (one_id, two_id) = {
+        let pod = node.crictl.run_pod(Pod::new("volumes", node.folder()));
+        let mounts = json!([
+            // Below the next one, and before it: they are mounted in the order of their depth.
+            mount("/mnt/all/conf/deep", &volume, "bin"),
+            mount("/mnt/all", &volume, ""),
+            // Over a folder that is there, with a link in the sub-path.
+            mount("/var", &volume, "current"),
+            mount("/self", &image, ""),
+        ]);
+        let one = pod.start(Container::sh("one", &image, "echo up; sleep 600").set("mounts", mounts));
+        one.says("up");
+        let said = one.exec("cat /mnt/all/conf/app; echo; ls /mnt/all/conf/deep/busybox; cat /var/er; echo").ok();
+        assert_eq!(said, "of the volume\n/mnt/all/conf/deep/busybox\ndeeper");
+        assert_eq!(one.exec("/self/bin/busybox echo runs").ok(), "runs");
+        for path in ["/mnt/all/x", "/mnt/all/conf/app", "/var/x", "/self/x"] {
+            let refused = one.exec(&format!("echo x >{path}")).err();
+            assert!(refused.contains("Read-only file system"), "{path}: {refused}");
+        }
+        let flags = one.exec("grep -E ' (/mnt/all|/var|/self) ' /proc/mounts | cut -d' ' -f3,4").ok();
+        assert_eq!(flags.lines().count(), 3, "{flags}");
+        for line in flags.lines() {
+            assert!(line.starts_with("erofs ro,nosuid,nodev") && !line.contains("noexec"), "{line}");
+        }
+        let two = pod.start(
+            Container::sh("two", &volume, "cat /again/app; echo; sleep 600")
+                .set("mounts", json!([mount("/again", &volume_id, "conf")]))
+                .set("linux", json!({"security_context": {"readonly_rootfs": true}})),
+        );
+        two.says("of the volume");
+        (one.id.clone(), two.id.clone())
+    };
+    let told = mounts_of(&node, &one_id);
+    assert_eq!(told.len(), 4, "{told:?}");
+    let var = told.iter().find(|mount| mount.container_path == "/var").expect("it is told");
+    assert!(var.readonly && var.host_path.is_empty() && var.image_sub_path == "current", "{var:?}");
+    let spec = var.image.as_ref().expect("it is an image's");
+    assert_eq!((spec.image.as_str(), spec.image_ref.as_str()), (volume.as_str(), volume_id.as_str()));
+
+    // Removed while containers see it: it is gone from the list and goes on being seen, past a new daemon too.
+    let before = used(&node);
+    node.crictl.call(["rmi", &volume]);
+    node.kill();
+    node.start();
+    assert_ne!(node.crictl.try_call(["inspecti", &volume]).code, 0);
+    assert_eq!(mounts_of(&node, &one_id), told);
+    let exec = |id: &str, script: &str| node.crictl.call(["exec", "--sync", id, "/bin/sh", "-c", script]);
+    assert_eq!(exec(&one_id, "dd if=/mnt/all/weight bs=65536 2>/dev/null | wc -c"), (3 << 20).to_string());
+    node.crictl.call(["rm", "--force", &one_id]);
+    assert_eq!(exec(&two_id, "cat /again/deep/er"), "deeper");
+    assert!(used(&node) + (1 << 20) > before, "its files are needed");
+    node.crictl.call(["rm", "--force", &two_id]);
+    nacelle_e2e::eventually("the image's files go with its last user", || {
+        (used(&node) + (2 << 20) < before).then_some(())
+    });
+}
+
+#[test]
+fn what_is_no_volume_is_refused_and_leaves_nothing() {
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let volume = node.image(&data(), "data:1");
+    let pod = node.crictl.run_pod(Pod::new("refused", node.folder()));
+    let with = |key: &str, value: Value| {
+        let mut mount = mount("/mnt", &volume, "");
+        mount[key] = value;
+        mount
+    };
+    let rows = [
+        (mount("/mnt", &volume, "none"), "ImageVolumeMountFailed", "at /mnt has no "),
+        (mount("/mnt", &volume, "out"), "ImageVolumeMountFailed", "at /mnt has no "),
+        (mount("/mnt", &volume, "conf/app"), "ImageVolumeMountFailed", "is no folder"),
+        (mount("/etc/passwd", &volume, ""), "ImageVolumeMountFailed", "/etc/passwd is not a folder"),
+        (mount("/mnt", &volume, "/conf"), "InvalidArgument", "image_sub_path"),
+        (mount("/mnt", &volume, "conf/../.."), "InvalidArgument", "image_sub_path"),
+        (mount("/proc/self", &volume, ""), "InvalidArgument", "container_path"),
+        (mount("mnt", &volume, ""), "InvalidArgument", "container_path"),
+        (mount("/mnt", "127.0.0.1:5000/none:1", ""), "NotFound", "none:1"),
+        (with("readonly", json!(false)), "InvalidArgument", "readonly"),
+        (with("host_path", json!("/etc")), "InvalidArgument", "host_path"),
+        (json!({"container_path": "/mnt", "host_path": "/etc"}), "Unimplemented", "host_path"),
+    ];
+    for (mount, code, words) in rows {
+        // A good one first: what was placed for it is given back.
+        let mounts = json!([self::mount("/good", &volume, "conf"), mount]);
+        let refused = pod.try_create(Container::sh("one", &image, "true").set("mounts", mounts)).err();
+        assert!(refused.contains(code) && refused.contains(words), "{code}, {words}: {refused}");
+    }
+    assert_eq!(node.crictl.call(["ps", "-aq"]), "");
+    // Whatever was refused is in nobody's way.
+    let mounts = json!([mount("/good", &volume, "conf")]);
+    pod.start(Container::sh("one", &image, "cat /good/app").set("mounts", mounts)).says("of the volume");
+    pod.remove();
+}
