@@ -1,8 +1,9 @@
 //! Owns: what a container may ask for, and how it ends.
 
 use nacelle_e2e::{Container, Image, Node, Pod, eventually};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::fs;
+use std::path::Path;
 
 #[test]
 fn ends_are_told_as_they_were() {
@@ -79,6 +80,60 @@ fn users_limits_and_the_rest_of_the_specification_arrive() {
     assert!(said.contains("CapEff:\t0000000000000000"), "{said}");
     assert!(said.contains("NoNewPrivs:\t1"), "{said}");
     assert_eq!(strict.exec("id -u; grep NoNewPrivs /proc/self/status").ok(), "1234\nNoNewPrivs:\t1");
+    pod.remove();
+}
+
+#[test]
+fn a_seccomp_profile_of_the_node_holds_for_every_process_of_its_container() {
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let write = |name: &str, profile: Value| {
+        let file = node.folder().join(name);
+        fs::write(&file, profile.to_string()).unwrap();
+        file
+    };
+    let file = write(
+        "profile.json",
+        json!({
+            "defaultAction": "SCMP_ACT_ALLOW",
+            "syscalls": [
+                {"names": ["chmod", "fchmod", "fchmodat", "fchmodat2"], "action": "SCMP_ACT_ERRNO"},
+                {"names": ["sethostname"], "action": "SCMP_ACT_ERRNO", "errnoRet": 95,
+                 "includes": {"caps": ["CAP_SYS_ADMIN"], "minKernel": "5.10"}},
+                {"names": ["mkdir", "mkdirat"], "action": "SCMP_ACT_ERRNO", "excludes": {"arches": ["amd64"]}},
+            ],
+        }),
+    );
+    let linux = |file: &Path| {
+        json!({"security_context": {
+            "seccomp": {"profile_type": 2, "localhost_ref": file},
+            "capabilities": {"add_capabilities": ["SYS_ADMIN"]},
+        }})
+    };
+    let pod = node.crictl.run_pod(Pod::new("seccomp", node.folder()));
+    let script = "grep Seccomp: /proc/self/status; chmod 755 /tmp 2>&1; hostname other 2>&1; mkdir /x && echo made";
+    let container = Container::sh("one", &image, &format!("{script}; sleep 600")).set("linux", linux(&file));
+    let one = pod.start(container);
+    let expected =
+        "Seccomp:\t2\nchmod: /tmp: Operation not permitted\nhostname: sethostname: Operation not supported\nmade";
+    assert_eq!(one.says("made").trim(), expected);
+    // The container keeps its filter, for commands too, whatever becomes of the file.
+    fs::remove_file(&file).unwrap();
+    let again = script.replace("/x", "/y");
+    assert_eq!(one.exec(&again).ok(), expected);
+
+    let notify = write("notify.json", json!({"defaultAction": "SCMP_ACT_NOTIFY"}));
+    let broken = write("broken.json", json!(["no profile"]));
+    for (file, code, words) in [
+        (file.as_path(), "InvalidArgument", "No such file"),
+        (node.folder(), "InvalidArgument", "no regular file"),
+        (broken.as_path(), "InvalidArgument", "is no profile"),
+        (notify.as_path(), "Unimplemented", "SCMP_ACT_NOTIFY"),
+        (Path::new("profile.json"), "InvalidArgument", "absolute path"),
+    ] {
+        let refused = pod.try_create(Container::sh("two", &image, "true").set("linux", linux(file))).err();
+        assert!(refused.contains(code) && refused.contains(words), "{code}, {words}: {refused}");
+    }
     pod.remove();
 }
 

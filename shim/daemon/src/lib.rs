@@ -10,6 +10,7 @@ pub mod lifecycle;
 mod node_service;
 pub mod nouns;
 pub mod oci;
+pub mod profile;
 pub mod program;
 pub mod server;
 mod signals;

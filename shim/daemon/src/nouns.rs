@@ -1,6 +1,7 @@
 //! Owns: pods and containers as the daemon understands them after everything was checked: plain data, stored as
 //! it is. No CRI type, no effect.
 
+use crate::profile::Profile;
 use nacelle_image::ImageId;
 use nacelle_net::{Dns, PortMapping};
 use serde::{Deserialize, Serialize};
@@ -100,13 +101,15 @@ pub struct RunAs {
 }
 
 /// Which system calls a container may use.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Seccomp {
     /// All.
     #[default]
     Unconfined,
     /// Those of the default profile.
     RuntimeDefault,
+    /// Those of a profile that was a file of the node when the container was made.
+    Localhost(Box<Profile>),
 }
 
 /// Capabilities that are added to and taken from the default set; names without "CAP_", "ALL" is all.

@@ -1,10 +1,11 @@
 //! Owns: the RPCs about containers: convert, ask the lifecycle, convert.
 
 use super::Cri;
-use super::convert::{container_config, report};
+use super::convert::{container_config, report, seccomp_profile};
 use super::sandbox::needed;
 use super::status::{refuse, status};
 use crate::nouns::ImageOf;
+use crate::profile;
 use nacelle_base::Kind;
 use nacelle_proto::cri;
 use std::collections::HashMap;
@@ -20,7 +21,17 @@ impl Cri {
         request: cri::CreateContainerRequest,
     ) -> Result<cri::CreateContainerResponse, Status> {
         let pod = needed("pod_sandbox_id", &request.pod_sandbox_id)?;
-        let config = container_config(request.config.as_ref()).map_err(status)?;
+        let profile = match seccomp_profile(request.config.as_ref()).map_err(status)? {
+            // Read now: the container keeps it, whatever becomes of the file.
+            Some(path) => {
+                let reading = tokio::task::spawn_blocking(move || profile::read(&path));
+                let read =
+                    reading.await.map_err(|_panic| refuse(Kind::Internal, "the seccomp profile was given up"))?;
+                Some(read.map_err(status)?)
+            }
+            None => None,
+        };
+        let config = container_config(request.config.as_ref(), profile).map_err(status)?;
         let image = self.image_of("config.image.image", &config.image)?;
         let volumes = config.volumes.iter().map(|volume| self.image_of("config.mounts.image.image", &volume.image));
         let volumes = volumes.collect::<Result<_, _>>()?;

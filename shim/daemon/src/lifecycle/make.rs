@@ -3,9 +3,9 @@
 
 use super::error::{LifecycleError, StepError, at};
 use super::{Parts, clip};
-use crate::nouns::{PidMode, PodConfig, User};
+use crate::nouns::{PidMode, User};
 use crate::oci;
-use crate::store::ContainerRecord;
+use crate::store::{ContainerRecord, PodRecord};
 use nacelle_base::machine::{Extent, ImageDisk};
 use nacelle_base::{Chain, Classify, ContainerId, Kind};
 use nacelle_pod::client::{ClientError, PodClient};
@@ -38,12 +38,13 @@ fn is_unknown(error: &LifecycleError) -> bool {
 pub(super) async fn make(
     parts: Arc<Parts>,
     client: PodClient,
-    pod: Arc<PodConfig>,
+    pod: PodRecord,
     record: ContainerRecord,
 ) -> Result<User, LifecycleError> {
     let config = &record.config;
     let root = parts.images.rootfs(&record.image.id).await.map_err(at("read the image of the container"))?;
-    let spec = oci::spec(&pod, config, &root.config).map_err(at("describe the container"))?;
+    let spec =
+        oci::spec(&pod.config, config, &root.config, &pod.kernel_release).map_err(at("describe the container"))?;
     let stop_signal = oci::stop_signal(config, &root.config).map_err(at("describe the container"))?;
     let mut volumes = Vec::with_capacity(record.volumes.len());
     for (volume, image) in config.volumes.iter().zip(&record.volumes) {

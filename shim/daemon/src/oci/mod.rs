@@ -56,11 +56,16 @@ impl Classify for OciError {
     }
 }
 
-/// The specification as JSON.
-pub fn spec(pod: &PodConfig, container: &ContainerConfig, image: &ImageConfig) -> Result<Vec<u8>, OciError> {
+/// The specification as JSON, for a guest whose kernel has this release.
+pub fn spec(
+    pod: &PodConfig,
+    container: &ContainerConfig,
+    image: &ImageConfig,
+    kernel: &str,
+) -> Result<Vec<u8>, OciError> {
     let invalid = |source| OciError::Invalid { container: container.name.clone(), source };
     // Through the typed specification, so that nothing leaves here that another runtime would not read.
-    let spec: Spec = serde_json::from_value(document(pod, container, image)?).map_err(invalid)?;
+    let spec: Spec = serde_json::from_value(document(pod, container, image, kernel)?).map_err(invalid)?;
     serde_json::to_vec(&spec).map_err(invalid)
 }
 
@@ -91,7 +96,12 @@ pub fn stop_signal(container: &ContainerConfig, image: &ImageConfig) -> Result<u
     }
 }
 
-fn document(pod: &PodConfig, container: &ContainerConfig, image: &ImageConfig) -> Result<Value, OciError> {
+fn document(
+    pod: &PodConfig,
+    container: &ContainerConfig,
+    image: &ImageConfig,
+    kernel: &str,
+) -> Result<Value, OciError> {
     let privileged = container.privileged;
     let capabilities = capabilities::of(container);
     let mut linux = Map::new();
@@ -102,8 +112,14 @@ fn document(pod: &PodConfig, container: &ContainerConfig, image: &ImageConfig) -
         linux.insert("maskedPaths".into(), json!(container.masked_paths));
         linux.insert("readonlyPaths".into(), json!(container.readonly_paths));
     }
-    if container.seccomp == Seccomp::RuntimeDefault && !privileged {
-        linux.insert("seccomp".into(), seccomp::default_profile(&capabilities.bounding));
+    let filter = match &container.seccomp {
+        _ if privileged => None,
+        Seccomp::Unconfined => None,
+        Seccomp::RuntimeDefault => Some(seccomp::default_profile(&capabilities.bounding)),
+        Seccomp::Localhost(profile) => Some(profile.resolve(&capabilities.bounding, kernel)),
+    };
+    if let Some(filter) = filter {
+        linux.insert("seccomp".into(), filter);
     }
     Ok(json!({
         "ociVersion": "1.0.2",
@@ -264,7 +280,7 @@ mod tests {
     fn built(change: impl FnOnce(&mut ContainerConfig)) -> Value {
         let mut config = (*container(1, 1).config).clone();
         change(&mut config);
-        serde_json::from_slice(&spec(&pod(1).config, &config, &image()).unwrap()).unwrap()
+        serde_json::from_slice(&spec(&pod(1).config, &config, &image(), "6.12.0").unwrap()).unwrap()
     }
 
     #[test]
@@ -285,7 +301,7 @@ mod tests {
         assert_eq!(args(&["c"], &["x"]), ["c", "x"]);
         let mut config = (*container(1, 1).config).clone();
         (config.command, config.args) = (vec![], vec![]);
-        let error = spec(&pod(1).config, &config, &ImageConfig::default()).unwrap_err();
+        let error = spec(&pod(1).config, &config, &ImageConfig::default(), "").unwrap_err();
         assert_eq!(error.kind(), Kind::Invalid);
         assert!(error.to_string().contains("busybox"), "{error}");
     }
@@ -354,6 +370,23 @@ mod tests {
         assert_eq!(resources["hugepageLimits"], json!([{ "pageSize": "2MB", "limit": 1 << 21 }]));
         assert_eq!(resources["unified"], json!({ "memory.oom.group": "1" }));
         assert_eq!(full["process"]["oomScoreAdj"], 500);
+    }
+
+    #[test]
+    fn a_profile_of_the_node_is_the_filter_unless_the_container_is_privileged() {
+        let json = json!({
+            "defaultAction": "SCMP_ACT_ALLOW",
+            "syscalls": [
+                { "names": ["chmod"], "action": "SCMP_ACT_ERRNO", "includes": { "caps": ["CAP_CHOWN"] } },
+                { "names": ["mount"], "action": "SCMP_ACT_ERRNO", "includes": { "caps": ["CAP_SYS_ADMIN"] } },
+            ],
+        });
+        let profile = || Seccomp::Localhost(Box::new(serde_json::from_value(json.clone()).unwrap()));
+        let filter = built(|config| config.seccomp = profile())["linux"]["seccomp"].clone();
+        assert_eq!(filter["defaultAction"], "SCMP_ACT_ALLOW");
+        assert_eq!(filter["syscalls"], json!([{ "names": ["chmod"], "action": "SCMP_ACT_ERRNO" }]));
+        let privileged = built(|config| (config.seccomp, config.privileged) = (profile(), true));
+        assert_eq!(privileged["linux"]["seccomp"], Value::Null);
     }
 
     #[test]

@@ -4,11 +4,28 @@ use super::volume::volumes;
 use super::{FieldError, apparmor, bad, id_number, name, name_of_image, not_yet, pairs, selinux, user_namespace};
 use crate::nouns::{Capabilities, ContainerConfig, PidMode, Resources, RunAs, Seccomp};
 use crate::oci;
+use crate::profile::Profile;
 use nacelle_proto::cri;
-use std::path::{Component, Path};
+use std::path::{Component, Path, PathBuf};
 
-/// Checks and converts.
-pub fn container_config(config: Option<&cri::ContainerConfig>) -> Result<ContainerConfig, FieldError> {
+/// The file of the node with the seccomp profile that this container asks for. A privileged one has no filter,
+/// whatever it asks for.
+pub fn seccomp_profile(config: Option<&cri::ContainerConfig>) -> Result<Option<PathBuf>, FieldError> {
+    let linux = config.and_then(|config| config.linux.as_ref());
+    match linux.and_then(|linux| linux.security_context.as_ref()).filter(|security| !security.privileged) {
+        Some(security) => match asked_seccomp(security)? {
+            Asked::File(path) => Ok(Some(path)),
+            Asked::Unconfined | Asked::RuntimeDefault => Ok(None),
+        },
+        None => Ok(None),
+    }
+}
+
+/// Checks and converts; `profile` is what was in the file of [`seccomp_profile`].
+pub fn container_config(
+    config: Option<&cri::ContainerConfig>,
+    profile: Option<Profile>,
+) -> Result<ContainerConfig, FieldError> {
     let config = config.ok_or(FieldError::Missing { field: "config" })?;
     let metadata = config.metadata.as_ref().ok_or(FieldError::Missing { field: "config.metadata" })?;
     let image = config.image.as_ref().ok_or(FieldError::Missing { field: "config.image" })?;
@@ -50,7 +67,7 @@ pub fn container_config(config: Option<&cri::ContainerConfig>) -> Result<Contain
         no_new_privs: security.no_new_privs,
         masked_paths: paths("config.linux.security_context.masked_paths", &security.masked_paths)?,
         readonly_paths: paths("config.linux.security_context.readonly_paths", &security.readonly_paths)?,
-        seccomp: seccomp(&security)?,
+        seccomp: seccomp(&security, profile)?,
         volumes: volumes(&config.mounts)?,
     })
 }
@@ -241,22 +258,44 @@ fn paths(field: &'static str, paths: &[String]) -> Result<Vec<String>, FieldErro
     }
 }
 
+/// What a container asks for: a filter, or the file that has it.
+enum Asked {
+    Unconfined,
+    RuntimeDefault,
+    File(PathBuf),
+}
+
 #[expect(deprecated, reason = "kubelets before 1.26 send the old field")]
-fn seccomp(security: &cri::LinuxContainerSecurityContext) -> Result<Seccomp, FieldError> {
+fn asked_seccomp(security: &cri::LinuxContainerSecurityContext) -> Result<Asked, FieldError> {
     use cri::security_profile::ProfileType;
-    let instead = "profiles of the node are to come; use RuntimeDefault";
-    match (&security.seccomp, security.seccomp_profile_path.as_str()) {
+    let (field, path) = match (&security.seccomp, security.seccomp_profile_path.as_str()) {
         (Some(profile), _) => match profile.profile_type() {
-            ProfileType::RuntimeDefault => Ok(Seccomp::RuntimeDefault),
-            ProfileType::Unconfined => Ok(Seccomp::Unconfined),
+            ProfileType::RuntimeDefault => return Ok(Asked::RuntimeDefault),
+            ProfileType::Unconfined => return Ok(Asked::Unconfined),
             ProfileType::Localhost => {
-                not_yet("config.linux.security_context.seccomp.localhost_ref", &profile.localhost_ref, instead)
+                ("config.linux.security_context.seccomp.localhost_ref", profile.localhost_ref.as_str())
             }
         },
-        (None, "runtime/default" | "docker/default") => Ok(Seccomp::RuntimeDefault),
-        (None, "" | "unconfined") => Ok(Seccomp::Unconfined),
-        (None, path) => not_yet("config.linux.security_context.seccomp_profile_path", path, instead),
+        (None, "runtime/default" | "docker/default") => return Ok(Asked::RuntimeDefault),
+        (None, "" | "unconfined") => return Ok(Asked::Unconfined),
+        (None, path) => ("config.linux.security_context.seccomp_profile_path", path),
+    };
+    // The old field has this in front, and some callers write it into the new one.
+    let file = path.strip_prefix("localhost/").unwrap_or(path);
+    if file.starts_with('/') && !file.contains('\0') {
+        Ok(Asked::File(file.into()))
+    } else {
+        bad(field, path, "the absolute path of a profile on the node is needed")
     }
+}
+
+fn seccomp(security: &cri::LinuxContainerSecurityContext, profile: Option<Profile>) -> Result<Seccomp, FieldError> {
+    Ok(match (asked_seccomp(security)?, profile) {
+        (Asked::RuntimeDefault, _) => Seccomp::RuntimeDefault,
+        (Asked::File(_), Some(profile)) => Seccomp::Localhost(Box::new(profile)),
+        // Nobody read the file: of a privileged container.
+        (Asked::Unconfined | Asked::File(_), _) => Seccomp::Unconfined,
+    })
 }
 
 #[cfg(test)]
@@ -278,7 +317,8 @@ mod tests {
     fn converted(change: impl FnOnce(&mut cri::ContainerConfig)) -> Result<ContainerConfig, FieldError> {
         let mut config = sample();
         change(&mut config);
-        container_config(Some(&config))
+        seccomp_profile(Some(&config))?;
+        container_config(Some(&config), None)
     }
 
     fn security(config: &mut cri::ContainerConfig) -> &mut cri::LinuxContainerSecurityContext {
@@ -322,6 +362,33 @@ mod tests {
         assert_eq!((container.pid, container.seccomp), (PidMode::Own, Seccomp::RuntimeDefault));
         let plain = converted(|_| ()).unwrap();
         assert_eq!((plain.pid, plain.seccomp, plain.stop_signal), (PidMode::Pod, Seccomp::Unconfined, None));
+    }
+
+    #[test]
+    fn a_profile_of_the_node_is_asked_for_by_its_path() {
+        use cri::security_profile::ProfileType::Localhost;
+        let asked = |change: fn(&mut cri::LinuxContainerSecurityContext)| {
+            let mut config = sample();
+            change(security(&mut config));
+            let path = seccomp_profile(Some(&config)).unwrap();
+            let profile = serde_json::from_str(r#"{ "defaultAction": "SCMP_ACT_LOG" }"#).unwrap();
+            let config = container_config(Some(&config), path.is_some().then_some(profile)).unwrap();
+            (path, matches!(config.seccomp, Seccomp::Localhost(_)))
+        };
+        fn local(path: &str) -> Option<cri::SecurityProfile> {
+            Some(cri::SecurityProfile { profile_type: Localhost.into(), localhost_ref: path.into() })
+        }
+        let path = Some(PathBuf::from("/p.json"));
+        assert_eq!(asked(|s| s.seccomp = local("/p.json")), (path.clone(), true));
+        assert_eq!(asked(|s| s.seccomp = local("localhost//p.json")), (path.clone(), true));
+        #[expect(deprecated, reason = "old kubelets")]
+        fn old(security: &mut cri::LinuxContainerSecurityContext) {
+            security.seccomp_profile_path = "localhost//p.json".into();
+        }
+        assert_eq!(asked(old), (path, true));
+        assert_eq!(asked(|s| (s.seccomp, s.privileged) = (local("/p.json"), true)), (None, false));
+        assert_eq!(asked(|s| s.seccomp = Some(cri::SecurityProfile::default())), (None, false));
+        assert_eq!(seccomp_profile(None), Ok(None));
     }
 
     #[test]
@@ -375,8 +442,8 @@ mod tests {
                 |c| {
                     security(c).seccomp = Some(cri::SecurityProfile { profile_type: 2, localhost_ref: "p.json".into() })
                 },
-                Kind::Unsupported,
-                "p.json",
+                Kind::Invalid,
+                "localhost_ref is \"p.json\"",
             ),
             (
                 |c| security(c).apparmor = Some(cri::SecurityProfile { profile_type: 2, localhost_ref: "x".into() }),

@@ -6,7 +6,7 @@ mod pod;
 pub mod report;
 mod volume;
 
-pub use container::container_config;
+pub use container::{container_config, seccomp_profile};
 pub use pod::pod_config;
 
 use crate::nouns::Pairs;

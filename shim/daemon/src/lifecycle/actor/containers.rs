@@ -60,7 +60,7 @@ impl Actor {
         entry.made.push(answer);
         self.containers.insert(id.clone(), entry);
         self.publish();
-        let making = make::make(Arc::clone(&self.parts), client, self.pod.config.clone(), record);
+        let making = make::make(Arc::clone(&self.parts), client, self.pod.clone(), record);
         self.effect(async move { Message::Made(id, making.await) });
     }
 
