@@ -84,6 +84,47 @@ fn users_limits_and_the_rest_of_the_specification_arrive() {
 }
 
 #[test]
+fn groups_and_paths_are_as_the_security_context_says() {
+    let node = Node::new();
+    let image = node.image(
+        &Image::busybox().layer(|layer| {
+            layer.file("etc/secret", b"secret", 0o644);
+            layer.folder("hidden", 0o755);
+            layer.file("hidden/file", b"hidden", 0o644);
+            layer.folder("kept", 0o777);
+        }),
+        "groups:1",
+    );
+    let pod = node.crictl.run_pod(Pod::new("groups", node.folder()));
+    // `app` (1000) is in group 2000 of the image.
+    for (policy, groups) in [(0, "1000 1234 2000"), (1, "1000 1234")] {
+        let linux = json!({"security_context": {
+            "run_as_user": {"value": 1000}, "supplemental_groups": [1234], "supplemental_groups_policy": policy,
+        }});
+        let name = format!("policy-{policy}");
+        let one = pod.start(Container::sh(&name, &image, "id -G; sleep 600").set("linux", linux));
+        one.says(&format!("{groups}\n"));
+        assert_eq!(one.exec("id -G").ok(), groups);
+        let user = one.status()["user"]["linux"].take();
+        let number = |value: &Value| value.as_str().and_then(|text| text.parse().ok()).or(value.as_u64());
+        let mut told: Vec<_> = user["supplementalGroups"].as_array().unwrap().iter().filter_map(number).collect();
+        told.sort_unstable();
+        assert_eq!(told.iter().map(u64::to_string).collect::<Vec<_>>().join(" "), groups, "{user}");
+        assert_eq!((number(&user["uid"]), number(&user["gid"])), (Some(1000), Some(1000)), "{user}");
+    }
+    let linux = json!({"security_context": {
+        "masked_paths": ["/etc/secret", "/hidden", "/not/there"], "readonly_paths": ["/kept", "/nor/there"],
+    }});
+    let script = "cat /etc/secret; ls /hidden; touch /kept/x 2>&1; touch /hidden/x 2>&1; touch /tmp/x && echo written";
+    let one = pod.start(Container::sh("paths", &image, &format!("{script}; sleep 600")).set("linux", linux));
+    let refused = |path: &str| format!("touch: {path}: Read-only file system");
+    let expected = format!("{}\n{}\nwritten", refused("/kept/x"), refused("/hidden/x"));
+    assert_eq!(one.says("written").trim(), expected);
+    assert_eq!(one.exec(script).ok(), expected);
+    pod.remove();
+}
+
+#[test]
 fn a_seccomp_profile_of_the_node_holds_for_every_process_of_its_container() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
