@@ -8,6 +8,7 @@ pub mod log;
 pub mod paths;
 pub mod rpc;
 pub mod serve;
+pub mod stats;
 pub mod stdio;
 pub mod streams;
 pub mod sys;

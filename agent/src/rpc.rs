@@ -4,8 +4,8 @@ use nacelle_base::{Chain, Classify};
 use nacelle_proto::agent::agent_server::Agent;
 use nacelle_proto::agent::{
     AttachImageRequest, ContainerRef, CreateContainerRequest, CreateContainerResponse, DetachImageRequest, Empty,
-    ExecRequest, ImageVolume, ListContainersResponse, RenewRequest, ResizeRequest, SignalRequest, WaitRequest,
-    WaitResponse,
+    ExecRequest, ImageVolume, ListContainersResponse, RenewRequest, ResizeRequest, SignalRequest, StatsResponse,
+    WaitRequest, WaitResponse,
 };
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -135,6 +135,13 @@ impl Agent for Service {
 
     async fn list_containers(&self, _: Request<Empty>) -> Result<Response<ListContainersResponse>, Status> {
         Ok(Response::new(ListContainersResponse { containers: self.pod.list() }))
+    }
+
+    async fn stats(&self, _: Request<Empty>) -> Result<Response<StatsResponse>, Status> {
+        let ids = self.pod.list().into_iter().map(|container| container.id).collect();
+        let read = crate::stats::of(&self.pod.layers, ids).await;
+        let failed = |source| Status::internal(format!("cannot read what the containers use: {}", Chain(&source)));
+        read.map(Response::new).map_err(failed)
     }
 
     async fn renew(&self, request: Request<RenewRequest>) -> Result<Response<Empty>, Status> {

@@ -8,13 +8,18 @@ use std::time::{Duration, Instant};
 
 use crate::paths;
 
+/// The cgroup of all containers.
+pub fn pod() -> PathBuf {
+    Path::new(paths::CGROUP).join(paths::POD_CGROUP.trim_start_matches('/'))
+}
+
 /// The cgroup of a container.
 pub fn path(id: &str) -> PathBuf {
-    Path::new(paths::CGROUP).join(paths::POD_CGROUP.trim_start_matches('/')).join(id)
+    pod().join(id)
 }
 
 /// The number after a word in a file of lines "word number"; 0 if it is not there.
-fn figure(text: &str, word: &str) -> u64 {
+pub fn figure(text: &str, word: &str) -> u64 {
     let line = text.lines().find_map(|line| line.strip_prefix(word)?.strip_prefix(' '));
     line.and_then(|number| number.trim().parse().ok()).unwrap_or(0)
 }
@@ -75,7 +80,8 @@ pub fn clear(cgroup: &Path, limit: Duration) -> io::Result<()> {
     remove(cgroup)
 }
 
-fn children(cgroup: &Path) -> io::Result<Vec<PathBuf>> {
+/// The groups below it.
+pub fn children(cgroup: &Path) -> io::Result<Vec<PathBuf>> {
     let mut folders = Vec::new();
     for entry in fs::read_dir(cgroup)? {
         let entry = entry?;

@@ -26,6 +26,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::{OnceCell, watch};
 
 use crate::image::{DiskError, Disks};
+use crate::stats::Layers;
 use crate::stdio::Stdio;
 use crate::sys;
 use crate::zygote::{Zygote, ZygoteError};
@@ -199,6 +200,8 @@ pub struct Pod {
     zygote: Zygote,
     /// Its disks.
     pub disks: Disks,
+    /// What its containers wrote.
+    pub layers: Arc<Layers>,
     shared_pid: bool,
     pause: OnceCell<i32>,
     state: Mutex<State>,
@@ -220,7 +223,14 @@ impl Drop for Making {
 impl Pod {
     /// A pod without containers.
     pub fn new(zygote: Zygote, disks: Disks, shared_pid: bool) -> Arc<Pod> {
-        Arc::new(Pod { zygote, disks, shared_pid, pause: OnceCell::new(), state: Mutex::default() })
+        Arc::new(Pod {
+            zygote,
+            disks,
+            layers: Arc::default(),
+            shared_pid,
+            pause: OnceCell::new(),
+            state: Mutex::default(),
+        })
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

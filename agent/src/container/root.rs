@@ -44,10 +44,15 @@ fn scratch(id: &str) -> PathBuf {
     Path::new(paths::SCRATCH).join(id)
 }
 
+/// What a container writes to its root.
+pub fn upper(id: &str) -> PathBuf {
+    scratch(id).join("upper")
+}
+
 /// Mounts the root of a container: what it writes goes to its own folder on the scratch disk.
 pub fn make(id: &str, image: &Path) -> Result<PathBuf, RootError> {
     let folder = scratch(id);
-    let (upper, work) = (folder.join("upper"), folder.join("work"));
+    let (upper, work) = (upper(id), folder.join("work"));
     let root = mount_point(id);
     for path in [&upper, &work, &root] {
         fs::create_dir_all(path).map_err(at("make", path))?;

@@ -2,6 +2,7 @@
 //! program. docs/architecture.md is the map.
 //! May use: `proto`, `base`, `engine` (its probe), `image`, `net`, `stream`, `pod` (specification and client).
 
+pub mod accounting;
 pub mod cli;
 pub mod config;
 pub mod cri;

@@ -199,6 +199,11 @@ impl Store {
         self.shared.sweep(Some(in_use.clone())).await
     }
 
+    /// The folder of the store: that of [`FsInfo`].
+    pub fn folder(&self) -> &Path {
+        self.shared.folder.root()
+    }
+
     /// How much disk the store takes.
     pub async fn fs_info(&self) -> Result<FsInfo, ImageError> {
         let shared = Arc::clone(&self.shared);

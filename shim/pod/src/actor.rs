@@ -135,13 +135,13 @@ pub struct Handles {
 
 impl Actor {
     /// An actor that has not begun, and the way to talk to it.
-    pub fn new(spec: PodSpec, dir: &Path) -> (Actor, Handles) {
+    pub fn new(spec: Arc<PodSpec>, dir: &Path) -> (Actor, Handles) {
         let record = PodRecord::new(spec.id.clone());
         let (published, seen) = watch::channel(record.clone());
         let (own, inbox) = mpsc::unbounded_channel();
         let handles = Handles { inbox: own.clone(), published: seen };
         let actor = Actor {
-            spec: Arc::new(spec),
+            spec,
             dir: dir.to_owned(),
             record,
             published,

@@ -33,6 +33,8 @@ const MAX_FRAME: usize = 1 << 20;
 const MAX_TEXT: usize = 1024;
 /// The most of the console that is passed on.
 const MAX_CONSOLE: usize = 2048;
+/// The longest answer with figures, in bytes: what it decodes to is many times as big.
+const MAX_STATS: usize = 256 << 10;
 /// One long-poll of Wait.
 const WAIT_SLICE: Duration = Duration::from_secs(30);
 /// The pause after a Wait that answered too early.
@@ -156,6 +158,12 @@ impl Agent {
     /// Changes the size of a terminal.
     pub async fn resize(&self, request: proto::ResizeRequest) -> Result<(), PodError> {
         self.call("size the terminal", self.limit, self.rpc.clone().resize(request)).await.map(drop)
+    }
+
+    /// What the containers have used, as the guest says.
+    pub async fn stats(&self) -> Result<proto::StatsResponse, PodError> {
+        let mut rpc = self.rpc.clone().max_decoding_message_size(MAX_STATS);
+        self.call("tell what the containers use", self.limit, rpc.stats(proto::Empty {})).await
     }
 
     /// Asks the guest to power off.

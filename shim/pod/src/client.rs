@@ -39,6 +39,8 @@ const KILL_LIMIT: Duration = Duration::from_secs(60);
 const REAP_LIMIT: Duration = Duration::from_secs(5);
 /// One message, both ways: an ExecSync answer is the largest.
 const MESSAGE_LIMIT: usize = 40 << 20;
+/// The longest answer with figures, in bytes: what it decodes to is many times as big.
+const MAX_STATS: usize = 512 << 10;
 /// Characters of an error of the process that are passed on. It is the nearest to the guest, and believed least.
 const MAX_TEXT: usize = 4096;
 
@@ -391,6 +393,12 @@ impl PodClient {
     pub async fn resize(&self, request: proto::ResizeRequest) -> Result<(), ClientError> {
         self.rpc.clone().resize(request).await?;
         Ok(())
+    }
+
+    /// What the containers have used.
+    pub async fn stats(&self) -> Result<proto::StatsResponse, ClientError> {
+        let mut rpc = self.rpc.clone().max_decoding_message_size(MAX_STATS);
+        Ok(rpc.stats(proto::Empty {}).await?.into_inner())
     }
 
     /// Opens a stream: bytes of a process, without an end to their number.

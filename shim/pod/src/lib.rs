@@ -22,6 +22,7 @@ pub mod scratch;
 mod server;
 pub mod spec;
 mod state;
+mod stats;
 mod streams;
 mod sys;
 mod teardown;

@@ -73,11 +73,12 @@ async fn serve(
     let listener = listen(&dir.join(SOCKET_FILE))?;
 
     let pod = spec.id.clone();
-    let (actor, handles) = Actor::new(spec, dir);
+    let spec = Arc::new(spec);
+    let (actor, handles) = Actor::new(Arc::clone(&spec), dir);
     obey_signals(handles.inbox.clone())?;
     tokio::spawn(streams::serve(streams_listener, handles.inbox.clone()));
     let (over, ended) = tokio::sync::oneshot::channel::<()>();
-    let service = PodServer::new(Server::new(handles))
+    let service = PodServer::new(Server::new(handles, spec))
         .max_decoding_message_size(MESSAGE_LIMIT)
         .max_encoding_message_size(MESSAGE_LIMIT);
     let server = tonic::transport::Server::builder().add_service(service).serve_with_incoming_shutdown(

@@ -4,9 +4,12 @@ use crate::actor::{Ask, Handles, Live, Message, Reply};
 use crate::error::PodError;
 use crate::exec::Running;
 use crate::record::PodRecord;
+use crate::spec::PodSpec;
+use crate::stats::{self, Bounds};
 use nacelle_proto::pod as proto;
 use proto::pod_server::Pod;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_stream::wrappers::{ReceiverStream, WatchStream};
@@ -17,12 +20,13 @@ use tonic::{Request, Response, Status};
 pub struct Server {
     inbox: mpsc::UnboundedSender<Message>,
     published: watch::Receiver<PodRecord>,
+    spec: Arc<PodSpec>,
 }
 
 impl Server {
-    /// In front of this actor.
-    pub fn new(handles: Handles) -> Self {
-        Self { inbox: handles.inbox, published: handles.published }
+    /// In front of this actor, of a pod that is as specified.
+    pub fn new(handles: Handles, spec: Arc<PodSpec>) -> Self {
+        Self { inbox: handles.inbox, published: handles.published, spec }
     }
 
     async fn ask<T>(&self, ask: impl FnOnce(Reply<T>) -> Ask) -> Result<Response<T>, Status> {
@@ -116,6 +120,19 @@ impl Pod for Server {
         let sized = agent.resize(nacelle_proto::agent::ResizeRequest { id, exec_id, columns, rows }).await;
         sized.map_err(|error| crate::codes::status(&error))?;
         Ok(Response::new(proto::Empty {}))
+    }
+
+    async fn stats(&self, _: Request<proto::Empty>) -> Result<Response<proto::StatsResponse>, Status> {
+        let agent = self.ask(Ask::Agent).await?.into_inner();
+        let answer = agent.stats().await.map_err(|error| crate::codes::status(&error))?;
+        let network = self.spec.network.as_ref();
+        let bounds = Bounds {
+            memory: u64::from(self.spec.memory_mib) << 20,
+            disk: self.spec.scratch.size_mib.saturating_mul(1 << 20),
+            containers: self.published.borrow().containers.iter().map(|container| container.id.clone()).collect(),
+            interface: network.and_then(|network| network.interfaces.first()).map(String::as_str),
+        };
+        Ok(Response::new(stats::check(answer, bounds)))
     }
 
     async fn stop(&self, request: Request<proto::StopRequest>) -> Result<Response<proto::Empty>, Status> {

@@ -8,7 +8,7 @@ use nacelle_base::Kind;
 use nacelle_engine::fake::Script;
 use nacelle_pod::client::ClientError;
 use nacelle_pod::record::{ContainerPhase, Phase};
-use nacelle_proto::pod;
+use nacelle_proto::{agent as proto, pod};
 use std::time::{Duration, Instant};
 use tonic::Code;
 
@@ -97,11 +97,36 @@ async fn an_agent_that_hangs_meets_its_deadline() {
 }
 
 /// Says a verb until it succeeds: on a busy machine a good agent, too, may miss a short deadline.
-async fn in_the_end<T, F: Future<Output = Result<T, ClientError>>>(verb: impl Fn() -> F) {
+async fn in_the_end<T, F: Future<Output = Result<T, ClientError>>>(verb: impl Fn() -> F) -> T {
     let deadline = Instant::now() + common::LIMIT;
-    while let Err(error) = verb().await {
-        assert!(Instant::now() < deadline, "{error}");
+    loop {
+        match verb().await {
+            Ok(answer) => return answer,
+            Err(error) => assert!(Instant::now() < deadline, "{error}"),
+        }
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn figures_of_guests_that_lie_hang_or_talk_too_much() {
+    let (world, client) = World::ready_with(|spec| spec.timeouts.call_ms = 1000).await;
+    in_the_end(|| client.create_container(world.container("a", "hold"))).await;
+    let usage = proto::Usage { memory_bytes: u64::MAX, cpu_nanos: 7, ..Default::default() };
+    let container = |id: &str| proto::ContainerUsage { id: id.into(), usage: Some(usage), layer: None };
+    world.agent.stats.lock().unwrap().containers = ["a", "a", "nobody"].map(container).into();
+    let figures = in_the_end(|| client.stats()).await;
+    assert_eq!(figures.containers.len(), 1);
+    let usage = figures.containers[0].usage.unwrap();
+    assert_eq!((usage.cpu_nanos, usage.memory_bytes), (7, 64 << 20), "no more than the machine has");
+    assert_eq!(figures.pod, None);
+
+    world.agent.stats.lock().unwrap().containers = vec![Default::default(); 200_000];
+    assert!(client.stats().await.is_err());
+    world.agent.fault("stats", Fault::Hang);
+    assert_eq!(kind(client.stats().await), Kind::Timeout);
+    world.agent.fault("stats", Fault::Die);
+    assert!(client.stats().await.is_err());
+    asks_after_the_end(world, client).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -9,9 +9,11 @@ mod image;
 mod pieces;
 mod runtime;
 mod sandbox;
+mod stats;
 pub mod status;
 mod streaming;
 
+use crate::accounting::Accounting;
 use crate::lifecycle::Node;
 use nacelle_proto::cri;
 use pieces::Pieces;
@@ -21,6 +23,7 @@ use tonic::{Request, Response, Status};
 /// Both services of CRI on one node.
 #[derive(Clone)]
 pub struct Cri {
+    accounting: Accounting,
     node: Node,
     streams: nacelle_stream::Server,
 }
@@ -28,7 +31,7 @@ pub struct Cri {
 impl Cri {
     /// The services for this node; streams are opened through the server.
     pub fn new(node: Node, streams: nacelle_stream::Server) -> Cri {
-        Cri { node, streams }
+        Cri { accounting: Accounting::new(node.clone()), node, streams }
     }
 }
 
@@ -40,8 +43,8 @@ type Stream<T> = tokio_stream::Empty<Result<T, Status>>;
 impl cri::runtime_service_server::RuntimeService for Cri {
     type StreamPodSandboxesStream = Pieces<cri::StreamPodSandboxesResponse>;
     type StreamContainersStream = Pieces<cri::StreamContainersResponse>;
-    type StreamContainerStatsStream = Stream<cri::StreamContainerStatsResponse>;
-    type StreamPodSandboxStatsStream = Stream<cri::StreamPodSandboxStatsResponse>;
+    type StreamContainerStatsStream = Pieces<cri::StreamContainerStatsResponse>;
+    type StreamPodSandboxStatsStream = Pieces<cri::StreamPodSandboxStatsResponse>;
     type GetContainerEventsStream = events::Events;
     type StreamPodSandboxMetricsStream = Stream<cri::StreamPodSandboxMetricsResponse>;
 
@@ -164,40 +167,46 @@ impl cri::runtime_service_server::RuntimeService for Cri {
         self.on_port_forward(request.into_inner()).await.map(Response::new)
     }
 
-    async fn container_stats(&self, _: Request<cri::ContainerStatsRequest>) -> Answer<cri::ContainerStatsResponse> {
-        Err(not_yet("ContainerStats"))
+    async fn container_stats(
+        &self,
+        request: Request<cri::ContainerStatsRequest>,
+    ) -> Answer<cri::ContainerStatsResponse> {
+        self.on_container_stats(request.into_inner()).await.map(Response::new)
     }
 
     async fn list_container_stats(
         &self,
-        _: Request<cri::ListContainerStatsRequest>,
+        request: Request<cri::ListContainerStatsRequest>,
     ) -> Answer<cri::ListContainerStatsResponse> {
-        Err(not_yet("ListContainerStats"))
+        self.on_list_container_stats(request.into_inner()).await.map(Response::new)
     }
 
     async fn stream_container_stats(
         &self,
-        _: Request<cri::StreamContainerStatsRequest>,
+        request: Request<cri::StreamContainerStatsRequest>,
     ) -> Answer<Self::StreamContainerStatsStream> {
-        Err(not_yet("StreamContainerStats"))
+        self.on_stream_container_stats(request.into_inner()).await
     }
 
-    async fn pod_sandbox_stats(&self, _: Request<cri::PodSandboxStatsRequest>) -> Answer<cri::PodSandboxStatsResponse> {
-        Err(not_yet("PodSandboxStats"))
+    async fn pod_sandbox_stats(
+        &self,
+        request: Request<cri::PodSandboxStatsRequest>,
+    ) -> Answer<cri::PodSandboxStatsResponse> {
+        self.on_pod_sandbox_stats(request.into_inner()).await.map(Response::new)
     }
 
     async fn list_pod_sandbox_stats(
         &self,
-        _: Request<cri::ListPodSandboxStatsRequest>,
+        request: Request<cri::ListPodSandboxStatsRequest>,
     ) -> Answer<cri::ListPodSandboxStatsResponse> {
-        Err(not_yet("ListPodSandboxStats"))
+        self.on_list_pod_sandbox_stats(request.into_inner()).await.map(Response::new)
     }
 
     async fn stream_pod_sandbox_stats(
         &self,
-        _: Request<cri::StreamPodSandboxStatsRequest>,
+        request: Request<cri::StreamPodSandboxStatsRequest>,
     ) -> Answer<Self::StreamPodSandboxStatsStream> {
-        Err(not_yet("StreamPodSandboxStats"))
+        self.on_stream_pod_sandbox_stats(request.into_inner()).await
     }
 
     async fn update_runtime_config(

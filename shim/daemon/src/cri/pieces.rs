@@ -48,6 +48,22 @@ impl Cri {
         Ok(pieces(list.containers, |containers| cri::StreamContainersResponse { containers }))
     }
 
+    pub(super) async fn on_stream_container_stats(
+        &self,
+        request: cri::StreamContainerStatsRequest,
+    ) -> Answer<Pieces<cri::StreamContainerStatsResponse>> {
+        let list = self.on_list_container_stats(cri::ListContainerStatsRequest { filter: request.filter }).await?;
+        Ok(pieces(list.stats, |container_stats| cri::StreamContainerStatsResponse { container_stats }))
+    }
+
+    pub(super) async fn on_stream_pod_sandbox_stats(
+        &self,
+        request: cri::StreamPodSandboxStatsRequest,
+    ) -> Answer<Pieces<cri::StreamPodSandboxStatsResponse>> {
+        let list = self.on_list_pod_sandbox_stats(cri::ListPodSandboxStatsRequest { filter: request.filter }).await?;
+        Ok(pieces(list.stats, |pod_sandbox_stats| cri::StreamPodSandboxStatsResponse { pod_sandbox_stats }))
+    }
+
     pub(super) async fn on_stream_images(
         &self,
         request: cri::StreamImagesRequest,

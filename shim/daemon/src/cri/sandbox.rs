@@ -1,15 +1,18 @@
 //! Owns: the RPCs about pods: convert, ask the lifecycle, convert.
 
 use super::Cri;
-use super::convert::{pod_config, report};
+use super::convert::{pod_config, report, stats};
 use super::status::{refuse, status};
-use nacelle_base::Kind;
+use nacelle_base::{Kind, PodId};
 use nacelle_proto::cri;
 use std::collections::HashMap;
+use std::time::Duration;
 use tonic::Status;
 
 /// Prefix of annotations that mean something to Nacelle.
 const ANNOTATIONS: &str = "vm.nacelle.dev/";
+/// How long a verbose status waits for the guest's figures.
+const ACCOUNTS_LIMIT: Duration = Duration::from_secs(2);
 
 impl Cri {
     pub(super) async fn on_run_pod_sandbox(
@@ -65,15 +68,23 @@ impl Cri {
         // Before the look: an event that is not yet in what is seen is newer than this.
         let timestamp = self.node.parts().events.moment();
         let view = self.node.pod(needed("pod_sandbox_id", &request.pod_sandbox_id)?).map_err(status)?;
+        let mut info = HashMap::new();
+        if request.verbose {
+            info.insert("info".to_owned(), report::pod_info(&view).to_string());
+            info.insert("accounts".to_owned(), self.accounts(&view.pod.id).await.to_string());
+        }
         Ok(cri::PodSandboxStatusResponse {
             status: Some(report::pod_status(&view.pod)),
-            info: match request.verbose {
-                true => HashMap::from([("info".to_owned(), report::pod_info(&view).to_string())]),
-                false => HashMap::new(),
-            },
+            info,
             containers_statuses: report::container_statuses(&view),
             timestamp,
         })
+    }
+
+    /// What a pod uses, and what it costs; a guest that does not answer at once has used nothing that is known.
+    async fn accounts(&self, pod: &PodId) -> serde_json::Value {
+        let (figures, cost) = tokio::join!(self.accounting.of(pod, ACCOUNTS_LIMIT), self.accounting.cost(pod));
+        stats::accounts(figures.ok().as_ref(), cost)
     }
 
     pub(super) async fn on_list_pod_sandbox(

@@ -50,6 +50,13 @@ impl FakePods {
         Arc::clone(&processes.values().next().unwrap().pod)
     }
 
+    /// The one of the pod with this id.
+    pub fn of(&self, id: &str) -> Arc<FakePod> {
+        let processes = self.processes.lock().unwrap();
+        let found = processes.values().find(|process| process.pod.record.lock().unwrap().id.as_str() == id);
+        Arc::clone(&found.unwrap().pod)
+    }
+
     /// Kills the process of this folder, as the kernel or somebody would.
     pub fn kill(&self, dir: &Path) {
         let mut processes = self.processes.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -137,6 +144,8 @@ pub struct FakePod {
     pub made: Mutex<Vec<proto::CreateContainerRequest>>,
     pub configured: Mutex<Option<proto::ConfigureRequest>>,
     pub exec: Mutex<Option<Result<proto::ExecSyncResponse, Status>>>,
+    /// What it says that its containers use; none: it hangs.
+    pub stats: Mutex<Option<proto::StatsResponse>>,
 }
 
 fn now() -> i64 {
@@ -158,6 +167,7 @@ impl FakePod {
             made: Mutex::default(),
             configured: Mutex::default(),
             exec: Mutex::default(),
+            stats: Mutex::new(Some(proto::StatsResponse::default())),
         }
     }
 
@@ -288,6 +298,14 @@ impl proto::pod_server::Pod for Service {
 
     async fn resize(&self, _: Request<proto::ResizeRequest>) -> Answer<proto::Empty> {
         Err(Status::unavailable("these pods have no terminals"))
+    }
+
+    async fn stats(&self, _: Request<proto::Empty>) -> Answer<proto::StatsResponse> {
+        let stats = self.0.stats.lock().unwrap().clone();
+        match stats {
+            Some(stats) => Ok(Response::new(stats)),
+            None => std::future::pending().await,
+        }
     }
 
     async fn stop(&self, _: Request<proto::StopRequest>) -> Answer<proto::Empty> {

@@ -63,6 +63,7 @@ pub struct Shared {
     pub images: Mutex<BTreeMap<u32, (u64, u64)>>,
     pub volumes: Mutex<Vec<proto::ImageVolume>>,
     pub opened: Mutex<Vec<proto::StreamOpen>>,
+    pub stats: Mutex<proto::StatsResponse>,
     processes: Mutex<BTreeMap<(String, String), Process>>,
     guest: Mutex<Option<Guest>>,
 }
@@ -285,6 +286,11 @@ impl Agent for Service {
 
     async fn list_containers(&self, _: Request<proto::Empty>) -> Answer<proto::ListContainersResponse> {
         Ok(Response::new(proto::ListContainersResponse::default()))
+    }
+
+    async fn stats(&self, _: Request<proto::Empty>) -> Answer<proto::StatsResponse> {
+        self.gate("stats").await?;
+        Ok(Response::new(self.0.stats.lock().unwrap().clone()))
     }
 
     async fn renew(&self, _: Request<proto::RenewRequest>) -> Answer<proto::Empty> {

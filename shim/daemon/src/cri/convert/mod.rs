@@ -4,6 +4,7 @@
 mod container;
 mod pod;
 pub mod report;
+pub mod stats;
 mod volume;
 
 pub use container::{container_config, seccomp_profile};

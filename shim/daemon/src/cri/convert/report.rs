@@ -10,11 +10,11 @@ use nacelle_image::{ImageRecord, RunAs};
 use nacelle_proto::cri;
 use std::collections::HashMap;
 
-fn map(pairs: &Pairs) -> HashMap<String, String> {
+pub(super) fn map(pairs: &Pairs) -> HashMap<String, String> {
     pairs.iter().map(|(key, value)| (key.clone(), value.clone())).collect()
 }
 
-fn selected(labels: &Pairs, selector: &HashMap<String, String>) -> bool {
+pub(super) fn selected(labels: &Pairs, selector: &HashMap<String, String>) -> bool {
     selector.iter().all(|(key, value)| labels.get(key) == Some(value))
 }
 
@@ -25,7 +25,7 @@ fn pod_state(pod: &PodRecord) -> cri::PodSandboxState {
     }
 }
 
-fn pod_metadata(pod: &PodRecord) -> cri::PodSandboxMetadata {
+pub(super) fn pod_metadata(pod: &PodRecord) -> cri::PodSandboxMetadata {
     let name = &pod.config.name;
     cri::PodSandboxMetadata {
         name: name.name.clone(),
@@ -149,7 +149,7 @@ fn image_spec(container: &ContainerRecord) -> cri::ImageSpec {
     }
 }
 
-fn metadata(container: &ContainerRecord) -> cri::ContainerMetadata {
+pub(super) fn metadata(container: &ContainerRecord) -> cri::ContainerMetadata {
     cri::ContainerMetadata { name: container.config.name.clone(), attempt: container.config.attempt }
 }
 

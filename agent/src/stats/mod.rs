@@ -1,0 +1,42 @@
+//! Owns: what the containers have used, asked for once for all of them. docs/statistics.md says where each figure is from.
+//! May use: the table of containers, for their ids. Knows no gRPC.
+//! Threads: any; files are read on blocking threads.
+
+mod layer;
+mod net;
+mod usage;
+
+use nacelle_proto::agent::{ContainerUsage, Layer, StatsResponse};
+use std::fs;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::container::cgroup;
+pub use layer::Layers;
+
+/// How long an answer waits for the measuring of what containers wrote.
+const PATIENCE: Duration = Duration::from_millis(500);
+
+/// The figures of these containers. They come and go meanwhile: one that is gone has none.
+pub async fn of(layers: &Arc<Layers>, ids: Vec<String>) -> io::Result<StatsResponse> {
+    layer::renew_within(layers, ids.clone(), PATIENCE).await;
+    let layers = layers.known();
+    let read = tokio::task::spawn_blocking(move || {
+        let swap = usage::swap_total(&fs::read_to_string("/proc/meminfo")?);
+        let container = |id: String| {
+            let layer = layers.get(&id).map(|measured| Layer {
+                bytes: measured.size.bytes,
+                inodes: measured.size.inodes,
+                age_ms: u64::try_from(measured.at.elapsed().as_millis()).unwrap_or(u64::MAX),
+            });
+            ContainerUsage { usage: usage::of(&cgroup::path(&id), swap), layer, id }
+        };
+        Ok(StatsResponse {
+            pod: usage::of(&cgroup::pod(), swap),
+            containers: ids.into_iter().map(container).collect(),
+            interfaces: net::interfaces(&fs::read_to_string("/proc/net/dev")?),
+        })
+    });
+    read.await.map_err(io::Error::other)?
+}

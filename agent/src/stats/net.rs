@@ -1,0 +1,53 @@
+//! Owns: the figures of the guest's interfaces, read from /proc/net/dev (proc(5)).
+
+use nacelle_proto::agent::InterfaceUsage;
+
+/// All interfaces of the text but the loopback.
+pub fn interfaces(text: &str) -> Vec<InterfaceUsage> {
+    text.lines().filter_map(interface).filter(|interface| interface.name != "lo").collect()
+}
+
+fn interface(line: &str) -> Option<InterfaceUsage> {
+    let (name, figures) = line.rsplit_once(':')?;
+    let figures: Vec<u64> = figures.split_whitespace().map(|word| word.parse().ok()).collect::<Option<_>>()?;
+    Some(InterfaceUsage {
+        name: name.trim().to_owned(),
+        rx_bytes: *figures.first()?,
+        rx_errors: *figures.get(2)?,
+        tx_bytes: *figures.get(8)?,
+        tx_errors: *figures.get(10)?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn each_interface_has_its_columns() {
+        let text = "\
+Inter-|   Receive                                                |  Transmit
+ face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier compressed
+    lo:     100       1    0    0    0     0          0         0      100       1    0    0    0     0       0          0
+  eth0:  123456     789    3    4    5     6          7         8    98765     432    9   10    0     0       0          0
+ a:b:1:1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16
+";
+        let interface = |name: &str, rx_bytes, rx_errors, tx_bytes, tx_errors| InterfaceUsage {
+            name: name.into(),
+            rx_bytes,
+            rx_errors,
+            tx_bytes,
+            tx_errors,
+        };
+        assert_eq!(interfaces(text), [interface("eth0", 123_456, 3, 98_765, 9), interface("a:b:1", 1, 3, 9, 11)]);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(128))]
+        #[test]
+        fn no_text_makes_it_panic(text in "([a-z0-9: \n]|\\PC){0,80}") {
+            interfaces(&text);
+        }
+    }
+}

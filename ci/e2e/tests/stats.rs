@@ -1,0 +1,143 @@
+//! Owns: what `crictl stats` and `statsp` say of real machines: figures that follow what containers do.
+
+use nacelle_e2e::crictl::{RunningContainer, RunningPod};
+use nacelle_e2e::{Container, Image, Node, Pod, eventually};
+use serde_json::Value;
+
+/// A number in crictl's JSON, where 64 bits are text; 0 if it is absent.
+fn number(value: &Value) -> u64 {
+    value.as_str().and_then(|text| text.parse().ok()).or(value.as_u64()).unwrap_or(0)
+}
+
+/// What `crictl stats` says of a container.
+#[track_caller]
+fn stats(node: &Node, container: &RunningContainer) -> Value {
+    let mut all = node.crictl.json(["stats", "--all", "--id", &container.id, "-o", "json"]);
+    let list = all["stats"].as_array().expect("a list");
+    assert_eq!(list.len(), 1, "{list:?}");
+    all["stats"][0].take()
+}
+
+/// What `crictl statsp` says of a pod, once its machine answers.
+#[track_caller]
+fn pod_stats(node: &Node, pod: &RunningPod) -> Value {
+    eventually("the pod has figures", || {
+        let mut all = node.crictl.json(["statsp", "--id", &pod.id, "-o", "json"]);
+        let found = all["stats"][0]["linux"].take();
+        (number(&found["cpu"]["usageCoreNanoSeconds"]["value"]) > 0).then_some(found)
+    })
+}
+
+fn cpu(stats: &Value) -> u64 {
+    number(&stats["cpu"]["usageCoreNanoSeconds"]["value"])
+}
+
+#[test]
+fn figures_follow_what_containers_do() {
+    const MIB: u64 = 1 << 20;
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(Pod::new("stats", node.folder()));
+    let idle = pod.start(Container::sh("idle", &image, "sleep 6000"));
+    let busy = pod.start(Container::sh("busy", &image, "while :; do :; done"));
+
+    // Processor: what works has used more than before, and a rate; and more than what sleeps.
+    let first = eventually("a busy container has figures", || Some(stats(&node, &busy)).filter(|s| cpu(s) > 0));
+    let second = eventually("its usage grows, and has a rate", || {
+        let now = stats(&node, &busy);
+        (cpu(&now) > cpu(&first) && number(&now["cpu"]["usageNanoCores"]["value"]) > 0).then_some(now)
+    });
+    assert!(number(&second["cpu"]["timestamp"]) > number(&first["cpu"]["timestamp"]));
+    eventually("one that works uses more than one that sleeps", || {
+        (cpu(&stats(&node, &busy)) > cpu(&stats(&node, &idle))).then_some(())
+    });
+    // It has waited for a processor, or not: the figures are there.
+    assert!(second["cpu"]["psi"]["Some"].is_object() && second["io"]["psi"]["Some"].is_object(), "{second}");
+    node.crictl.call(["stop", "--timeout", "0", &busy.id]);
+    let stopped = stats(&node, &busy);
+    assert!(stopped["cpu"].is_null() && stopped["memory"].is_null(), "{stopped}");
+
+    // Memory: what lies in a tmpfs is the container's.
+    let before = stats(&node, &idle);
+    idle.exec("dd if=/dev/zero of=/dev/shm/blob bs=1M count=16").ok();
+    let after = eventually("16 MiB are in use", || {
+        let now = stats(&node, &idle);
+        (number(&now["memory"]["workingSetBytes"]["value"]) >= 16 * MIB).then_some(now)
+    });
+    let memory = |stats: &Value, name: &str| number(&stats["memory"][name]["value"]);
+    assert!(memory(&before, "workingSetBytes") < 16 * MIB, "{before}");
+    assert!(memory(&after, "usageBytes") >= memory(&after, "workingSetBytes"), "{after}");
+    assert!(memory(&after, "pageFaults") > 0 && memory(&after, "rssBytes") > 0, "{after}");
+    assert!(after["memory"]["availableBytes"].is_null(), "without a limit: {after}");
+
+    // Disk: what is written to the root.
+    let layer = |stats: &Value, name: &str| number(&stats["writableLayer"][name]["value"]);
+    let before =
+        eventually("its root is measured", || Some(stats(&node, &idle)).filter(|stats| layer(stats, "inodesUsed") > 0));
+    idle.exec("dd if=/dev/zero of=/blob bs=1M count=8; sync; touch /a /b /c").ok();
+    let after = eventually("8 MiB and four files are in its root", || {
+        let now = stats(&node, &idle);
+        (layer(&now, "usedBytes") >= layer(&before, "usedBytes") + 8 * MIB
+            && layer(&now, "inodesUsed") >= layer(&before, "inodesUsed") + 4)
+            .then_some(now)
+    });
+    let images = node.crictl.json(["imagefsinfo", "-o", "json"]);
+    let images = &images["status"]["containerFilesystems"][0]["fsId"]["mountpoint"];
+    assert_eq!(&after["writableLayer"]["fsId"]["mountpoint"], images);
+    idle.exec("rm /blob").ok();
+    eventually("it is gone again", || (layer(&stats(&node, &idle), "usedBytes") < 8 * MIB).then_some(()));
+
+    // The pod: its network, its processes, its containers.
+    let before = pod_stats(&node, &pod);
+    let received = |stats: &Value| number(&stats["network"]["defaultInterface"]["rxBytes"]["value"]);
+    assert_eq!(before["network"]["defaultInterface"]["name"], "eth0");
+    assert_eq!(before["containers"].as_array().map(Vec::len), Some(2), "{before}");
+    assert!(number(&before["process"]["processCount"]["value"]) >= 1, "{before}");
+    node.run("ping", &["-c", "3", "-s", "1000", "-W", "60", &pod.ip()]).ok();
+    eventually("the bytes are counted", || {
+        (received(&pod_stats(&node, &pod)) >= received(&before) + 1000).then_some(())
+    });
+    let accounts = eventually("the machine costs more memory than its containers use", || {
+        let accounts = pod.inspect()["accounts"].take();
+        (accounts["difference"]["memoryBytes"].as_i64().unwrap_or(0) > 0).then_some(accounts)
+    });
+    assert!(accounts["machine"]["cpuNanos"].as_u64().is_some_and(|nanos| nanos > 0), "{accounts}");
+
+    // What people see.
+    let table = node.crictl.call(["stats", "--seconds", "2"]);
+    assert!(table.contains("idle") && !table.contains("busy"), "{table}");
+    let table = node.crictl.call(["statsp", "--seconds", "2"]);
+    assert!(table.contains("stats"), "{table}");
+    pod.remove();
+}
+
+#[test]
+fn limits_filters_and_processes() {
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(Pod::new("limits", node.folder()));
+    let limited = serde_json::json!({"resources": {"memory_limit_in_bytes": 33_554_432}});
+    let one = pod.start(Container::sh("one", &image, "sleep 6000 & sleep 6000").set("linux", limited));
+    let two = pod.create(Container::sh("two", &image, "true"));
+    let found = eventually("a limit leaves something available", || {
+        Some(stats(&node, &one)).filter(|stats| number(&stats["memory"]["availableBytes"]["value"]) > 0)
+    });
+    let memory = |name: &str| number(&found["memory"][name]["value"]);
+    assert_eq!(memory("availableBytes") + memory("workingSetBytes"), 33_554_432, "{found}");
+    assert!(stats(&node, &two)["cpu"].is_null());
+    eventually("two sleeps, and perhaps the shell that started them", || {
+        let count = number(&pod_stats(&node, &pod)["process"]["processCount"]["value"]);
+        (2..=3).contains(&count).then_some(())
+    });
+
+    let ids = |arguments: &[&str]| -> Vec<String> {
+        let all = node.crictl.json(["stats", "--all", "-o", "json"].iter().chain(arguments));
+        let list = all["stats"].as_array().cloned().unwrap_or_default();
+        list.iter().map(|stats| stats["attributes"]["id"].as_str().unwrap_or_default().to_owned()).collect()
+    };
+    assert_eq!(ids(&["--label", "name=one"]), [one.id.clone()]);
+    assert_eq!(ids(&["--pod", &pod.id, "--label", "name=two"]), [two.id.clone()]);
+    assert_eq!(ids(&["--pod", "0123456789ab"]), Vec::<String>::new());
+    assert_eq!(ids(&[]).len(), 2);
+    pod.remove();
+}

@@ -1,0 +1,130 @@
+//! Owns: what pods use: asks their processes, many at once and each within a limit, keeps what rates are computed from,
+//! and reads what a machine costs the node. docs/statistics.md says where each figure is from.
+//! May use: the lifecycle, for pods and their processes. Knows no CRI.
+//! Threads: any; one lock, held for look-ups only.
+
+mod cost;
+mod rate;
+
+pub use cost::Cost;
+
+use crate::lifecycle::{LifecycleError, Node, View, ask, now};
+use nacelle_base::{Chain, PodId};
+use nacelle_pod::client::PodClient;
+use nacelle_proto::pod as proto;
+use rate::Rate;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+use tokio::sync::Semaphore;
+use tokio::task::JoinSet;
+
+/// Pods that are asked at the same time.
+const PARALLEL: usize = 64;
+/// How long one pod among many may take: one that hangs must not cost its caller the others.
+const LIMIT: Duration = Duration::from_secs(10);
+
+/// What a pod and its containers have used, at one time.
+#[derive(Clone, Debug)]
+pub struct Figures {
+    /// The node's clock, in nanoseconds since 1970.
+    pub at: i64,
+    /// All containers together.
+    pub pod: Option<Used>,
+    /// Each container, by its id.
+    pub containers: HashMap<String, ContainerFigures>,
+    /// The pod's interfaces, the default one first.
+    pub interfaces: Vec<proto::InterfaceUsage>,
+}
+
+/// The figures of a control group.
+#[derive(Clone, Debug)]
+pub struct Used {
+    /// As the guest says.
+    pub usage: proto::Usage,
+    /// Processor nanoseconds per second since the time before, once it was asked for twice.
+    pub nano_cores: Option<u64>,
+}
+
+/// The figures of a container.
+#[derive(Clone, Debug)]
+pub struct ContainerFigures {
+    /// What its processes have used.
+    pub used: Option<Used>,
+    /// What it wrote.
+    pub layer: Option<proto::Layer>,
+}
+
+/// By container; the pod's own is under the empty id.
+type Rates = HashMap<String, Rate>;
+
+/// Asks pods what they use.
+#[derive(Clone)]
+pub struct Accounting {
+    node: Node,
+    began: Instant,
+    rates: Arc<Mutex<BTreeMap<PodId, Rates>>>,
+}
+
+impl Accounting {
+    /// For the pods of this node.
+    pub fn new(node: Node) -> Accounting {
+        Accounting { node, began: Instant::now(), rates: Arc::default() }
+    }
+
+    /// What a pod uses, which must be ready and answer within the limit.
+    pub async fn of(&self, pod: &PodId, limit: Duration) -> Result<Figures, LifecycleError> {
+        let (id, client) = self.node.ready(pod.as_str())?;
+        self.asked(id, client, limit).await
+    }
+
+    /// What those of these pods use that are ready and answer.
+    pub async fn of_all(&self, pods: impl Iterator<Item = &View>) -> HashMap<PodId, Figures> {
+        let places = Arc::new(Semaphore::new(PARALLEL));
+        let mut asking = JoinSet::new();
+        for (id, client) in pods.filter_map(|view| self.node.ready(view.pod.id.as_str()).ok()) {
+            let (own, places) = (self.clone(), Arc::clone(&places));
+            asking.spawn(async move {
+                let _place = places.acquire_owned().await;
+                (id.clone(), own.asked(id, client, LIMIT).await)
+            });
+        }
+        let mut figures = HashMap::new();
+        while let Some(asked) = asking.join_next().await {
+            match asked {
+                Ok((id, Ok(found))) => drop(figures.insert(id, found)),
+                Ok((id, Err(error))) => tracing::debug!(pod = %id, "no figures: {}", Chain(&error)),
+                Err(error) => tracing::error!(%error, "a task that asks a pod broke off"),
+            }
+        }
+        figures
+    }
+
+    async fn asked(&self, pod: PodId, client: PodClient, limit: Duration) -> Result<Figures, LifecycleError> {
+        let said = ask("ask the pod what it uses", limit, client.stats()).await?;
+        let at = self.began.elapsed();
+        let known: Vec<PodId> = self.node.views().iter().map(|view| view.pod.id.clone()).collect();
+        let mut rates = self.rates.lock().unwrap_or_else(PoisonError::into_inner);
+        rates.retain(|id, _| known.contains(id));
+        let rates = rates.entry(pod).or_default();
+        rates.retain(|id, _| id.is_empty() || said.containers.iter().any(|container| container.id == *id));
+        let mut used = |id: &str, usage: proto::Usage| {
+            let nano_cores = rates.entry(id.to_owned()).or_default().update(at, usage.cpu_nanos);
+            Used { usage, nano_cores }
+        };
+        let pod = said.pod.map(|usage| used("", usage));
+        let container = |container: proto::ContainerUsage| {
+            let used = container.usage.map(|usage| used(&container.id, usage));
+            (container.id, ContainerFigures { used, layer: container.layer })
+        };
+        let containers = said.containers.into_iter().map(container).collect();
+        Ok(Figures { at: now(), pod, containers, interfaces: said.interfaces })
+    }
+
+    /// What a pod's machine costs the node, if it has one and can be looked at.
+    pub async fn cost(&self, pod: &PodId) -> Option<Cost> {
+        let (_, client) = self.node.ready(pod.as_str()).ok()?;
+        let identity = client.identity().clone();
+        tokio::task::spawn_blocking(move || cost::of(&identity)).await.ok().flatten()
+    }
+}

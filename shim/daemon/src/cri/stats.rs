@@ -1,0 +1,79 @@
+//! Owns: the RPCs about what pods and containers use, one by one and in lists.
+
+use super::Cri;
+use super::convert::{report, stats};
+use super::sandbox::needed;
+use super::status::status;
+use crate::lifecycle::LifecycleError;
+use crate::lifecycle::state::Container;
+use nacelle_proto::cri;
+use tonic::Status;
+
+impl Cri {
+    /// Where ImageFsInfo says that the files of containers lie.
+    fn mountpoint(&self) -> String {
+        self.node.parts().images.folder().display().to_string()
+    }
+
+    pub(super) async fn on_container_stats(
+        &self,
+        request: cri::ContainerStatsRequest,
+    ) -> Result<cri::ContainerStatsResponse, Status> {
+        let asked = needed("container_id", &request.container_id)?;
+        let (id, view) = self.node.container(asked).map_err(status)?;
+        let not_running = || status(LifecycleError::NotRunning { id: id.to_string() });
+        let record = view.containers.get(&id).filter(|record| record.state == Container::Running);
+        let record = record.ok_or_else(not_running)?;
+        let limit = self.node.parts().answer_limit();
+        let figures = self.accounting.of(&view.pod.id, limit).await.map_err(status)?;
+        let stats = stats::container(record, Some(&figures), &self.mountpoint());
+        match stats.cpu {
+            Some(_) => Ok(cri::ContainerStatsResponse { stats: Some(stats) }),
+            // It ended meanwhile.
+            None => Err(not_running()),
+        }
+    }
+
+    pub(super) async fn on_list_container_stats(
+        &self,
+        request: cri::ListContainerStatsRequest,
+    ) -> Result<cri::ListContainerStatsResponse, Status> {
+        let filter = request.filter.as_ref();
+        let passes = |c: &_| report::container_is_visible(c) && stats::container_passes(c, filter);
+        let mut views = self.node.views();
+        views.retain(|view| view.containers.values().any(passes));
+        let figures = self.accounting.of_all(views.iter().map(AsRef::as_ref)).await;
+        let mountpoint = self.mountpoint();
+        let of_pod = views.iter().flat_map(|view| {
+            let figures = figures.get(&view.pod.id);
+            let shown = view.containers.values().filter(|container| passes(container));
+            shown.map(|record| stats::container(record, figures, &mountpoint)).collect::<Vec<_>>()
+        });
+        Ok(cri::ListContainerStatsResponse { stats: of_pod.collect() })
+    }
+
+    pub(super) async fn on_pod_sandbox_stats(
+        &self,
+        request: cri::PodSandboxStatsRequest,
+    ) -> Result<cri::PodSandboxStatsResponse, Status> {
+        let view = self.node.pod(needed("pod_sandbox_id", &request.pod_sandbox_id)?).map_err(status)?;
+        let limit = self.node.parts().answer_limit();
+        let figures = self.accounting.of(&view.pod.id, limit).await.map_err(status)?;
+        Ok(cri::PodSandboxStatsResponse { stats: Some(stats::pod(&view, &figures, &self.mountpoint())) })
+    }
+
+    /// Pods that are not ready, or do not answer, use nothing that is known.
+    pub(super) async fn on_list_pod_sandbox_stats(
+        &self,
+        request: cri::ListPodSandboxStatsRequest,
+    ) -> Result<cri::ListPodSandboxStatsResponse, Status> {
+        let filter = request.filter.as_ref();
+        let mut views = self.node.views();
+        views.retain(|view| report::is_visible(&view.pod) && stats::pod_passes(&view.pod, filter));
+        let figures = self.accounting.of_all(views.iter().map(AsRef::as_ref)).await;
+        let mountpoint = self.mountpoint();
+        let known = views.iter().filter_map(|view| Some((view, figures.get(&view.pod.id)?)));
+        let stats = known.map(|(view, figures)| stats::pod(view, figures, &mountpoint)).collect();
+        Ok(cri::ListPodSandboxStatsResponse { stats })
+    }
+}
