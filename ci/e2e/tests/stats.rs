@@ -104,10 +104,13 @@ fn figures_follow_what_containers_do() {
     assert!(accounts["machine"]["cpuNanos"].as_u64().is_some_and(|nanos| nanos > 0), "{accounts}");
 
     // What people see.
-    let table = node.crictl.call(["stats", "--seconds", "2"]);
-    assert!(table.contains("idle") && !table.contains("busy"), "{table}");
-    let table = node.crictl.call(["statsp", "--seconds", "2"]);
-    assert!(table.contains("stats"), "{table}");
+    eventually("the tables have what runs", || {
+        let containers = node.crictl.try_call(["stats", "--seconds", "2"]).stdout;
+        let pods = node.crictl.try_call(["statsp", "--seconds", "2"]).stdout;
+        let all = containers.contains("idle") && pods.contains("stats");
+        assert!(!containers.contains("busy"), "{containers}");
+        all.then_some(())
+    });
     pod.remove();
 }
 
