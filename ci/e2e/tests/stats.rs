@@ -138,8 +138,8 @@ fn limits_filters_and_processes() {
         let list = all["stats"].as_array().cloned().unwrap_or_default();
         list.iter().map(|stats| stats["attributes"]["id"].as_str().unwrap_or_default().to_owned()).collect()
     };
-    assert_eq!(ids(&["--label", "name=one"]), [one.id.clone()]);
-    assert_eq!(ids(&["--pod", &pod.id, "--label", "name=two"]), [two.id.clone()]);
+    assert_eq!(ids(&["--label", "name=one"]), [&*one.id]);
+    assert_eq!(ids(&["--pod", &pod.id, "--label", "name=two"]), [&*two.id]);
     assert_eq!(ids(&["--pod", "0123456789ab"]), Vec::<String>::new());
     assert_eq!(ids(&[]).len(), 2);
     pod.remove();
