@@ -84,7 +84,7 @@ fn users_limits_and_the_rest_of_the_specification_arrive() {
 }
 
 #[test]
-fn groups_and_paths_are_as_the_security_context_says() {
+fn groups_rights_and_paths_are_as_the_security_context_says() {
     let node = Node::new();
     let image = node.image(
         &Image::busybox().layer(|layer| {
@@ -92,10 +92,15 @@ fn groups_and_paths_are_as_the_security_context_says() {
             layer.folder("hidden", 0o755);
             layer.file("hidden/file", b"hidden", 0o644);
             layer.folder("kept", 0o777);
+            // Busybox keeps the rights of a setuid file for this applet; its shell runs the plain one unless given a path.
+            layer.file("bin/ping", &fs::read("/bin/busybox").unwrap(), 0o4755);
         }),
         "groups:1",
     );
-    let pod = node.crictl.run_pod(Pod::new("groups", node.folder()));
+    let mut pod = Pod::new("groups", node.folder());
+    let sysctls = [("kernel.shm_rmid_forced", "1"), ("fs.mqueue.msg_max", "100"), ("net/ipv4/ip_forward", "1")];
+    pod.0["linux"]["sysctls"] = sysctls.iter().map(|(key, value)| ((*key).to_owned(), json!(value))).collect();
+    let pod = node.crictl.run_pod(pod);
     // `app` (1000) is in group 2000 of the image.
     for (policy, groups) in [(0, "1000 1234 2000"), (1, "1000 1234")] {
         let linux = json!({"security_context": {
@@ -112,6 +117,20 @@ fn groups_and_paths_are_as_the_security_context_says() {
         assert_eq!(told.iter().map(u64::to_string).collect::<Vec<_>>().join(" "), groups, "{user}");
         assert_eq!((number(&user["uid"]), number(&user["gid"])), (Some(1000), Some(1000)), "{user}");
     }
+    // A setuid program gives a user root's rights in the container, if these are the container's and it may.
+    for (name, no_new_privs, drop, pings) in [
+        ("setuid", false, json!([]), true),
+        ("dropped", false, json!(["NET_RAW"]), false),
+        ("kept", true, json!([]), false),
+    ] {
+        let linux = json!({"security_context": {
+            "run_as_user": {"value": 1000}, "no_new_privs": no_new_privs, "capabilities": {"drop_capabilities": drop},
+        }});
+        let one = pod.start(Container::sh(name, &image, "sleep 600").set("linux", linux));
+        let said = one.exec("/bin/ping -c 1 127.0.0.1 2>&1 && echo answered || echo none").ok();
+        let expected = if pings { "answered" } else { "permission denied" };
+        assert!(said.contains(expected), "{name}: {said}");
+    }
     let linux = json!({"security_context": {
         "masked_paths": ["/etc/secret", "/hidden", "/not/there"], "readonly_paths": ["/kept", "/nor/there"],
     }});
@@ -121,6 +140,8 @@ fn groups_and_paths_are_as_the_security_context_says() {
     let expected = format!("{}\n{}\nwritten", refused("/kept/x"), refused("/hidden/x"));
     assert_eq!(one.says("written").trim(), expected);
     assert_eq!(one.exec(script).ok(), expected);
+    let files = sysctls.map(|(key, _)| format!("/proc/sys/{}", key.replace('.', "/"))).join(" ");
+    assert_eq!(one.exec(&format!("cat {files}")).ok(), sysctls.map(|(_, value)| value).join("\n"));
     pod.remove();
 }
 
