@@ -5,7 +5,7 @@ use nacelle_proto::agent::agent_server::Agent;
 use nacelle_proto::agent::{
     AttachImageRequest, ContainerRef, CreateContainerRequest, CreateContainerResponse, DetachImageRequest, Empty,
     ExecRequest, ImageVolume, ListContainersResponse, RenewRequest, ResizeRequest, SignalRequest, StatsResponse,
-    WaitRequest, WaitResponse,
+    UpdateContainerRequest, WaitRequest, WaitResponse,
 };
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -125,6 +125,11 @@ impl Agent for Service {
             size: (cut(request.columns), cut(request.rows)),
         };
         whole(Arc::clone(&self.pod).exec(options)).await?;
+        Ok(Response::new(Empty {}))
+    }
+
+    async fn update_container(&self, request: Request<UpdateContainerRequest>) -> Result<Response<Empty>, Status> {
+        whole(Arc::clone(&self.pod).update(request.into_inner())).await?;
         Ok(Response::new(Empty {}))
     }
 

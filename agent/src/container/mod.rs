@@ -5,6 +5,7 @@
 
 pub mod cgroup;
 pub mod devices;
+pub mod limits;
 pub mod root;
 pub mod spec;
 pub mod user;
@@ -57,6 +58,8 @@ pub enum PodError {
     Numbers { id: String, source: user::IdError },
     #[error("cannot use the specification of container {id}")]
     Spec { id: String, source: spec::SpecError },
+    #[error("cannot change the limits of container {id}")]
+    Limits { id: String, source: limits::LimitError },
     #[error("cannot prepare the root of container {id}")]
     Root { id: String, source: root::RootError },
     #[error("cannot mount a volume of container {id}")]
@@ -95,6 +98,7 @@ impl Classify for PodError {
                 _ => Kind::Internal,
             },
             PodError::Volume { source, .. } => source.kind(),
+            PodError::Limits { source, .. } => source.kind(),
             PodError::Zygote { source, .. } => source.kind(),
             PodError::Io { .. } | PodError::Task { .. } => Kind::Internal,
             PodError::Disk { source } => source.kind(),

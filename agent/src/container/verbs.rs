@@ -2,7 +2,7 @@
 
 use libcontainer::oci_spec::runtime::{LinuxNamespaceType, Spec};
 use nacelle_base::undo::UndoStack;
-use nacelle_proto::agent::{CreateContainerResponse, PidMode};
+use nacelle_proto::agent::{CreateContainerResponse, PidMode, UpdateContainerRequest};
 use std::collections::HashMap;
 use std::io::Write;
 use std::os::fd::OwnedFd;
@@ -15,7 +15,7 @@ use tokio::sync::OnceCell;
 
 use super::spec::{PidNamespace, Place, adjust, exec_process, parse};
 use super::volumes::{self, Volume};
-use super::{Container, Pod, PodError, Process, cgroup, check_id, devices, root, user};
+use super::{Container, Pod, PodError, Process, cgroup, check_id, devices, limits, root, user};
 use crate::stdio::Stdio;
 use crate::zygote::{Create, Exec, Made, Request, ZygoteError};
 use crate::{paths, sys};
@@ -331,6 +331,24 @@ impl Pod {
         // It ended meanwhile: that is the reason, whatever the zygote saw of it.
         let (made, stdio) = made.map_err(|error| if container.init.exit().is_some() { gone() } else { error })?;
         Ok(self.know(made.pid, stdio, container.cgroup.clone(), false))
+    }
+
+    /// Changes the limits of a container that has not ended.
+    pub async fn update(self: Arc<Self>, request: UpdateContainerRequest) -> Result<(), PodError> {
+        let UpdateContainerRequest { id, limits, oom_score_adj } = request;
+        check_id(&id)?;
+        self.in_turn(&id, async {
+            let container = self.container(&id)?;
+            if container.init.exit().is_some() {
+                return Err(PodError::NotRunning { id: id.clone() });
+            }
+            let cgroup = container.cgroup.clone();
+            let limits: Vec<_> = limits.into_iter().map(|limit| (limit.file, limit.value)).collect();
+            let change = move || limits::change(&cgroup, Path::new("/proc"), &limits, oom_score_adj);
+            let changed = tokio::task::spawn_blocking(change).await?;
+            changed.map_err(|source| PodError::Limits { id: id.clone(), source })
+        })
+        .await
     }
 
     /// Changes a terminal's size; of a process that is gone: success.

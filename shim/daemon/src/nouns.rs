@@ -87,6 +87,28 @@ pub struct Resources {
     pub unified: Pairs,
 }
 
+impl Resources {
+    /// These, after a change in which only what is set counts.
+    pub fn changed_by(&self, change: &Resources) -> Resources {
+        let number = |old: i64, new: i64| if new == 0 { old } else { new };
+        let mut next = Resources {
+            cpu_period: number(self.cpu_period, change.cpu_period),
+            cpu_quota: number(self.cpu_quota, change.cpu_quota),
+            cpu_shares: number(self.cpu_shares, change.cpu_shares),
+            memory_limit: number(self.memory_limit, change.memory_limit),
+            memory_swap_limit: number(self.memory_swap_limit, change.memory_swap_limit),
+            oom_score_adj: number(self.oom_score_adj, change.oom_score_adj),
+            ..self.clone()
+        };
+        for (size, limit) in &change.hugepages {
+            next.hugepages.retain(|(known, _)| known != size);
+            next.hugepages.push((size.clone(), *limit));
+        }
+        next.unified.extend(change.unified.clone());
+        next
+    }
+}
+
 /// Who a container runs as, as the caller said.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RunAs {

@@ -155,6 +155,11 @@ impl Agent {
         self.call("start the command", self.limit, self.rpc.clone().exec(request)).await.map(drop)
     }
 
+    /// Changes the limits of a container.
+    pub async fn update_container(&self, request: proto::UpdateContainerRequest) -> Result<(), PodError> {
+        self.call("change the limits", self.limit, self.rpc.clone().update_container(request)).await.map(drop)
+    }
+
     /// Changes the size of a terminal.
     pub async fn resize(&self, request: proto::ResizeRequest) -> Result<(), PodError> {
         self.call("size the terminal", self.limit, self.rpc.clone().resize(request)).await.map(drop)

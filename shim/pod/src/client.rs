@@ -389,6 +389,12 @@ impl PodClient {
         }
     }
 
+    /// Changes the limits of a container.
+    pub async fn update_container(&self, request: proto::UpdateContainerRequest) -> Result<(), ClientError> {
+        self.rpc.clone().update_container(request).await?;
+        Ok(())
+    }
+
     /// Changes the size of a terminal.
     pub async fn resize(&self, request: proto::ResizeRequest) -> Result<(), ClientError> {
         self.rpc.clone().resize(request).await?;

@@ -114,6 +114,19 @@ impl Pod for Server {
         Ok(Response::new(ReceiverStream::new(told)))
     }
 
+    async fn update_container(
+        &self,
+        request: Request<proto::UpdateContainerRequest>,
+    ) -> Result<Response<proto::Empty>, Status> {
+        let agent = self.ask(Ask::Agent).await?.into_inner();
+        let proto::UpdateContainerRequest { id, limits, oom_score_adj } = request.into_inner();
+        let limit = |limit: proto::Limit| nacelle_proto::agent::Limit { file: limit.file, value: limit.value };
+        let limits = limits.into_iter().map(limit).collect();
+        let update = nacelle_proto::agent::UpdateContainerRequest { id, limits, oom_score_adj };
+        agent.update_container(update).await.map_err(|error| crate::codes::status(&error))?;
+        Ok(Response::new(proto::Empty {}))
+    }
+
     async fn resize(&self, request: Request<proto::ResizeRequest>) -> Result<Response<proto::Empty>, Status> {
         let proto::ResizeRequest { id, exec_id, columns, rows } = request.into_inner();
         let Live { agent, .. } = self.ask(|reply| Ask::Running(id.clone(), reply)).await?.into_inner();

@@ -4,7 +4,7 @@ mod common;
 
 use common::agent::Fault;
 use common::{World, exited, kind, network, until};
-use nacelle_base::Kind;
+use nacelle_base::{Chain, Classify, Kind};
 use nacelle_engine::fake::Script;
 use nacelle_pod::record::{ContainerPhase, Phase};
 use nacelle_proto::pod;
@@ -67,6 +67,16 @@ async fn every_verb_can_be_said_twice() {
     client.start_container("a").await.unwrap();
     client.reopen_log("a").await.unwrap();
     client.reopen_log("a").await.unwrap();
+    let update = |id: &str, file: &str| nacelle_proto::pod::UpdateContainerRequest {
+        id: id.into(),
+        limits: vec![nacelle_proto::pod::Limit { file: file.into(), value: "why".into() }],
+        oom_score_adj: None,
+    };
+    client.update_container(update("a", "cpu.max")).await.unwrap();
+    assert_eq!(kind(client.update_container(update("none", "cpu.max")).await), Kind::NotFound);
+    let refused = client.update_container(update("a", "refuse.me")).await.unwrap_err();
+    assert_eq!(refused.kind(), Kind::Conflict);
+    assert!(Chain(&refused).to_string().contains("why"), "{refused}");
     let (first, second) = tokio::join!(client.stop_container("a", GRACE), client.stop_container("a", GRACE));
     first.and(second).unwrap();
     client.stop_container("a", GRACE).await.unwrap();

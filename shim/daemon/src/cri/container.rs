@@ -1,7 +1,7 @@
 //! Owns: the RPCs about containers: convert, ask the lifecycle, convert.
 
 use super::Cri;
-use super::convert::{container_config, report, seccomp_profile};
+use super::convert::{container_config, report, resources_change, seccomp_profile};
 use super::sandbox::needed;
 use super::status::{refuse, status};
 use crate::nouns::ImageOf;
@@ -76,6 +76,16 @@ impl Cri {
     ) -> Result<cri::RemoveContainerResponse, Status> {
         self.node.remove(needed("container_id", &request.container_id)?).await.map_err(status)?;
         Ok(cri::RemoveContainerResponse {})
+    }
+
+    pub(super) async fn on_update_container_resources(
+        &self,
+        request: cri::UpdateContainerResourcesRequest,
+    ) -> Result<cri::UpdateContainerResourcesResponse, Status> {
+        let id = needed("container_id", &request.container_id)?;
+        let change = resources_change(request.linux.as_ref()).map_err(status)?;
+        self.node.update(id, change).await.map_err(status)?;
+        Ok(cri::UpdateContainerResourcesResponse {})
     }
 
     pub(super) async fn on_list_containers(

@@ -139,9 +139,9 @@ impl cri::runtime_service_server::RuntimeService for Cri {
 
     async fn update_container_resources(
         &self,
-        _: Request<cri::UpdateContainerResourcesRequest>,
+        request: Request<cri::UpdateContainerResourcesRequest>,
     ) -> Answer<cri::UpdateContainerResourcesResponse> {
-        Err(not_yet("UpdateContainerResources"))
+        self.on_update_container_resources(request.into_inner()).await.map(Response::new)
     }
 
     async fn reopen_container_log(

@@ -4,6 +4,7 @@
 //! May use: the state tables, boot and make (effects), the store. Knows no CRI.
 
 mod containers;
+mod update;
 
 use super::boot::{self, Undone, Up};
 use super::error::{LifecycleError, left_line};
@@ -11,12 +12,12 @@ use super::events::EventKind;
 use super::shown::Told;
 use super::state::{self, PodAct, PodAsk};
 use super::{Parts, Table, View, clip};
-use crate::nouns::{ContainerConfig, ImageOf, User};
+use crate::nouns::{ContainerConfig, ImageOf, Resources, User};
 use crate::store::{Change, ContainerRecord, PodRecord, StoreError};
 use nacelle_base::{Chain, ContainerId};
 use nacelle_pod::client::{ClientError, PodClient};
 use nacelle_proto::pod as proto;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot, watch};
@@ -43,6 +44,7 @@ pub(super) enum Message {
         answer: Answer<ContainerId>,
     },
     Start(ContainerId, Answer<()>),
+    Update(ContainerId, Box<Resources>, Answer<()>),
     StopContainer(ContainerId, Duration, Answer<()>),
     RemoveContainer(ContainerId, Answer<()>),
     /// Happened.
@@ -57,6 +59,7 @@ pub(super) enum Message {
     Started(ContainerId, Result<(), LifecycleError>),
     Stopped(ContainerId, Result<Option<proto::PodState>, LifecycleError>, Answer<()>),
     Removed(ContainerId, Result<(), LifecycleError>),
+    Updated(ContainerId, Box<Resources>, Result<(), LifecycleError>),
 }
 
 /// What is known of a container, and who waits for it.
@@ -66,11 +69,20 @@ struct Entry {
     make_error: Option<LifecycleError>,
     started: Vec<Answer<()>>,
     removed: Vec<Answer<()>>,
+    /// Changes of its limits, one after the other; the first is under way.
+    updates: VecDeque<(Box<Resources>, Answer<()>)>,
 }
 
 impl Entry {
     fn new(record: ContainerRecord) -> Entry {
-        Entry { record, made: Vec::new(), make_error: None, started: Vec::new(), removed: Vec::new() }
+        Entry {
+            record,
+            made: Vec::new(),
+            make_error: None,
+            started: Vec::new(),
+            removed: Vec::new(),
+            updates: VecDeque::new(),
+        }
     }
 }
 
@@ -212,6 +224,8 @@ impl Actor {
             Message::Gone(last) => self.gone(last).await,
             Message::Create { config, image, volumes, answer } => self.create(*config, image, volumes, answer).await,
             Message::Start(id, answer) => self.start(id, answer).await,
+            Message::Update(id, change, answer) => self.update(id, change, answer),
+            Message::Updated(id, next, result) => self.updated(id, *next, result).await,
             Message::StopContainer(id, grace, answer) => self.stop_container(id, grace, answer).await,
             Message::RemoveContainer(id, answer) => self.remove_container(id, Some(answer)).await,
             Message::Made(id, result) => self.made(id, result).await,

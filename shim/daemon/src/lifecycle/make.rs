@@ -152,6 +152,19 @@ pub(super) async fn exec(
     }
 }
 
+/// Changes its limits.
+pub(super) async fn update(
+    parts: Arc<Parts>,
+    client: PodClient,
+    id: ContainerId,
+    limits: Vec<(String, String)>,
+    oom_score_adj: Option<i32>,
+) -> Result<(), LifecycleError> {
+    let limits = limits.into_iter().map(|(file, value)| proto::Limit { file, value }).collect();
+    let request = proto::UpdateContainerRequest { id: id.to_string(), limits, oom_score_adj };
+    ask("change the limits of the container", parts.answer_limit(), client.update_container(request)).await
+}
+
 /// Closes its log and opens it again by its name.
 pub(super) async fn reopen(parts: &Parts, client: PodClient, id: &ContainerId) -> Result<(), LifecycleError> {
     ask("open the log again", parts.answer_limit(), client.reopen_log(id.as_str())).await

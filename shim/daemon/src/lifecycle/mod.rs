@@ -19,7 +19,7 @@ pub use events::{Event, EventKind, Events};
 pub(crate) use make::ask;
 
 use crate::config::{Config, EngineSetting};
-use crate::nouns::{ContainerConfig, ImageOf, PodConfig, PodName};
+use crate::nouns::{ContainerConfig, ImageOf, PodConfig, PodName, Resources};
 use crate::store::{ContainerRecord, PodRecord, Store};
 use actor::{Answer, Begin, Message};
 use ipnet::IpNet;
@@ -350,6 +350,12 @@ impl Node {
     pub async fn start(&self, id: &str) -> Result<(), LifecycleError> {
         let (id, handle, _) = self.table.find_container(id)?;
         asked(&handle, |answer| Message::Start(id, answer)).await
+    }
+
+    /// Changes the limits of a container that has not ended; what the change does not set stays.
+    pub async fn update(&self, id: &str, change: Resources) -> Result<(), LifecycleError> {
+        let (id, handle, _) = self.table.find_container(id)?;
+        asked(&handle, |answer| Message::Update(id, Box::new(change), answer)).await
     }
 
     /// Stops a container; one that does not run or exist is stopped.

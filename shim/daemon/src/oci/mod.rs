@@ -3,7 +3,10 @@
 //! cgroup path, /etc/hosts and its like) is left to it.
 
 mod capabilities;
+mod limits;
 mod seccomp;
+
+pub use limits::limits;
 
 pub use capabilities::{is_known as is_known_capability, normal as normal_capability};
 

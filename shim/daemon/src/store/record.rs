@@ -2,7 +2,7 @@
 //! A new field has a default; a new version is another variant and a conversion.
 
 use crate::lifecycle::state;
-use crate::nouns::{ContainerConfig, ImageOf, PodConfig, User};
+use crate::nouns::{ContainerConfig, ImageOf, PodConfig, Resources, User};
 use nacelle_base::{ContainerId, PodId};
 use serde::{Deserialize, Serialize};
 use std::net::IpAddr;
@@ -56,6 +56,9 @@ pub struct ContainerRecord {
     pub pod: PodId,
     /// As it was asked for; shared, because records are copied with every change.
     pub config: Arc<ContainerConfig>,
+    /// Its limits, if they were changed since it was asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub resources: Option<Resources>,
     /// Its image.
     pub image: ImageOf,
     /// Those of its volumes, in their order.
@@ -88,6 +91,13 @@ pub struct ContainerRecord {
     /// Who it runs as.
     #[serde(default)]
     pub user: Option<User>,
+}
+
+impl ContainerRecord {
+    /// Its limits as they are.
+    pub fn resources(&self) -> &Resources {
+        self.resources.as_ref().unwrap_or(&self.config.resources)
+    }
 }
 
 /// A record that this version cannot read or write.
@@ -212,6 +222,7 @@ pub(crate) mod tests {
                 seccomp: Seccomp::RuntimeDefault,
                 volumes: vec![],
             }),
+            resources: None,
             image: ImageOf { id: Digest([7; 32]), reference: "docker.io/library/busybox@sha256:aa".into() },
             volumes: vec![],
             log_path: Some("/var/log/pods/web/c/0.log".into()),

@@ -142,6 +142,8 @@ pub struct FakePod {
     changes: watch::Sender<proto::PodState>,
     /// What it was asked to make.
     pub made: Mutex<Vec<proto::CreateContainerRequest>>,
+    /// What it was asked to limit.
+    pub updates: Mutex<Vec<proto::UpdateContainerRequest>>,
     pub configured: Mutex<Option<proto::ConfigureRequest>>,
     pub exec: Mutex<Option<Result<proto::ExecSyncResponse, Status>>>,
     /// What it says that its containers use; none: it hangs.
@@ -165,6 +167,7 @@ impl FakePod {
             record: Mutex::new(record),
             changes,
             made: Mutex::default(),
+            updates: Mutex::default(),
             configured: Mutex::default(),
             exec: Mutex::default(),
             stats: Mutex::new(Some(proto::StatsResponse::default())),
@@ -274,6 +277,12 @@ impl proto::pod_server::Pod for Service {
         self.0.step("remove").await?;
         let id = request.into_inner().id;
         self.0.change(|record| record.containers.retain(|container| container.id != id));
+        Ok(Response::new(proto::Empty {}))
+    }
+
+    async fn update_container(&self, request: Request<proto::UpdateContainerRequest>) -> Answer<proto::Empty> {
+        self.0.step("update").await?;
+        self.0.updates.lock().unwrap().push(request.into_inner());
         Ok(Response::new(proto::Empty {}))
     }
 

@@ -280,6 +280,17 @@ impl Agent for Service {
         empty()
     }
 
+    async fn update_container(&self, request: Request<proto::UpdateContainerRequest>) -> Answer<proto::Empty> {
+        let request = request.into_inner();
+        match request.limits.first() {
+            Some(limit) if limit.file == "refuse.me" => Err(Status::failed_precondition(limit.value.clone())),
+            _ if !self.0.processes.lock().unwrap().contains_key(&(request.id, String::new())) => {
+                Err(Status::not_found("no such container"))
+            }
+            _ => empty(),
+        }
+    }
+
     async fn resize(&self, _: Request<proto::ResizeRequest>) -> Answer<proto::Empty> {
         empty()
     }

@@ -8,6 +8,23 @@ use crate::profile::Profile;
 use nacelle_proto::cri;
 use std::path::{Component, Path, PathBuf};
 
+/// The names of the fields of limits, below where they stand in the request.
+macro_rules! fields {
+    ($below:literal) => {
+        [
+            concat!($below, ".cpu_period"),
+            concat!($below, ".cpu_quota"),
+            concat!($below, ".cpu_shares"),
+            concat!($below, ".memory_limit_in_bytes"),
+            concat!($below, ".memory_swap_limit_in_bytes"),
+            concat!($below, ".oom_score_adj"),
+            concat!($below, ".cpuset_cpus"),
+            concat!($below, ".cpuset_mems"),
+            concat!($below, ".unified"),
+        ]
+    };
+}
+
 /// The file of the node with the seccomp profile that this container asks for. A privileged one has no filter,
 /// whatever it asks for.
 pub fn seccomp_profile(config: Option<&cri::ContainerConfig>) -> Result<Option<PathBuf>, FieldError> {
@@ -58,7 +75,7 @@ pub fn container_config(
         stdin_once: config.stdin_once,
         tty: config.tty,
         stop_signal: stop_signal(config.stop_signal)?,
-        resources: resources(&linux.resources.unwrap_or_default())?,
+        resources: resources(&linux.resources.unwrap_or_default(), fields!("config.linux.resources"))?,
         privileged: security.privileged,
         capabilities: capabilities(security.capabilities.as_ref())?,
         pid: pid(security.namespace_options.as_ref())?,
@@ -135,30 +152,33 @@ pub(super) fn signal_number(signal: cri::Signal) -> Option<u32> {
     crate::signals::number(&name.replace("PLUS", "+").replace("MINUS", "-"))
 }
 
-fn resources(asked: &cri::LinuxContainerResources) -> Result<Resources, FieldError> {
+/// A change of the limits of a container; what is not set stays as it is.
+pub fn resources_change(linux: Option<&cri::LinuxContainerResources>) -> Result<Resources, FieldError> {
+    resources(linux.ok_or(FieldError::Missing { field: "linux" })?, fields!("linux"))
+}
+
+fn resources(asked: &cri::LinuxContainerResources, fields: [&'static str; 9]) -> Result<Resources, FieldError> {
+    let [period, quota, shares, memory, swap, oom_score_adj, cpus, mems, unified] = fields;
     for (field, value, range) in [
-        ("config.linux.resources.cpu_period", asked.cpu_period, 0..=1_000_000),
-        ("config.linux.resources.cpu_quota", asked.cpu_quota, -1..=i64::MAX),
-        ("config.linux.resources.cpu_shares", asked.cpu_shares, 0..=262_144),
-        ("config.linux.resources.memory_limit_in_bytes", asked.memory_limit_in_bytes, 0..=i64::MAX),
-        ("config.linux.resources.memory_swap_limit_in_bytes", asked.memory_swap_limit_in_bytes, -1..=i64::MAX),
-        ("config.linux.resources.oom_score_adj", asked.oom_score_adj, -1000..=1000),
+        (period, asked.cpu_period, 0..=1_000_000),
+        (quota, asked.cpu_quota, -1..=i64::MAX),
+        (shares, asked.cpu_shares, 0..=262_144),
+        (memory, asked.memory_limit_in_bytes, 0..=i64::MAX),
+        (swap, asked.memory_swap_limit_in_bytes, -1..=i64::MAX),
+        (oom_score_adj, asked.oom_score_adj, -1000..=1000),
     ] {
         if !range.contains(&value) {
             return bad(field, value, format!("{} to {} are allowed", range.start(), range.end()));
         }
     }
-    for (field, list) in [
-        ("config.linux.resources.cpuset_cpus", &asked.cpuset_cpus),
-        ("config.linux.resources.cpuset_mems", &asked.cpuset_mems),
-    ] {
+    for (field, list) in [(cpus, &asked.cpuset_cpus), (mems, &asked.cpuset_mems)] {
         if !list.is_empty() {
             return not_yet(field, list, "processors of the node are not those of the guest; leave it out");
         }
     }
     let plain = |key: &str| !key.is_empty() && !key.starts_with('.') && !key.contains(['/', '\0']);
     if let Some(key) = asked.unified.keys().find(|key| !plain(key)) {
-        return bad("config.linux.resources.unified", key, "the name of a file of cgroup v2 is needed");
+        return bad(unified, key, "the name of a file of cgroup v2 is needed");
     }
     Ok(Resources {
         cpu_period: asked.cpu_period,

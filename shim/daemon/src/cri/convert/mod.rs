@@ -7,7 +7,7 @@ pub mod report;
 pub mod stats;
 mod volume;
 
-pub use container::{container_config, seccomp_profile};
+pub use container::{container_config, resources_change, seccomp_profile};
 pub use pod::pod_config;
 
 use crate::nouns::Pairs;

@@ -212,7 +212,7 @@ pub fn container_status(container: &ContainerRecord) -> cri::ContainerStatus {
         annotations: map(&config.annotations),
         mounts: config.volumes.iter().zip(&container.volumes).map(volume).collect(),
         log_path: container.log_path.as_ref().map(|path| path.display().to_string()).unwrap_or_default(),
-        resources: Some(cri::ContainerResources { linux: Some(resources(&config.resources)), windows: None }),
+        resources: Some(cri::ContainerResources { linux: Some(resources(container.resources())), windows: None }),
         image_id: id,
         user,
         stop_signal: config.stop_signal.and_then(signal).unwrap_or(cri::Signal::RuntimeDefault).into(),

@@ -98,6 +98,7 @@ impl Actor {
             id: ContainerId::from_bytes(new_id()),
             pod: self.pod.id.clone(),
             config: Arc::new(config),
+            resources: None,
             image,
             volumes,
             log_path,
@@ -276,7 +277,10 @@ impl Actor {
                 tell(&mut entry.removed, &Ok(()));
                 let gone = LifecycleError::NotFound { what: "container", id: id.to_string() };
                 tell(&mut entry.made, &Err(entry.make_error.take().unwrap_or_else(|| gone.clone())));
-                tell(&mut entry.started, &Err(gone));
+                tell(&mut entry.started, &Err(gone.clone()));
+                for (_, answer) in entry.updates.drain(..) {
+                    drop(answer.send(Err(gone.clone())));
+                }
                 self.parts.collect_images(&self.table);
             }
             Err(error) => {

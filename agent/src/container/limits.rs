@@ -1,0 +1,191 @@
+//! Owns: changing the limits of a container that is there: all of them, or none.
+
+use super::cgroup;
+use nacelle_base::{Classify, Kind};
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+/// The limit below which a container would be killed at once.
+const MEMORY: &str = "memory.max";
+/// Limits of one request.
+const MOST: usize = 64;
+
+/// Why nothing was changed.
+#[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the fields are what the message prints")]
+pub enum LimitError {
+    #[error("{file:?} is no file of a limit")]
+    Name { file: String },
+    #[error("{count} limits at once are too many")]
+    TooMany { count: usize },
+    #[error("{MEMORY} of {limit} bytes is not possible: {used} bytes are in use")]
+    InUse { limit: u64, used: u64 },
+    #[error("cannot write {value:?} to {file}")]
+    Write { file: String, value: String, source: io::Error },
+    #[error("cannot read {file}, so a change could not be taken back")]
+    Read { file: String, source: io::Error },
+}
+
+impl Classify for LimitError {
+    fn kind(&self) -> Kind {
+        match self {
+            LimitError::InUse { .. } => Kind::Conflict,
+            LimitError::Name { .. } | LimitError::TooMany { .. } => Kind::Invalid,
+            LimitError::Write { source, .. } | LimitError::Read { source, .. } => match source.raw_os_error() {
+                // What the kernel does not take, and what it does not have.
+                Some(libc::EINVAL | libc::ERANGE | libc::ENOENT | libc::EOPNOTSUPP | libc::EACCES) => Kind::Invalid,
+                _ => Kind::from(source.kind()),
+            },
+        }
+    }
+}
+
+/// What was written, and what was there before.
+struct Written {
+    path: PathBuf,
+    before: String,
+}
+
+/// Writes these values to these files of a cgroup and the adjustment to all its processes, of which `proc` tells.
+/// On failure what was written is taken back.
+pub fn change(
+    cgroup: &Path,
+    proc: &Path,
+    limits: &[(String, String)],
+    oom_score_adj: Option<i32>,
+) -> Result<(), LimitError> {
+    if limits.len() > MOST {
+        return Err(LimitError::TooMany { count: limits.len() });
+    }
+    for (file, value) in limits {
+        let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
+        // Those of cgroup itself kill, move and freeze processes.
+        if !file.contains('.') || file.starts_with('.') || file.starts_with("cgroup.") || !file.chars().all(plain) {
+            return Err(LimitError::Name { file: file.chars().take(100).collect() });
+        }
+        if let (MEMORY, Ok(limit)) = (file.as_str(), value.parse::<u64>()) {
+            let used = read(&cgroup.join("memory.current"))?.trim().parse().unwrap_or(0);
+            if used > limit {
+                return Err(LimitError::InUse { limit, used });
+            }
+        }
+    }
+    let mut written = Vec::new();
+    let changed = change_each(cgroup, proc, limits, oom_score_adj, &mut written);
+    if changed.is_err() {
+        for Written { path, before } in written.iter().rev() {
+            // Some files take one line at a time.
+            for line in before.lines() {
+                if let Err(error) = write(path, line) {
+                    tracing::warn!(path = %path.display(), %error, "cannot take back a limit");
+                }
+            }
+        }
+    }
+    changed
+}
+
+fn change_each(
+    cgroup: &Path,
+    proc: &Path,
+    limits: &[(String, String)],
+    oom_score_adj: Option<i32>,
+    written: &mut Vec<Written>,
+) -> Result<(), LimitError> {
+    let mut set = |path: PathBuf, value: &str| {
+        let before = read(&path)?;
+        let done = write(&path, value);
+        done.map_err(|source| LimitError::Write { file: name(&path), value: value.to_owned(), source })?;
+        written.push(Written { path, before });
+        Ok(())
+    };
+    for (file, value) in limits {
+        set(cgroup.join(file), value)?;
+    }
+    let Some(adjustment) = oom_score_adj else { return Ok(()) };
+    let processes = cgroup::processes(cgroup);
+    let processes = processes.map_err(|source| LimitError::Read { file: "cgroup.procs".into(), source })?;
+    for pid in processes {
+        match set(proc.join(pid.to_string()).join("oom_score_adj"), &adjustment.to_string()) {
+            Err(LimitError::Write { source, .. } | LimitError::Read { source, .. }) if is_gone(&source) => {}
+            other => other?,
+        }
+    }
+    Ok(())
+}
+
+/// The process has ended meanwhile.
+fn is_gone(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH))
+}
+
+fn name(path: &Path) -> String {
+    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
+
+fn read(path: &Path) -> Result<String, LimitError> {
+    fs::read_to_string(path).map_err(|source| LimitError::Read { file: name(path), source })
+}
+
+/// To a file that is there, in one piece.
+fn write(path: &Path, value: &str) -> io::Result<()> {
+    File::options().write(true).truncate(true).open(path)?.write_all(value.as_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A folder that looks like a cgroup with two processes, one of which is gone.
+    fn fake() -> (tempfile::TempDir, PathBuf, PathBuf) {
+        let folder = tempfile::tempdir().unwrap();
+        let (cgroup, proc) = (folder.path().join("c"), folder.path().join("proc"));
+        fs::create_dir_all(&cgroup).unwrap();
+        fs::create_dir_all(proc.join("7")).unwrap();
+        for (file, text) in [
+            ("memory.max", "max\n"),
+            ("memory.current", "1000\n"),
+            ("cpu.max", "max 100000\n"),
+            ("cgroup.kill", ""),
+            ("cgroup.procs", "7\n8\n"),
+        ] {
+            fs::write(cgroup.join(file), text).unwrap();
+        }
+        fs::write(proc.join("7/oom_score_adj"), "3\n").unwrap();
+        (folder, cgroup, proc)
+    }
+
+    fn limits(list: &[(&str, &str)]) -> Vec<(String, String)> {
+        list.iter().map(|(file, value)| ((*file).to_owned(), (*value).to_owned())).collect()
+    }
+
+    #[test]
+    fn all_are_written() {
+        let (_folder, cgroup, proc) = fake();
+        change(&cgroup, &proc, &limits(&[("memory.max", "1000"), ("cpu.max", "5 10")]), Some(-4)).unwrap();
+        let text = |path: PathBuf| fs::read_to_string(path).unwrap();
+        assert_eq!(text(cgroup.join("memory.max")), "1000");
+        assert_eq!(text(cgroup.join("cpu.max")), "5 10");
+        assert_eq!(text(proc.join("7/oom_score_adj")), "-4");
+    }
+
+    #[test]
+    fn a_failure_names_the_file_and_changes_nothing() {
+        let (_folder, cgroup, proc) = fake();
+        for (list, kind, word) in [
+            (&[("cpu.max", "5 10"), ("memory.max", "999")][..], Kind::Conflict, "1000 bytes are in use"),
+            (&[("cpu.max", "5 10"), ("hugetlb.1GB.max", "1")], Kind::Invalid, "hugetlb.1GB.max"),
+            (&[("cpu.max", "5 10"), ("cgroup.kill", "1")], Kind::Invalid, "cgroup.kill"),
+            (&[("cpu.max", "5 10"), ("../c/cpu.max", "1")], Kind::Invalid, "../c"),
+            (&[("cpu.max", "5 10"), (".x", "1")], Kind::Invalid, ".x"),
+            (&[("cpu.max", "5 10"), ("tasks", "1")], Kind::Invalid, "tasks"),
+        ] {
+            let error = change(&cgroup, &proc, &limits(list), None).unwrap_err();
+            assert_eq!(error.kind(), kind, "{error}");
+            assert!(error.to_string().contains(word), "{error}");
+            assert_eq!(fs::read_to_string(cgroup.join("cpu.max")).unwrap().trim(), "max 100000", "{error}");
+        }
+        assert!(change(&cgroup, &proc, &limits(&[("cpu.max", "1"); MOST + 1]), None).is_err());
+    }
+}

@@ -1,0 +1,85 @@
+//! Owns: what a change of limits means for the files of a cgroup v2, as runtimes write them when a container is made.
+
+use crate::nouns::Resources;
+
+/// The kernel's period of cpu.max, µs.
+const PERIOD: i64 = 100_000;
+
+/// The files that a change touches and what is written to them, if the limits are these after it.
+pub fn limits(after: &Resources, change: &Resources) -> Vec<(String, String)> {
+    let mut limits = Vec::new();
+    let mut set = |file: &str, value: String| limits.push((file.to_owned(), value));
+    if change.cpu_shares > 0 {
+        set("cpu.weight", weight(change.cpu_shares).to_string());
+    }
+    if change.cpu_quota != 0 || change.cpu_period > 0 {
+        let quota = if after.cpu_quota > 0 { after.cpu_quota.to_string() } else { "max".to_owned() };
+        set("cpu.max", format!("{quota} {}", if after.cpu_period > 0 { after.cpu_period } else { PERIOD }));
+    }
+    if change.memory_limit > 0 {
+        set("memory.max", change.memory_limit.to_string());
+    }
+    for (size, limit) in &change.hugepages {
+        set(&format!("hugetlb.{size}.max"), limit.to_string());
+    }
+    change.unified.iter().for_each(|(file, value)| set(file, value.clone()));
+    limits
+}
+
+/// Shares of cgroup v1 (2 to 262144, 1024 if nothing is said) as weight (1 to 10000, 100 if nothing is said): the
+/// curve through these three points that the OCI runtimes agree on, and that the guest uses when it makes a container.
+fn weight(shares: i64) -> u64 {
+    match shares {
+        ..=2 => 1,
+        262_144.. => 10_000,
+        shares => {
+            let log = f64::from(i32::try_from(shares).unwrap_or(i32::MAX)).log2();
+            let exponent = (log * log + 125.0 * log) / 612.0 - 7.0 / 34.0;
+            // From 1 to 10000.
+            10f64.powf(exponent).ceil() as u64
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn written(before: Resources, change: Resources) -> Vec<String> {
+        let limits = limits(&before.changed_by(&change), &change);
+        limits.iter().map(|(file, value)| format!("{file}={value}")).collect()
+    }
+
+    #[test]
+    fn shares_become_weights() {
+        for (shares, expected) in
+            [(1, 1), (2, 1), (1024, 100), (262_143, 10_000), (262_144, 10_000), (i64::MAX, 10_000)]
+        {
+            assert_eq!(weight(shares), expected, "{shares}");
+        }
+        assert!((3..2000).all(|shares| weight(shares) <= weight(shares + 1)));
+    }
+
+    #[test]
+    fn only_what_changes_is_written_and_quota_and_period_go_together() {
+        let none = Resources::default;
+        assert!(written(none(), none()).is_empty());
+        assert_eq!(written(none(), Resources { cpu_quota: 5000, ..none() }), ["cpu.max=5000 100000"]);
+        let before = || Resources { cpu_quota: 5000, cpu_period: 20_000, memory_limit: 9, ..none() };
+        assert_eq!(written(before(), Resources { cpu_period: 50_000, ..none() }), ["cpu.max=5000 50000"]);
+        assert_eq!(written(before(), Resources { cpu_quota: -1, ..none() }), ["cpu.max=max 20000"]);
+        let all = Resources {
+            cpu_shares: 1024,
+            memory_limit: 77,
+            hugepages: vec![("2MB".into(), 4)],
+            unified: [("memory.high".to_owned(), "50".to_owned())].into(),
+            ..none()
+        };
+        assert_eq!(
+            written(before(), all.clone()),
+            ["cpu.weight=100", "memory.max=77", "hugetlb.2MB.max=4", "memory.high=50"]
+        );
+        let after = before().changed_by(&all);
+        assert_eq!((after.cpu_quota, after.memory_limit, after.cpu_shares), (5000, 77, 1024));
+    }
+}
