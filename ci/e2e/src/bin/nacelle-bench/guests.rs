@@ -14,8 +14,11 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// How long one sample of throughput takes, in seconds.
-const SAMPLE: u32 = 5;
+/// How long one sample of throughput takes, in seconds. Where the clock counts instructions, one is as good as five.
+fn sample_seconds() -> u32 {
+    if std::env::var_os("NODE_ICOUNT").is_some() { 1 } else { 5 }
+}
+
 /// How long each machine sends or receives before that: TCP has found its pace then.
 const WARM_UP: u32 = 1;
 /// Where disks lie as they do on a node: on a file system with a device below it. Memory file systems, in which the rest
@@ -138,7 +141,7 @@ pub fn snapshot(runs: usize) -> Measured {
 pub fn blk(runs: usize) -> Measured {
     let place = Place::commands(Path::new(DISKS));
     let setup = place.setup(256);
-    let command = format!("reads 1 {SAMPLE} {READERS}");
+    let command = format!("reads 1 {} {READERS}", sample_seconds());
     let (ours, peers) = in_turn(runs, |vmm| number(&Machine::start(vmm, &setup).ask(&command)));
     Measured { ours, peers, ..Measured::new("reads/s", "qemu microvm, io_uring") }
 }
@@ -202,7 +205,7 @@ fn net(runs: usize, sample: impl Fn(&mut Machine, u32) -> f64) -> Measured {
         run::call("ip", ["link", "set", tap, "up"]).ok();
         assert_eq!(machine.ask(&format!("address {GUEST}")), "ok");
         sample(&mut machine, WARM_UP);
-        sample(&mut machine, SAMPLE) / 1e6
+        sample(&mut machine, sample_seconds()) / 1e6
     });
     Measured { ours, peers, ..Measured::new("MB/s", "qemu microvm, vhost-net") }
 }
