@@ -114,6 +114,19 @@ need_crictl() {
     export CRICTL=$file
 }
 
+# Sets CRITEST to upstream's conformance suite of CRI, of crictl's version, building it once.
+need_critest() {
+    local file=$cache/tools/critest-$crictl_version
+    if [ ! -x "$file" ]; then
+        need_go
+        (cd "$repo/ci/tools" && GOTOOLCHAIN=auto GOFLAGS=-mod=readonly CGO_ENABLED=0 \
+            long "building critest $crictl_version" go test -c -trimpath -o "$file.$$" -ldflags "-s -w" \
+            sigs.k8s.io/cri-tools/cmd/critest) || die "cannot build critest"
+        mv "$file.$$" "$file"
+    fi
+    export CRITEST=$file
+}
+
 # Sets NACELLE_BIN: what the environment names, or a build of this tree.
 need_nacelle() {
     if [ -z "${NACELLE_BIN:-}" ]; then
