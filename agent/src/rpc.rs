@@ -15,6 +15,7 @@ use tonic::{Code, Request, Response, Status};
 use crate::boot::apply;
 use crate::container::volumes::Volume;
 use crate::container::{CreateOptions, ExecOptions, Pod, PodError};
+use crate::stats::Asked;
 
 /// No request takes longer; a caller's own deadline may be nearer.
 pub const DEADLINE: Duration = Duration::from_secs(120);
@@ -143,8 +144,12 @@ impl Agent for Service {
     }
 
     async fn stats(&self, _: Request<Empty>) -> Result<Response<StatsResponse>, Status> {
-        let ids = self.pod.list().into_iter().map(|container| container.id).collect();
-        let read = crate::stats::of(&self.pod.layers, ids).await;
+        let asked = |id: String| {
+            let process = self.pod.process(&id, "").ok().filter(|process| process.exit().is_none());
+            Asked { pid: process.map(|process| process.pid), id }
+        };
+        let containers = self.pod.list().into_iter().map(|container| asked(container.id)).collect();
+        let read = crate::stats::of(&self.pod.layers, containers).await;
         let failed = |source| Status::internal(format!("cannot read what the containers use: {}", Chain(&source)));
         read.map(Response::new).map_err(failed)
     }

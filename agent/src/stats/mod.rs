@@ -2,6 +2,7 @@
 //! May use: the table of containers, for their ids. Knows no gRPC.
 //! Threads: any; files are read on blocking threads.
 
+mod details;
 mod layer;
 mod net;
 mod usage;
@@ -9,33 +10,48 @@ mod usage;
 use nacelle_proto::agent::{ContainerUsage, Layer, StatsResponse};
 use std::fs;
 use std::io;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::container::cgroup;
+use crate::paths;
 pub use layer::Layers;
 
 /// How long an answer waits for the measuring of what containers wrote.
 const PATIENCE: Duration = Duration::from_millis(500);
 
+/// A container that is asked about.
+pub struct Asked {
+    /// Its id.
+    pub id: String,
+    /// Its first process, if that runs.
+    pub pid: Option<i32>,
+}
+
 /// The figures of these containers. They come and go meanwhile: one that is gone has none.
-pub async fn of(layers: &Arc<Layers>, ids: Vec<String>) -> io::Result<StatsResponse> {
-    layer::renew_within(layers, ids.clone(), PATIENCE).await;
+pub async fn of(layers: &Arc<Layers>, containers: Vec<Asked>) -> io::Result<StatsResponse> {
+    let ids = containers.iter().map(|asked| asked.id.clone()).collect();
+    layer::renew_within(layers, ids, PATIENCE).await;
     let layers = layers.known();
     let read = tokio::task::spawn_blocking(move || {
         let swap = usage::swap_total(&fs::read_to_string("/proc/meminfo")?);
-        let container = |id: String| {
+        let container = |Asked { id, pid }| {
             let layer = layers.get(&id).map(|measured| Layer {
                 bytes: measured.size.bytes,
                 inodes: measured.size.inodes,
                 age_ms: u64::try_from(measured.at.elapsed().as_millis()).unwrap_or(u64::MAX),
             });
-            ContainerUsage { usage: usage::of(&cgroup::path(&id), swap), layer, id }
+            let cgroup = cgroup::path(&id);
+            let usage = usage::of(&cgroup, swap);
+            let details = usage.is_some().then(|| details::of(&cgroup, pid));
+            ContainerUsage { id, usage, layer, details }
         };
         Ok(StatsResponse {
             pod: usage::of(&cgroup::pod(), swap),
-            containers: ids.into_iter().map(container).collect(),
+            containers: containers.into_iter().map(container).collect(),
             interfaces: net::interfaces(&fs::read_to_string("/proc/net/dev")?),
+            scratch: details::file_system(Path::new(paths::SCRATCH)).ok(),
         })
     });
     read.await.map_err(io::Error::other)?

@@ -16,6 +16,10 @@ fn interface(line: &str) -> Option<InterfaceUsage> {
         rx_errors: *figures.get(2)?,
         tx_bytes: *figures.get(8)?,
         tx_errors: *figures.get(10)?,
+        rx_packets: *figures.get(1)?,
+        rx_dropped: *figures.get(3)?,
+        tx_packets: *figures.get(9)?,
+        tx_dropped: *figures.get(11)?,
     })
 }
 
@@ -33,14 +37,19 @@ Inter-|   Receive                                                |  Transmit
   eth0:  123456     789    3    4    5     6          7         8    98765     432    9   10    0     0       0          0
  a:b:1:1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16
 ";
-        let interface = |name: &str, rx_bytes, rx_errors, tx_bytes, tx_errors| InterfaceUsage {
+        let interface = |name: &str, rx: [u64; 4], tx: [u64; 4]| InterfaceUsage {
             name: name.into(),
-            rx_bytes,
-            rx_errors,
-            tx_bytes,
-            tx_errors,
+            rx_bytes: rx[0],
+            rx_packets: rx[1],
+            rx_errors: rx[2],
+            rx_dropped: rx[3],
+            tx_bytes: tx[0],
+            tx_packets: tx[1],
+            tx_errors: tx[2],
+            tx_dropped: tx[3],
         };
-        assert_eq!(interfaces(text), [interface("eth0", 123_456, 3, 98_765, 9), interface("a:b:1", 1, 3, 9, 11)]);
+        let eth0 = interface("eth0", [123_456, 789, 3, 4], [98_765, 432, 9, 10]);
+        assert_eq!(interfaces(text), [eth0, interface("a:b:1", [1, 2, 3, 4], [9, 10, 11, 12])]);
     }
 
     proptest! {

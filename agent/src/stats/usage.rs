@@ -18,6 +18,7 @@ pub fn of(cgroup: &Path, swap_total: u64) -> Option<Usage> {
     let cpu = read("cpu.stat")?;
     let memory = read("memory.stat").unwrap_or_default();
     let (faults, major) = (figure(&memory, "pgfault"), figure(&memory, "pgmajfault"));
+    let events = read("memory.events").unwrap_or_default();
     let swap = number("memory.swap.current").unwrap_or(0);
     let swap_limit = number("memory.swap.max").unwrap_or(u64::MAX).min(swap_total);
     Some(Usage {
@@ -30,24 +31,37 @@ pub fn of(cgroup: &Path, swap_total: u64) -> Option<Usage> {
         major_page_faults: major,
         swap_bytes: swap,
         swap_available_bytes: swap_limit.saturating_sub(swap),
-        processes: processes(cgroup),
+        processes: u64::try_from(pids(cgroup).len()).unwrap_or(u64::MAX),
         cpu_pressure: pressure("cpu.pressure"),
         memory_pressure: pressure("memory.pressure"),
         io_pressure: pressure("io.pressure"),
+        user_nanos: figure(&cpu, "user_usec").saturating_mul(1000),
+        system_nanos: figure(&cpu, "system_usec").saturating_mul(1000),
+        periods: figure(&cpu, "nr_periods"),
+        throttled_periods: figure(&cpu, "nr_throttled"),
+        throttled_nanos: figure(&cpu, "throttled_usec").saturating_mul(1000),
+        cached_bytes: figure(&memory, "file"),
+        mapped_bytes: figure(&memory, "file_mapped"),
+        kernel_bytes: figure(&memory, "kernel"),
+        peak_bytes: number("memory.peak").unwrap_or(0),
+        limit_hits: figure(&events, "max"),
+        oom_kills: figure(&events, "oom_kill"),
+        threads: number("pids.current").unwrap_or(0),
+        threads_limit: number("pids.max"),
     })
 }
 
 /// The processes in it and below it.
-fn processes(cgroup: &Path) -> u64 {
-    let (mut count, mut groups) = (0, 0);
+pub fn pids(cgroup: &Path) -> Vec<i32> {
+    let (mut pids, mut groups) = (Vec::new(), 0);
     let mut folders = vec![cgroup.to_owned()];
     while let Some(folder) = folders.pop().filter(|_| groups < MAX_GROUPS) {
         groups += 1;
         let procs = fs::read_to_string(folder.join("cgroup.procs")).unwrap_or_default();
-        count += u64::try_from(procs.lines().count()).unwrap_or(u64::MAX);
+        pids.extend(procs.lines().filter_map(|line| line.parse::<i32>().ok()));
         folders.extend(children(&folder).into_iter().flatten().take(MAX_GROUPS));
     }
-    count
+    pids
 }
 
 /// The bytes of swap that the machine has, of the text of /proc/meminfo.
@@ -95,10 +109,20 @@ mod tests {
     #[test]
     fn a_group_is_read() {
         let group = group(&[
-            ("cpu.stat", "usage_usec 1500\nuser_usec 1000\nsystem_usec 500\n"),
+            (
+                "cpu.stat",
+                "usage_usec 1500\nuser_usec 1000\nsystem_usec 500\nnr_periods 6\nnr_throttled 4\nthrottled_usec 9\n",
+            ),
             ("memory.current", "8192\n"),
             ("memory.max", "65536\n"),
-            ("memory.stat", "anon 4096\nfile 12\nactive_file 5\ninactive_file 2048\npgfault 9\npgmajfault 2\n"),
+            (
+                "memory.stat",
+                "anon 4096\nfile 12\nkernel 13\nfile_mapped 11\ninactive_file 2048\npgfault 9\npgmajfault 2\n",
+            ),
+            ("memory.peak", "9000\n"),
+            ("memory.events", "low 0\nhigh 1\nmax 14\noom 3\noom_kill 2\n"),
+            ("pids.current", "5\n"),
+            ("pids.max", "77\n"),
             ("memory.swap.current", "100\n"),
             ("memory.swap.max", "max\n"),
             ("cgroup.procs", "1\n2\n"),
@@ -128,6 +152,19 @@ mod tests {
             }),
             memory_pressure: None,
             io_pressure: Some(Pressure { some: Some(stall(3000)), full: Some(stall(2000)) }),
+            user_nanos: 1_000_000,
+            system_nanos: 500_000,
+            periods: 6,
+            throttled_periods: 4,
+            throttled_nanos: 9000,
+            cached_bytes: 12,
+            mapped_bytes: 11,
+            kernel_bytes: 13,
+            peak_bytes: 9000,
+            limit_hits: 14,
+            oom_kills: 2,
+            threads: 5,
+            threads_limit: Some(77),
         };
         assert_eq!(usage, expected);
     }

@@ -144,3 +144,74 @@ fn limits_filters_and_processes() {
     assert_eq!(ids(&[]).len(), 2);
     pod.remove();
 }
+
+/// Metrics of a list in crictl's JSON: by name, their labels and values.
+fn metrics(list: &Value, name: &str) -> Vec<(Vec<String>, u64)> {
+    let found = list.as_array().into_iter().flatten().filter(|metric| metric["name"] == name);
+    let labels = |metric: &Value| serde_json::from_value(metric["labelValues"].clone()).unwrap_or_default();
+    found.map(|metric| (labels(metric), number(&metric["value"]["value"]))).collect()
+}
+
+#[test]
+fn metrics_of_a_container() {
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(Pod::new("metrics", node.folder()));
+    let limited = serde_json::json!({"resources": {
+        "cpu_period": 100_000, "cpu_quota": 20_000, "cpu_shares": 1024, "memory_limit_in_bytes": 67_108_864,
+        "memory_swap_limit_in_bytes": 67_108_864,
+    }});
+    let command = "for i in 1 2 3 4 5 6 7 8; do echo hi >> /file$i; done; sync; nc -l -p 7000 & sleep 6000";
+    let busy = pod.start(Container::sh("busy", &image, command).set("linux", limited));
+    let described = node.crictl.json(["metricdescs", "-o", "json"]);
+    let described = described["descriptors"].as_array().expect("a list");
+    let keys = |name: &Value| described.iter().find(|found| found["name"] == *name).map(|found| &found["labelKeys"]);
+
+    let found = eventually("each described metric has a value", || {
+        let all = node.crictl.json(["metricsp", "-o", "json"]);
+        let found = all["podMetrics"].as_array()?.iter().find(|found| found["podSandboxId"] == pod.id.as_str())?;
+        let of_container =
+            found["containerMetrics"].as_array()?.iter().find(|c| c["containerId"] == busy.id.as_str())?;
+        let list: Vec<Value> = [&found["metrics"], &of_container["metrics"]]
+            .into_iter()
+            .flat_map(|l| l.as_array())
+            .flatten()
+            .cloned()
+            .collect();
+        let missing = |name: &Value| !list.iter().any(|metric| metric["name"] == *name);
+        // Whether a container has used a disk by now is the page cache's business.
+        let may_miss = |name: &Value| {
+            let name = name.as_str().unwrap_or_default();
+            ["container_blkio_", "container_fs_reads_", "container_fs_writes_"]
+                .iter()
+                .any(|part| name.starts_with(part))
+        };
+        let missing: Vec<_> =
+            described.iter().map(|d| &d["name"]).filter(|name| missing(name) && !may_miss(name)).collect();
+        let list = Value::from(list);
+        let socket = metrics(&list, "container_sockets").first().is_some_and(|(_, count)| *count >= 1);
+        (missing.is_empty() && socket).then_some(list)
+    });
+    for metric in found.as_array().expect("a list") {
+        let keys = keys(&metric["name"]).and_then(Value::as_array).map(Vec::len);
+        assert_eq!(metric["labelValues"].as_array().map(Vec::len), keys, "{metric}");
+    }
+    let one = |name: &str| {
+        let found = metrics(&found, name);
+        assert_eq!(found.len(), 1, "{name}: {found:?}");
+        found[0].1
+    };
+    assert_eq!((one("container_spec_cpu_quota"), one("container_spec_memory_limit_bytes")), (20_000, 67_108_864));
+    assert!(one("container_threads") >= one("container_processes") && one("container_processes") >= 2);
+    assert!(one("container_file_descriptors") > one("container_sockets"));
+    assert!(one("container_memory_max_usage_bytes") >= one("container_memory_usage_bytes"));
+    assert!(one("container_memory_rss") > 0);
+    assert!(one("container_fs_inodes_total") > one("container_fs_inodes_free"));
+    let faults = metrics(&found, "container_memory_failures_total");
+    assert!(faults.len() == 4 && faults[0].1 > 0, "{faults:?}");
+    let names = |name: &str| metrics(&found, name).into_iter().filter_map(|(labels, _)| labels.last().cloned());
+    assert!(names("container_network_receive_bytes_total").any(|name| name == "eth0"));
+    assert!(names("container_fs_limit_bytes").all(|device| device.starts_with("/dev/vd")), "{found}");
+    assert!(one("nacelle_machine_memory_bytes") > one("container_memory_rss"));
+    pod.remove();
+}

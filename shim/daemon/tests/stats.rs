@@ -13,12 +13,18 @@ fn usage(cpu_nanos: u64) -> proto::Usage {
 
 fn figures(ids: &[&str]) -> proto::StatsResponse {
     let layer = proto::Layer { bytes: 4096, inodes: 2, age_ms: 0 };
-    let container = |id: &&str| proto::ContainerUsage { id: (*id).into(), usage: Some(usage(5)), layer: Some(layer) };
+    let container = |id: &&str| proto::ContainerUsage {
+        id: (*id).into(),
+        usage: Some(usage(5)),
+        layer: Some(layer),
+        details: Some(proto::Details { sockets: 3, ..Default::default() }),
+    };
     let interface = |name: &str| proto::InterfaceUsage { name: name.into(), rx_bytes: 7, ..Default::default() };
     proto::StatsResponse {
         pod: Some(usage(9)),
         containers: ids.iter().map(container).collect(),
         interfaces: vec![interface("eth0"), interface("br0")],
+        scratch: None,
     }
 }
 
@@ -109,6 +115,54 @@ fn figures_of_a_pod_and_its_containers() {
         assert_eq!(daemon.cri.pod_sandbox_stats(stopped).await.unwrap_err().code(), Code::FailedPrecondition);
         let all = list(&mut daemon, cri::ContainerStatsFilter::default()).await;
         assert_eq!(all.iter().filter(|stats| stats.cpu.is_none() && stats.writable_layer.is_none()).count(), 2);
+    });
+}
+
+/// The labels and the value of the only metric of this name.
+fn metric<'a>(metrics: &'a [cri::Metric], name: &str) -> (&'a [String], u64) {
+    let mut found = metrics.iter().filter(|metric| metric.name == name);
+    let metric = found.next().unwrap_or_else(|| panic!("no {name}"));
+    assert!(found.next().is_none(), "{name} twice");
+    (&metric.label_values, metric.value.unwrap().value)
+}
+
+#[test]
+fn metrics_of_pods_that_answer() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    world.run(async {
+        let pod = daemon.run_pod("web").await.unwrap();
+        let running = daemon.create(&pod, "running").await.unwrap();
+        daemon.start(&running).await.unwrap();
+        let created = daemon.create(&pod, "created").await.unwrap();
+        *world.pods.only().stats.lock().unwrap() = Some(figures(&[&running, &created]));
+
+        let request = cri::ListMetricDescriptorsRequest {};
+        let descriptors = daemon.cri.list_metric_descriptors(request).await.unwrap().into_inner().descriptors;
+        let keys = |name: &str| &descriptors.iter().find(|found| found.name == name).unwrap().label_keys;
+        let request = cri::ListPodSandboxMetricsRequest {};
+        let listed = daemon.cri.list_pod_sandbox_metrics(request).await.unwrap().into_inner().pod_metrics;
+        assert_eq!((listed.len(), &listed[0].pod_sandbox_id), (1, &pod));
+        assert_eq!(listed[0].container_metrics.len(), 1);
+        assert_eq!(listed[0].container_metrics[0].container_id, running);
+        let (labels, sockets) = metric(&listed[0].container_metrics[0].metrics, "container_sockets");
+        assert_eq!(sockets, 3);
+        let label = |key: &str| &labels[keys("container_sockets").iter().position(|found| found == key).unwrap()];
+        assert_eq!((label("container").as_str(), label("pod").as_str()), ("running", "web"));
+        let (_, memory) = metric(&listed[0].metrics, "nacelle_machine_memory_bytes");
+        assert!(memory > 0);
+        for found in listed[0].metrics.iter().chain(&listed[0].container_metrics[0].metrics) {
+            assert_eq!(found.label_values.len(), keys(&found.name).len(), "{}", found.name);
+        }
+
+        let request = cri::StreamPodSandboxMetricsRequest {};
+        let streamed = daemon.cri.stream_pod_sandbox_metrics(request).await.unwrap().into_inner();
+        let messages: Vec<_> = streamed.map(Result::unwrap).collect().await;
+        assert_eq!((messages.len(), messages[0].pod_sandbox_metrics.len()), (1, 1));
+
+        daemon.stop_pod(&pod).await.unwrap();
+        let request = cri::ListPodSandboxMetricsRequest {};
+        assert!(daemon.cri.list_pod_sandbox_metrics(request).await.unwrap().into_inner().pod_metrics.is_empty());
     });
 }
 

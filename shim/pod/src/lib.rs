@@ -11,6 +11,8 @@ mod container;
 mod error;
 mod exec;
 mod fan;
+#[cfg(any(test, feature = "fuzz"))]
+pub mod fuzz;
 pub mod identity;
 mod images;
 mod jail;

@@ -10,6 +10,10 @@ use std::collections::BTreeSet;
 const MAX_INTERFACES: usize = 64;
 /// IFNAMSIZ without the final zero.
 const MAX_NAME: usize = 15;
+/// Devices of one container that are passed on, and sizes of its huge pages.
+const MAX_PARTS: usize = 32;
+/// The name of a device, and a size of huge pages.
+const MAX_LABEL: usize = 64;
 /// A percentage, in hundredths.
 const WHOLE: u32 = 10_000;
 
@@ -34,6 +38,7 @@ pub fn check(answer: agent::StatsResponse, mut bounds: Bounds) -> pod::StatsResp
                 id: container.id,
                 usage: container.usage.map(|usage| bounds.usage(usage)),
                 layer: container.layer.map(|layer| bounds.layer(layer)),
+                details: container.details.map(|details| bounds.details(details)),
             });
         }
     }
@@ -46,6 +51,12 @@ pub fn check(answer: agent::StatsResponse, mut bounds: Bounds) -> pod::StatsResp
         pod: answer.pod.map(|usage| bounds.usage(usage)),
         containers,
         interfaces: interfaces.into_iter().map(interface).collect(),
+        scratch: answer.scratch.filter(|found| is_label(&found.device)).map(|found| pod::FileSystem {
+            device: found.device,
+            bytes: found.bytes.min(bounds.disk),
+            inodes: count(found.inodes),
+            free_inodes: count(found.free_inodes),
+        }),
     }
 }
 
@@ -66,6 +77,46 @@ impl Bounds<'_> {
             cpu_pressure: said.cpu_pressure.map(pressure),
             memory_pressure: said.memory_pressure.map(pressure),
             io_pressure: said.io_pressure.map(pressure),
+            user_nanos: count(said.user_nanos),
+            system_nanos: count(said.system_nanos),
+            periods: count(said.periods),
+            throttled_periods: count(said.throttled_periods),
+            throttled_nanos: count(said.throttled_nanos),
+            cached_bytes: memory(said.cached_bytes),
+            mapped_bytes: memory(said.mapped_bytes),
+            kernel_bytes: memory(said.kernel_bytes),
+            peak_bytes: memory(said.peak_bytes),
+            limit_hits: count(said.limit_hits),
+            oom_kills: count(said.oom_kills),
+            threads: count(said.threads),
+            threads_limit: said.threads_limit.map(count),
+        }
+    }
+
+    /// Whoever reads them may take devices and sizes as names: each is there once.
+    fn details(&self, said: agent::Details) -> pod::Details {
+        let mut names = BTreeSet::new();
+        let mut new = |name: &str| is_label(name) && names.insert(name.to_owned());
+        let disk = |said: agent::DiskUsage| pod::DiskUsage {
+            device: said.device,
+            major: said.major,
+            minor: said.minor,
+            read_bytes: count(said.read_bytes),
+            written_bytes: count(said.written_bytes),
+            reads: count(said.reads),
+            writes: count(said.writes),
+        };
+        let disks = said.disks.into_iter().filter(|found| new(&found.device)).take(MAX_PARTS).map(disk).collect();
+        let pages =
+            |said: agent::HugepageUsage| pod::HugepageUsage { size: said.size, bytes: said.bytes.min(self.memory) };
+        let hugepages =
+            said.hugepages.into_iter().filter(|found| new(&found.size)).take(MAX_PARTS).map(pages).collect();
+        pod::Details {
+            descriptors: count(said.descriptors),
+            sockets: count(said.sockets),
+            open_files_limit: said.open_files_limit.map(count),
+            disks,
+            hugepages,
         }
     }
 
@@ -93,6 +144,10 @@ fn is_name(name: &str) -> bool {
     (1..=MAX_NAME).contains(&name.len()) && name.chars().all(|c| c.is_ascii_graphic() && c != '/')
 }
 
+fn is_label(label: &str) -> bool {
+    (1..=MAX_LABEL).contains(&label.len()) && label.chars().all(|c| c.is_ascii_graphic())
+}
+
 fn interface(said: agent::InterfaceUsage) -> pod::InterfaceUsage {
     pod::InterfaceUsage {
         name: said.name,
@@ -100,6 +155,10 @@ fn interface(said: agent::InterfaceUsage) -> pod::InterfaceUsage {
         rx_errors: count(said.rx_errors),
         tx_bytes: count(said.tx_bytes),
         tx_errors: count(said.tx_errors),
+        rx_packets: count(said.rx_packets),
+        rx_dropped: count(said.rx_dropped),
+        tx_packets: count(said.tx_packets),
+        tx_dropped: count(said.tx_dropped),
     }
 }
 
@@ -136,16 +195,59 @@ mod tests {
                 some: Some(agent::Stall { total_nanos: 11, avg10: 12, avg60: 13, avg300: 14 }),
                 full: None,
             }),
+            user_nanos: 15,
+            system_nanos: 16,
+            periods: 17,
+            throttled_periods: 18,
+            throttled_nanos: 19,
+            cached_bytes: 20,
+            mapped_bytes: 21,
+            kernel_bytes: 22,
+            peak_bytes: 23,
+            limit_hits: 24,
+            oom_kills: 25,
+            threads: 26,
+            threads_limit: Some(27),
             ..Default::default()
         };
         let layer = agent::Layer { bytes: 4096, inodes: 3, age_ms: 5 };
-        let container = agent::ContainerUsage { id: "a".into(), usage: Some(usage), layer: Some(layer) };
-        let answer = agent::StatsResponse { containers: vec![container], ..Default::default() };
-        let checked = check(answer, bounds());
-        assert_eq!((checked.pod, checked.containers.len()), (None, 1));
+        let disk = agent::DiskUsage {
+            device: "/dev/vda".into(),
+            major: 1,
+            minor: 2,
+            read_bytes: 3,
+            written_bytes: 4,
+            reads: 5,
+            writes: 6,
+        };
+        let details = agent::Details {
+            descriptors: 1,
+            sockets: 2,
+            open_files_limit: Some(3),
+            disks: vec![disk],
+            hugepages: vec![agent::HugepageUsage { size: "2MB".into(), bytes: 4 }],
+        };
+        let container =
+            agent::ContainerUsage { id: "a".into(), usage: Some(usage), layer: Some(layer), details: Some(details) };
+        let interface = agent::InterfaceUsage {
+            name: "eth0".into(),
+            rx_bytes: 1,
+            rx_errors: 2,
+            tx_bytes: 3,
+            tx_errors: 4,
+            rx_packets: 5,
+            rx_dropped: 6,
+            tx_packets: 7,
+            tx_dropped: 8,
+        };
+        let answer = agent::StatsResponse {
+            pod: Some(usage),
+            containers: vec![container],
+            interfaces: vec![interface],
+            scratch: Some(agent::FileSystem { device: "/dev/vdb".into(), bytes: 1, inodes: 2, free_inodes: 3 }),
+        };
         // The two messages have the same fields, by number.
-        assert_eq!(checked.containers[0].usage.unwrap().encode_to_vec(), usage.encode_to_vec());
-        assert_eq!(checked.containers[0].layer, Some(pod::Layer { bytes: 4096, inodes: 3, age_ms: 5 }));
+        assert_eq!(check(answer.clone(), bounds()).encode_to_vec(), answer.encode_to_vec());
     }
 
     #[test]
@@ -158,12 +260,25 @@ mod tests {
             ..Default::default()
         };
         let layer = agent::Layer { bytes: u64::MAX, inodes: u64::MAX, age_ms: u64::MAX };
-        let container = |id: &str| agent::ContainerUsage { id: id.into(), usage: Some(usage), layer: Some(layer) };
+        let disk = |device: &str| agent::DiskUsage { device: device.into(), reads: u64::MAX, ..Default::default() };
+        let long = "x".repeat(MAX_LABEL + 1);
+        let details = agent::Details {
+            disks: ["/dev/vda", "/dev/vda", "", "a b", "\u{e9}", &long].into_iter().map(disk).collect(),
+            hugepages: vec![agent::HugepageUsage { size: "2MB".into(), bytes: u64::MAX }; 1000],
+            ..Default::default()
+        };
+        let container = |id: &str| agent::ContainerUsage {
+            id: id.into(),
+            usage: Some(usage),
+            layer: Some(layer),
+            details: Some(details.clone()),
+        };
         let names = ["br0", "eth0", "eth0", "", "a b", "x/y", "sixteen-letters!", "\u{e9}"];
         let answer = agent::StatsResponse {
             pod: Some(usage),
             containers: ["a", "a", "unknown", "b"].map(container).into(),
             interfaces: names.into_iter().map(interface).chain((0..100).map(|n| interface(&format!("v{n}")))).collect(),
+            scratch: Some(agent::FileSystem { device: "x".into(), bytes: u64::MAX, ..Default::default() }),
         };
         let checked = check(answer, bounds());
         assert_eq!(checked.containers.iter().map(|c| c.id.as_str()).collect::<Vec<_>>(), ["a", "b"]);
@@ -176,16 +291,67 @@ mod tests {
         let names: Vec<_> = checked.interfaces.iter().take(3).map(|found| found.name.as_str()).collect();
         assert_eq!((names, checked.interfaces.len()), (vec!["eth0", "br0", "v0"], MAX_INTERFACES));
         assert_eq!(checked.interfaces[0].rx_bytes, i64::MAX.unsigned_abs());
+        let details = checked.containers[0].details.as_ref().unwrap();
+        assert_eq!((details.disks.len(), details.disks[0].reads), (1, i64::MAX.unsigned_abs()));
+        assert_eq!(details.hugepages, [pod::HugepageUsage { size: "2MB".into(), bytes: 1 << 27 }]);
+        assert_eq!(checked.scratch.unwrap().bytes, 1 << 29);
+    }
+
+    fn names() -> impl Strategy<Value = String> {
+        prop_oneof!["a|b|eth0|/dev/vda|2MB", "\\PC{0,80}"]
+    }
+
+    fn answers() -> impl Strategy<Value = agent::StatsResponse> {
+        let number = || prop_oneof![any::<u64>(), Just(u64::MAX), 0..9u64];
+        let usage = (number(), number(), prop::option::of(number())).prop_map(|(a, b, c)| agent::Usage {
+            cpu_nanos: a,
+            memory_bytes: b,
+            memory_limit_bytes: c,
+            user_nanos: b,
+            peak_bytes: a,
+            threads_limit: c,
+            cpu_pressure: Some(agent::Pressure {
+                some: None,
+                full: Some(agent::Stall { total_nanos: a, avg10: u32::MAX, ..Default::default() }),
+            }),
+            ..Default::default()
+        });
+        let disk =
+            (names(), number()).prop_map(|(device, reads)| agent::DiskUsage { device, reads, ..Default::default() });
+        let pages = (names(), number()).prop_map(|(size, bytes)| agent::HugepageUsage { size, bytes });
+        let parts = (prop::collection::vec(disk, 0..40), prop::collection::vec(pages, 0..40));
+        let details = (parts, number()).prop_map(|((disks, hugepages), sockets)| agent::Details {
+            disks,
+            hugepages,
+            sockets,
+            ..Default::default()
+        });
+        let container = (names(), prop::option::of(usage.clone()), prop::option::of(details));
+        let container =
+            container.prop_map(|(id, usage, details)| agent::ContainerUsage { id, usage, layer: None, details });
+        let interface = (names(), number()).prop_map(|(name, tx_dropped)| agent::InterfaceUsage {
+            name,
+            tx_dropped,
+            ..Default::default()
+        });
+        let scratch =
+            (names(), number()).prop_map(|(device, bytes)| agent::FileSystem { device, bytes, ..Default::default() });
+        let lists = (prop::collection::vec(container, 0..4), prop::collection::vec(interface, 0..80));
+        (prop::option::of(usage), lists, prop::option::of(scratch)).prop_map(
+            |(pod, (containers, interfaces), scratch)| agent::StatsResponse { pod, containers, interfaces, scratch },
+        )
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(256))]
+        #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
         #[test]
         fn whatever_bytes_a_guest_answers(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-            if let Ok(answer) = agent::StatsResponse::decode(bytes.as_slice()) {
-                let checked = check(answer, bounds());
-                prop_assert!(checked.containers.len() <= 2 && checked.interfaces.len() <= MAX_INTERFACES);
-            }
+            crate::fuzz::statistics(&bytes);
+        }
+
+        #[test]
+        fn whatever_well_formed_answer(answer in answers()) {
+            crate::fuzz::statistics(&answer.encode_to_vec());
         }
     }
 }

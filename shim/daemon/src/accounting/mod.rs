@@ -35,6 +35,8 @@ pub struct Figures {
     pub containers: HashMap<String, ContainerFigures>,
     /// The pod's interfaces, the default one first.
     pub interfaces: Vec<proto::InterfaceUsage>,
+    /// Where the layers of containers lie.
+    pub scratch: Option<proto::FileSystem>,
 }
 
 /// The figures of a control group.
@@ -53,23 +55,49 @@ pub struct ContainerFigures {
     pub used: Option<Used>,
     /// What it wrote.
     pub layer: Option<proto::Layer>,
+    /// What is known of it beside.
+    pub details: Option<proto::Details>,
+    /// The most huge pages that any request has seen it use, in bytes by size: the kernel keeps no such figure.
+    pub most_hugepages: Pages,
+}
+
+/// Bytes by size.
+pub type Pages = BTreeMap<String, u64>;
+
+/// What was so when somebody asked before.
+#[derive(Default)]
+struct Past {
+    rate: Rate,
+    pages: Pages,
+}
+
+impl Past {
+    /// The most of each size that is used now.
+    fn most(&mut self, now: &proto::Details) -> Pages {
+        let most = |used: &proto::HugepageUsage| {
+            let before = self.pages.get(&used.size).copied().unwrap_or(0);
+            (used.size.clone(), used.bytes.max(before))
+        };
+        self.pages = now.hugepages.iter().map(most).collect();
+        self.pages.clone()
+    }
 }
 
 /// By container; the pod's own is under the empty id.
-type Rates = HashMap<String, Rate>;
+type Pasts = HashMap<String, Past>;
 
 /// Asks pods what they use.
 #[derive(Clone)]
 pub struct Accounting {
     node: Node,
     began: Instant,
-    rates: Arc<Mutex<BTreeMap<PodId, Rates>>>,
+    pasts: Arc<Mutex<BTreeMap<PodId, Pasts>>>,
 }
 
 impl Accounting {
     /// For the pods of this node.
     pub fn new(node: Node) -> Accounting {
-        Accounting { node, began: Instant::now(), rates: Arc::default() }
+        Accounting { node, began: Instant::now(), pasts: Arc::default() }
     }
 
     /// What a pod uses, which must be ready and answer within the limit.
@@ -104,21 +132,27 @@ impl Accounting {
         let said = ask("ask the pod what it uses", limit, client.stats()).await?;
         let at = self.began.elapsed();
         let known: Vec<PodId> = self.node.views().iter().map(|view| view.pod.id.clone()).collect();
-        let mut rates = self.rates.lock().unwrap_or_else(PoisonError::into_inner);
-        rates.retain(|id, _| known.contains(id));
-        let rates = rates.entry(pod).or_default();
-        rates.retain(|id, _| id.is_empty() || said.containers.iter().any(|container| container.id == *id));
-        let mut used = |id: &str, usage: proto::Usage| {
-            let nano_cores = rates.entry(id.to_owned()).or_default().update(at, usage.cpu_nanos);
+        let mut pasts = self.pasts.lock().unwrap_or_else(PoisonError::into_inner);
+        pasts.retain(|id, _| known.contains(id));
+        let pasts = pasts.entry(pod).or_default();
+        pasts.retain(|id, _| id.is_empty() || said.containers.iter().any(|container| container.id == *id));
+        let used = |past: &mut Past, usage: proto::Usage| {
+            let nano_cores = past.rate.update(at, usage.cpu_nanos);
             Used { usage, nano_cores }
         };
-        let pod = said.pod.map(|usage| used("", usage));
+        let pod = said.pod.map(|usage| used(pasts.entry(String::new()).or_default(), usage));
         let container = |container: proto::ContainerUsage| {
-            let used = container.usage.map(|usage| used(&container.id, usage));
-            (container.id, ContainerFigures { used, layer: container.layer })
+            let past = pasts.entry(container.id.clone()).or_default();
+            let figures = ContainerFigures {
+                used: container.usage.map(|usage| used(past, usage)),
+                layer: container.layer,
+                most_hugepages: container.details.as_ref().map(|details| past.most(details)).unwrap_or_default(),
+                details: container.details,
+            };
+            (container.id, figures)
         };
         let containers = said.containers.into_iter().map(container).collect();
-        Ok(Figures { at: now(), pod, containers, interfaces: said.interfaces })
+        Ok(Figures { at: now(), pod, containers, interfaces: said.interfaces, scratch: said.scratch })
     }
 
     /// What a pod's machine costs the node, if it has one and can be looked at.
@@ -126,5 +160,24 @@ impl Accounting {
         let (_, client) = self.node.ready(pod.as_str()).ok()?;
         let identity = client.identity().clone();
         tokio::task::spawn_blocking(move || cost::of(&identity)).await.ok().flatten()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_most_huge_pages_are_remembered_for_sizes_that_are_there() {
+        let now = |pages: &[(&str, u64)]| {
+            let page = |(size, bytes): &(&str, u64)| proto::HugepageUsage { size: (*size).into(), bytes: *bytes };
+            proto::Details { hugepages: pages.iter().map(page).collect(), ..Default::default() }
+        };
+        let mut past = Past::default();
+        let pages = |pages: &[(&str, u64)]| pages.iter().map(|(size, bytes)| ((*size).to_owned(), *bytes)).collect();
+        assert_eq!(past.most(&now(&[("2MB", 4), ("1GB", 0)])), pages(&[("2MB", 4), ("1GB", 0)]));
+        assert_eq!(past.most(&now(&[("2MB", 2), ("1GB", 1)])), pages(&[("2MB", 4), ("1GB", 1)]));
+        assert_eq!(past.most(&now(&[("1GB", 0)])), pages(&[("1GB", 1)]));
+        assert_eq!(past.most(&now(&[("2MB", 2)])), pages(&[("2MB", 2)]));
     }
 }

@@ -36,8 +36,6 @@ impl Cri {
 }
 
 type Answer<T> = Result<Response<T>, Status>;
-/// What streams that are to come would be made of.
-type Stream<T> = tokio_stream::Empty<Result<T, Status>>;
 
 #[tonic::async_trait]
 impl cri::runtime_service_server::RuntimeService for Cri {
@@ -46,7 +44,7 @@ impl cri::runtime_service_server::RuntimeService for Cri {
     type StreamContainerStatsStream = Pieces<cri::StreamContainerStatsResponse>;
     type StreamPodSandboxStatsStream = Pieces<cri::StreamPodSandboxStatsResponse>;
     type GetContainerEventsStream = events::Events;
-    type StreamPodSandboxMetricsStream = Stream<cri::StreamPodSandboxMetricsResponse>;
+    type StreamPodSandboxMetricsStream = Pieces<cri::StreamPodSandboxMetricsResponse>;
 
     async fn version(&self, request: Request<cri::VersionRequest>) -> Answer<cri::VersionResponse> {
         self.on_version(request.into_inner()).await.map(Response::new)
@@ -243,21 +241,21 @@ impl cri::runtime_service_server::RuntimeService for Cri {
         &self,
         _: Request<cri::ListMetricDescriptorsRequest>,
     ) -> Answer<cri::ListMetricDescriptorsResponse> {
-        Err(not_yet("ListMetricDescriptors"))
+        Ok(Response::new(cri::ListMetricDescriptorsResponse { descriptors: convert::metrics::descriptors() }))
     }
 
     async fn list_pod_sandbox_metrics(
         &self,
-        _: Request<cri::ListPodSandboxMetricsRequest>,
+        request: Request<cri::ListPodSandboxMetricsRequest>,
     ) -> Answer<cri::ListPodSandboxMetricsResponse> {
-        Err(not_yet("ListPodSandboxMetrics"))
+        self.on_list_pod_sandbox_metrics(request.into_inner()).await.map(Response::new)
     }
 
     async fn stream_pod_sandbox_metrics(
         &self,
-        _: Request<cri::StreamPodSandboxMetricsRequest>,
+        request: Request<cri::StreamPodSandboxMetricsRequest>,
     ) -> Answer<Self::StreamPodSandboxMetricsStream> {
-        Err(not_yet("StreamPodSandboxMetrics"))
+        self.on_stream_pod_sandbox_metrics(request.into_inner()).await
     }
 
     async fn runtime_config(&self, request: Request<cri::RuntimeConfigRequest>) -> Answer<cri::RuntimeConfigResponse> {

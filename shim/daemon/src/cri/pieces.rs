@@ -64,6 +64,14 @@ impl Cri {
         Ok(pieces(list.stats, |pod_sandbox_stats| cri::StreamPodSandboxStatsResponse { pod_sandbox_stats }))
     }
 
+    pub(super) async fn on_stream_pod_sandbox_metrics(
+        &self,
+        _: cri::StreamPodSandboxMetricsRequest,
+    ) -> Answer<Pieces<cri::StreamPodSandboxMetricsResponse>> {
+        let list = self.on_list_pod_sandbox_metrics(cri::ListPodSandboxMetricsRequest {}).await?;
+        Ok(pieces(list.pod_metrics, |pod_sandbox_metrics| cri::StreamPodSandboxMetricsResponse { pod_sandbox_metrics }))
+    }
+
     pub(super) async fn on_stream_images(
         &self,
         request: cri::StreamImagesRequest,

@@ -1,7 +1,7 @@
 //! Owns: the RPCs about what pods and containers use, one by one and in lists.
 
 use super::Cri;
-use super::convert::{report, stats};
+use super::convert::{metrics, report, stats};
 use super::sandbox::needed;
 use super::status::status;
 use crate::lifecycle::LifecycleError;
@@ -75,5 +75,21 @@ impl Cri {
         let known = views.iter().filter_map(|view| Some((view, figures.get(&view.pod.id)?)));
         let stats = known.map(|(view, figures)| stats::pod(view, figures, &mountpoint)).collect();
         Ok(cri::ListPodSandboxStatsResponse { stats })
+    }
+
+    /// As in the list of statistics: what is not known is not there.
+    pub(super) async fn on_list_pod_sandbox_metrics(
+        &self,
+        _: cri::ListPodSandboxMetricsRequest,
+    ) -> Result<cri::ListPodSandboxMetricsResponse, Status> {
+        let mut views = self.node.views();
+        views.retain(|view| report::is_visible(&view.pod));
+        let figures = self.accounting.of_all(views.iter().map(AsRef::as_ref)).await;
+        let mut pod_metrics = Vec::new();
+        for (view, figures) in views.iter().filter_map(|view| Some((view, figures.get(&view.pod.id)?))) {
+            let cost = self.accounting.cost(&view.pod.id).await;
+            pod_metrics.push(metrics::pod(view, figures, cost));
+        }
+        Ok(cri::ListPodSandboxMetricsResponse { pod_metrics })
     }
 }

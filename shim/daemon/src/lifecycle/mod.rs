@@ -127,7 +127,7 @@ pub struct View {
 }
 
 impl View {
-    fn new<'a>(
+    pub(crate) fn new<'a>(
         pod: &PodRecord,
         containers: impl Iterator<Item = &'a ContainerRecord>,
         client: Option<PodClient>,

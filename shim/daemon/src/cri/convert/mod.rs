@@ -2,6 +2,7 @@
 //! No other module of the daemon sees a CRI type except the services that call these functions.
 
 mod container;
+pub mod metrics;
 mod pod;
 pub mod report;
 pub mod stats;

@@ -94,7 +94,7 @@ pub fn container(record: &ContainerRecord, figures: Option<&Figures>, mountpoint
 }
 
 /// When a layer was measured; CRI wants a time after 1970.
-fn measured(at: i64, layer: &proto::Layer) -> i64 {
+pub(super) fn measured(at: i64, layer: &proto::Layer) -> i64 {
     let age = i64::try_from(layer.age_ms).unwrap_or(i64::MAX).saturating_mul(1_000_000);
     at.saturating_sub(age).max(1)
 }
@@ -176,13 +176,19 @@ mod tests {
 
     fn figures(id: &str) -> Figures {
         let layer = proto::Layer { bytes: 4096, inodes: 2, age_ms: 3 };
-        let container = ContainerFigures { used: Some(used()), layer: Some(layer) };
+        let container = ContainerFigures {
+            used: Some(used()),
+            layer: Some(layer),
+            details: None,
+            most_hugepages: Default::default(),
+        };
         let interface = |name: &str| proto::InterfaceUsage { name: name.into(), rx_bytes: 1, ..Default::default() };
         Figures {
             at: 10_000_000,
             pod: Some(used()),
             containers: [(id.to_owned(), container)].into(),
             interfaces: ["eth0", "br0"].map(interface).into(),
+            scratch: None,
         }
     }
 

@@ -1,0 +1,110 @@
+//! Owns: one harness function per answer of a guest's agent that has bounds of its own. ci/fuzz calls them; the tests
+//! below feed them the committed corpus (`tests/corpus/TARGET/*`). A harness fails by a panic only.
+
+use crate::agent::read_frame;
+use crate::stats::{Bounds, check};
+use nacelle_proto::{agent, pod};
+use prost::Message;
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+/// The machine of the harness.
+const MEMORY: u64 = 1 << 27;
+const DISK: u64 = 1 << 29;
+
+/// The answer to Stats, as it is decoded and bounded: what is passed on can be told from nothing that is true of this
+/// machine, and names things once, whatever was said.
+pub fn statistics(data: &[u8]) {
+    let Ok(answer) = agent::StatsResponse::decode(data) else { return };
+    let containers = BTreeSet::from(["a", "b"].map(str::to_owned));
+    let bounds = Bounds { memory: MEMORY, disk: DISK, containers: containers.clone(), interface: Some("eth0") };
+    let checked = check(answer, bounds);
+    once(checked.containers.iter().map(|container| &container.id), 2);
+    once(checked.interfaces.iter().map(|interface| &interface.name), 64);
+    for container in &checked.containers {
+        assert!(containers.contains(&container.id));
+        container.usage.iter().for_each(usage);
+        let details = container.details.iter();
+        for details in details {
+            once(details.disks.iter().map(|disk| &disk.device), 32);
+            once(details.hugepages.iter().map(|pages| &pages.size), 32);
+            assert!(details.hugepages.iter().all(|pages| pages.bytes <= MEMORY));
+            let counts = [details.descriptors, details.sockets, details.open_files_limit.unwrap_or(0)];
+            assert!(counts.into_iter().all(is_count));
+        }
+        assert!(container.layer.is_none_or(|layer| layer.bytes <= DISK && is_count(layer.age_ms)));
+    }
+    checked.pod.iter().for_each(usage);
+    assert!(checked.scratch.as_ref().is_none_or(|scratch| scratch.bytes <= DISK && is_count(scratch.inodes)));
+    // The daemon's client reads what was passed on.
+    assert_eq!(pod::StatsResponse::decode(checked.encode_to_vec().as_slice()).as_ref(), Ok(&checked));
+}
+
+fn is_count(number: u64) -> bool {
+    i64::try_from(number).is_ok()
+}
+
+fn usage(usage: &pod::Usage) {
+    let bytes = [
+        usage.memory_bytes,
+        usage.anonymous_bytes,
+        usage.inactive_file_bytes,
+        usage.cached_bytes,
+        usage.mapped_bytes,
+        usage.kernel_bytes,
+        usage.peak_bytes,
+    ];
+    assert!(bytes.into_iter().all(|bytes| bytes <= MEMORY));
+    let counts = [
+        usage.cpu_nanos,
+        usage.user_nanos,
+        usage.system_nanos,
+        usage.throttled_nanos,
+        usage.memory_limit_bytes.unwrap_or(0),
+        usage.threads_limit.unwrap_or(0),
+    ];
+    assert!(counts.into_iter().all(is_count));
+    let pressures = [usage.cpu_pressure, usage.memory_pressure, usage.io_pressure].into_iter().flatten();
+    for stall in pressures.flat_map(|pressure| [pressure.some, pressure.full]).flatten() {
+        assert!(is_count(stall.total_nanos) && stall.avg10.max(stall.avg60).max(stall.avg300) <= 10_000);
+    }
+}
+
+fn once<'a>(names: impl Iterator<Item = &'a String>, limit: usize) {
+    let names: Vec<_> = names.collect();
+    assert!(names.len() <= limit && names.iter().collect::<BTreeSet<_>>().len() == names.len(), "{names:?}");
+    assert!(names.iter().all(|name| !name.is_empty() && name.chars().all(|c| c.is_ascii_graphic())), "{names:?}");
+}
+
+/// A framed message of the boot handshake: an AgentHello, a BootReport, and the answer for a port.
+pub fn handshake(data: &[u8]) {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
+    runtime.block_on(async {
+        let limit = Duration::from_secs(60);
+        let (mut hello, mut report, mut opened) = (data, data, data);
+        let _ = read_frame::<agent::AgentHello>(&mut hello, "hello", limit).await;
+        let _ = read_frame::<agent::BootReport>(&mut report, "report", limit).await;
+        let _ = read_frame::<agent::StreamOpened>(&mut opened, "answer for a port", limit).await;
+    });
+}
+
+/// A harness.
+pub type Target = fn(&[u8]);
+
+/// All harnesses by the names of their corpora.
+pub const TARGETS: [(&str, Target); 2] = [("statistics", statistics), ("handshake", handshake)];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_corpus() {
+        for (name, target) in TARGETS {
+            let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus").join(name);
+            let files: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+            assert!(!files.is_empty(), "no corpus for {name}");
+            files.iter().for_each(|file| target(&std::fs::read(file).unwrap()));
+        }
+    }
+}
