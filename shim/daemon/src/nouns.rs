@@ -109,6 +109,42 @@ impl Resources {
     }
 }
 
+/// Processors in thousandths, if this period and this quota limit them.
+pub fn cpu_milli(period: i64, quota: i64) -> Option<u64> {
+    let quota = u64::try_from(quota).ok().filter(|quota| *quota > 0)?;
+    let period = u64::try_from(period).ok().filter(|period| *period > 0)?;
+    Some(quota.saturating_mul(1000).div_ceil(period))
+}
+
+/// What kubelet says last that a pod may have on the node: beside what each container may.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PodResources {
+    /// Of all containers together.
+    pub containers: Resources,
+    /// Of what the pod needs beside them.
+    pub overhead: Resources,
+}
+
+impl PodResources {
+    /// These, after a change in which only what is set counts.
+    pub fn changed_by(&self, change: &PodResources) -> PodResources {
+        PodResources {
+            containers: self.containers.changed_by(&change.containers),
+            overhead: self.overhead.changed_by(&change.overhead),
+        }
+    }
+}
+
+/// What a pod's machine was made with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MachineSize {
+    /// Virtual processors.
+    pub vcpus: u32,
+    /// Memory that was meant for containers, in bytes: that of the machine without the handler's share, if the pod came
+    /// with a limit, else all of it.
+    pub memory: u64,
+}
+
 /// Who a container runs as, as the caller said.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RunAs {

@@ -1,4 +1,4 @@
-//! Owns: what UpdateContainerResources changes, refuses and remembers, on scripted pod processes.
+//! Owns: what UpdateContainerResources and UpdatePodSandboxResources change, refuse and remember, on scripted pod processes.
 
 mod common;
 
@@ -86,5 +86,67 @@ fn limits_change_before_and_after_the_start_and_are_remembered() {
         daemon.stop(&id).await.unwrap();
         let error = update(&mut daemon, &id, cri::LinuxContainerResources { cpu_quota: 1_000, ..none() }).await;
         assert_eq!(error.unwrap_err().code(), Code::FailedPrecondition);
+    });
+}
+
+async fn update_pod(daemon: &mut Daemon, id: &str, memory: i64, quota: i64) -> Result<(), Status> {
+    let limits = |memory_limit_in_bytes, cpu_quota| cri::LinuxContainerResources {
+        memory_limit_in_bytes,
+        cpu_quota,
+        cpu_period: 100_000,
+        ..Default::default()
+    };
+    let request = cri::UpdatePodSandboxResourcesRequest {
+        pod_sandbox_id: id.to_owned(),
+        overhead: Some(limits(1 << 20, 0)),
+        resources: Some(limits(memory, quota)),
+    };
+    daemon.cri.update_pod_sandbox_resources(request).await.map(drop)
+}
+
+async fn said(daemon: &mut Daemon, id: &str) -> serde_json::Value {
+    let request = cri::PodSandboxStatusRequest { pod_sandbox_id: id.to_owned(), verbose: true };
+    let info = daemon.cri.pod_sandbox_status(request).await.unwrap().into_inner().info;
+    serde_json::from_str::<serde_json::Value>(&info["info"]).unwrap()
+}
+
+#[test]
+fn what_a_pod_may_have_is_recorded_if_its_machine_holds_it() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    let pod = world.run(async {
+        let pod = daemon.run_pod("a").await.unwrap();
+        let machine = said(&mut daemon, &pod).await["machine"].clone();
+        let (memory, vcpus) = (machine["memory"].as_i64().unwrap(), machine["vcpus"].as_i64().unwrap());
+        assert!(memory > 1 << 20 && vcpus >= 1, "{machine}");
+        assert!(said(&mut daemon, &pod).await["resources"].is_null());
+        update_pod(&mut daemon, &pod[..12], memory, vcpus * 100_000).await.unwrap();
+        // What is not said stays, and what cannot be changes nothing.
+        update_pod(&mut daemon, &pod, 0, 50_000).await.unwrap();
+        let before = said(&mut daemon, &pod).await["resources"].clone();
+        assert_eq!(
+            (&before["containers"]["memory_limit"], &before["containers"]["cpu_quota"]),
+            (&memory.into(), &50_000.into())
+        );
+        assert_eq!(before["overhead"]["memory_limit"], 1 << 20);
+        for (memory, quota, word) in [(memory + 1, 0, "bytes of memory"), (0, vcpus * 100_000 + 100, "CPUs")] {
+            let error = update_pod(&mut daemon, &pod, memory, quota).await.unwrap_err();
+            assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
+            assert!(error.message().contains(word) && error.message().contains("make the pod anew"), "{error}");
+        }
+        let error = update_pod(&mut daemon, &pod, -1, 0).await.unwrap_err();
+        assert!(error.code() == Code::InvalidArgument && error.message().contains("resources.memory_limit"), "{error}");
+        assert_eq!(update_pod(&mut daemon, "ffff", 1, 0).await.unwrap_err().code(), Code::NotFound);
+        assert_eq!(said(&mut daemon, &pod).await["resources"], before);
+        pod
+    });
+    drop(daemon);
+    let mut daemon = world.daemon();
+    world.run(async {
+        let known = said(&mut daemon, &pod).await;
+        assert_eq!(known["resources"]["containers"]["cpu_quota"], 50_000, "{known}");
+        assert!(known["machine"]["memory"].as_i64().unwrap() > 1 << 20);
+        daemon.stop_pod(&pod).await.unwrap();
+        assert_eq!(update_pod(&mut daemon, &pod, 1, 0).await.unwrap_err().code(), Code::FailedPrecondition);
     });
 }

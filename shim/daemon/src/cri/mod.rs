@@ -264,9 +264,9 @@ impl cri::runtime_service_server::RuntimeService for Cri {
 
     async fn update_pod_sandbox_resources(
         &self,
-        _: Request<cri::UpdatePodSandboxResourcesRequest>,
+        request: Request<cri::UpdatePodSandboxResourcesRequest>,
     ) -> Answer<cri::UpdatePodSandboxResourcesResponse> {
-        Err(not_yet("UpdatePodSandboxResources"))
+        self.on_update_pod_sandbox_resources(request.into_inner()).await.map(Response::new)
     }
 }
 

@@ -1,7 +1,7 @@
 //! Owns: the RPCs about pods: convert, ask the lifecycle, convert.
 
 use super::Cri;
-use super::convert::{pod_config, report, stats};
+use super::convert::{pod_config, pod_resources_change, report, stats};
 use super::status::{refuse, status};
 use nacelle_base::{Kind, PodId};
 use nacelle_proto::cri;
@@ -79,6 +79,16 @@ impl Cri {
             containers_statuses: report::container_statuses(&view),
             timestamp,
         })
+    }
+
+    pub(super) async fn on_update_pod_sandbox_resources(
+        &self,
+        request: cri::UpdatePodSandboxResourcesRequest,
+    ) -> Result<cri::UpdatePodSandboxResourcesResponse, Status> {
+        let id = needed("pod_sandbox_id", &request.pod_sandbox_id)?;
+        let change = pod_resources_change(&request).map_err(status)?;
+        self.node.update_pod(id, change).await.map_err(status)?;
+        Ok(cri::UpdatePodSandboxResourcesResponse {})
     }
 
     /// What a pod uses, and what it costs; a guest that does not answer at once has used nothing that is known.

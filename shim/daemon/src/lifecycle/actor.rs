@@ -12,7 +12,7 @@ use super::events::EventKind;
 use super::shown::Told;
 use super::state::{self, PodAct, PodAsk};
 use super::{Parts, Table, View, clip};
-use crate::nouns::{ContainerConfig, ImageOf, Resources, User};
+use crate::nouns::{ContainerConfig, ImageOf, PodResources, Resources, User};
 use crate::store::{Change, ContainerRecord, PodRecord, StoreError};
 use nacelle_base::{Chain, ContainerId};
 use nacelle_pod::client::{ClientError, PodClient};
@@ -45,6 +45,7 @@ pub(super) enum Message {
     },
     Start(ContainerId, Answer<()>),
     Update(ContainerId, Box<Resources>, Answer<()>),
+    UpdatePod(Box<PodResources>, Answer<()>),
     StopContainer(ContainerId, Duration, Answer<()>),
     RemoveContainer(ContainerId, Answer<()>),
     /// Happened.
@@ -225,6 +226,7 @@ impl Actor {
             Message::Create { config, image, volumes, answer } => self.create(*config, image, volumes, answer).await,
             Message::Start(id, answer) => self.start(id, answer).await,
             Message::Update(id, change, answer) => self.update(id, change, answer),
+            Message::UpdatePod(change, answer) => drop(answer.send(self.update_pod(&change).await)),
             Message::Updated(id, next, result) => self.updated(id, *next, result).await,
             Message::StopContainer(id, grace, answer) => self.stop_container(id, grace, answer).await,
             Message::RemoveContainer(id, answer) => self.remove_container(id, Some(answer)).await,
@@ -300,6 +302,7 @@ impl Actor {
             Ok(up) => {
                 if self.pod.state == state::Pod::Booting {
                     (self.pod.ips, self.pod.kernel_release) = (up.ips, up.kernel_release);
+                    self.pod.machine = Some(up.machine);
                     self.pod.was_ready = true;
                     self.found(up.client);
                 } else {

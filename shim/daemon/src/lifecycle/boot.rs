@@ -6,7 +6,7 @@ use super::error::{LifecycleError, at};
 use super::{Parts, clip};
 use crate::config::{CgroupDriver, Handler};
 use crate::hugepages;
-use crate::nouns::PodConfig;
+use crate::nouns::{MachineSize, PodConfig};
 use crate::store::Left;
 use nacelle_base::machine::MemoryPages;
 use nacelle_base::{Chain, PodId, files};
@@ -28,6 +28,7 @@ pub(super) struct Up {
     pub client: PodClient,
     pub ips: Vec<IpAddr>,
     pub kernel_release: String,
+    pub machine: MachineSize,
 }
 
 /// The name of the interface that CNI makes first.
@@ -82,7 +83,8 @@ pub(super) async fn boot(
         configured = timeout(limit, client.configure(request)) => configured,
     };
     let configured = configured.map_err(|_elapsed| LifecycleError::TooSlow { step, limit })?.map_err(at(step))?;
-    Ok(Up { client, ips: attached.ips, kernel_release: clip(&configured.kernel_release) })
+    let machine = size(&config, &handler);
+    Ok(Up { client, ips: attached.ips, kernel_release: clip(&configured.kernel_release), machine })
 }
 
 async fn make_folders(dir: PathBuf, logs: Option<PathBuf>) -> Result<(), LifecycleError> {
@@ -117,14 +119,28 @@ fn memory_mib(config: &PodConfig, handler: &Handler) -> u64 {
     }
 }
 
-fn pod_spec(parts: &Parts, id: &PodId, config: &PodConfig, handler: &Handler, netns: PathBuf) -> PodSpec {
+fn vcpus(config: &PodConfig, handler: &Handler) -> u32 {
     let cpus = config.cpu_limit_milli.map_or(0, |milli| milli.div_ceil(1000));
-    let narrow = |value: u64| u32::try_from(value).unwrap_or(u32::MAX);
+    handler.vcpus.max(narrow(cpus))
+}
+
+/// What the pod's machine has for its containers.
+fn size(config: &PodConfig, handler: &Handler) -> MachineSize {
+    let own = if config.memory_limit.is_some() { handler.memory_mib } else { 0 };
+    let memory = memory_mib(config, handler).saturating_sub(own).saturating_mul(1 << 20);
+    MachineSize { vcpus: vcpus(config, handler), memory }
+}
+
+fn narrow(value: u64) -> u32 {
+    u32::try_from(value).unwrap_or(u32::MAX)
+}
+
+fn pod_spec(parts: &Parts, id: &PodId, config: &PodConfig, handler: &Handler, netns: PathBuf) -> PodSpec {
     PodSpec {
         version: spec::VERSION,
         id: id.clone(),
         engine: parts.engine.spec(handler.engine),
-        vcpus: handler.vcpus.max(narrow(cpus)),
+        vcpus: vcpus(config, handler),
         memory_mib: narrow(memory_mib(config, handler)),
         memory_pages: handler.memory_pages,
         console: handler.console,

@@ -95,6 +95,19 @@ pub enum LifecycleError {
         /// What is left, and why.
         left: String,
     },
+    /// A machine is as large as it was made.
+    #[error(
+        "the machine of pod {id} has {has} for its containers, which cannot hold {wanted}: a machine keeps its size; \
+         make the pod anew, or stay within it"
+    )]
+    TooSmall {
+        /// Which.
+        id: String,
+        /// "268435456 bytes of memory", "1 CPUs".
+        has: String,
+        /// As was asked.
+        wanted: String,
+    },
     /// The container needs a privileged pod.
     #[error("container {name} is privileged and its pod is not: set linux.security_context.privileged of the pod too")]
     NotPrivileged {
@@ -183,6 +196,7 @@ impl Classify for LifecycleError {
             LifecycleError::Refused { .. }
             | LifecycleError::NotReady { .. }
             | LifecycleError::NotRunning { .. }
+            | LifecycleError::TooSmall { .. }
             | LifecycleError::Cancelled => Kind::Conflict,
             LifecycleError::HugePages(source) => source.kind(),
             LifecycleError::Step { source, .. } => source.kind(),

@@ -19,7 +19,7 @@ pub use events::{Event, EventKind, Events};
 pub(crate) use make::ask;
 
 use crate::config::{Config, EngineSetting};
-use crate::nouns::{ContainerConfig, ImageOf, PodConfig, PodName, Resources};
+use crate::nouns::{ContainerConfig, ImageOf, PodConfig, PodName, PodResources, Resources};
 use crate::store::{ContainerRecord, PodRecord, Store};
 use actor::{Answer, Begin, Message};
 use ipnet::IpNet;
@@ -309,6 +309,8 @@ impl Node {
             kernel_release: String::new(),
             failure: String::new(),
             left: Vec::new(),
+            machine: None,
+            resources: None,
         };
         rows.names.insert(record.config.name.clone(), id.clone());
         let (actor, inbox, view) =
@@ -356,6 +358,12 @@ impl Node {
     pub async fn update(&self, id: &str, change: Resources) -> Result<(), LifecycleError> {
         let (id, handle, _) = self.table.find_container(id)?;
         asked(&handle, |answer| Message::Update(id, Box::new(change), answer)).await
+    }
+
+    /// Records what a ready pod may have, if its machine can hold it; what the change does not set stays.
+    pub async fn update_pod(&self, id: &str, change: PodResources) -> Result<(), LifecycleError> {
+        let (_, handle) = self.table.find(id)?;
+        asked(&handle, |answer| Message::UpdatePod(Box::new(change), answer)).await
     }
 
     /// Stops a container; one that does not run or exist is stopped.

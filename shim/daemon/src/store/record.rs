@@ -2,7 +2,7 @@
 //! A new field has a default; a new version is another variant and a conversion.
 
 use crate::lifecycle::state;
-use crate::nouns::{ContainerConfig, ImageOf, PodConfig, Resources, User};
+use crate::nouns::{ContainerConfig, ImageOf, MachineSize, PodConfig, PodResources, Resources, User};
 use nacelle_base::{ContainerId, PodId};
 use serde::{Deserialize, Serialize};
 use std::net::IpAddr;
@@ -45,6 +45,12 @@ pub struct PodRecord {
     /// In state Unclean: what is still there.
     #[serde(default)]
     pub left: Vec<Left>,
+    /// What its machine was made with; none: before that was recorded.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub machine: Option<MachineSize>,
+    /// What it may have, if that was said since it was asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub resources: Option<PodResources>,
 }
 
 /// A container. Times are nanoseconds since 1970; 0: not yet.
@@ -187,6 +193,8 @@ pub(crate) mod tests {
             kernel_release: "6.12.0".into(),
             failure: String::new(),
             left: vec![],
+            machine: None,
+            resources: None,
         }
     }
 

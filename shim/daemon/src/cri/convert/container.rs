@@ -2,7 +2,7 @@
 
 use super::volume::volumes;
 use super::{FieldError, apparmor, bad, id_number, name, name_of_image, not_yet, pairs, selinux, user_namespace};
-use crate::nouns::{Capabilities, ContainerConfig, PidMode, Resources, RunAs, Seccomp};
+use crate::nouns::{Capabilities, ContainerConfig, PidMode, PodResources, Resources, RunAs, Seccomp};
 use crate::oci;
 use crate::profile::Profile;
 use nacelle_proto::cri;
@@ -155,6 +155,17 @@ pub(super) fn signal_number(signal: cri::Signal) -> Option<u32> {
 /// A change of the limits of a container; what is not set stays as it is.
 pub fn resources_change(linux: Option<&cri::LinuxContainerResources>) -> Result<Resources, FieldError> {
     resources(linux.ok_or(FieldError::Missing { field: "linux" })?, fields!("linux"))
+}
+
+/// A change of what a pod may have; what is not set stays as it is.
+pub fn pod_resources_change(request: &cri::UpdatePodSandboxResourcesRequest) -> Result<PodResources, FieldError> {
+    let part = |part: Option<&cri::LinuxContainerResources>, fields| {
+        part.map(|part| resources(part, fields)).transpose().map(Option::unwrap_or_default)
+    };
+    Ok(PodResources {
+        containers: part(request.resources.as_ref(), fields!("resources"))?,
+        overhead: part(request.overhead.as_ref(), fields!("overhead"))?,
+    })
 }
 
 fn resources(asked: &cri::LinuxContainerResources, fields: [&'static str; 9]) -> Result<Resources, FieldError> {

@@ -8,7 +8,7 @@ pub mod report;
 pub mod stats;
 mod volume;
 
-pub use container::{container_config, resources_change, seccomp_profile};
+pub use container::{container_config, pod_resources_change, resources_change, seccomp_profile};
 pub use pod::pod_config;
 
 use crate::nouns::Pairs;

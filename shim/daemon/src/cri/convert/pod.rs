@@ -1,7 +1,7 @@
 //! Owns: PodSandboxConfig → `PodConfig`.
 
 use super::{FieldError, apparmor, bad, id_number, name, pairs, selinux, user_namespace};
-use crate::nouns::{PodConfig, PodName};
+use crate::nouns::{PodConfig, PodName, cpu_milli};
 use nacelle_net::{Dns, PortMapping, Protocol};
 use nacelle_proto::cri;
 use std::path::PathBuf;
@@ -40,15 +40,9 @@ pub fn pod_config(config: Option<&cri::PodSandboxConfig>, handler: &str) -> Resu
         shared_pid: namespaces.pid() == cri::NamespaceMode::Pod,
         privileged: security.privileged,
         memory_limit: u64::try_from(resources.memory_limit_in_bytes).ok().filter(|limit| *limit > 0),
-        cpu_limit_milli: cpu_milli(&resources),
+        cpu_limit_milli: cpu_milli(resources.cpu_period, resources.cpu_quota),
         cgroup_parent: cgroup_parent(&linux.cgroup_parent)?,
     })
-}
-
-fn cpu_milli(resources: &cri::LinuxContainerResources) -> Option<u64> {
-    let quota = u64::try_from(resources.cpu_quota).ok().filter(|quota| *quota > 0)?;
-    let period = u64::try_from(resources.cpu_period).ok().filter(|period| *period > 0)?;
-    Some(quota.saturating_mul(1000).div_ceil(period))
 }
 
 fn check_namespaces(namespaces: &cri::NamespaceOption) -> Result<(), FieldError> {

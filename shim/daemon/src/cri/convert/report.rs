@@ -116,6 +116,8 @@ pub fn pod_info(view: &View) -> serde_json::Value {
         "left": left,
         "hostname": pod.config.hostname,
         "containers": view.containers.len(),
+        "machine": pod.machine,
+        "resources": pod.resources,
     })
 }
 

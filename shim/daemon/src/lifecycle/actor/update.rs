@@ -1,10 +1,11 @@
-//! Owns: changing the limits of a container: one change after the other, recorded when the guest has taken it.
+//! Owns: changing the limits of a container: one change after the other, recorded when the guest has taken it; and those
+//! of the pod, which are recorded if its machine can hold them.
 
 use super::super::error::LifecycleError;
 use super::super::make;
-use super::super::state::Container;
+use super::super::state::{self, Container};
 use super::{Actor, Answer, Message};
-use crate::nouns::Resources;
+use crate::nouns::{MachineSize, PodResources, Resources, cpu_milli};
 use crate::oci;
 use crate::store::Change;
 use nacelle_base::ContainerId;
@@ -64,5 +65,62 @@ impl Actor {
         if self.containers.get(&id).is_some_and(|entry| !entry.updates.is_empty()) {
             self.begin_update(&id);
         }
+    }
+
+    /// The machine keeps its size, so nothing happens to it: its containers get their limits one by one.
+    pub(super) async fn update_pod(&mut self, change: &PodResources) -> Result<(), LifecycleError> {
+        if self.pod.state != state::Pod::Ready {
+            return Err(self.not_ready());
+        }
+        let next = self.pod.resources.clone().unwrap_or_default().changed_by(change);
+        // Of a pod that is older than the record of its machine, what it was promised is known.
+        let config = &self.pod.config;
+        let vcpus = config.cpu_limit_milli.map_or(1, |milli| u32::try_from(milli.div_ceil(1000)).unwrap_or(u32::MAX));
+        let promised = MachineSize { vcpus, memory: config.memory_limit.unwrap_or(0) };
+        fits(self.pod.machine.unwrap_or(promised), &next.containers)
+            .map_err(|(has, wanted)| LifecycleError::TooSmall { id: self.pod.id.to_string(), has, wanted })?;
+        let mut record = self.pod.clone();
+        record.resources = Some(next);
+        self.commit(vec![Change::Pod(record.clone().into())]).await?;
+        self.pod = record;
+        self.publish();
+        Ok(())
+    }
+}
+
+/// Whether a machine can hold what its containers may use together; else what it has, and what was wanted.
+fn fits(machine: MachineSize, wanted: &Resources) -> Result<(), (String, String)> {
+    let memory = u64::try_from(wanted.memory_limit).unwrap_or(0);
+    if memory > machine.memory {
+        return Err((format!("{} bytes of memory", machine.memory), memory.to_string()));
+    }
+    match cpu_milli(wanted.cpu_period, wanted.cpu_quota) {
+        Some(milli) if milli > u64::from(machine.vcpus) * 1000 => {
+            Err((format!("{} CPUs", machine.vcpus), format!("{milli} thousandths")))
+        }
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_machine_holds_what_it_was_made_for() {
+        let machine = MachineSize { vcpus: 2, memory: 1 << 28 };
+        let wanted = |memory_limit, cpu_quota| {
+            let wanted = Resources { memory_limit, cpu_quota, cpu_period: 100_000, ..Default::default() };
+            fits(machine, &wanted)
+        };
+        // No limit is none that must be held.
+        for (memory, quota) in [(0, 0), (1 << 28, 200_000), (5, -1)] {
+            assert_eq!(wanted(memory, quota), Ok(()));
+        }
+        let (has, wants) = wanted((1 << 28) + 1, 0).unwrap_err();
+        assert_eq!((has.as_str(), wants.as_str()), ("268435456 bytes of memory", "268435457"));
+        let (has, wants) = wanted(5, 200_001).unwrap_err();
+        assert_eq!((has.as_str(), wants.as_str()), ("2 CPUs", "2001 thousandths"));
+        assert!(wanted(i64::MAX, i64::MAX).is_err());
     }
 }
