@@ -58,7 +58,9 @@ impl Builder {
             return Err(Error::Vcpus { got: config.vcpus, max });
         }
         let memory = memory.map_err(|source| Error::Memory { mib: config.memory_mib, source })?;
-        let supported = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(Error::call("tell what it supports"))?;
+        let mut supported =
+            kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(Error::call("tell what it supports"))?;
+        cpuid::name(supported.as_mut_slice());
         let vm = create_vm(&kvm)?;
         memory.give_to(&vm).map_err(Error::call("take memory"))?;
         vm.set_identity_map_address(layout::IDENTITY_MAP).map_err(Error::call("place its page table"))?;

@@ -1,7 +1,9 @@
 //! Owns: what the CPUID instruction says in the guest: what KVM supports, and where each processor stands.
-//! Pure: edits a list of entries.
+//! Pure, except that [`name`] asks the processor: edits a list of entries.
 
+use core::arch::x86_64::__cpuid;
 use kvm_bindings::{KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
+use std::ops::RangeInclusive;
 
 /// Leaf 1, ECX.
 const TSC_DEADLINE: u32 = 1 << 24;
@@ -11,6 +13,9 @@ const HTT: u32 = 1 << 28;
 /// Leaf 0x8000_0001, ECX: the legacy way to say that.
 const CMP_LEGACY: u32 = 1 << 1;
 
+/// The processor's name (leaves 0x8000_0002 to 4), which KVM leaves out: its entries are zero.
+const NAME: RangeInclusive<u32> = 0x8000_0002..=0x8000_0004;
+
 /// Where a processor stands: one package, one thread a core; the APIC id is the index.
 #[derive(Clone, Copy)]
 struct Place {
@@ -18,6 +23,15 @@ struct Place {
     vcpus: u32,
     /// Bits of an APIC id that tell processors apart.
     bits: u32,
+}
+
+/// Gives the guest's processors the name of the node's, where it has one.
+pub(super) fn name(supported: &mut [kvm_cpuid_entry2]) {
+    let highest = __cpuid(0x8000_0000).eax;
+    for entry in supported.iter_mut().filter(|entry| NAME.contains(&entry.function) && entry.function <= highest) {
+        let said = __cpuid(entry.function);
+        (entry.eax, entry.ebx, entry.ecx, entry.edx) = (said.eax, said.ebx, said.ecx, said.edx);
+    }
 }
 
 /// The entries for processor `id` of `vcpus`, from those that KVM supports.
@@ -136,6 +150,18 @@ mod tests {
         assert_eq!(find(&entries, 0x8000_001d, 3)[0], 3 << 14 | 0x163);
         assert_eq!(find(&entries, 0x8000_001e, 0), [2, 2, 0, 0]);
         assert_eq!(signature(&entries), (0x800f12, 1 << 28));
+    }
+
+    #[test]
+    fn the_processor_has_the_nodes_name() {
+        let mut entries: Vec<_> = NAME.chain([1]).map(|leaf| entry(leaf, 0, [0; 4])).collect();
+        name(&mut entries);
+        assert_eq!(find(&entries, 1, 0), [0; 4]);
+        let text: Vec<u8> = NAME.flat_map(|leaf| find(&entries, leaf, 0)).flat_map(u32::to_le_bytes).collect();
+        let text = String::from_utf8_lossy(&text).trim_matches(['\0', ' ']).to_owned();
+        let node = std::fs::read_to_string("/proc/cpuinfo").unwrap();
+        let node = node.lines().find(|line| line.starts_with("model name")).unwrap();
+        assert!(node.ends_with(&text), "{text:?} is not {node:?}");
     }
 
     proptest! {
