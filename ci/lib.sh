@@ -130,7 +130,7 @@ need_critest() {
 # Sets NACELLE_BIN: what the environment names, or a build of this tree.
 need_nacelle() {
     if [ -z "${NACELLE_BIN:-}" ]; then
-        long "building nacelle" cargo build --locked -p nacelle-daemon || die "nacelle does not build"
+        long "building nacelle" cargo build --locked -p nacelle-daemon -p nacelle-agent || die "nacelle does not build"
         NACELLE_BIN=$CARGO_TARGET_DIR/debug/nacelle
     fi
     export NACELLE_BIN

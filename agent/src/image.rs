@@ -1,5 +1,5 @@
-//! Owns: the images of the pod: partitions of the image disk that come and go while the machine runs, mounted as
-//! EROFS; and the scratch disk.
+//! Owns: the images of the pod, mounted as EROFS: partitions of the image disk that come and go while the machine runs, or
+//! files of the node; and the scratch disk.
 //! Threads: `Disks` serialises; its methods block and are for blocking threads.
 
 use nacelle_base::{Classify, Kind};
@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::boot::mounts;
 use crate::{paths, sys};
 
 /// How long the disk may take to grow: the host has told the kernel, which reads the new size on its own time.
@@ -27,8 +28,10 @@ pub enum DiskError {
     Number { number: u32 },
     #[error("offset {offset} and length {length} are not multiples of 4096 above 0")]
     Shape { offset: u64, length: u64 },
-    #[error("partition {number} is attached at offset {offset} with length {length}")]
-    Taken { number: u8, offset: u64, length: u64 },
+    #[error("image {number} is attached already, {there}")]
+    Taken { number: u8, there: Source },
+    #[error("an image needs at least one file")]
+    NoFiles,
     #[error("there is no image at partition {number}")]
     NoImage { number: u32 },
     #[error("{number} is no disk of this machine")]
@@ -44,7 +47,7 @@ pub enum DiskError {
 impl Classify for DiskError {
     fn kind(&self) -> Kind {
         match self {
-            DiskError::Number { .. } | DiskError::Shape { .. } => Kind::Invalid,
+            DiskError::Number { .. } | DiskError::Shape { .. } | DiskError::NoFiles => Kind::Invalid,
             DiskError::Taken { .. } => Kind::AlreadyExists,
             DiskError::NoImage { .. } | DiskError::NoDisk { .. } => Kind::NotFound,
             DiskError::TooSmall { .. } => Kind::Timeout,
@@ -57,6 +60,10 @@ impl Classify for DiskError {
 fn at<E: Into<io::Error>>(what: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(E) -> DiskError {
     let path = path.into();
     move |source| DiskError::Io { what, path, source: source.into() }
+}
+
+fn taken(number: u8, there: &Source) -> DiskError {
+    DiskError::Taken { number, there: there.clone() }
 }
 
 /// The kernel's name of a virtio disk: 0 is "vda".
@@ -74,12 +81,30 @@ fn number_of(partition: u32) -> Result<u8, DiskError> {
     u8::try_from(partition).ok().filter(|number| *number != 0).ok_or(DiskError::Number { number: partition })
 }
 
+/// Where an image lies.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// On the image disk: bytes from its start, and its length.
+    Disk(u64, u64),
+    /// In files of the node: its tree, and the layers that the tree points into.
+    Files(Vec<PathBuf>),
+}
+
+impl std::fmt::Display for Source {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Source::Disk(offset, length) => write!(f, "at offset {offset} with length {length}"),
+            Source::Files(files) => write!(f, "from {} files", files.len()),
+        }
+    }
+}
+
 /// The machine's disks.
 #[derive(Debug)]
 pub struct Disks {
     image_disk: u32,
     scratch_disk: u32,
-    attached: Mutex<HashMap<u8, (u64, u64)>>,
+    attached: Mutex<HashMap<u8, Source>>,
     scratch_mounted: Mutex<bool>,
 }
 
@@ -87,6 +112,28 @@ impl Disks {
     /// The disks by their numbers: 0 is the first.
     pub fn new(image_disk: u32, scratch_disk: u32) -> Disks {
         Disks { image_disk, scratch_disk, attached: Mutex::default(), scratch_mounted: Mutex::default() }
+    }
+
+    /// Of a pod without a machine: there is no disk, and scratch is a folder.
+    pub fn on_node() -> Disks {
+        Disks { image_disk: 0, scratch_disk: 0, attached: Mutex::default(), scratch_mounted: Mutex::new(true) }
+    }
+
+    /// Mounts an image that lies in files of the node. Said again with the same files it is a success.
+    pub fn attach_files(&self, partition: u32, files: Vec<PathBuf>) -> Result<(), DiskError> {
+        let number = number_of(partition)?;
+        let mut attached = self.attached.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(there) = attached.get(&number) {
+            return if *there == Source::Files(files) { Ok(()) } else { Err(taken(number, there)) };
+        }
+        let (tree, layers) = files.split_first().ok_or(DiskError::NoFiles)?;
+        let layers: Vec<PathBuf> = layers.iter().map(|layer| mounts::of_node(layer)).collect();
+        let point = mount_point(number);
+        fs::create_dir_all(&point)
+            .and_then(|()| sys::mount_erofs(&mounts::of_node(tree), &layers, &point))
+            .map_err(at("mount the image", tree))?;
+        attached.insert(number, Source::Files(files));
+        Ok(())
     }
 
     /// Adds a partition and mounts it. Said again with the same figures it is a success.
@@ -101,8 +148,8 @@ impl Disks {
         let size = i64::try_from(length).ok().ok_or_else(shape)?;
         let mut attached = self.attached.lock().unwrap_or_else(PoisonError::into_inner);
         match attached.get(&number) {
-            Some(known) if *known == (offset, length) => return Ok(()),
-            Some((offset, length)) => return Err(DiskError::Taken { number, offset: *offset, length: *length }),
+            Some(there) if *there == Source::Disk(offset, length) => return Ok(()),
+            Some(there) => return Err(taken(number, there)),
             None => {}
         }
         let disk = disk_name(self.image_disk)?;
@@ -122,7 +169,7 @@ impl Disks {
             let _ = sys::delete_partition(&file, number);
             return Err(error);
         }
-        attached.insert(number, (offset, length));
+        attached.insert(number, Source::Disk(offset, length));
         Ok(())
     }
 
@@ -130,22 +177,30 @@ impl Disks {
     pub fn detach(&self, partition: u32) -> Result<(), DiskError> {
         let number = number_of(partition)?;
         let mut attached = self.attached.lock().unwrap_or_else(PoisonError::into_inner);
-        if !attached.contains_key(&number) {
-            return Ok(());
-        }
+        let Some(source) = attached.get(&number) else { return Ok(()) };
+        let on_disk = matches!(source, Source::Disk(..));
         let point = mount_point(number);
         match umount2(&point, MntFlags::empty()) {
             Ok(()) | Err(nix::Error::EINVAL | nix::Error::ENOENT) => {}
             Err(nix::Error::EBUSY) => return Err(DiskError::Busy { number }),
             Err(error) => return Err(at("unmount", &point)(error)),
         }
+        if on_disk {
+            self.take_away(number)?;
+        }
+        attached.remove(&number);
+        Ok(())
+    }
+
+    /// Takes the partition of an image away that is not mounted any more.
+    fn take_away(&self, number: u8) -> Result<(), DiskError> {
         let disk = disk_name(self.image_disk)?;
         let device = Path::new("/dev").join(&disk);
         let file = File::open(&device).map_err(at("open", &device))?;
         let deadline = Instant::now() + RELEASE;
         loop {
             match sys::delete_partition(&file, number).map_err(|error| (error.raw_os_error(), error)) {
-                Ok(()) | Err((Some(libc::ENXIO), _)) => break,
+                Ok(()) | Err((Some(libc::ENXIO), _)) => return Ok(()),
                 Err((Some(libc::EBUSY), _)) if Instant::now() < deadline => {
                     std::thread::sleep(Duration::from_millis(5));
                 }
@@ -157,8 +212,6 @@ impl Disks {
                 Err((_, error)) => return Err(at("remove a partition of", &device)(error)),
             }
         }
-        attached.remove(&number);
-        Ok(())
     }
 
     /// Where the image of a partition is mounted.

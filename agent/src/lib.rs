@@ -1,9 +1,10 @@
-//! Owns: the guest's half of a pod: PID 1 of its machine. See docs/agent.md.
+//! Owns: the guest's half of a pod: PID 1 of its machine, or of a namespace of the node. See docs/agent.md.
 
 pub mod boot;
 pub mod container;
 pub mod frame;
 pub mod image;
+pub mod listener;
 pub mod log;
 pub mod paths;
 pub mod rpc;

@@ -4,6 +4,7 @@
 use std::fmt::Write as _;
 use std::fs::{File, OpenOptions};
 use std::io::Write as _;
+use std::os::fd::AsFd;
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
@@ -61,5 +62,13 @@ pub fn start() {
     if let Ok(file) = OpenOptions::new().write(true).open("/dev/kmsg") {
         // It fails only if a subscriber is there already.
         let _ = tracing::subscriber::set_global_default(Log(file));
+    }
+}
+
+/// Sends them to standard output, which the pod process keeps as the console: the node's kernel log is not this pod's.
+pub fn start_on_stdout() {
+    if let Ok(stdout) = std::io::stdout().as_fd().try_clone_to_owned() {
+        // See above.
+        let _ = tracing::subscriber::set_global_default(Log(File::from(stdout)));
     }
 }

@@ -7,6 +7,7 @@ use nacelle_proto::agent::{
     ExecRequest, ImageVolume, ListContainersResponse, RenewRequest, ResizeRequest, SignalRequest, StatsResponse,
     UpdateContainerRequest, WaitRequest, WaitResponse,
 };
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::Notify;
@@ -65,7 +66,11 @@ async fn blocking<E: Into<PodError> + Send + 'static>(
 impl Agent for Service {
     async fn attach_image(&self, request: Request<AttachImageRequest>) -> Result<Response<Empty>, Status> {
         let (request, pod) = (request.into_inner(), Arc::clone(&self.pod));
-        blocking(move || pod.disks.attach(request.partition, request.offset, request.length)).await
+        blocking(move || match request.files {
+            files if files.is_empty() => pod.disks.attach(request.partition, request.offset, request.length),
+            files => pod.disks.attach_files(request.partition, files.into_iter().map(PathBuf::from).collect()),
+        })
+        .await
     }
 
     async fn detach_image(&self, request: Request<DetachImageRequest>) -> Result<Response<Empty>, Status> {

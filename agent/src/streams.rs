@@ -11,10 +11,10 @@ use std::time::Duration;
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
-use tokio_vsock::{VsockListener, VsockStream};
 
 use crate::container::Pod;
 use crate::frame;
+use crate::listener::{Connection, Listener};
 
 /// How many connections there may be at once.
 const CONNECTIONS: usize = 1024;
@@ -27,19 +27,18 @@ const DIAL: Duration = Duration::from_secs(30);
 const BUFFER: usize = 16 << 10;
 
 /// Serves for ever.
-pub async fn serve(listener: VsockListener, pod: Arc<Pod>) {
+pub async fn serve(listener: Listener, pod: Arc<Pod>) {
     let places = Arc::new(Semaphore::new(CONNECTIONS));
     loop {
         let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
         match listener.accept().await {
-            Ok((connection, peer)) if peer.cid() == libc::VMADDR_CID_HOST => {
+            Ok(connection) => {
                 let pod = Arc::clone(&pod);
                 tokio::spawn(async move {
                     join(connection, &pod).await;
                     drop(place);
                 });
             }
-            Ok((_, peer)) => tracing::warn!(cid = peer.cid(), "a stream that does not come from the host"),
             Err(error) => {
                 tracing::warn!(%error, "cannot accept a stream");
                 tokio::time::sleep(Duration::from_millis(100)).await;
@@ -48,7 +47,7 @@ pub async fn serve(listener: VsockListener, pod: Arc<Pod>) {
     }
 }
 
-async fn join(mut connection: VsockStream, pod: &Pod) {
+async fn join(mut connection: Connection, pod: &Pod) {
     let open = match tokio::time::timeout(PREAMBLE, frame::read_async::<StreamOpen>(&mut connection)).await {
         Ok(Ok(open)) => open,
         Ok(Err(error)) => return tracing::warn!(error = %Chain(&error), "a stream without a preamble"),
@@ -85,7 +84,7 @@ async fn join(mut connection: VsockStream, pod: &Pod) {
     }
 }
 
-async fn forward(mut connection: VsockStream, port: u32) -> io::Result<()> {
+async fn forward(mut connection: Connection, port: u32) -> io::Result<()> {
     let dialled = tokio::time::timeout(DIAL, dial(port)).await;
     let dialled = dialled.unwrap_or_else(|_late| Err(io::ErrorKind::TimedOut.into()));
     let error = dialled.as_ref().err().map_or_else(String::new, ToString::to_string);

@@ -2,10 +2,12 @@
 
 #![allow(unsafe_code, reason = "ioctls, bpf and fork have no safe wrapper")]
 
-use std::ffi::{CString, c_int, c_void};
+use std::ffi::{CStr, CString, c_int, c_void};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
 use tokio::io::unix::AsyncFd;
 
 fn check(result: c_int) -> io::Result<c_int> {
@@ -176,6 +178,19 @@ pub fn execve(path: &CString, args: &[CString], env: &[CString]) -> nix::errno::
     }
 }
 
+/// Sets how many files this process may open; on a node where it may not raise its hard limit, as far as that goes.
+pub fn limit_files(soft: u64, hard: u64) -> io::Result<()> {
+    match set_rlimit(libc::RLIMIT_NOFILE, soft, hard) {
+        Err(error) if error.raw_os_error() == Some(libc::EPERM) => {
+            let mut now = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+            // SAFETY: the kernel writes one rlimit.
+            check(unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut now) })?;
+            set_rlimit(libc::RLIMIT_NOFILE, soft.min(now.rlim_max), hard.min(now.rlim_max))
+        }
+        set => set,
+    }
+}
+
 /// Sets a resource limit of this process.
 pub fn set_rlimit(resource: u32, soft: u64, hard: u64) -> io::Result<()> {
     let limit = libc::rlimit { rlim_cur: soft, rlim_max: hard };
@@ -233,9 +248,9 @@ pub fn attach_device_program(cgroup: impl AsFd, program: &[[u8; 8]]) -> io::Resu
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// The descriptors that a received message carried, now ours.
+/// The descriptors that a received message carried, or that this process was started with, now ours.
 pub fn adopt(fds: Vec<c_int>) -> Vec<OwnedFd> {
-    // SAFETY: the kernel has just installed these descriptors for this process; nobody else knows them.
+    // SAFETY: the kernel has just installed these descriptors for this process; nobody else in it knows them.
     fds.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }).collect()
 }
 
@@ -250,4 +265,48 @@ pub fn vsock_listener(fd: OwnedFd) -> tokio_vsock::VsockListener {
 pub fn watch(file: File) -> io::Result<AsyncFd<File>> {
     // SAFETY: a File owns one descriptor and keeps it open until it is dropped, after its registration.
     Ok(unsafe { AsyncFd::register(file)? })
+}
+
+/// Mounts an EROFS image of plain files, read-only, on a folder (file-backed: Linux 6.12 and newer).
+pub fn mount_erofs(tree: &Path, layers: &[PathBuf], point: &Path) -> io::Result<()> {
+    const SET_FLAG: u32 = 0;
+    const SET_STRING: u32 = 1;
+    const CREATE: u32 = 6;
+    const CLOEXEC: u32 = 1;
+    const READ_ONLY_NO_SETUID_NO_DEVICES: u32 = 7;
+    const EMPTY_FROM_PATH: u32 = 4;
+    let c_path = |path: &Path| {
+        CString::new(path.as_os_str().as_bytes()).map_err(|_zero| io::Error::from(io::ErrorKind::InvalidInput))
+    };
+    let new = |fd: libc::c_long| {
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the descriptor is new and nobody else's; the kernel's descriptors fit an int.
+        Ok(unsafe { OwnedFd::from_raw_fd(fd as c_int) })
+    };
+    // SAFETY: the name is a string with a closing zero.
+    let context = new(unsafe { libc::syscall(libc::SYS_fsopen, c"erofs".as_ptr(), CLOEXEC) })?;
+    let set = |command: u32, key: Option<&CStr>, value: Option<&CStr>| {
+        let (key, value) = (key.map_or(std::ptr::null(), CStr::as_ptr), value.map_or(std::ptr::null(), CStr::as_ptr));
+        // SAFETY: both are null or strings with a closing zero that live until the call returns.
+        let result = unsafe { libc::syscall(libc::SYS_fsconfig, context.as_raw_fd(), command, key, value, 0) };
+        if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    };
+    set(SET_STRING, Some(c"source"), Some(&c_path(tree)?))?;
+    for layer in layers {
+        set(SET_STRING, Some(c"device"), Some(&c_path(layer)?))?;
+    }
+    set(SET_FLAG, Some(c"ro"), None)?;
+    set(CREATE, None, None)?;
+    // SAFETY: no memory is passed.
+    let mounted =
+        unsafe { libc::syscall(libc::SYS_fsmount, context.as_raw_fd(), CLOEXEC, READ_ONLY_NO_SETUID_NO_DEVICES) };
+    let (mounted, point) = (new(mounted)?, c_path(point)?);
+    let (from, here) = (c"".as_ptr(), libc::AT_FDCWD);
+    // SAFETY: both paths are strings with a closing zero that live until the call returns.
+    let moved = unsafe {
+        libc::syscall(libc::SYS_move_mount, mounted.as_raw_fd(), from, here, point.as_ptr(), EMPTY_FROM_PATH)
+    };
+    if moved < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }

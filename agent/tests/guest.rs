@@ -312,8 +312,8 @@ fn a_pod_shares_what_it_should() {
         // A second image, on a disk that grows; a stream that is taken up by a second reader.
         let image = guest.folder.path().join("image.erofs");
         let length = place(&*guest.machine, &image, 8 << 20);
-        let request = AttachImageRequest { partition: 7, offset: 8 << 20, length };
-        guest.agent.attach_image(request).await.unwrap();
+        let request = AttachImageRequest { partition: 7, offset: 8 << 20, length, files: vec![] };
+        guest.agent.attach_image(request.clone()).await.unwrap();
         guest.agent.attach_image(request).await.unwrap();
         guest.create("talker", "i=0; while test $i -lt 20000; do i=$((i+1)); echo line $i; done", |_, request| request.partition = 7).await;
         guest.start("talker").await;

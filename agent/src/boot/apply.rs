@@ -13,9 +13,16 @@ use super::netlink::{Link, LinkChange, Netlink, add_address, add_route, get_link
 pub fn apply(config: &BootConfig) -> Result<(), BootError> {
     clock(config.time_unix_nanos)?;
     entropy(&config.entropy)?;
+    pod(config, Some((&config.interfaces, &config.routes)))
+}
+
+/// Applies what concerns the pod alone: its host name, its network (none: it has the node's), its sysctls.
+pub fn pod(config: &BootConfig, own: Option<(&[Interface], &[Route])>) -> Result<(), BootError> {
     nix::unistd::sethostname(&config.hostname)
         .map_err(|source| BootError::Hostname { name: config.hostname.clone(), source })?;
-    network(&config.interfaces, &config.routes)?;
+    if let Some((interfaces, routes)) = own {
+        network(interfaces, routes)?;
+    }
     for (name, value) in &config.sysctls {
         let path = sysctl_path(name).ok_or_else(|| BootError::SysctlName { name: name.clone() })?;
         fs::write(&path, value).map_err(|source| BootError::Sysctl {

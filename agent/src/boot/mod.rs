@@ -3,6 +3,7 @@
 //! May use: `frame`, `sys`, `zygote`.
 
 pub mod apply;
+pub mod host;
 pub mod mounts;
 pub mod netlink;
 
@@ -18,6 +19,8 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use crate::frame::{self, FrameError};
+use crate::image::Disks;
+use crate::listener::Socket;
 use crate::zygote::Zygote;
 
 /// The host's port for the handshake.
@@ -39,8 +42,12 @@ pub enum BootError {
     Directory { path: String, source: nix::Error },
     #[error("cannot mount {kind} at {path}")]
     Mount { kind: &'static str, path: String, source: nix::Error },
-    #[error("cannot leave the initramfs")]
+    #[error("cannot get a root of its own")]
     SwitchRoot { source: nix::Error },
+    #[error("cannot leave the node's namespaces")]
+    Namespaces { source: nix::Error },
+    #[error("cannot make the device {path}")]
+    Device { path: String, source: nix::Error },
     #[error("cannot reach the host on vsock port {HANDSHAKE_PORT}")]
     Connect { source: nix::Error },
     #[error("cannot listen on vsock port {port}")]
@@ -73,14 +80,18 @@ pub enum BootError {
     Limit { source: io::Error },
 }
 
-/// A guest that has reported itself ready.
+/// A guest, or a pod on the node, that has reported itself ready.
 pub struct Ready {
     /// What the host asked for.
     pub config: BootConfig,
+    /// Where images and what containers write lie.
+    pub disks: Disks,
+    /// The PID namespace is the node's.
+    pub node_pid: bool,
     /// Listens on the port of the service.
-    pub rpc: OwnedFd,
+    pub rpc: Socket,
     /// Listens on the port of the streams.
-    pub streams: OwnedFd,
+    pub streams: Socket,
     /// Makes processes.
     pub zygote: Zygote,
 }
@@ -98,14 +109,15 @@ pub fn boot() -> Result<Ready, BootError> {
     frame::write(&mut host, &BootReport { error }).map_err(handshake)?;
     let (rpc, streams) = configured?;
 
-    mounts::rest(config.shm_bytes)?;
+    mounts::rest(config.shm_bytes, false)?;
     apply::write_files(&config)?;
     own_cgroup()?;
     // It would keep the connection open as long as the machine lives.
     drop(host);
     let zygote = Zygote::fork(&[&rpc, &streams]).map_err(|source| BootError::Zygote { source })?;
-    crate::sys::set_rlimit(libc::RLIMIT_NOFILE, 65_536, 1 << 19).map_err(|source| BootError::Limit { source })?;
-    Ok(Ready { config, rpc, streams, zygote })
+    crate::sys::limit_files(65_536, 1 << 19).map_err(|source| BootError::Limit { source })?;
+    let disks = Disks::new(config.image_disk, config.scratch_disk);
+    Ok(Ready { config, disks, node_pid: false, rpc: Socket::Vsock(rpc), streams: Socket::Vsock(streams), zygote })
 }
 
 /// The time since the kernel started its clock, in nanoseconds; 0 if it cannot tell.
@@ -116,24 +128,23 @@ fn monotonic_nanos() -> u64 {
 
 /// Connects to the host and says hello.
 fn hello(started_nanos: u64) -> Result<File, BootError> {
-    let kernel_release =
-        nix::sys::utsname::uname().map(|name| name.release().to_string_lossy().into_owned()).unwrap_or_default();
     let deadline = Instant::now() + CALLING;
     loop {
         let mut host = File::from(connect_to_host(deadline)?);
-        let hello = AgentHello {
-            protocol: 1,
-            agent_version: env!("CARGO_PKG_VERSION").to_owned(),
-            kernel_release: kernel_release.clone(),
-            started_nanos,
-            sent_nanos: monotonic_nanos(),
-        };
-        match frame::write(&mut host, &hello) {
+        match say_hello(&mut host, started_nanos) {
             Ok(()) => return Ok(host),
             Err(error) if error.is_hung_up() && Instant::now() < deadline => continue,
             Err(source) => return Err(BootError::Handshake { source }),
         }
     }
+}
+
+fn say_hello(host: &mut File, started_nanos: u64) -> Result<(), FrameError> {
+    let kernel_release =
+        nix::sys::utsname::uname().map(|name| name.release().to_string_lossy().into_owned()).unwrap_or_default();
+    let agent_version = env!("CARGO_PKG_VERSION").to_owned();
+    let hello = AgentHello { protocol: 1, agent_version, kernel_release, started_nanos, sent_nanos: monotonic_nanos() };
+    frame::write(host, &hello)
 }
 
 /// Waits for what the host wants. A host that is gone before it has said so is one that this machine was saved under

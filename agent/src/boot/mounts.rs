@@ -1,15 +1,22 @@
-//! Owns: the guest's own mounts: a tmpfs as a root that pivot_root accepts, and the kernel's file systems in it.
+//! Owns: the guest's own mounts: a tmpfs as a root that pivot_root accepts, and the kernel's file systems in it; and the
+//! same for a pod on the node, whose files are seen below `/node` there.
 
 use nix::mount::{MsFlags, mount};
-use nix::unistd::{chdir, chroot, mkdir};
-use std::path::Path;
+use nix::sys::stat::{Mode, SFlag, makedev, mknod};
+use nix::unistd::{chdir, chroot, mkdir, pivot_root};
+use std::path::{Path, PathBuf};
 
 use super::BootError;
 
 const ROOT: &str = "/.root";
+/// Where the agent of a pod on the node sees the node's files. Containers do not: they leave this root.
+const NODE: &str = "/node";
+/// The devices that the agent and its containers use: name and minor number of major 1, then one of major 5.
+const DEVICES: [(&str, u64, u64); 6] =
+    [("null", 1, 3), ("zero", 1, 5), ("full", 1, 7), ("random", 1, 8), ("urandom", 1, 9), ("tty", 5, 0)];
 
 fn directory(path: &str) -> Result<(), BootError> {
-    match mkdir(path, nix::sys::stat::Mode::from_bits_truncate(0o755)) {
+    match mkdir(path, Mode::from_bits_truncate(0o755)) {
         Ok(()) | Err(nix::Error::EEXIST) => Ok(()),
         Err(source) => Err(BootError::Directory { path: path.to_owned(), source }),
     }
@@ -37,8 +44,42 @@ pub fn first() -> Result<(), BootError> {
     moved().map_err(|source| BootError::SwitchRoot { source })
 }
 
-/// The mounts that containers need.
-pub fn rest(shm_bytes: u64) -> Result<(), BootError> {
+/// A root of the pod's own on the node, in a mount namespace of its own that hears of the node's mounts and tells it
+/// nothing. It is made over the pod's folder.
+pub fn on_node(folder: &Path) -> Result<(), BootError> {
+    let none = None::<&str>;
+    let switch = || {
+        mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_SLAVE, none)?;
+        mount(Some("nacelle"), folder, Some("tmpfs"), MsFlags::MS_NOSUID, Some("mode=755"))?;
+        chdir(folder)?;
+        let node = NODE.trim_start_matches('/');
+        mkdir(node, Mode::from_bits_truncate(0o700))?;
+        pivot_root(".", node)?;
+        chdir("/")
+    };
+    switch().map_err(|source| BootError::SwitchRoot { source })?;
+    mounted("tmpfs", "/dev", MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC, "mode=755,size=64k")?;
+    for (name, major, minor) in DEVICES {
+        let path = format!("/dev/{name}");
+        mknod(path.as_str(), SFlag::S_IFCHR, Mode::from_bits_truncate(0o666), makedev(major, minor))
+            .map_err(|source| BootError::Device { path, source })?;
+    }
+    mounted("proc", "/proc", PLAIN | MsFlags::MS_NODEV, "")
+}
+
+/// How the agent of a pod on the node sees a path of the node.
+pub fn of_node(path: &Path) -> PathBuf {
+    Path::new(NODE).join(path.strip_prefix("/").unwrap_or(path))
+}
+
+/// Shows a folder at another place.
+pub fn bind(from: &Path, to: &Path) -> Result<(), BootError> {
+    let failed = |source| BootError::Mount { kind: "a folder of the node", path: to.display().to_string(), source };
+    mount(Some(from), to, None::<&str>, MsFlags::MS_BIND | MsFlags::MS_REC, None::<&str>).map_err(failed)
+}
+
+/// The mounts that containers need. With the node's IPC namespace /dev/shm is the node's, too.
+pub fn rest(shm_bytes: u64, node_ipc: bool) -> Result<(), BootError> {
     let plain = PLAIN | MsFlags::MS_NODEV;
     mounted("sysfs", "/sys", plain, "")?;
     mounted("cgroup2", "/sys/fs/cgroup", plain, "")?;
@@ -50,6 +91,10 @@ pub fn rest(shm_bytes: u64) -> Result<(), BootError> {
     }
     directory(crate::paths::BUNDLES)?;
     directory(crate::paths::FILES)?;
+    if node_ipc {
+        directory("/dev/shm")?;
+        return bind(&of_node(Path::new("/dev/shm")), Path::new("/dev/shm"));
+    }
     let size = if shm_bytes == 0 { 64 << 20 } else { shm_bytes };
     mounted("tmpfs", "/dev/shm", plain, &format!("mode=1777,size={size}"))
 }

@@ -1,7 +1,9 @@
 //! Owns: changing the limits of a container that is there: all of them, or none.
 
 use super::cgroup;
+use libcontainer::oci_spec::runtime::{LinuxCpu, Spec};
 use nacelle_base::{Classify, Kind};
+use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -133,9 +135,69 @@ fn write(path: &Path, value: &str) -> io::Result<()> {
     File::options().write(true).truncate(true).open(path)?.write_all(value.as_bytes())
 }
 
+/// Takes off a specification the limits for which there is no controller here, and says which: on a node that leaves
+/// them to cgroup v1 containers run without.
+pub fn leave_out(spec: &mut Spec, controllers: &str) {
+    let Some(resources) = spec.linux_mut().as_mut().and_then(|linux| linux.resources_mut().as_mut()) else { return };
+    let missing = |name: &str| !controllers.split_whitespace().any(|controller| controller == name);
+    let mut left_out = Vec::new();
+    if missing("memory") && resources.memory().is_some() {
+        resources.set_memory(None);
+        left_out.push("memory");
+    }
+    if missing("cpu") && resources.cpu().is_some() {
+        // It is there without a limit, too.
+        if resources.cpu().as_ref() != Some(&LinuxCpu::default()) {
+            left_out.push("cpu");
+        }
+        resources.set_cpu(None);
+    }
+    if missing("pids") && resources.pids().is_some() {
+        resources.set_pids(None);
+        left_out.push("pids");
+    }
+    if missing("hugetlb") && resources.hugepage_limits().is_some() {
+        resources.set_hugepage_limits(None);
+        left_out.push("hugetlb");
+    }
+    if let Some(unified) = resources.unified().clone() {
+        let known = |file: &String| !missing(file.split('.').next().unwrap_or(file));
+        let (kept, lost): (HashMap<_, _>, HashMap<_, _>) = unified.into_iter().partition(|(file, _)| known(file));
+        resources.set_unified(Some(kept).filter(|kept| !kept.is_empty()));
+        left_out.extend(if lost.is_empty() { None } else { Some("unified") });
+    }
+    if !left_out.is_empty() {
+        tracing::warn!(?left_out, "this node has no cgroup v2 controllers for these limits of a container");
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn limits_without_a_controller_are_left_out() {
+        let spec = |controllers| {
+            let mut spec: Spec = serde_json::from_value(serde_json::json!({
+                "ociVersion": "1.0.2",
+                "linux": { "resources": {
+                    "memory": { "limit": 5 }, "cpu": { "quota": 1 },
+                    "hugepageLimits": [{ "pageSize": "2MB", "limit": 1 }],
+                    "unified": { "memory.high": "1", "hugetlb.2MB.max": "1" },
+                } },
+            }))
+            .unwrap();
+            leave_out(&mut spec, controllers);
+            spec.linux().clone().unwrap().resources().clone().unwrap()
+        };
+        let all = spec("cpu memory pids hugetlb io\n");
+        assert!(all.memory().is_some() && all.cpu().is_some() && all.hugepage_limits().is_some());
+        assert_eq!(all.unified().as_ref().unwrap().len(), 2);
+        let few = spec("hugetlb\n");
+        assert!(few.memory().is_none() && few.cpu().is_none() && few.hugepage_limits().is_some());
+        assert_eq!(few.unified().as_ref().unwrap().keys().collect::<Vec<_>>(), ["hugetlb.2MB.max"]);
+        assert!(spec("").unified().is_none());
+    }
 
     /// A folder that looks like a cgroup with two processes, one of which is gone.
     fn fake() -> (tempfile::TempDir, PathBuf, PathBuf) {

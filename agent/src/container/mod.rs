@@ -207,6 +207,7 @@ pub struct Pod {
     /// What its containers wrote.
     pub layers: Arc<Layers>,
     shared_pid: bool,
+    node_pid: bool,
     pause: OnceCell<i32>,
     state: Mutex<State>,
 }
@@ -225,13 +226,14 @@ impl Drop for Making {
 }
 
 impl Pod {
-    /// A pod without containers.
-    pub fn new(zygote: Zygote, disks: Disks, shared_pid: bool) -> Arc<Pod> {
+    /// A pod without containers. Its PID namespace: one for all containers, or the node's, else each has one.
+    pub fn new(zygote: Zygote, disks: Disks, shared_pid: bool, node_pid: bool) -> Arc<Pod> {
         Arc::new(Pod {
             zygote,
             disks,
             layers: Arc::default(),
             shared_pid,
+            node_pid,
             pause: OnceCell::new(),
             state: Mutex::default(),
         })

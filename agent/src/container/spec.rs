@@ -50,6 +50,8 @@ pub enum PidNamespace {
     Own,
     /// The one of this process.
     Of(i32),
+    /// The agent's, which is the node's.
+    Node,
 }
 
 /// What the specification is adjusted to.
@@ -109,12 +111,14 @@ fn namespaces(asked: &[LinuxNamespace], pid: &PidNamespace) -> Result<Vec<LinuxN
     if asked.iter().any(|namespace| namespace.typ() == LinuxNamespaceType::Cgroup) {
         namespaces.push(new(LinuxNamespaceType::Cgroup)?);
     }
-    namespaces.push(match pid {
-        PidNamespace::Own => new(LinuxNamespaceType::Pid)?,
+    match pid {
+        PidNamespace::Own => namespaces.push(new(LinuxNamespaceType::Pid)?),
         PidNamespace::Of(pid) => {
-            LinuxNamespaceBuilder::default().typ(LinuxNamespaceType::Pid).path(format!("/proc/{pid}/ns/pid")).build()?
+            let path = format!("/proc/{pid}/ns/pid");
+            namespaces.push(LinuxNamespaceBuilder::default().typ(LinuxNamespaceType::Pid).path(path).build()?);
         }
-    });
+        PidNamespace::Node => {}
+    }
     Ok(namespaces)
 }
 

@@ -206,6 +206,9 @@ impl Pod {
             }
             return Ok(PidNamespace::Of(target.init.pid));
         }
+        if self.node_pid && options.pid_mode == PidMode::Pod {
+            return Ok(PidNamespace::Node);
+        }
         if !self.shared_pid || options.pid_mode == PidMode::Container {
             return Ok(PidNamespace::Own);
         }
@@ -441,7 +444,9 @@ fn prepare(pod: &Pod, options: &CreateOptions, pid: PidNamespace) -> Result<Prep
         mounts.push(mount.map_err(|source| PodError::Volume { id: id.clone(), source })?);
     }
     let place = Place { id, root: &root, pid, user: &user, groups: &groups, volumes: mounts };
-    let spec = adjust(spec, place).map_err(in_spec)?;
+    let mut spec = adjust(spec, place).map_err(in_spec)?;
+    let controllers = Path::new(paths::CGROUP).join("cgroup.controllers");
+    limits::leave_out(&mut spec, &std::fs::read_to_string(controllers).unwrap_or_default());
     if let Some(process) = spec.process() {
         root::make_folder(&root, process.cwd()).map_err(in_root)?;
     }

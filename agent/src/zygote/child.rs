@@ -17,7 +17,7 @@ pub(super) fn run(control: OwnedFd) -> ! {
     // The programs of containers inherit these dispositions and limits.
     let set = sys::set_signal(libc::SIGPIPE, false)
         .and_then(|()| sys::set_signal(libc::SIGCHLD, true))
-        .and_then(|()| sys::set_rlimit(libc::RLIMIT_NOFILE, 1024, 1 << 19));
+        .and_then(|()| sys::limit_files(1024, 1 << 19));
     if let Err(error) = set {
         tracing::error!(%error, "the zygote cannot set up its signals");
     }

@@ -109,7 +109,10 @@ impl Guest {
         let Raw { machine, link, hello, folder, turn } = guest;
         let mut agent = connect(Arc::clone(&link)).await;
         let length = place(&*machine, &folder.path().join("image.erofs"), 0);
-        agent.attach_image(AttachImageRequest { partition: 1, offset: 0, length }).await.expect("an image");
+        agent
+            .attach_image(AttachImageRequest { partition: 1, offset: 0, length, files: vec![] })
+            .await
+            .expect("an image");
         Some(Guest { machine, link, agent, hello, folder, _turn: Some(turn) })
     }
 
@@ -148,7 +151,10 @@ impl Guest {
         let mut agent = connect(Arc::clone(&link)).await;
         if attach {
             let length = place(&*machine, &folder.path().join("image.erofs"), 0);
-            agent.attach_image(AttachImageRequest { partition: 1, offset: 0, length }).await.expect("an image");
+            agent
+                .attach_image(AttachImageRequest { partition: 1, offset: 0, length, files: vec![] })
+                .await
+                .expect("an image");
         }
         Guest { machine, link, agent, hello, folder, _turn: None }
     }

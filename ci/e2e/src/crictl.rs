@@ -114,8 +114,17 @@ impl Crictl {
     /// When it does not become ready.
     #[track_caller]
     pub fn run_pod(&self, pod: Pod) -> RunningPod<'_> {
+        self.run_pod_of("", pod)
+    }
+
+    /// Runs a pod of this handler; empty: the default one.
+    ///
+    /// # Panics
+    /// When it does not become ready.
+    #[track_caller]
+    pub fn run_pod_of(&self, handler: &str, pod: Pod) -> RunningPod<'_> {
         let file = self.file("pod", &pod.0);
-        let id = self.call(["runp", &file]);
+        let id = self.call(["runp", "--runtime", handler, &file]);
         RunningPod { crictl: self, id, file, config: pod.0 }
     }
 }

@@ -179,9 +179,14 @@ impl Node {
         Census::take(&self.folder, &self.netns).beyond(&self.before)
     }
 
-    /// The ids of the processes that are the machines of pods: those of QEMU, or with our own VMM the pod processes.
+    /// The ids of the processes that are the machines of pods: those of QEMU, with our own VMM the pod processes, without
+    /// guests the agents.
     pub fn machines(&self) -> Vec<i32> {
-        self.processes(if engine() == "qemu" { "qemu" } else { "nacelle-pod " })
+        self.processes(match engine().as_str() {
+            "qemu" => "qemu",
+            "host" => "nacelle-agent --host ",
+            _ => "nacelle-pod ",
+        })
     }
 
     /// The ids of the processes whose command line names this node's run folder and `word`.
@@ -257,6 +262,12 @@ pub fn engine() -> String {
     std::env::var("NACELLE_TEST_ENGINE").unwrap_or_else(|_| "qemu".to_owned())
 }
 
+/// Whether containers can be limited: a guest always can; without one the node must leave its controllers to cgroup v2.
+pub fn limits() -> bool {
+    let here = || fs::read_to_string("/sys/fs/cgroup/cgroup.controllers").unwrap_or_default().contains("memory");
+    engine() != "host" || here()
+}
+
 /// Debian's plugins, with hostPort.
 fn cni(folder: &Path, ipv6: bool) -> String {
     let data = folder.join("leases");
@@ -294,6 +305,7 @@ fn config(folder: &Path, registry: &Registry, options: &Options) -> String {
     };
     text += &handler("nacelle");
     text += &handler("other");
+    text += "[handlers.host]\nengine = \"host\"\n\n";
     let special = match options.registry {
         Kind::Http => "http = true".to_owned(),
         Kind::HttpsWithPassword => format!("ca_file = {:?}", registry.ca()),

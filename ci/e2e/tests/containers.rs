@@ -33,6 +33,10 @@ fn ends_are_told_as_they_were() {
 
 #[test]
 fn a_container_out_of_memory_dies_alone() {
+    if !nacelle_e2e::node::limits() {
+        println!("skipped: this node's cgroup v2 limits nothing, and containers without a guest have no other");
+        return;
+    }
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
     let pod = node.crictl.run_pod(Pod::new("oom", node.folder()));
@@ -76,7 +80,9 @@ fn users_limits_and_the_rest_of_the_specification_arrive() {
     let strict = pod.start(Container::sh("strict", &image, script).set("linux", linux));
     let said = strict.says("read-only");
     assert!(said.contains("uid=1234 gid=4321 groups=77,4321") || said.contains("groups=4321,77"), "{said}");
-    assert!(said.contains("67108864\n50000 100000"), "{said}");
+    if nacelle_e2e::node::limits() {
+        assert!(said.contains("67108864\n50000 100000"), "{said}");
+    }
     assert!(said.contains("CapEff:\t0000000000000000"), "{said}");
     assert!(said.contains("NoNewPrivs:\t1"), "{said}");
     assert_eq!(strict.exec("id -u; grep NoNewPrivs /proc/self/status").ok(), "1234\nNoNewPrivs:\t1");

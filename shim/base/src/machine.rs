@@ -11,6 +11,8 @@ pub enum EngineKind {
     Kvm,
     /// QEMU's microvm machine.
     Qemu,
+    /// No guest: the agent in namespaces of the node.
+    Host,
 }
 
 impl std::fmt::Display for EngineKind {
@@ -18,6 +20,7 @@ impl std::fmt::Display for EngineKind {
         f.write_str(match self {
             EngineKind::Kvm => "kvm",
             EngineKind::Qemu => "qemu",
+            EngineKind::Host => "host",
         })
     }
 }

@@ -4,6 +4,7 @@
 use crate::profile::Profile;
 use nacelle_image::ImageId;
 use nacelle_net::{Dns, PortMapping};
+use nacelle_pod::spec::Shares;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -54,6 +55,9 @@ pub struct PodConfig {
     pub sysctls: Pairs,
     /// All containers share one PID namespace.
     pub shared_pid: bool,
+    /// Namespaces that are the node's. With any of them the pod has no guest.
+    #[serde(default, skip_serializing_if = "Shares::none")]
+    pub node_namespaces: Shares,
     /// Containers may be privileged (in the guest).
     pub privileged: bool,
     /// Memory that all containers together may use, in bytes, if it is limited.

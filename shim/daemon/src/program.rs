@@ -8,6 +8,8 @@ use tracing_subscriber::prelude::*;
 
 /// The program of pod processes. It is installed beside the daemon's.
 const POD_PROGRAM: &str = "nacelle-pod";
+/// The agent, the same that guests have in their initramfs. It is installed there too.
+const AGENT_PROGRAM: &str = "nacelle-agent";
 
 /// How log lines are written to standard error.
 #[derive(Clone, Copy, ValueEnum)]
@@ -44,6 +46,11 @@ pub fn more_files() {
     if let Err(error) = raised {
         tracing::warn!("the limit on open files stays as it is: {error}");
     }
+}
+
+/// The agent's program, for pods that have no guest.
+pub fn agent_program() -> std::io::Result<PathBuf> {
+    Ok(std::env::current_exe()?.with_file_name(AGENT_PROGRAM))
 }
 
 /// The program of pod processes.

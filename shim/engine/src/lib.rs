@@ -14,10 +14,12 @@ mod disk;
 mod ended;
 mod error;
 pub mod fake;
+pub mod host;
 pub mod kvm;
 mod link;
 mod machine;
 pub mod probe;
+mod process;
 pub mod qemu;
 mod spec;
 

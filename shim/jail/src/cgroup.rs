@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 
 /// Where the node has its control groups.
 const ROOT: &str = "/sys/fs/cgroup";
-/// The trees of cgroup v1 that count or limit what a pod process uses; cpuset would need values first.
-const V1: [&str; 6] = ["memory", "cpu,cpuacct", "cpu", "cpuacct", "pids", "blkio"];
+/// The trees of cgroup v1 that count or limit what a pod process uses; cpuset would need values first. And v2's beside
+/// them, which kills whole groups.
+const V1: [&str; 7] = ["memory", "cpu,cpuacct", "cpu", "cpuacct", "pids", "blkio", "unified"];
 /// How long the processes in a group may take to be gone once they were killed.
 const LIMIT: Duration = Duration::from_secs(20);
 
@@ -30,7 +31,7 @@ fn folders_below(root: &Path, group: &Path) -> Vec<PathBuf> {
     if below.as_os_str().is_empty() {
         return Vec::new();
     }
-    if root.join("cgroup.controllers").exists() {
+    if is_v2(root) {
         return vec![root.join(below)];
     }
     let trees = V1.iter().map(|name| root.join(name));
@@ -57,18 +58,41 @@ pub fn join(group: &Path) -> Result<(), FileError> {
     first
 }
 
-/// Kills what is left in the group, and removes it; one that is not there is no failure. Blocks until the processes
+/// Hands the controllers of cgroup v2 down to the group, as far as the node allows: a group can limit only what all the
+/// groups above it hand on.
+pub fn hand_down(group: &Path) {
+    if !is_v2(Path::new(ROOT)) {
+        return;
+    }
+    let Some(folder) = folders(group).pop() else { return };
+    let mut above: Vec<&Path> = folder.ancestors().skip(1).take_while(|folder| folder.starts_with(ROOT)).collect();
+    above.reverse();
+    for folder in above {
+        let Ok(controllers) = fs::read_to_string(folder.join("cgroup.controllers")) else { return };
+        for controller in controllers.split_whitespace() {
+            // One that a group with processes cannot hand on does not hinder the others.
+            let _ = fs::write(folder.join("cgroup.subtree_control"), format!("+{controller}"));
+        }
+    }
+}
+
+/// Kills what is left in the group and below it, and removes it; one that is not there is no failure. Blocks until the processes
 /// have gone.
 pub fn remove(group: &Path) -> Result<(), FileError> {
-    for folder in folders(group) {
+    let folders = folders(group);
+    // Before Linux 5.14, and in v1, there is no such file: what is there must be dying already.
+    let kill_all = |folder: &Path| fs::OpenOptions::new().write(true).open(folder.join("cgroup.kill")).and_then(kill);
+    for folder in &folders {
+        let _ = kill_all(folder);
+    }
+    for folder in folders {
         let deadline = Instant::now() + LIMIT;
         loop {
-            match fs::remove_dir(&folder) {
+            match remove_tree(&folder) {
                 Ok(()) => break,
                 Err(error) if error.kind() == io::ErrorKind::NotFound => break,
                 Err(error) if error.raw_os_error() == Some(libc::EBUSY) && Instant::now() < deadline => {
-                    // Before Linux 5.14, and in v1, there is no such file: they are dying anyway.
-                    let _ = fs::OpenOptions::new().write(true).open(folder.join("cgroup.kill")).and_then(kill);
+                    let _ = kill_all(&folder);
                     std::thread::sleep(Duration::from_millis(5));
                 }
                 Err(error) => return Err(at("remove", &folder)(error)),
@@ -76,6 +100,24 @@ pub fn remove(group: &Path) -> Result<(), FileError> {
         }
     }
     Ok(())
+}
+
+/// Removes a group after those in it.
+fn remove_tree(folder: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        if entry.file_type()?.is_dir() {
+            match remove_tree(&entry.path()) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                other => other?,
+            }
+        }
+    }
+    fs::remove_dir(folder)
+}
+
+fn is_v2(root: &Path) -> bool {
+    root.join("cgroup.controllers").exists()
 }
 
 fn kill(mut file: fs::File) -> io::Result<()> {

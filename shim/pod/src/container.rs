@@ -44,8 +44,8 @@ pub struct ImageUse {
 
 /// An image that must be placed and mounted.
 pub struct Attach {
-    /// The image disk.
-    pub slot: Slot,
+    /// The image disk; none without a guest.
+    pub slot: Option<Slot>,
     /// The image's name, for errors.
     pub key: String,
     /// Its pieces.
@@ -108,10 +108,16 @@ pub async fn make(
 }
 
 async fn place(agent: &Agent, attach: &Attach, at: Placement) -> Result<(), PodError> {
-    let (slot, image) = (attach.slot.clone(), attach.image.clone());
-    let placed = blocking("the placement of an image", move || slot.place(at.offset, &image)).await?;
-    placed.map_err(|source| PodError::Place { key: attach.key.clone(), source })?;
-    let request = proto::AttachImageRequest { partition: at.partition, offset: at.offset, length: at.length };
+    let mut request = proto::AttachImageRequest { partition: at.partition, ..Default::default() };
+    if let Some(slot) = attach.slot.clone() {
+        let image = attach.image.clone();
+        let placed = blocking("the placement of an image", move || slot.place(at.offset, &image)).await?;
+        placed.map_err(|source| PodError::Place { key: attach.key.clone(), source })?;
+        (request.offset, request.length) = (at.offset, at.length);
+    } else {
+        // The pieces of an image are whole files.
+        request.files = attach.image.extents.iter().map(|piece| piece.path.display().to_string()).collect();
+    }
     agent.attach_image(request).await
 }
 

@@ -22,8 +22,19 @@ pub(crate) fn enter(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Result<(), P
 
 fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Plan {
     let place = |path: &Path, access, needed| Place { path: path.to_owned(), access, needed };
-    let mut places = vec![place(dir, Access::Write, true), place(&spec.scratch_file(), Access::Take, true)];
+    let mut places = vec![place(dir, Access::Write, true)];
     places.extend(spec.log_directory.iter().map(|logs| place(logs, Access::Write, true)));
+    if matches!(spec.engine, EngineSpec::Host { .. }) {
+        // The rest is the agent's, which runs already. This process starts no other.
+        return Plan {
+            places,
+            scaffold: dir.to_owned(),
+            cgroup: jail.cgroup.as_deref().map(crate::host::own_group),
+            seccomp: jail.seccomp,
+            profile: Profile::Spawns,
+        };
+    }
+    places.push(place(&spec.scratch_file(), Access::Take, true));
     places.extend(jail.images.iter().map(|images| place(images, Access::Read, true)));
     // If one is missing, the engine says so.
     places.extend([&spec.kernel, &spec.initrd].map(|file| place(file, Access::Read, false)));
@@ -31,6 +42,7 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Plan {
     let (spawns, kvm) = match &spec.engine {
         EngineSpec::Kvm {} => (None, true),
         EngineSpec::Qemu { binary, accelerator } => (Some(binary), *accelerator == Accelerator::Kvm),
+        EngineSpec::Host { .. } => (None, false),
     };
     if let Some(program) = spawns {
         places.extend(PROGRAMS.map(|path| place(Path::new(path), Access::Execute, false)));
@@ -79,7 +91,7 @@ mod tests {
         let written = plan.places.iter().filter(|place| matches!(place.access, Access::Write | Access::Take));
         let written: Vec<_> = written.map(|place| place.path.to_str().unwrap().to_owned()).collect();
         let disk = sample().scratch_file();
-        assert_eq!(written, ["/run/nacelle/pods/a", disk.to_str().unwrap(), "/var/log/pods/a"]);
+        assert_eq!(written, ["/run/nacelle/pods/a", "/var/log/pods/a", disk.to_str().unwrap()]);
         assert!(plan.places.iter().all(|place| !place.path.ends_with("kvm")), "emulated");
         assert_eq!(plan.profile, Profile::Spawns);
     }
@@ -92,6 +104,15 @@ mod tests {
         let devices = plan.places.iter().filter(|place| place.access == Access::Device);
         let devices: Vec<_> = devices.map(|place| place.path.to_str().unwrap()).collect();
         assert_eq!((devices, plan.profile), (vec!["/dev/kvm", "/dev/vhost-net"], Profile::InProcess));
+    }
+
+    #[test]
+    fn without_a_guest_there_is_nothing_but_folders() {
+        let engine = EngineSpec::Host { agent: "/usr/bin/nacelle-agent".into(), shares: Default::default() };
+        let jail = JailSpec { cgroup: Some("nacelle/a".into()), ..jail() };
+        let plan = plan(&PodSpec { engine, ..sample() }, &jail, Path::new("/run/nacelle/pods/a"));
+        assert!(plan.places.iter().all(|place| place.access == Access::Write), "{:?}", plan.places);
+        assert_eq!((plan.places.len(), plan.cgroup), (2, Some("nacelle/a/process".into())));
     }
 
     #[test]

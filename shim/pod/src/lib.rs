@@ -13,6 +13,7 @@ mod exec;
 mod fan;
 #[cfg(any(test, feature = "fuzz"))]
 pub mod fuzz;
+mod host;
 pub mod identity;
 mod images;
 mod jail;
@@ -54,20 +55,24 @@ pub fn run(dir: &Path) -> ExitCode {
         tracing::error!("{}", Chain(&error));
         return ExitCode::FAILURE;
     }
-    run_with(dir, |spec| match &spec.engine {
-        EngineSpec::Kvm {} => Arc::new(Kvm::new()),
-        EngineSpec::Qemu { binary, accelerator } => {
-            let accelerator = match accelerator {
-                Accelerator::Kvm => nacelle_engine::Accelerator::Kvm,
-                Accelerator::Tcg => nacelle_engine::Accelerator::Tcg,
-            };
-            Arc::new(Qemu::new(binary, accelerator))
-        }
+    run_with(dir, |spec| {
+        let engine: Arc<dyn Engine> = match &spec.engine {
+            EngineSpec::Kvm {} => Arc::new(Kvm::new()),
+            EngineSpec::Qemu { binary, accelerator } => {
+                let accelerator = match accelerator {
+                    Accelerator::Kvm => nacelle_engine::Accelerator::Kvm,
+                    Accelerator::Tcg => nacelle_engine::Accelerator::Tcg,
+                };
+                Arc::new(Qemu::new(binary, accelerator))
+            }
+            EngineSpec::Host { agent, shares } => Arc::new(host::engine(spec, dir, agent, *shares)?),
+        };
+        Ok(engine)
     })
 }
 
 /// As [`run`], with an engine of the caller's choice.
-pub fn run_with(dir: &Path, engine: impl FnOnce(&spec::PodSpec) -> Arc<dyn Engine>) -> ExitCode {
+pub fn run_with(dir: &Path, engine: impl FnOnce(&spec::PodSpec) -> Result<Arc<dyn Engine>, PodError>) -> ExitCode {
     match process::run(dir, engine) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

@@ -4,10 +4,11 @@
 //! started it; everything else that blocks goes through [`blocking`].
 
 use crate::error::PodError;
-use crate::spec::{EngineSpec, PodSpec};
+use crate::spec::{EngineSpec, MIN_MEMORY_MIB, PodSpec};
 use crate::{agent, scratch};
 use nacelle_base::Chain;
 use nacelle_base::files::remove_if_there;
+use nacelle_base::machine::{ConsoleKind, MemoryPages};
 use nacelle_base::net::Mac;
 use nacelle_base::undo::UndoStack;
 use nacelle_engine::{DiskSpec, Engine, Incoming, Machine, MachineExit, MachineSpec, NicSpec, Slot, Stop};
@@ -66,9 +67,13 @@ pub struct Prepared {
     pub named: bool,
 }
 
-/// Makes taps and scratch disk. If it fails, nothing is left behind. Blocks for a few milliseconds.
+/// Makes taps and scratch disk; without a guest there is neither. If it fails, nothing is left behind. Blocks for a few
+/// milliseconds.
 pub fn prepare(spec: &PodSpec) -> Result<Prepared, PodError> {
     let disk = spec.scratch_file();
+    if matches!(spec.engine, EngineSpec::Host { .. }) {
+        return Ok(Prepared { taps: Vec::new(), disk, named: false });
+    }
     let (taps, copied) = std::thread::scope(|scope| {
         let copied = scope.spawn(|| {
             remove_if_there(&disk)?;
@@ -108,18 +113,24 @@ pub async fn assemble(
         let Tap { fd, more_queues, .. } = tap;
         Ok(NicSpec { tap: fd, more_queues, mac: random_mac()?, mtu: MAX_MTU })
     });
+    let guest = !matches!(spec.engine, EngineSpec::Host { .. });
     let machine = MachineSpec {
-        vcpus: u8::try_from(spec.vcpus).unwrap_or(u8::MAX),
-        memory_mib: spec.memory_mib,
-        memory_pages: spec.memory_pages,
-        console: spec.console,
+        // Without a guest processors and memory are the node's.
+        vcpus: if guest { u8::try_from(spec.vcpus).unwrap_or(u8::MAX) } else { 1 },
+        memory_mib: if guest { spec.memory_mib } else { MIN_MEMORY_MIB },
+        memory_pages: if guest { spec.memory_pages } else { MemoryPages::default() },
+        console: if guest { spec.console } else { ConsoleKind::default() },
         kernel: spec.kernel.clone(),
         initrd: spec.initrd.clone(),
         cmdline: spec.kernel_args.clone(),
-        disks: vec![
-            DiskSpec::Growing { serial: "images".into() },
-            DiskSpec::File { path: disk.clone(), read_only: false, serial: "scratch".into() },
-        ],
+        disks: if guest {
+            vec![
+                DiskSpec::Growing { serial: "images".into() },
+                DiskSpec::File { path: disk.clone(), read_only: false, serial: "scratch".into() },
+            ]
+        } else {
+            Vec::new()
+        },
         nics: nics.collect::<Result<_, PodError>>()?,
         run_dir: dir.to_owned(),
         console_log: dir.join(CONSOLE_FILE),
@@ -148,7 +159,7 @@ fn make_taps(spec: &PodSpec) -> Result<Vec<Tap>, PodError> {
     let netns = NetNs::open(&network.netns)?;
     let queues = match spec.engine {
         EngineSpec::Kvm {} => usize::try_from(spec.vcpus).unwrap_or(1).clamp(1, MAX_QUEUES),
-        EngineSpec::Qemu { .. } => 1,
+        EngineSpec::Qemu { .. } | EngineSpec::Host { .. } => 1,
     };
     let tap = |n| tap::create_with(&netns, &tap_name(n), queues);
     Ok((0..network.interfaces.len()).map(tap).collect::<Result<Vec<Tap>, _>>()?)

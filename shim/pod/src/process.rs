@@ -28,7 +28,7 @@ const MESSAGE_LIMIT: usize = 40 << 20;
 const STACK: usize = 512 << 10;
 
 /// Serves the pod of `dir` with the engine that `engine` makes of the specification, until it is stopped.
-pub fn run(dir: &Path, engine: impl FnOnce(&PodSpec) -> Arc<dyn Engine>) -> Result<(), PodError> {
+pub fn run(dir: &Path, engine: impl FnOnce(&PodSpec) -> Result<Arc<dyn Engine>, PodError>) -> Result<(), PodError> {
     let spec = PodSpec::read(dir)?;
     let own = Identity::own()?;
     if let Some(other) = Identity::read(dir)?
@@ -40,7 +40,7 @@ pub fn run(dir: &Path, engine: impl FnOnce(&PodSpec) -> Arc<dyn Engine>) -> Resu
     // Files of the pod are nobody else's; log files are for the node's group, as their mode says.
     nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o027));
     own.write(dir)?;
-    let engine = engine(&spec);
+    let engine = engine(&spec)?;
     // What needs rights comes before they are given up, and that before there is a second thread, and a guest.
     let mut prepared = machine::prepare(&spec)?;
     if let Some(jail) = &spec.jail {

@@ -1,8 +1,9 @@
 //! Owns: the scratch disk of a pod: a sparse copy of an ext4 template that is made once per size.
 //! Threads: everything blocks (a few milliseconds; the first of a size: mkfs.ext4); call it off the runtime.
 
-use nacelle_base::files::{FileError, at, remove_if_there};
-use nacelle_base::{Classify, Kind};
+use nacelle_base::files::{FileError, at, remove_if_there, remove_tree_if_there};
+use nacelle_base::{Classify, Kind, PodId};
+use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
@@ -30,6 +31,8 @@ const FORMAT: &[&str] = &[
 
 /// How the names of pods' disks begin.
 pub(crate) const DISK: &str = "pod-";
+/// How the names of the folders of pods without a guest begin.
+pub(crate) const FOLDER: &str = "host-";
 
 /// Why there is no scratch disk.
 #[derive(Debug, thiserror::Error)]
@@ -97,8 +100,8 @@ fn format(path: &Path, size_mib: u64) -> Result<(), ScratchError> {
 }
 
 /// Removes the disks of pods in this folder, and drafts of templates: what was left by starts that were cut, when no
-/// pod is starting. Templates stay.
-pub fn remove_disks(folder: &Path) -> Result<(), FileError> {
+/// pod is starting; and the folders of pods that are not in `keep`. Templates stay.
+pub fn remove_disks(folder: &Path, keep: &BTreeSet<PodId>) -> Result<(), FileError> {
     let entries = match fs::read_dir(folder) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         other => other.map_err(at("read", folder))?,
@@ -109,6 +112,11 @@ pub fn remove_disks(folder: &Path) -> Result<(), FileError> {
         let name = name.to_string_lossy();
         if name.starts_with(DISK) || (name.starts_with("scratch-v") && name.contains(".tmp.")) {
             remove_if_there(&entry.path())?;
+        }
+        if let Some(id) = name.strip_prefix(FOLDER)
+            && !keep.iter().any(|kept| kept.as_str() == id)
+        {
+            remove_tree_if_there(&entry.path())?;
         }
     }
     Ok(())
@@ -174,13 +182,18 @@ mod tests {
     #[test]
     fn disks_of_starts_that_were_cut_go_and_templates_stay() {
         let folder = tempfile::tempdir().unwrap();
-        remove_disks(&folder.path().join("none")).unwrap();
+        let (kept, gone) = (PodId::from_bytes([1; 32]), PodId::from_bytes([2; 32]));
+        let keep = BTreeSet::from([kept.clone()]);
+        remove_disks(&folder.path().join("none"), &keep).unwrap();
         for name in ["pod-ab.ext4", "scratch-v1-64.tmp.7.0", "scratch-v1-64.ext4"] {
             fs::write(folder.path().join(name), "").unwrap();
         }
-        remove_disks(folder.path()).unwrap();
-        let left: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-        assert_eq!(left, ["scratch-v1-64.ext4"]);
+        for id in [&kept, &gone] {
+            fs::create_dir_all(folder.path().join(format!("host-{id}/c"))).unwrap();
+        }
+        remove_disks(folder.path(), &keep).unwrap();
+        let left = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        assert_eq!(left.collect::<BTreeSet<_>>(), ["scratch-v1-64.ext4".into(), format!("host-{kept}")].into());
     }
 
     #[test]

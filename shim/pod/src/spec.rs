@@ -99,6 +99,33 @@ pub enum EngineSpec {
         /// What the daemon's probe chose for this node.
         accelerator: Accelerator,
     },
+    /// No guest: the agent in namespaces of the node.
+    Host {
+        /// The agent's program, absolute.
+        agent: PathBuf,
+        /// What of the node the pod sees as its own.
+        #[serde(default)]
+        shares: Shares,
+    },
+}
+
+/// Namespaces of the node that a pod without a guest has instead of its own.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Shares {
+    /// The network namespace.
+    pub network: bool,
+    /// The PID namespace.
+    pub pid: bool,
+    /// The IPC namespace.
+    pub ipc: bool,
+}
+
+impl Shares {
+    /// Whether the pod has all its own.
+    pub fn none(&self) -> bool {
+        *self == Shares::default()
+    }
 }
 
 /// What runs the guest's instructions under QEMU.
@@ -230,8 +257,12 @@ impl Classify for SpecError {
 }
 
 impl PodSpec {
-    /// The scratch disk of this pod while it has a name: from its making until the machine has it open.
+    /// The scratch disk of this pod while it has a name: from its making until the machine has it open. Without a guest:
+    /// a folder, as long as there is the pod.
     pub fn scratch_file(&self) -> PathBuf {
+        if matches!(self.engine, EngineSpec::Host { .. }) {
+            return self.scratch.templates.join(format!("{}{}", crate::scratch::FOLDER, self.id));
+        }
         self.scratch.templates.join(format!("{}{}.ext4", crate::scratch::DISK, self.id))
     }
 

@@ -62,7 +62,7 @@ pub fn check(answer: agent::StatsResponse, mut bounds: Bounds) -> pod::StatsResp
 
 impl Bounds<'_> {
     fn usage(&self, said: agent::Usage) -> pod::Usage {
-        let memory = |bytes: u64| bytes.min(self.memory);
+        let memory = |bytes: u64| count(bytes.min(self.memory));
         pod::Usage {
             cpu_nanos: count(said.cpu_nanos),
             memory_bytes: memory(said.memory_bytes),
@@ -107,8 +107,10 @@ impl Bounds<'_> {
             writes: count(said.writes),
         };
         let disks = said.disks.into_iter().filter(|found| new(&found.device)).take(MAX_PARTS).map(disk).collect();
-        let pages =
-            |said: agent::HugepageUsage| pod::HugepageUsage { size: said.size, bytes: said.bytes.min(self.memory) };
+        let pages = |said: agent::HugepageUsage| pod::HugepageUsage {
+            size: said.size,
+            bytes: count(said.bytes.min(self.memory)),
+        };
         let hugepages =
             said.hugepages.into_iter().filter(|found| new(&found.size)).take(MAX_PARTS).map(pages).collect();
         pod::Details {
@@ -121,7 +123,7 @@ impl Bounds<'_> {
     }
 
     fn layer(&self, said: agent::Layer) -> pod::Layer {
-        pod::Layer { bytes: said.bytes.min(self.disk), inodes: count(said.inodes), age_ms: count(said.age_ms) }
+        pod::Layer { bytes: count(said.bytes.min(self.disk)), inodes: count(said.inodes), age_ms: count(said.age_ms) }
     }
 }
 

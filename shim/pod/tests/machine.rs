@@ -130,7 +130,7 @@ impl Place {
         (spec.console, spec.kernel_args) = (console, vec!["loglevel=6".into()]);
         spec.engine = match engine() {
             EngineKind::Kvm => EngineSpec::Kvm {},
-            EngineKind::Qemu => {
+            EngineKind::Qemu | EngineKind::Host => {
                 let binary = path_of("qemu-system-x86_64").unwrap();
                 EngineSpec::Qemu { binary, accelerator: Accelerator::Tcg }
             }

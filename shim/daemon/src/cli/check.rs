@@ -49,7 +49,10 @@ pub(super) fn check(config: Config) -> anyhow::Result<ExitCode> {
     let mut findings = vec![user(), kernel(), pods(), kvm(&verdict, &handlers), vhost(Path::new(VHOST_NET), &verdict)];
     findings
         .push(qemu(&engine.qemu, handlers.iter().any(|(_, setting)| setting.or(engine.fitting) == EngineKind::Qemu)));
-    for (name, handler) in &config.handlers {
+    if config.handlers.values().any(|handler| handler.engine == EngineSetting::Host) {
+        findings.extend(host(&engine.agent));
+    }
+    for (name, handler) in config.handlers.iter().filter(|(_, handler)| handler.engine != EngineSetting::Host) {
         findings.push(file(name, "kernel", &handler.kernel));
         findings.push(file(name, "initrd", &handler.initrd));
         findings.extend(pages(name, handler));
@@ -120,7 +123,7 @@ fn kvm(verdict: &KvmVerdict, handlers: &[(&str, EngineSetting)]) -> Finding {
 fn vhost(path: &Path, verdict: &KvmVerdict) -> Finding {
     let there = std::fs::File::options().read(true).write(true).open(path);
     match (there, probe::fitting(verdict)) {
-        (_, EngineKind::Qemu) => finding(Level::Good, "vhost", "not needed: pods run in QEMU here"),
+        (_, EngineKind::Qemu | EngineKind::Host) => finding(Level::Good, "vhost", "not needed: pods run in QEMU here"),
         (Ok(_), EngineKind::Kvm) => finding(Level::Good, "vhost", "the node's kernel moves the packets of guests"),
         (Err(error), EngineKind::Kvm) => {
             let path = path.display();
@@ -128,6 +131,52 @@ fn vhost(path: &Path, verdict: &KvmVerdict) -> Finding {
             finding(Level::Worse, "vhost", says)
         }
     }
+}
+
+/// What pods without a guest need: the agent, images that the node's kernel mounts, and a cgroup that limits.
+fn host(agent: &Path) -> Vec<Finding> {
+    let program = match std::fs::metadata(agent) {
+        Ok(data) if data.is_file() => finding(Level::Good, "agent", format!("{} (engine host)", agent.display())),
+        Ok(_) => finding(Level::Bad, "agent", format!("{} is no file (engine host)", agent.display())),
+        Err(error) => finding(
+            Level::Bad,
+            "agent",
+            format!("{}: {error}; engine host needs it: install nacelle-agent beside nacelle", agent.display()),
+        ),
+    };
+    let systems = std::fs::read_to_string("/proc/filesystems").unwrap_or_default();
+    let has = |name: &str| systems.lines().any(|line| line.split_whitespace().last() == Some(name));
+    let missing: Vec<_> = ["erofs", "overlay"].into_iter().filter(|name| !has(name)).collect();
+    let images = match (missing.as_slice(), newer_than_6_11()) {
+        ([], true) => finding(Level::Good, "erofs", "the node's kernel mounts images from files (engine host)"),
+        (_, false) => {
+            finding(Level::Bad, "erofs", "engine host needs Linux 6.12 or newer, which mounts images from files")
+        }
+        (missing, true) => {
+            let missing = missing.join(" and ");
+            let says =
+                format!("engine host: no {missing} yet; the kernel loads it with the first pod, if it is a module");
+            finding(Level::Worse, "erofs", says)
+        }
+    };
+    let controllers = std::fs::read_to_string("/sys/fs/cgroup/cgroup.controllers").unwrap_or_default();
+    let limits = match ["cpu", "memory", "pids"].iter().all(|name| controllers.split_whitespace().any(|c| c == *name)) {
+        true => finding(Level::Good, "limits", "cgroup v2 limits containers of engine host"),
+        false => finding(
+            Level::Worse,
+            "limits",
+            "no cgroup v2 with cpu, memory and pids: containers of engine host run without the limits they ask for",
+        ),
+    };
+    vec![program, images, limits]
+}
+
+/// File-backed EROFS came with 6.12.
+fn newer_than_6_11() -> bool {
+    let Ok(name) = nix::sys::utsname::uname() else { return false };
+    let release = name.release().to_string_lossy();
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|number| number.parse::<u32>().unwrap_or(0));
+    (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0)) >= (6, 12)
 }
 
 /// QEMU; whether a handler `needs` it decides how bad it is that it is missing.
@@ -264,6 +313,16 @@ mod tests {
         assert!(pages("a", &usual).is_none());
         let found = pages("h", &Handler { memory_pages: MemoryPages::Hugetlb, ..usual }).unwrap();
         assert!(found.level == Level::Worse && found.says.contains("handler h: a machine of 16777216 MiB"), "{found}");
+    }
+
+    #[test]
+    fn pods_without_a_guest_need_the_agent() {
+        let folder = tempfile::tempdir().unwrap();
+        let agent = folder.path().join("nacelle-agent");
+        let found = host(&agent);
+        assert!(found[0].level == Level::Bad && found[0].says.contains("install nacelle-agent"), "{}", found[0]);
+        std::fs::write(&agent, "").unwrap();
+        assert!(host(&agent)[0].level == Level::Good);
     }
 
     #[test]

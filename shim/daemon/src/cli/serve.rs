@@ -19,10 +19,14 @@ pub(super) fn engine() -> (EngineChoice, probe::KvmVerdict) {
         probe::Accelerator::Kvm => Accelerator::Kvm,
         probe::Accelerator::Tcg => Accelerator::Tcg,
     };
-    (
-        EngineChoice { fitting: probe::fitting(&verdict), qemu: nacelle_engine::qemu::PROGRAM.into(), accelerator },
-        verdict,
-    )
+    let choice = EngineChoice {
+        fitting: probe::fitting(&verdict),
+        qemu: nacelle_engine::qemu::PROGRAM.into(),
+        accelerator,
+        // Without a path of this program there are no pod processes either, which says why.
+        agent: program::agent_program().unwrap_or_default(),
+    };
+    (choice, verdict)
 }
 
 pub(super) fn serve(config: Config) -> anyhow::Result<ExitCode> {

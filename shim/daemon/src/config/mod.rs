@@ -64,6 +64,19 @@ pub struct Sandbox {
     pub answer_seconds: u64,
     /// Seconds that one step of taking a pod down may last.
     pub undo_seconds: u64,
+    /// Pods that ask for the node's network, PID or IPC namespace: "refuse" or "run-on-host".
+    pub host_namespaces: HostNamespaces,
+}
+
+/// What becomes of pods that ask for namespaces of the node.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum HostNamespaces {
+    /// They are refused.
+    #[default]
+    Refuse,
+    /// They have no guest: engine host runs them, whatever their handler's engine is.
+    RunOnHost,
 }
 
 /// Who makes cgroups.
@@ -158,6 +171,8 @@ pub enum EngineSetting {
     Kvm,
     /// QEMU.
     Qemu,
+    /// No guest: namespaces of the node. Never chosen by itself.
+    Host,
 }
 
 impl EngineSetting {
@@ -167,6 +182,7 @@ impl EngineSetting {
             EngineSetting::Auto => fitting,
             EngineSetting::Kvm => EngineKind::Kvm,
             EngineSetting::Qemu => EngineKind::Qemu,
+            EngineSetting::Host => EngineKind::Host,
         }
     }
 }
@@ -224,7 +240,13 @@ impl Default for Paths {
 
 impl Default for Sandbox {
     fn default() -> Self {
-        Sandbox { cgroup_driver: CgroupDriver::Cgroupfs, boot_seconds: 180, answer_seconds: 60, undo_seconds: 60 }
+        Sandbox {
+            cgroup_driver: CgroupDriver::Cgroupfs,
+            boot_seconds: 180,
+            answer_seconds: 60,
+            undo_seconds: 60,
+            host_namespaces: HostNamespaces::Refuse,
+        }
     }
 }
 

@@ -31,7 +31,9 @@ impl Cri {
             }
             None => None,
         };
-        let config = container_config(request.config.as_ref(), profile).map_err(status)?;
+        // A pod that is not there is refused below.
+        let node = self.node.pod(pod).map(|view| view.pod.config.node_namespaces).unwrap_or_default();
+        let config = container_config(request.config.as_ref(), profile, node).map_err(status)?;
         let image = self.image_of("config.image.image", &config.image)?;
         let volumes = config.volumes.iter().map(|volume| self.image_of("config.mounts.image.image", &volume.image));
         let volumes = volumes.collect::<Result<_, _>>()?;

@@ -3,6 +3,7 @@
 use super::Cri;
 use super::status::{refuse, status};
 use crate::config::CgroupDriver;
+use crate::config::EngineSetting;
 use nacelle_base::machine::EngineKind;
 use nacelle_base::{Chain, Kind};
 use nacelle_proto::cri;
@@ -102,9 +103,12 @@ async fn missing_parts(parts: &crate::lifecycle::Parts) -> Option<String> {
         needed.push(match handler.engine.or(parts.engine.fitting) {
             EngineKind::Kvm => (name, "the device of engine kvm", PathBuf::from("/dev/kvm")),
             EngineKind::Qemu => (name, "the engine", parts.engine.qemu.clone()),
+            EngineKind::Host => (name, "the agent", parts.engine.agent.clone()),
         });
-        needed.push((name, "the guest's kernel", handler.kernel.clone()));
-        needed.push((name, "the guest's initrd", handler.initrd.clone()));
+        if handler.engine != EngineSetting::Host {
+            needed.push((name, "the guest's kernel", handler.kernel.clone()));
+            needed.push((name, "the guest's initrd", handler.initrd.clone()));
+        }
     }
     for (whose, what, path) in needed {
         if tokio::fs::metadata(&path).await.is_err() {

@@ -9,11 +9,12 @@ use crate::hugepages;
 use crate::nouns::{MachineSize, PodConfig};
 use crate::store::Left;
 use nacelle_base::machine::MemoryPages;
+use nacelle_base::net::PodNetwork;
 use nacelle_base::{Chain, PodId, files};
 use nacelle_net::{Attachment, Dns, PodRef};
 use nacelle_pod::client::PodClient;
 use nacelle_pod::record::PodRecord as LastRecord;
-use nacelle_pod::spec::{self, JailSpec, NetworkSpec, PodSpec, ScratchSpec, Timeouts};
+use nacelle_pod::spec::{self, EngineSpec, JailSpec, NetworkSpec, PodSpec, ScratchSpec, Timeouts};
 use nacelle_proto::pod as proto;
 use std::net::IpAddr;
 use std::os::unix::fs::DirBuilderExt;
@@ -48,7 +49,10 @@ pub(super) async fn boot(
         hugepages::check(memory_mib(&config, &handler))?;
     }
     make_folders(dir.clone(), config.log_directory.clone()).await?;
-    let netns = parts.networks.create(&id).await.map_err(at("make the network namespace of the pod"))?;
+    let netns = match config.node_namespaces.network {
+        true => None,
+        false => Some(parts.networks.create(&id).await.map_err(at("make the network namespace of the pod"))?),
+    };
     if cancel.is_cancelled() {
         return Err(LifecycleError::Cancelled);
     }
@@ -65,16 +69,22 @@ pub(super) async fn boot(
     };
     // The machine boots while the plugins run. Both are awaited to their end, so that undoing meets nothing half-done.
     let limit = Duration::from_secs(parts.config.sandbox.boot_seconds);
-    let (client, attached) =
-        tokio::join!(parts.pods.spawn(&dir, &spec), async { timeout(limit, parts.networks.setup(&pod)).await });
+    let (client, attached) = tokio::join!(parts.pods.spawn(&dir, &spec), async {
+        match spec.network {
+            Some(_) => timeout(limit, parts.networks.setup(&pod)).await,
+            None => Ok(Ok(of_node())),
+        }
+    });
     let client = client.map_err(at("start the machine of the pod"))?;
     let attached = attached
         .map_err(|_elapsed| LifecycleError::TooSlow { step: "attach the pod to its network", limit })?
         .map_err(at("attach the pod to its network"))?;
     // The pod process has given up the right to do it.
-    let known = spec.network.iter().flat_map(|network| &network.interfaces);
-    let pairs = known.enumerate().map(|(n, interface)| (nacelle_pod::tap_name(n), interface.clone())).collect();
-    parts.networks.join(&id, pairs).await.map_err(at("join the machine of the pod to its network"))?;
+    if !matches!(spec.engine, EngineSpec::Host { .. }) {
+        let known = spec.network.iter().flat_map(|network| &network.interfaces);
+        let pairs = known.enumerate().map(|(n, interface)| (nacelle_pod::tap_name(n), interface.clone())).collect();
+        parts.networks.join(&id, pairs).await.map_err(at("join the machine of the pod to its network"))?;
+    }
     let node = blocking(|| std::fs::read_to_string("/etc/resolv.conf")).await.unwrap_or_default();
     let request = configuration(&config, &attached, &node);
     let step = "boot the machine of the pod";
@@ -83,8 +93,17 @@ pub(super) async fn boot(
         configured = timeout(limit, client.configure(request)) => configured,
     };
     let configured = configured.map_err(|_elapsed| LifecycleError::TooSlow { step, limit })?.map_err(at(step))?;
-    let machine = size(&config, &handler);
+    let machine = match spec.engine {
+        // It is the node.
+        EngineSpec::Host { .. } => MachineSize { vcpus: u32::MAX, memory: u64::MAX },
+        _ => size(&config, &handler),
+    };
     Ok(Up { client, ips: attached.ips, kernel_release: clip(&configured.kernel_release), machine })
+}
+
+/// What is to be set up for a pod that has the node's network: nothing. Its addresses are the node's.
+fn of_node() -> Attachment {
+    Attachment { network: PodNetwork::default(), dns: Dns::default(), ips: Vec::new() }
 }
 
 async fn make_folders(dir: PathBuf, logs: Option<PathBuf>) -> Result<(), LifecycleError> {
@@ -135,11 +154,11 @@ fn narrow(value: u64) -> u32 {
     u32::try_from(value).unwrap_or(u32::MAX)
 }
 
-fn pod_spec(parts: &Parts, id: &PodId, config: &PodConfig, handler: &Handler, netns: PathBuf) -> PodSpec {
+fn pod_spec(parts: &Parts, id: &PodId, config: &PodConfig, handler: &Handler, netns: Option<PathBuf>) -> PodSpec {
     PodSpec {
         version: spec::VERSION,
         id: id.clone(),
-        engine: parts.engine.spec(handler.engine),
+        engine: parts.engine.spec(handler.engine, config.node_namespaces),
         vcpus: vcpus(config, handler),
         memory_mib: narrow(memory_mib(config, handler)),
         memory_pages: handler.memory_pages,
@@ -147,7 +166,7 @@ fn pod_spec(parts: &Parts, id: &PodId, config: &PodConfig, handler: &Handler, ne
         kernel: handler.kernel.clone(),
         initrd: handler.initrd.clone(),
         kernel_args: handler.kernel_args.clone(),
-        network: Some(NetworkSpec { netns, interfaces: vec![INTERFACE.into()] }),
+        network: netns.map(|netns| NetworkSpec { netns, interfaces: vec![INTERFACE.into()] }),
         hostname: config.hostname.clone(),
         sysctls: config.sysctls.clone(),
         shared_pid: config.shared_pid,
@@ -195,7 +214,8 @@ fn configuration(config: &PodConfig, attached: &Attachment, resolv_conf: &str) -
     let dns = match &config.dns {
         Some(dns) => dns.clone(),
         None if attached.dns != Dns::default() => attached.dns.clone(),
-        None => node_dns(resolv_conf),
+        // What the node reaches, a pod with its network does.
+        None => node_dns(resolv_conf, config.node_namespaces.network),
     };
     proto::ConfigureRequest {
         interfaces: interfaces.collect(),
@@ -205,14 +225,16 @@ fn configuration(config: &PodConfig, attached: &Attachment, resolv_conf: &str) -
 }
 
 /// The node's own resolver configuration, for pods that bring none. Its loopback servers cannot be reached from a
-/// guest and are left out.
-fn node_dns(text: &str) -> Dns {
+/// guest and are left out, unless the pod is on the node's network.
+fn node_dns(text: &str, on_node: bool) -> Dns {
     let mut dns = Dns::default();
     for line in text.lines() {
         let mut words = line.split_whitespace().map(str::to_owned);
         match words.next().as_deref() {
             Some("nameserver") => dns.servers.extend(
-                words.next().filter(|server| server.parse::<IpAddr>().is_ok_and(|address| !address.is_loopback())),
+                words
+                    .next()
+                    .filter(|server| server.parse::<IpAddr>().is_ok_and(|address| on_node || !address.is_loopback())),
             ),
             Some("search") => dns.searches = words.collect(),
             Some("options") => dns.options.extend(words),
@@ -295,9 +317,12 @@ mod tests {
 
     #[test]
     fn the_nodes_resolver_without_what_a_guest_cannot_reach() {
-        let dns =
-            node_dns("# x\nnameserver 127.0.0.53\nnameserver 10.0.0.1\nnameserver bad\nsearch a b\noptions ndots:5\n");
+        let dns = node_dns(
+            "# x\nnameserver 127.0.0.53\nnameserver 10.0.0.1\nnameserver bad\nsearch a b\noptions ndots:5\n",
+            false,
+        );
         assert_eq!(dns.servers, ["10.0.0.1"]);
+        assert_eq!(node_dns("nameserver 127.0.0.53", true).servers, ["127.0.0.53"]);
         assert_eq!(dns.searches, ["a", "b"]);
         assert_eq!(dns.options, ["ndots:5"]);
     }

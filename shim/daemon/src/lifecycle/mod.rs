@@ -28,7 +28,7 @@ use nacelle_base::{Chain, ContainerId, PodId};
 use nacelle_image::ImageId;
 use nacelle_pod::client::{ClientError, PodClient};
 use nacelle_pod::record::PodRecord as LastRecord;
-use nacelle_pod::spec::{Accelerator, EngineSpec};
+use nacelle_pod::spec::{Accelerator, EngineSpec, Shares};
 use nacelle_proto::pod as proto;
 use seams::{Networks, Pods};
 use shown::Told;
@@ -50,13 +50,18 @@ pub struct EngineChoice {
     pub qemu: PathBuf,
     /// What QEMU runs guests with.
     pub accelerator: Accelerator,
+    /// The agent's program, for pods that have no guest.
+    pub agent: PathBuf,
 }
 
 impl EngineChoice {
-    fn spec(&self, setting: EngineSetting) -> EngineSpec {
+    /// The engine of a pod that has these namespaces of the node.
+    fn spec(&self, setting: EngineSetting, shares: Shares) -> EngineSpec {
+        let setting = if shares.none() { setting } else { EngineSetting::Host };
         match setting.or(self.fitting) {
             EngineKind::Kvm => EngineSpec::Kvm {},
             EngineKind::Qemu => EngineSpec::Qemu { binary: self.qemu.clone(), accelerator: self.accelerator },
+            EngineKind::Host => EngineSpec::Host { agent: self.agent.clone(), shares },
         }
     }
 }

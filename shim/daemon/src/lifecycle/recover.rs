@@ -273,12 +273,12 @@ async fn remove_orphans(parts: &Parts, known: &[PodRecord]) {
             Err(error) => tracing::error!("cannot end its process: {}", Chain(&error)),
         }
     }
+    let keep: BTreeSet<_> = known.iter().map(|pod| pod.id.clone()).collect();
     // A scratch disk has a name only while its pod starts, and a start does not outlive its daemon.
-    let scratch = parts.config.paths.scratch();
-    if let Err(error) = blocking(move || nacelle_pod::scratch::remove_disks(&scratch)).await {
+    let (scratch, kept) = (parts.config.paths.scratch(), keep.clone());
+    if let Err(error) = blocking(move || nacelle_pod::scratch::remove_disks(&scratch, &kept)).await {
         tracing::error!("cannot remove the disks of starts that were cut: {}", Chain(&error));
     }
-    let keep = known.iter().map(|pod| pod.id.clone()).collect();
     if let Err(error) = parts.networks.gc(&keep).await {
         tracing::error!("cannot remove networks without a pod: {}", Chain(&error));
     }

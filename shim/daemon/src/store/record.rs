@@ -180,6 +180,7 @@ pub(crate) mod tests {
                 annotations: Pairs::new(),
                 sysctls: Pairs::new(),
                 shared_pid: true,
+                node_namespaces: Default::default(),
                 privileged: false,
                 memory_limit: Some(1 << 28),
                 cpu_limit_milli: None,

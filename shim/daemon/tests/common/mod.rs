@@ -244,6 +244,7 @@ impl World {
             config,
             engine: EngineChoice {
                 fitting: EngineKind::Qemu,
+                agent: "/usr/bin/nacelle-agent".into(),
                 qemu: "/usr/bin/qemu".into(),
                 accelerator: Accelerator::Tcg,
             },

@@ -3,7 +3,6 @@
 //! Threads: per machine the warden (`process`) and those of the devices.
 
 mod args;
-mod process;
 mod qmp;
 mod tsc;
 
@@ -24,13 +23,13 @@ use nacelle_vmm::vhost_user::{self, Server};
 use nacelle_vmm::vsock::Vsock;
 
 use self::args::{Device, MicroVm, PLACES, VhostKind};
-use self::process::{Process, Warden};
 use self::qmp::Qmp;
 use crate::console::Console;
 use crate::disk::make_slot;
 use crate::ended;
 use crate::link::Link;
 use crate::machine::{Engine, GuestLink, Machine, MachineExit, MachineStatus, Pausable, Stop};
+use crate::process::{Process, Warden};
 use crate::{Accelerator, CheckedSpec, EngineError, EngineKind, Limits, Slot};
 
 /// Where Debian has QEMU.

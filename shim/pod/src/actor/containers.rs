@@ -51,7 +51,6 @@ impl Actor {
         request: pod::CreateContainerRequest,
     ) -> Result<Entry, Failure> {
         let agent = self.agent()?;
-        let slot = self.image_disk().ok_or_else(|| self.unavailable())?;
         if !is_name(id) {
             let rule = "1 to 128 letters, digits, '-', '_' or '.' are expected";
             return Err(PodError::Field { field: "id", value: guest_text(id, 200), rule }.into());
@@ -60,7 +59,7 @@ impl Actor {
             "" => None,
             path => Some(LogPath::check(self.spec.log_directory.as_deref(), Path::new(path)).map_err(PodError::from)?),
         };
-        let images = self.acquire(&slot, &request)?;
+        let images = self.acquire(self.image_disk().as_ref(), &request)?;
         let request = Arc::new(request);
         let (name, own, asked) = (id.to_owned(), self.own.clone(), Arc::clone(&request));
         tokio::spawn(async move {
@@ -80,7 +79,11 @@ impl Actor {
     }
 
     /// Counts this container as a user of each of its images, the root's first; of none if one has no place.
-    fn acquire(&mut self, slot: &Slot, request: &pod::CreateContainerRequest) -> Result<Vec<ImageUse>, Failure> {
+    fn acquire(
+        &mut self,
+        slot: Option<&Slot>,
+        request: &pod::CreateContainerRequest,
+    ) -> Result<Vec<ImageUse>, Failure> {
         let mut uses: Vec<ImageUse> = Vec::new();
         for (key, extents) in images_of(request) {
             let image = ImageDisk { extents: extents.iter().map(extent).collect() };
@@ -101,7 +104,7 @@ impl Actor {
             if new {
                 let (tell, attached) = watch::channel(None);
                 self.attached.insert(key.to_owned(), attached);
-                attach = Some(Attach { slot: slot.clone(), key: key.to_owned(), image, tell });
+                attach = Some(Attach { slot: slot.cloned(), key: key.to_owned(), image, tell });
             }
             let attached = self.attached.get(key).cloned().ok_or(PodError::Ending)?;
             uses.push(ImageUse { placement, attach, attached });

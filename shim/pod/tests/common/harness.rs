@@ -46,7 +46,7 @@ fn serve(dir: &Path) -> ExitCode {
     let fake = PodSpec::read(dir).is_ok_and(|spec| spec.engine == super::fake());
     if fake {
         let shared = Arc::default();
-        nacelle_pod::run_with(dir, |_| Arc::new(super::engine(&shared)))
+        nacelle_pod::run_with(dir, |_| Ok(Arc::new(super::engine(&shared))))
     } else {
         nacelle_pod::run(dir)
     }

@@ -85,7 +85,7 @@ impl World {
         change(&mut spec);
         spec.write(&self.dir).unwrap();
         let (dir, engine) = (self.dir.clone(), engine(&self.agent).with_script(script));
-        self.process = Some(std::thread::spawn(move || nacelle_pod::run_with(&dir, |_| Arc::new(engine))));
+        self.process = Some(std::thread::spawn(move || nacelle_pod::run_with(&dir, |_| Ok(Arc::new(engine)))));
         let deadline = Instant::now() + LIMIT;
         loop {
             match client::connect(&self.dir).await {

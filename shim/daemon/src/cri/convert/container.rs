@@ -5,6 +5,7 @@ use super::{FieldError, apparmor, bad, id_number, name, name_of_image, not_yet, 
 use crate::nouns::{Capabilities, ContainerConfig, PidMode, PodResources, Resources, RunAs, Seccomp};
 use crate::oci;
 use crate::profile::Profile;
+use nacelle_pod::spec::Shares;
 use nacelle_proto::cri;
 use std::path::{Component, Path, PathBuf};
 
@@ -42,6 +43,7 @@ pub fn seccomp_profile(config: Option<&cri::ContainerConfig>) -> Result<Option<P
 pub fn container_config(
     config: Option<&cri::ContainerConfig>,
     profile: Option<Profile>,
+    node: Shares,
 ) -> Result<ContainerConfig, FieldError> {
     let config = config.ok_or(FieldError::Missing { field: "config" })?;
     let metadata = config.metadata.as_ref().ok_or(FieldError::Missing { field: "config.metadata" })?;
@@ -78,7 +80,7 @@ pub fn container_config(
         resources: resources(&linux.resources.unwrap_or_default(), fields!("config.linux.resources"))?,
         privileged: security.privileged,
         capabilities: capabilities(security.capabilities.as_ref())?,
-        pid: pid(security.namespace_options.as_ref())?,
+        pid: pid(security.namespace_options.as_ref(), node)?,
         run_as: run_as(&security)?,
         readonly_rootfs: security.readonly_rootfs,
         no_new_privs: security.no_new_privs,
@@ -228,15 +230,17 @@ fn capabilities(asked: Option<&cri::Capability>) -> Result<Capabilities, FieldEr
     })
 }
 
-fn pid(options: Option<&cri::NamespaceOption>) -> Result<PidMode, FieldError> {
+/// `node`: what the pod shares with the node, which its containers do then, too.
+fn pid(options: Option<&cri::NamespaceOption>, node: Shares) -> Result<PidMode, FieldError> {
     let options = options.cloned().unwrap_or_default();
-    for (field, mode) in [
-        ("config.linux.security_context.namespace_options.network", options.network()),
-        ("config.linux.security_context.namespace_options.ipc", options.ipc()),
+    for (field, mode, shared) in [
+        ("config.linux.security_context.namespace_options.network", options.network(), node.network),
+        ("config.linux.security_context.namespace_options.ipc", options.ipc(), node.ipc),
     ] {
         match mode {
             cri::NamespaceMode::Pod => {}
-            cri::NamespaceMode::Node => return Err(FieldError::HostNamespace { field }),
+            cri::NamespaceMode::Node if shared => {}
+            cri::NamespaceMode::Node => return Err(FieldError::NotThePods { field }),
             mode => return bad(field, mode.as_str_name(), "containers share the pod's (POD)"),
         }
     }
@@ -246,8 +250,9 @@ fn pid(options: Option<&cri::NamespaceOption>) -> Result<PidMode, FieldError> {
         cri::NamespaceMode::Target => {
             Ok(PidMode::Of(name("config.linux.security_context.namespace_options.target_id", &options.target_id)?))
         }
+        cri::NamespaceMode::Node if node.pid => Ok(PidMode::Pod),
         cri::NamespaceMode::Node => {
-            Err(FieldError::HostNamespace { field: "config.linux.security_context.namespace_options.pid" })
+            Err(FieldError::NotThePods { field: "config.linux.security_context.namespace_options.pid" })
         }
     }
 }
@@ -349,7 +354,7 @@ mod tests {
         let mut config = sample();
         change(&mut config);
         seccomp_profile(Some(&config))?;
-        container_config(Some(&config), None)
+        container_config(Some(&config), None, Shares::default())
     }
 
     fn security(config: &mut cri::ContainerConfig) -> &mut cri::LinuxContainerSecurityContext {
@@ -403,7 +408,7 @@ mod tests {
             change(security(&mut config));
             let path = seccomp_profile(Some(&config)).unwrap();
             let profile = serde_json::from_str(r#"{ "defaultAction": "SCMP_ACT_LOG" }"#).unwrap();
-            let config = container_config(Some(&config), path.is_some().then_some(profile)).unwrap();
+            let config = container_config(Some(&config), path.is_some().then_some(profile), Shares::default()).unwrap();
             (path, matches!(config.seccomp, Seccomp::Localhost(_)))
         };
         fn local(path: &str) -> Option<cri::SecurityProfile> {

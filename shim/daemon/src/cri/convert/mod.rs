@@ -47,10 +47,16 @@ pub enum FieldError {
     },
     /// It asks for a namespace of the node.
     #[error(
-        "{field} is NODE, a namespace of the host: a pod of Nacelle is a machine of its own and cannot share the host's; \
-         run pods with host namespaces by another runtime"
+        "{field} is NODE, a namespace of the host, which this node's configuration refuses: a machine cannot share it; \
+         sandbox.host_namespaces = \"run-on-host\" has such pods run without one"
     )]
     HostNamespace {
+        /// Its path in the request.
+        field: &'static str,
+    },
+    /// A container asks for a namespace of the node that its pod does not have.
+    #[error("{field} is NODE, but the pod has a namespace of its own: a container has its pod's")]
+    NotThePods {
         /// Its path in the request.
         field: &'static str,
     },
@@ -61,7 +67,7 @@ impl Classify for FieldError {
         match self {
             FieldError::Missing { .. } | FieldError::Bad { .. } => Kind::Invalid,
             FieldError::NotYet { .. } => Kind::Unsupported,
-            FieldError::HostNamespace { .. } => Kind::Conflict,
+            FieldError::HostNamespace { .. } | FieldError::NotThePods { .. } => Kind::Conflict,
         }
     }
 }

@@ -1,8 +1,10 @@
 //! Owns: PodSandboxConfig → `PodConfig`.
 
 use super::{FieldError, apparmor, bad, id_number, name, pairs, selinux, user_namespace};
+use crate::config::HostNamespaces;
 use crate::nouns::{PodConfig, PodName, cpu_milli};
 use nacelle_net::{Dns, PortMapping, Protocol};
+use nacelle_pod::spec::Shares;
 use nacelle_proto::cri;
 use std::path::PathBuf;
 
@@ -11,8 +13,13 @@ const SYSCTLS: [&str; 5] = ["net.", "kernel.shm", "kernel.msg", "kernel.sem", "f
 /// Longest host name that Linux takes.
 const HOSTNAME: usize = 64;
 
-/// Checks and converts. `handler` is the request's runtime_handler, whose existence the caller checks.
-pub fn pod_config(config: Option<&cri::PodSandboxConfig>, handler: &str) -> Result<PodConfig, FieldError> {
+/// Checks and converts. `handler` is the request's runtime_handler, whose existence the caller checks; `policy` says what
+/// becomes of pods that ask for namespaces of the node.
+pub fn pod_config(
+    config: Option<&cri::PodSandboxConfig>,
+    handler: &str,
+    policy: HostNamespaces,
+) -> Result<PodConfig, FieldError> {
     let config = config.ok_or(FieldError::Missing { field: "config" })?;
     let metadata = config.metadata.as_ref().ok_or(FieldError::Missing { field: "config.metadata" })?;
     let name = PodName {
@@ -24,7 +31,7 @@ pub fn pod_config(config: Option<&cri::PodSandboxConfig>, handler: &str) -> Resu
     let linux = config.linux.clone().unwrap_or_default();
     let security = linux.security_context.clone().unwrap_or_default();
     let namespaces = security.namespace_options.clone().unwrap_or_default();
-    check_namespaces(&namespaces)?;
+    let shares = node_namespaces(&namespaces, policy)?;
     check_security(&security)?;
     let resources = linux.resources.unwrap_or_default();
     Ok(PodConfig {
@@ -36,8 +43,9 @@ pub fn pod_config(config: Option<&cri::PodSandboxConfig>, handler: &str) -> Resu
         ports: config.port_mappings.iter().filter_map(port).collect::<Result<_, _>>()?,
         labels: pairs(&config.labels),
         annotations: pairs(&config.annotations),
-        sysctls: linux.sysctls.iter().map(|(key, value)| sysctl(key, value)).collect::<Result<_, _>>()?,
+        sysctls: linux.sysctls.iter().map(|(key, value)| sysctl(key, value, shares)).collect::<Result<_, _>>()?,
         shared_pid: namespaces.pid() == cri::NamespaceMode::Pod,
+        node_namespaces: shares,
         privileged: security.privileged,
         memory_limit: u64::try_from(resources.memory_limit_in_bytes).ok().filter(|limit| *limit > 0),
         cpu_limit_milli: cpu_milli(resources.cpu_period, resources.cpu_quota),
@@ -45,21 +53,23 @@ pub fn pod_config(config: Option<&cri::PodSandboxConfig>, handler: &str) -> Resu
     })
 }
 
-fn check_namespaces(namespaces: &cri::NamespaceOption) -> Result<(), FieldError> {
+/// The namespaces of the node that a pod shall have, if that is allowed.
+fn node_namespaces(namespaces: &cri::NamespaceOption, policy: HostNamespaces) -> Result<Shares, FieldError> {
     use cri::NamespaceMode::{Container, Node, Pod};
     for (field, mode, allowed) in [
         ("config.linux.security_context.namespace_options.network", namespaces.network(), &[Pod][..]),
         ("config.linux.security_context.namespace_options.ipc", namespaces.ipc(), &[Pod][..]),
         ("config.linux.security_context.namespace_options.pid", namespaces.pid(), &[Pod, Container][..]),
     ] {
-        if mode == Node {
+        if mode == Node && policy == HostNamespaces::Refuse {
             return Err(FieldError::HostNamespace { field });
         }
-        if !allowed.contains(&mode) {
+        if mode != Node && !allowed.contains(&mode) {
             return bad(field, mode.as_str_name(), "a pod has one of its own (POD); pid can be CONTAINER too");
         }
     }
-    user_namespace("config.linux.security_context.namespace_options.userns_options", Some(namespaces))
+    user_namespace("config.linux.security_context.namespace_options.userns_options", Some(namespaces))?;
+    Ok(Shares { network: namespaces.network() == Node, pid: namespaces.pid() == Node, ipc: namespaces.ipc() == Node })
 }
 
 fn check_security(security: &cri::LinuxSandboxSecurityContext) -> Result<(), FieldError> {
@@ -165,7 +175,7 @@ fn port(port: &cri::PortMapping) -> Option<Result<PortMapping, FieldError>> {
     })
 }
 
-fn sysctl(key: &str, value: &str) -> Result<(String, String), FieldError> {
+fn sysctl(key: &str, value: &str, node: Shares) -> Result<(String, String), FieldError> {
     let field = "config.linux.sysctls";
     // Both spellings, a.b and a/b, are in use.
     let dotted = key.replace('/', ".");
@@ -174,6 +184,10 @@ fn sysctl(key: &str, value: &str) -> Result<(String, String), FieldError> {
     if !clean || !SYSCTLS.iter().any(|start| dotted.starts_with(start)) {
         let rule = "a pod may set net.*, kernel.shm*, kernel.msg*, kernel.sem and fs.mqueue.*";
         return bad(field, key, rule);
+    }
+    let of_network = dotted.starts_with("net.");
+    if (of_network && node.network) || (!of_network && node.ipc) {
+        return bad(field, key, "it is of a namespace that this pod shares with the node");
     }
     if value.chars().any(char::is_control) || value.len() > 4096 {
         return bad(field, value, "a value has one line of at most 4096 bytes");
@@ -204,7 +218,7 @@ pub(crate) mod tests {
     fn converted(change: impl FnOnce(&mut cri::PodSandboxConfig)) -> Result<PodConfig, FieldError> {
         let mut config = sample();
         change(&mut config);
-        pod_config(Some(&config), "h")
+        pod_config(Some(&config), "h", HostNamespaces::Refuse)
     }
 
     fn security(config: &mut cri::PodSandboxConfig) -> &mut cri::LinuxSandboxSecurityContext {
@@ -301,7 +315,24 @@ pub(crate) mod tests {
             assert_eq!(error.kind(), kind, "{error}");
             assert!(error.to_string().contains(words), "{error}");
         }
-        assert_eq!(pod_config(None, "").unwrap_err(), FieldError::Missing { field: "config" });
+        assert_eq!(pod_config(None, "", HostNamespaces::Refuse).unwrap_err(), FieldError::Missing { field: "config" });
+    }
+
+    #[test]
+    fn namespaces_of_the_node_are_given_where_the_configuration_says_so() {
+        let mut config = sample();
+        let options = cri::NamespaceOption { network: 2, pid: 2, ..Default::default() };
+        security(&mut config).namespace_options = Some(options);
+        let mut converted = |sysctl: Option<&str>| {
+            let linux = config.linux.get_or_insert_default();
+            linux.sysctls = sysctl.map(|key| (key.to_owned(), "1".to_owned())).into_iter().collect();
+            pod_config(Some(&config), "h", HostNamespaces::RunOnHost)
+        };
+        let pod = converted(Some("kernel.shmmax")).unwrap();
+        assert_eq!(pod.node_namespaces, Shares { network: true, pid: true, ipc: false });
+        assert!(!pod.shared_pid);
+        let error = converted(Some("net.ipv4.ip_forward")).unwrap_err();
+        assert!(error.to_string().contains("shares with the node"), "{error}");
     }
 
     #[test]

@@ -64,8 +64,15 @@ pub fn pod(pod: &PodRecord) -> cri::PodSandbox {
 /// A pod's status.
 pub fn pod_status(pod: &PodRecord) -> cri::PodSandboxStatus {
     let mut ips = pod.ips.iter().map(ToString::to_string);
+    let node = pod.config.node_namespaces;
+    let own = |shared, own| if shared { cri::NamespaceMode::Node } else { own };
     let pid = if pod.config.shared_pid { cri::NamespaceMode::Pod } else { cri::NamespaceMode::Container };
-    let options = cri::NamespaceOption { pid: pid.into(), ..Default::default() };
+    let options = cri::NamespaceOption {
+        network: own(node.network, cri::NamespaceMode::Pod).into(),
+        pid: own(node.pid, pid).into(),
+        ipc: own(node.ipc, cri::NamespaceMode::Pod).into(),
+        ..Default::default()
+    };
     cri::PodSandboxStatus {
         id: pod.id.to_string(),
         metadata: Some(pod_metadata(pod)),

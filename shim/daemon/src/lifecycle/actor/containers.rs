@@ -78,7 +78,7 @@ impl Actor {
             return Err(LifecycleError::NotPrivileged { name: config.name });
         }
         match &config.pid {
-            PidMode::Pod if !self.pod.config.shared_pid => {
+            PidMode::Pod if !self.pod.config.shared_pid && !self.pod.config.node_namespaces.pid => {
                 return Err(LifecycleError::NoPodPid { name: config.name });
             }
             PidMode::Of(target) => {

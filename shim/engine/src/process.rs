@@ -1,6 +1,7 @@
-//! Owns: the QEMU process: what it inherits, what it prints, its end.
+//! Owns: the process that a machine lives in: what it inherits, what it prints, its end.
 //! Threads: one per process, the warden. It starts QEMU, and QEMU is killed when that thread dies
-//! (`PR_SET_PDEATHSIG` goes by thread), so it lives exactly as long as QEMU.
+//! (`PR_SET_PDEATHSIG` goes by thread), so it lives exactly as long as QEMU. An agent without a guest was started by the
+//! first thread, which lives as long as this process: its warden only watches.
 #![allow(unsafe_code)] // reason: `pre_exec` and three system calls in it that no safe wrapper offers.
 
 use std::io::{self, Read};
@@ -25,17 +26,17 @@ use crate::{EngineError, ExitKind, MachineExit};
 /// What is kept of QEMU's messages, in bytes.
 const MESSAGES: usize = 4 << 10;
 
-/// A running or ended QEMU.
-pub(super) struct Process {
+/// A running or ended process.
+pub(crate) struct Process {
     pid: Pid,
-    /// Not yet reaped: while this lock is held and true, the pid is QEMU's.
+    /// Not yet reaped: while this lock is held and true, the pid is its own.
     alive: Mutex<bool>,
     killed: AtomicBool,
     pub ended: Ended,
 }
 
 /// The warden's thread.
-pub(super) type Warden = JoinHandle<()>;
+pub(crate) type Warden = JoinHandle<()>;
 
 impl Process {
     /// Starts QEMU. Returns when it runs (it has not looked at its arguments then). `at_end` is called on the
@@ -64,18 +65,9 @@ impl Process {
                     return;
                 }
             };
-            let process = Arc::new(Process {
-                pid: Pid::from_raw(child.id().cast_signed()),
-                alive: Mutex::new(true),
-                killed: AtomicBool::new(false),
-                ended: Ended::default(),
-            });
+            let process = Arc::new(Process::of(&child));
             let _ = tell.send(Ok(Arc::clone(&process)));
-            let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
-            let (console, messages) = listen(console, stdout, stderr);
-            let status = process.reap(&mut child);
-            at_end();
-            process.ended.set(process.exit(status, &console, &messages));
+            process.watch(&mut child, console, at_end);
         })
         .map_err(|source| EngineError::Resources { what: "a thread for QEMU", source })?;
         let spawn = |source| EngineError::Spawn { program: program.to_owned(), source };
@@ -84,6 +76,38 @@ impl Process {
             Ok(Err(source)) => Err(spawn(source)),
             Err(mpsc::RecvError) => Err(spawn(io::ErrorKind::BrokenPipe.into())),
         }
+    }
+
+    /// Watches a process that runs already.
+    pub fn adopt(
+        mut child: Child,
+        console: Console,
+        at_end: impl FnOnce() + Send + 'static,
+    ) -> Result<(Arc<Process>, Warden), EngineError> {
+        let process = Arc::new(Process::of(&child));
+        let watched = Arc::clone(&process);
+        let watch = move || watched.watch(&mut child, console, at_end);
+        let warden = nacelle_jail::spawn(ThreadKind::Warden, Builder::new().name("agent-warden".into()), watch);
+        let warden = warden.map_err(|source| EngineError::Resources { what: "a thread for the agent", source })?;
+        Ok((process, warden))
+    }
+
+    fn of(child: &Child) -> Process {
+        Process {
+            pid: Pid::from_raw(child.id().cast_signed()),
+            alive: Mutex::new(true),
+            killed: AtomicBool::new(false),
+            ended: Ended::default(),
+        }
+    }
+
+    /// Until its end.
+    fn watch(&self, child: &mut Child, console: Console, at_end: impl FnOnce()) {
+        let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
+        let (console, messages) = listen(console, stdout, stderr);
+        let status = self.reap(child);
+        at_end();
+        self.ended.set(self.exit(status, &console, &messages));
     }
 
     /// The process id; it may have been given to another process once this one has ended.
@@ -97,7 +121,7 @@ impl Process {
         if *alive {
             self.killed.store(true, Ordering::SeqCst);
             if let Err(error) = kill(self.pid, Signal::SIGKILL) {
-                tracing::error!(pid = self.pid(), %error, "cannot kill QEMU");
+                tracing::error!(pid = self.pid(), %error, "cannot kill a machine");
             }
         }
     }
@@ -150,7 +174,7 @@ fn in_child(parent: u32, inherited: &[RawFd]) -> io::Result<()> {
     Ok(())
 }
 
-/// Reads what QEMU and its guest print until both pipes end, that is until QEMU does.
+/// Reads what it and its guest print until both pipes end, that is until it does.
 fn listen(mut console: Console, out: Option<ChildStdout>, err: Option<ChildStderr>) -> (Console, Vec<u8>) {
     let (mut out, mut err, mut messages) = (out, err, Vec::new());
     let mut buffer = [0; 4096];
@@ -159,7 +183,7 @@ fn listen(mut console: Console, out: Option<ChildStdout>, err: Option<ChildStder
             Ok(ready) => ready,
             Err(nix::errno::Errno::EINTR) => continue,
             Err(error) => {
-                tracing::error!(%error, "cannot listen to QEMU any more");
+                tracing::error!(%error, "cannot listen to a machine any more");
                 break;
             }
         };
