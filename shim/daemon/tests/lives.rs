@@ -213,10 +213,10 @@ fn what_is_wrong_is_refused_with_its_code_and_changes_nothing() {
         };
         assert_eq!(create(privileged).await.unwrap_err().code(), Code::InvalidArgument);
         assert!(daemon.containers().await.is_empty() && !world.script.seen("create"));
-        let request = cri::UpdatePodSandboxResourcesRequest::default();
-        let error = daemon.cri.update_pod_sandbox_resources(request).await.unwrap_err();
+        let request = cri::CheckpointPodRequest::default();
+        let error = daemon.cri.checkpoint_pod(request).await.unwrap_err();
         assert_eq!(error.code(), Code::Unimplemented);
-        assert!(error.message().starts_with("UpdatePodSandboxResources "), "{error}");
+        assert!(error.message().starts_with("CheckpointPod "), "{error}");
     });
 }
 
