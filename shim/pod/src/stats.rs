@@ -53,7 +53,7 @@ pub fn check(answer: agent::StatsResponse, mut bounds: Bounds) -> pod::StatsResp
         interfaces: interfaces.into_iter().map(interface).collect(),
         scratch: answer.scratch.filter(|found| is_label(&found.device)).map(|found| pod::FileSystem {
             device: found.device,
-            bytes: found.bytes.min(bounds.disk),
+            bytes: count(found.bytes.min(bounds.disk)),
             inodes: count(found.inodes),
             free_inodes: count(found.free_inodes),
         }),
