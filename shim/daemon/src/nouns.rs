@@ -211,6 +211,32 @@ pub struct ImageVolume {
     pub recursive_read_only: bool,
 }
 
+/// Whether a container sees what the node mounts below a volume after it has started.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Propagation {
+    /// No.
+    #[default]
+    Private,
+    /// Yes; the node does not see what the container mounts.
+    FromNode,
+}
+
+/// A file or folder of the node that a container without a guest sees at a path of its own.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NodeVolume {
+    /// On the node: absolute, without `..`; a folder is made there if there is nothing.
+    pub host_path: String,
+    /// Where: absolute, without `..`.
+    pub container_path: String,
+    /// The container cannot write there; it can to what is mounted below.
+    pub readonly: bool,
+    /// Nor to that.
+    pub recursive_read_only: bool,
+    /// Later mounts.
+    pub propagation: Propagation,
+}
+
 /// A container as it was asked for.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ContainerConfig {
@@ -267,6 +293,9 @@ pub struct ContainerConfig {
     /// Images that it sees beside its own.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub volumes: Vec<ImageVolume>,
+    /// What it sees of the node.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub node_volumes: Vec<NodeVolume>,
 }
 
 /// The user of a container as found in its image.

@@ -1,11 +1,13 @@
 //! Owns: the RPCs about containers: convert, ask the lifecycle, convert.
 
 use super::Cri;
-use super::convert::{container_config, report, resources_change, seccomp_profile};
+use super::convert::{container_config, for_a_guest, report, resources_change, seccomp_profile};
 use super::sandbox::needed;
 use super::status::{refuse, status};
+use crate::config::EngineSetting;
 use crate::nouns::ImageOf;
 use crate::profile;
+use crate::store::PodRecord;
 use nacelle_base::Kind;
 use nacelle_proto::cri;
 use std::collections::HashMap;
@@ -31,14 +33,23 @@ impl Cri {
             }
             None => None,
         };
-        // A pod that is not there is refused below.
-        let node = self.node.pod(pod).map(|view| view.pod.config.node_namespaces).unwrap_or_default();
-        let config = container_config(request.config.as_ref(), profile, node).map_err(status)?;
+        let view = self.node.pod(pod).map_err(status)?;
+        let config =
+            container_config(request.config.as_ref(), profile, view.pod.config.node_namespaces).map_err(status)?;
+        if self.has_guest(&view.pod) {
+            for_a_guest(&config).map_err(status)?;
+        }
         let image = self.image_of("config.image.image", &config.image)?;
         let volumes = config.volumes.iter().map(|volume| self.image_of("config.mounts.image.image", &volume.image));
         let volumes = volumes.collect::<Result<_, _>>()?;
         let id = self.node.create(pod, config, image, volumes).await.map_err(status)?;
         Ok(cri::CreateContainerResponse { container_id: id.to_string() })
+    }
+
+    /// Whether the pod is a machine.
+    fn has_guest(&self, pod: &PodRecord) -> bool {
+        let handler = self.node.parts().config.handler(&pod.handler);
+        pod.config.node_namespaces.none() && handler.is_none_or(|(_, handler)| handler.engine != EngineSetting::Host)
     }
 
     /// The image that a container names in a field, which must have been pulled.

@@ -2,8 +2,7 @@
 
 use super::Cri;
 use super::status::{refuse, status};
-use crate::config::CgroupDriver;
-use crate::config::EngineSetting;
+use crate::config::{CgroupDriver, EngineSetting};
 use nacelle_base::machine::EngineKind;
 use nacelle_base::{Chain, Kind};
 use nacelle_proto::cri;
@@ -38,13 +37,20 @@ impl Cri {
             None => condition("RuntimeReady", None),
             Some(why) => condition("RuntimeReady", Some(("GuestMissing", why))),
         };
-        // What the handlers can do of what CRI lets them announce: nothing yet. The empty name is the default one.
+        // What the handlers can do of what CRI lets them announce. The empty name is the default one.
         let names = std::iter::once(String::new()).chain(parts.config.handlers.keys().cloned());
-        let features = cri::RuntimeHandlerFeatures::default();
+        let features = |name: &str| cri::RuntimeHandlerFeatures {
+            // Mounts of the node reach containers without a guest only.
+            recursive_read_only_mounts: parts
+                .config
+                .handler(name)
+                .is_some_and(|(_, h)| h.engine == EngineSetting::Host),
+            ..Default::default()
+        };
         Ok(cri::StatusResponse {
             status: Some(cri::RuntimeStatus { conditions: vec![runtime, network] }),
             info: if request.verbose { self.info() } else { HashMap::new() },
-            runtime_handlers: names.map(|name| cri::RuntimeHandler { name, features: Some(features) }).collect(),
+            runtime_handlers: names.map(|name| cri::RuntimeHandler { features: Some(features(&name)), name }).collect(),
             features: Some(cri::RuntimeFeatures { supplemental_groups_policy: true, ..Default::default() }),
         })
     }

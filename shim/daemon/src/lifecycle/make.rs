@@ -1,16 +1,19 @@
 //! Owns: the effects on containers: making, starting, stopping, removing them in the guest. Each has a deadline.
 //! Threads: run as tasks of their own; they answer to the pod's actor.
 
+use super::boot::blocking;
 use super::error::{LifecycleError, StepError, at};
 use super::{Parts, clip};
-use crate::nouns::{PidMode, User};
+use crate::nouns::{ContainerConfig, PidMode, User};
 use crate::oci;
 use crate::store::{ContainerRecord, PodRecord};
+use nacelle_base::files::{self, FileError};
 use nacelle_base::machine::{Extent, ImageDisk};
 use nacelle_base::{Chain, Classify, ContainerId, Kind};
 use nacelle_pod::client::{ClientError, PodClient};
 use nacelle_proto::pod as proto;
 use std::future::Future;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::timeout;
@@ -41,7 +44,9 @@ pub(super) async fn make(
     pod: PodRecord,
     record: ContainerRecord,
 ) -> Result<User, LifecycleError> {
-    let config = &record.config;
+    let asked = Arc::clone(&record.config);
+    let config =
+        &blocking(move || resolve(&asked)).await.map_err(at("find the volumes of the container on the node"))?;
     let root = parts.images.rootfs(&record.image.id).await.map_err(at("read the image of the container"))?;
     let spec =
         oci::spec(&pod.config, config, &root.config, &pod.kernel_release).map_err(at("describe the container"))?;
@@ -78,6 +83,23 @@ pub(super) async fn make(
     let made = ask("make the container", parts.answer_limit(), client.create_container(request)).await?;
     let groups = made.supplemental_groups.into_iter().take(MAX_GROUPS).collect();
     Ok(User { uid: made.uid, gid: made.gid, groups })
+}
+
+/// The volumes of the node without links, which would lead elsewhere in the agent's root; a folder is made for what is not
+/// there, as kubelet expects.
+fn resolve(config: &ContainerConfig) -> Result<ContainerConfig, FileError> {
+    let mut config = config.clone();
+    for volume in &mut config.node_volumes {
+        let path = Path::new(&volume.host_path);
+        if !path.exists() {
+            std::fs::create_dir_all(path).map_err(files::at("create", path))?;
+        }
+        let found = path.canonicalize().map_err(files::at("find", path))?;
+        let name = found.into_os_string().into_string();
+        volume.host_path =
+            name.map_err(|_bytes| files::at("name", path)(std::io::ErrorKind::InvalidFilename.into()))?;
+    }
+    Ok(config)
 }
 
 fn extents(disk: &ImageDisk) -> Vec<proto::Extent> {
@@ -196,7 +218,31 @@ pub(super) fn told(state: &proto::ContainerState, from: i64, now: i64) -> Told {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::nouns::{NodeVolume, Propagation};
     use proptest::prelude::*;
+
+    #[test]
+    fn volumes_of_the_node_are_found_or_made() {
+        let folder = tempfile::tempdir().unwrap();
+        let base = folder.path().canonicalize().unwrap();
+        std::fs::write(base.join("file"), "").unwrap();
+        std::os::unix::fs::symlink("file", base.join("link")).unwrap();
+        let mut config = (*crate::store::tests_support::container(1, 1).config).clone();
+        let volume = |name: &str| NodeVolume {
+            host_path: base.join(name).to_str().unwrap().into(),
+            container_path: "/x".into(),
+            readonly: false,
+            recursive_read_only: false,
+            propagation: Propagation::Private,
+        };
+        config.node_volumes = vec![volume("link"), volume("new/deep")];
+        let resolved = resolve(&config).unwrap();
+        let paths: Vec<_> = resolved.node_volumes.iter().map(|volume| Path::new(&volume.host_path)).collect();
+        assert_eq!(paths, [base.join("file"), base.join("new/deep")]);
+        assert!(base.join("new/deep").is_dir());
+        config.node_volumes = vec![volume("file/x")];
+        assert!(resolve(&config).is_err());
+    }
 
     proptest! {
         #[test]

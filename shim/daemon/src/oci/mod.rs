@@ -10,7 +10,7 @@ pub use limits::limits;
 
 pub use capabilities::{is_known as is_known_capability, normal as normal_capability};
 
-use crate::nouns::{ContainerConfig, PodConfig, Resources, Seccomp};
+use crate::nouns::{ContainerConfig, NodeVolume, PodConfig, Propagation, Resources, Seccomp};
 use nacelle_base::{Classify, Kind};
 use nacelle_image::ImageConfig;
 use oci_spec::runtime::Spec;
@@ -110,7 +110,9 @@ fn document(
     let mut linux = Map::new();
     linux.insert("namespaces".into(), namespaces());
     linux.insert("resources".into(), resources(&container.resources, privileged));
-    linux.insert("rootfsPropagation".into(), json!("private"));
+    // The root's holds for everything in it: one volume that hears of the node's mounts lets the others hear too.
+    let hears = container.node_volumes.iter().any(|volume| volume.propagation == Propagation::FromNode);
+    linux.insert("rootfsPropagation".into(), json!(if hears { "slave" } else { "private" }));
     if !privileged {
         linux.insert("maskedPaths".into(), json!(container.masked_paths));
         linux.insert("readonlyPaths".into(), json!(container.readonly_paths));
@@ -129,7 +131,7 @@ fn document(
         "hostname": pod.hostname,
         "root": { "path": "rootfs", "readonly": container.readonly_rootfs },
         "process": process(pod, container, image, &capabilities)?,
-        "mounts": mounts(privileged),
+        "mounts": mounts(privileged).chain(container.node_volumes.iter().map(node_volume)).collect::<Vec<_>>(),
         "linux": linux,
     }))
 }
@@ -206,20 +208,35 @@ fn namespaces() -> Value {
     ])
 }
 
-fn mounts(privileged: bool) -> Value {
+/// A path of the node as the agent of a pod without a guest sees it (`agent/src/boot/mounts.rs`).
+fn of_node(path: &str) -> String {
+    format!("/node{path}")
+}
+
+fn node_volume(volume: &NodeVolume) -> Value {
+    let options: &[&str] = match (volume.readonly, volume.recursive_read_only) {
+        (true, true) => &["rbind", "ro", "rro"],
+        (true, false) => &["rbind", "ro"],
+        _ => &["rbind", "rw"],
+    };
+    json!({ "destination": volume.container_path, "type": "bind", "source": of_node(&volume.host_path), "options": options })
+}
+
+fn mounts(privileged: bool) -> impl Iterator<Item = Value> {
     let write = if privileged { "rw" } else { "ro" };
-    json!([
-        { "destination": "/proc", "type": "proc", "source": "proc", "options": ["nosuid", "noexec", "nodev"] },
-        { "destination": "/dev", "type": "tmpfs", "source": "tmpfs",
-          "options": ["nosuid", "strictatime", "mode=755", "size=65536k"] },
-        { "destination": "/dev/pts", "type": "devpts", "source": "devpts",
-          "options": ["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"] },
-        { "destination": "/dev/mqueue", "type": "mqueue", "source": "mqueue", "options": ["nosuid", "noexec", "nodev"] },
-        { "destination": "/dev/shm", "type": "bind", "source": "/dev/shm", "options": ["rbind", "rw"] },
-        { "destination": "/sys", "type": "sysfs", "source": "sysfs", "options": ["nosuid", "noexec", "nodev", write] },
-        { "destination": "/sys/fs/cgroup", "type": "cgroup", "source": "cgroup",
-          "options": ["nosuid", "noexec", "nodev", "relatime", write] },
-    ])
+    [
+        json!({ "destination": "/proc", "type": "proc", "source": "proc", "options": ["nosuid", "noexec", "nodev"] }),
+        json!({ "destination": "/dev", "type": "tmpfs", "source": "tmpfs",
+          "options": ["nosuid", "strictatime", "mode=755", "size=65536k"] }),
+        json!({ "destination": "/dev/pts", "type": "devpts", "source": "devpts",
+          "options": ["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"] }),
+        json!({ "destination": "/dev/mqueue", "type": "mqueue", "source": "mqueue", "options": ["nosuid", "noexec", "nodev"] }),
+        json!({ "destination": "/dev/shm", "type": "bind", "source": "/dev/shm", "options": ["rbind", "rw"] }),
+        json!({ "destination": "/sys", "type": "sysfs", "source": "sysfs", "options": ["nosuid", "noexec", "nodev", write] }),
+        json!({ "destination": "/sys/fs/cgroup", "type": "cgroup", "source": "cgroup",
+          "options": ["nosuid", "noexec", "nodev", "relatime", write] }),
+    ]
+    .into_iter()
 }
 
 fn resources(asked: &Resources, privileged: bool) -> Value {
@@ -318,6 +335,32 @@ mod tests {
         assert_eq!(process["noNewPrivileges"], true);
         assert_eq!(built["linux"]["maskedPaths"], json!(["/proc/kcore"]));
         assert_eq!(built["hostname"], "web");
+    }
+
+    #[test]
+    fn volumes_of_the_node_are_mounts_of_what_the_agent_sees() {
+        let volume = |at: &str, readonly, recursive_read_only, propagation| NodeVolume {
+            host_path: "/srv/data".into(),
+            container_path: at.into(),
+            readonly,
+            recursive_read_only,
+            propagation,
+        };
+        let spec = built(|config| {
+            config.node_volumes = vec![
+                volume("/a", false, false, Propagation::Private),
+                volume("/b", true, false, Propagation::Private),
+                volume("/c", true, true, Propagation::Private),
+            ];
+        });
+        let of = |at: &str| spec["mounts"].as_array().unwrap().iter().find(|m| m["destination"] == at).unwrap().clone();
+        assert_eq!(of("/a")["source"], "/node/srv/data");
+        assert_eq!(of("/a")["options"], json!(["rbind", "rw"]));
+        assert_eq!(of("/b")["options"], json!(["rbind", "ro"]));
+        assert_eq!(of("/c")["options"], json!(["rbind", "ro", "rro"]));
+        assert_eq!(spec["linux"]["rootfsPropagation"], "private");
+        let spec = built(|config| config.node_volumes = vec![volume("/a", false, false, Propagation::FromNode)]);
+        assert_eq!(spec["linux"]["rootfsPropagation"], "slave");
     }
 
     #[test]

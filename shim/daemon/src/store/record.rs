@@ -230,6 +230,7 @@ pub(crate) mod tests {
                 readonly_paths: vec![],
                 seccomp: Seccomp::RuntimeDefault,
                 volumes: vec![],
+                node_volumes: vec![],
             }),
             resources: None,
             image: ImageOf { id: Digest([7; 32]), reference: "docker.io/library/busybox@sha256:aa".into() },

@@ -60,6 +60,7 @@ pub fn container_config(
     if !config.working_dir.is_empty() && !config.working_dir.starts_with('/') {
         return bad("config.working_dir", &config.working_dir, "an absolute path is needed");
     }
+    let (volumes, node_volumes) = volumes(&config.mounts)?;
     Ok(ContainerConfig {
         name: name("config.metadata.name", &metadata.name)?,
         attempt: metadata.attempt,
@@ -87,7 +88,8 @@ pub fn container_config(
         masked_paths: paths("config.linux.security_context.masked_paths", &security.masked_paths)?,
         readonly_paths: paths("config.linux.security_context.readonly_paths", &security.readonly_paths)?,
         seccomp: seccomp(&security, profile)?,
-        volumes: volumes(&config.mounts)?,
+        volumes,
+        node_volumes,
     })
 }
 
@@ -442,8 +444,8 @@ mod tests {
             (|c| c.command = vec!["a\0".into()], Kind::Invalid, "command"),
             (
                 |c| c.mounts = vec![cri::Mount { host_path: "/etc".into(), ..Default::default() }],
-                Kind::Unsupported,
-                "/etc",
+                Kind::Invalid,
+                "container_path",
             ),
             (
                 |c| c.devices = vec![cri::Device { host_path: "/dev/fuse".into(), ..Default::default() }],

@@ -10,6 +10,7 @@ mod volume;
 
 pub use container::{container_config, pod_resources_change, resources_change, seccomp_profile};
 pub use pod::pod_config;
+pub use volume::for_a_guest;
 
 use crate::nouns::Pairs;
 use nacelle_base::{Classify, Kind};

@@ -4,7 +4,7 @@ use super::container::signal_number;
 use crate::lifecycle::shown::{self, Shown};
 use crate::lifecycle::state::Container;
 use crate::lifecycle::{Event, EventKind, View};
-use crate::nouns::{ImageOf, ImageVolume, Pairs, Resources};
+use crate::nouns::{ImageOf, ImageVolume, NodeVolume, Pairs, Propagation, Resources};
 use crate::store::{ContainerRecord, PodRecord};
 use nacelle_image::{ImageRecord, RunAs};
 use nacelle_proto::cri;
@@ -219,7 +219,9 @@ pub fn container_status(container: &ContainerRecord) -> cri::ContainerStatus {
         message: container.message.clone(),
         labels: map(&config.labels),
         annotations: map(&config.annotations),
-        mounts: config.volumes.iter().zip(&container.volumes).map(volume).collect(),
+        mounts: (config.volumes.iter().zip(&container.volumes).map(volume))
+            .chain(config.node_volumes.iter().map(node_volume))
+            .collect(),
         log_path: container.log_path.as_ref().map(|path| path.display().to_string()).unwrap_or_default(),
         resources: Some(cri::ContainerResources { linux: Some(resources(container.resources())), windows: None }),
         image_id: id,
@@ -241,6 +243,21 @@ fn volume((volume, image): (&ImageVolume, &ImageOf)) -> cri::Mount {
             ..Default::default()
         }),
         image_sub_path: volume.sub_path.clone(),
+        ..Default::default()
+    }
+}
+
+fn node_volume(volume: &NodeVolume) -> cri::Mount {
+    cri::Mount {
+        container_path: volume.container_path.clone(),
+        host_path: volume.host_path.clone(),
+        readonly: volume.readonly,
+        recursive_read_only: volume.recursive_read_only,
+        propagation: match volume.propagation {
+            Propagation::Private => cri::MountPropagation::PropagationPrivate,
+            Propagation::FromNode => cri::MountPropagation::PropagationHostToContainer,
+        }
+        .into(),
         ..Default::default()
     }
 }

@@ -1,7 +1,7 @@
-//! Owns: ContainerConfig.mounts → image volumes; every other kind of mount is refused by its name.
+//! Owns: ContainerConfig.mounts → image volumes and volumes of the node; every other kind of mount is refused by its name.
 
 use super::{FieldError, bad, name_of_image, not_yet};
-use crate::nouns::ImageVolume;
+use crate::nouns::{ContainerConfig, ImageVolume, NodeVolume, Propagation};
 use nacelle_proto::cri;
 use std::collections::BTreeSet;
 use std::path::{Component, Path, PathBuf};
@@ -10,24 +10,49 @@ use std::path::{Component, Path, PathBuf};
 const PATH_MAX: usize = 4095;
 
 /// Checks and converts; in the order in which they are mounted, so that a volume inside another lies on top of it.
-pub fn volumes(mounts: &[cri::Mount]) -> Result<Vec<ImageVolume>, FieldError> {
-    let mut volumes = mounts.iter().map(volume).collect::<Result<Vec<_>, _>>()?;
-    let depth = |path: &str| Path::new(path).components().count();
-    volumes.sort_by_key(|volume| depth(&volume.container_path));
+pub fn volumes(mounts: &[cri::Mount]) -> Result<(Vec<ImageVolume>, Vec<NodeVolume>), FieldError> {
+    let (mut of_images, mut of_node) = (Vec::new(), Vec::new());
     let mut taken = BTreeSet::new();
-    for volume in &volumes {
-        if !taken.insert(Path::new(&volume.container_path).components().collect::<PathBuf>()) {
-            return bad("config.mounts.container_path", &volume.container_path, "it may be given once only");
+    for mount in mounts {
+        let path = container_path(&mount.container_path)?;
+        if !taken.insert(Path::new(&path).components().collect::<PathBuf>()) {
+            return bad("config.mounts.container_path", &path, "it may be given once only");
+        }
+        if !mount.uid_mappings.is_empty() || !mount.gid_mappings.is_empty() {
+            let mappings = format!("{:?} {:?}", mount.uid_mappings, mount.gid_mappings);
+            return not_yet(
+                "config.mounts.uidMappings, gidMappings",
+                mappings,
+                "there are no user namespaces; leave them out",
+            );
+        }
+        if let Some(option) = mount.mount_options.first() {
+            return not_yet("config.mounts.mount_options", option, "leave them out");
+        }
+        match &mount.image {
+            Some(image) => of_images.push(image_volume(mount, image, path)?),
+            None => of_node.push(node_volume(mount, path)?),
         }
     }
-    Ok(volumes)
+    let depth = |path: &str| Path::new(path).components().count();
+    of_images.sort_by_key(|volume| depth(&volume.container_path));
+    of_node.sort_by_key(|volume: &NodeVolume| depth(&volume.container_path));
+    Ok((of_images, of_node))
 }
 
-fn volume(mount: &cri::Mount) -> Result<ImageVolume, FieldError> {
-    let Some(image) = &mount.image else {
-        let instead = "volumes of the node are to come; put the files into the image";
-        return not_yet("config.mounts.host_path", &mount.host_path, instead);
-    };
+/// Refuses what a machine cannot have: what lies on the node.
+pub fn for_a_guest(config: &ContainerConfig) -> Result<(), FieldError> {
+    match config.node_volumes.first() {
+        Some(volume) => {
+            let instead = "volumes of the node do not reach a machine yet; put the files into the image, or run the pod \
+                           by a handler whose engine is host";
+            not_yet("config.mounts.host_path", &volume.host_path, instead)
+        }
+        None => Ok(()),
+    }
+}
+
+fn image_volume(mount: &cri::Mount, image: &cri::ImageSpec, container_path: String) -> Result<ImageVolume, FieldError> {
     if !mount.host_path.is_empty() {
         return bad("config.mounts.host_path", &mount.host_path, "a mount with an image has none");
     }
@@ -41,24 +66,43 @@ fn volume(mount: &cri::Mount) -> Result<ImageVolume, FieldError> {
             "an image volume has no mounts to give",
         );
     }
-    if !mount.uid_mappings.is_empty() || !mount.gid_mappings.is_empty() {
-        let mappings = format!("{:?} {:?}", mount.uid_mappings, mount.gid_mappings);
-        return not_yet(
-            "config.mounts.uidMappings, gidMappings",
-            mappings,
-            "there are no user namespaces; leave them out",
-        );
-    }
-    if let Some(option) = mount.mount_options.first() {
-        return not_yet("config.mounts.mount_options", option, "leave them out");
-    }
     Ok(ImageVolume {
         image: name_of_image("config.mounts.image.image", image)?,
         user_image: if image.user_specified_image.is_empty() { &image.image } else { &image.user_specified_image }
             .clone(),
         sub_path: sub_path(&mount.image_sub_path)?,
-        container_path: container_path(&mount.container_path)?,
+        container_path,
         recursive_read_only: mount.recursive_read_only,
+    })
+}
+
+fn node_volume(mount: &cri::Mount, container_path: String) -> Result<NodeVolume, FieldError> {
+    let path = Path::new(&mount.host_path);
+    let plain = path.components().all(|part| part != Component::ParentDir);
+    if !path.is_absolute() || !plain || mount.host_path.contains('\0') || mount.host_path.len() > PATH_MAX {
+        return bad("config.mounts.host_path", &mount.host_path, "an absolute path without .. is needed");
+    }
+    if !mount.image_sub_path.is_empty() {
+        return bad("config.mounts.image_sub_path", &mount.image_sub_path, "there is no image that it could lie in");
+    }
+    let propagation = match mount.propagation() {
+        cri::MountPropagation::PropagationPrivate => Propagation::Private,
+        cri::MountPropagation::PropagationHostToContainer => Propagation::FromNode,
+        cri::MountPropagation::PropagationBidirectional => {
+            let instead = "a pod hears of the node's mounts and tells it of none; ask for HOST_TO_CONTAINER";
+            return not_yet("config.mounts.propagation", mount.propagation().as_str_name(), instead);
+        }
+    };
+    if mount.recursive_read_only && !(mount.readonly && propagation == Propagation::Private) {
+        let rule = "it needs readonly, and propagation PRIVATE";
+        return bad("config.mounts.recursive_read_only", "true", rule);
+    }
+    Ok(NodeVolume {
+        host_path: mount.host_path.clone(),
+        container_path,
+        readonly: mount.readonly,
+        recursive_read_only: mount.recursive_read_only,
+        propagation,
     })
 }
 
@@ -109,19 +153,72 @@ mod tests {
         inner.recursive_read_only = true;
         inner.selinux_relabel = true;
         inner.propagation = cri::MountPropagation::PropagationHostToContainer.into();
-        let taken = volumes(&[inner, mount("/data")]).unwrap();
+        let (taken, _) = volumes(&[inner, mount("/data")]).unwrap();
         let paths: Vec<_> = taken.iter().map(|volume| volume.container_path.as_str()).collect();
         assert_eq!(paths, ["/data", "/data/inner"]);
         assert_eq!((taken[0].user_image.as_str(), taken[0].recursive_read_only), ("sha256:aa", false));
         assert_eq!((taken[1].user_image.as_str(), taken[1].sub_path.as_str()), ("data:1", "etc/deep/"));
-        assert!(taken[1].recursive_read_only && volumes(&[]).unwrap().is_empty());
+        assert!(taken[1].recursive_read_only && volumes(&[]).unwrap().0.is_empty());
+    }
+
+    #[test]
+    fn volumes_of_the_node_are_taken_over_and_kept_from_guests() {
+        let plain =
+            |at: &str| cri::Mount { container_path: at.into(), host_path: "/srv/data".into(), ..Default::default() };
+        let mut inner = plain("/data/inner");
+        (inner.readonly, inner.recursive_read_only) = (true, true);
+        let mut late = plain("/late");
+        late.propagation = cri::MountPropagation::PropagationHostToContainer.into();
+        let (none, taken) = volumes(&[inner, plain("/data"), late]).unwrap();
+        assert!(none.is_empty());
+        let shown: Vec<_> = taken
+            .iter()
+            .map(|v| (v.container_path.as_str(), v.readonly, v.recursive_read_only, v.propagation))
+            .collect();
+        let expected = [
+            ("/data", false, false, Propagation::Private),
+            ("/late", false, false, Propagation::FromNode),
+            ("/data/inner", true, true, Propagation::Private),
+        ];
+        assert_eq!(shown, expected);
+        let mut config = (*crate::store::tests_support::container(1, 1).config).clone();
+        for_a_guest(&config).unwrap();
+        config.node_volumes = taken;
+        let error = for_a_guest(&config).unwrap_err();
+        assert_eq!(error.kind(), Kind::Unsupported);
+        assert!(error.to_string().contains("host_path is \"/srv/data\""), "{error}");
+    }
+
+    #[test]
+    fn volumes_of_the_node_keep_their_rules() {
+        type Change = fn(&mut cri::Mount);
+        let rows: [(Change, Kind, &str); 7] = [
+            (|m| m.host_path.clear(), Kind::Invalid, "host_path"),
+            (|m| m.host_path = "srv".into(), Kind::Invalid, "host_path"),
+            (|m| m.host_path = "/srv/../etc".into(), Kind::Invalid, "host_path"),
+            (|m| m.image_sub_path = "a".into(), Kind::Invalid, "image_sub_path"),
+            (|m| m.propagation = 2, Kind::Unsupported, "propagation"),
+            (|m| m.recursive_read_only = true, Kind::Invalid, "recursive_read_only"),
+            (
+                |m| (m.recursive_read_only, m.readonly, m.propagation) = (true, true, 1),
+                Kind::Invalid,
+                "recursive_read_only",
+            ),
+        ];
+        for (change, kind, words) in rows {
+            let mut changed =
+                cri::Mount { container_path: "/mnt".into(), host_path: "/srv".into(), ..Default::default() };
+            change(&mut changed);
+            let error = volumes(&[changed]).unwrap_err();
+            assert_eq!(error.kind(), kind, "{error}");
+            assert!(error.to_string().contains(words), "{error}");
+        }
     }
 
     #[test]
     fn every_refusal_names_field_and_rule() {
         type Change = fn(&mut cri::Mount);
-        let rows: [(Change, Kind, &str); 17] = [
-            (|m| (m.image, m.host_path) = (None, "/etc".into()), Kind::Unsupported, "host_path is \"/etc\""),
+        let rows: [(Change, Kind, &str); 16] = [
             (|m| m.host_path = "/etc".into(), Kind::Invalid, "host_path"),
             (|m| m.readonly = false, Kind::Invalid, "readonly"),
             (|m| m.propagation = 2, Kind::Invalid, "propagation"),
