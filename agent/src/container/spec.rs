@@ -1,8 +1,10 @@
 //! Owns: what the agent changes in an OCI specification so that it fits this guest: root, cgroup, namespaces, the
 //! pod's files, user, environment. Pure.
 
+use libcontainer::capabilities::CapabilityExt;
 use libcontainer::oci_spec::runtime::{
-    LinuxNamespace, LinuxNamespaceBuilder, LinuxNamespaceType, Mount, MountBuilder, Process, RootBuilder, Spec, User,
+    Capabilities, LinuxNamespace, LinuxNamespaceBuilder, LinuxNamespaceType, Mount, MountBuilder, Process, RootBuilder,
+    Spec, User,
 };
 use std::path::{Path, PathBuf};
 
@@ -68,6 +70,19 @@ pub struct Place<'a> {
     pub groups: &'a [u32],
     /// Its image volumes.
     pub volumes: Vec<Mount>,
+    /// The capabilities that the agent has to give, a bit each.
+    pub capabilities: u64,
+}
+
+/// The capabilities that this process can give: its bounding set, as the kernel tells it; all of them if it does not.
+pub fn own_capabilities() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    bounding_set(&status).unwrap_or(u64::MAX)
+}
+
+fn bounding_set(status: &str) -> Option<u64> {
+    let line = status.lines().find_map(|line| line.strip_prefix("CapBnd:"))?;
+    u64::from_str_radix(line.trim(), 16).ok()
 }
 
 /// Reads a specification.
@@ -172,6 +187,22 @@ fn adjust_process(mut process: Process, place: &Place) -> Result<Process, SpecEr
     }
     // libcontainer takes "false" for "true" when it chooses when to load the filter.
     process.set_no_new_privileges(process.no_new_privileges().filter(|set| *set));
+    // What cannot be granted is left out, as OCI has it: a node may itself be somebody's container.
+    if let Some(mut sets) = process.capabilities().clone() {
+        let held = |set: &Option<Capabilities>| {
+            let there = |capability: &&_| place.capabilities >> CapabilityExt::to_cap(*capability).index() & 1 == 1;
+            set.as_ref().map(|set| set.iter().filter(there).copied().collect::<Capabilities>())
+        };
+        let bounding = held(sets.bounding());
+        if bounding.as_ref().map(Capabilities::len) != sets.bounding().as_ref().map(Capabilities::len) {
+            tracing::warn!(id = place.id, "there are not all the capabilities here that the container may have");
+        }
+        let (effective, permitted) = (held(sets.effective()), held(sets.permitted()));
+        let (inheritable, ambient) = (held(sets.inheritable()), held(sets.ambient()));
+        sets.set_bounding(bounding).set_effective(effective).set_permitted(permitted);
+        sets.set_inheritable(inheritable).set_ambient(ambient);
+        process.set_capabilities(Some(sets));
+    }
     // The agent's own value must not be inherited.
     process.set_oom_score_adj(Some(process.oom_score_adj().unwrap_or(0)));
     // The guest's kernel has neither.
@@ -208,7 +239,15 @@ mod tests {
 
     fn adjusted(json: &serde_json::Value, pid: PidNamespace) -> Spec {
         let user = Found { uid: 5, gid: 6, name: None, home: Some("/home/u".into()) };
-        let place = Place { id: "c1", root: Path::new("/r"), pid, user: &user, groups: &[6, 7], volumes: vec![] };
+        let place = Place {
+            id: "c1",
+            root: Path::new("/r"),
+            pid,
+            user: &user,
+            groups: &[6, 7],
+            volumes: vec![],
+            capabilities: 1 << 12 | 1 << 5,
+        };
         adjust(parse(json.to_string().as_bytes()).unwrap(), place).unwrap()
     }
 
@@ -229,6 +268,27 @@ mod tests {
         assert_eq!(process.no_new_privileges(), None);
         assert_eq!(process.oom_score_adj(), Some(0));
         assert_eq!(process.env().as_deref(), Some(&[format!("PATH={PATH}"), "HOME=/home/u".to_owned()][..]));
+    }
+
+    #[test]
+    fn capabilities_that_the_agent_lacks_are_left_out() {
+        let mut json = minimal();
+        let all = ["CAP_KILL", "CAP_NET_ADMIN", "CAP_SYS_RESOURCE"];
+        json["process"]["capabilities"] = serde_json::json!({
+            "bounding": all, "effective": all, "permitted": all, "inheritable": [], "ambient": ["CAP_SYS_RESOURCE"],
+        });
+        let spec = adjusted(&json, PidNamespace::Own);
+        let sets = spec.process().as_ref().unwrap().capabilities().clone().unwrap();
+        for set in [sets.bounding(), sets.effective(), sets.permitted()] {
+            let mut names: Vec<_> = set.iter().flatten().map(ToString::to_string).collect();
+            names.sort();
+            assert_eq!(names.len(), 2, "{names:?}");
+            assert!(names[0].contains("KILL") && names[1].contains("NET_ADMIN"), "{names:?}");
+        }
+        assert!(sets.ambient().as_ref().unwrap().is_empty());
+        assert_eq!(bounding_set("Name:\tx\nCapBnd:\t00000000000000ff\n"), Some(0xff));
+        assert_eq!(bounding_set("CapBnd:\tx"), None);
+        assert_ne!(own_capabilities(), 0);
     }
 
     #[test]

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::OnceCell;
 
-use super::spec::{PidNamespace, Place, adjust, exec_process, parse};
+use super::spec::{PidNamespace, Place, adjust, exec_process, own_capabilities, parse};
 use super::volumes::{self, Volume};
 use super::{Container, Pod, PodError, Process, cgroup, check_id, devices, limits, root, user};
 use crate::stdio::Stdio;
@@ -443,7 +443,8 @@ fn prepare(pod: &Pod, options: &CreateOptions, pid: PidNamespace) -> Result<Prep
         let mount = volumes::prepare(&root, &image, volume);
         mounts.push(mount.map_err(|source| PodError::Volume { id: id.clone(), source })?);
     }
-    let place = Place { id, root: &root, pid, user: &user, groups: &groups, volumes: mounts };
+    let capabilities = own_capabilities();
+    let place = Place { id, root: &root, pid, user: &user, groups: &groups, volumes: mounts, capabilities };
     let mut spec = adjust(spec, place).map_err(in_spec)?;
     let controllers = Path::new(paths::CGROUP).join("cgroup.controllers");
     limits::leave_out(&mut spec, &std::fs::read_to_string(controllers).unwrap_or_default());
