@@ -123,7 +123,8 @@ fn what_is_no_volume_is_refused_and_leaves_nothing() {
         (mount("/mnt", "127.0.0.1:5000/none:1", ""), "NotFound", "none:1"),
         (with("readonly", json!(false)), "InvalidArgument", "readonly"),
         (with("host_path", json!("/etc")), "InvalidArgument", "host_path"),
-        (json!({"container_path": "/mnt", "host_path": "/etc"}), "Unimplemented", "host_path"),
+        // What neither machines nor pods without a guest have.
+        (json!({"container_path": "/mnt", "host_path": "/etc", "propagation": 2}), "Unimplemented", "propagation"),
     ];
     for (mount, code, words) in rows {
         // A good one first: what was placed for it is given back.
