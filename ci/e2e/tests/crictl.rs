@@ -1,6 +1,6 @@
 //! Owns: what the README promises: crictl runs a pod, and the pod is a machine.
 
-use nacelle_e2e::{Container, Image, Node, Pod, run};
+use nacelle_e2e::{Container, Image, Node, Pod, eventually, run};
 use serde_json::json;
 use std::fs;
 
@@ -83,4 +83,35 @@ fn lists_and_states_are_what_kubelet_expects() {
         assert_eq!(found.map(|condition| &condition["status"]), Some(&json!(true)), "{wanted}: {info}");
     }
     assert!(node.crictl.call(["version"]).contains("nacelle"));
+}
+
+#[test]
+fn the_other_commands_of_crictl_answer() {
+    let node = Node::new();
+    let used = node.registry.push(&Image::busybox(), "used:1");
+    let unused = node.image(&Image::busybox().config("User", json!("1000")), "unused:1");
+
+    let pod = Pod::new("run", node.folder());
+    let container = Container::sh("talks", &used, "echo one; until [ -e /tmp/go ]; do sleep 0.1; done; echo two");
+    let (pod, container) = (node.crictl.file("pod", &pod.0), node.crictl.file("container", &container.0));
+    let id = node.crictl.call(["run", &container, &pod]);
+    assert_eq!(node.crictl.call(["ps", "-q"]), id, "pulls the image, runs the pod, starts the container");
+    let (mut follower, followed) = node.crictl.spawn_printing(["logs", "-f", &id]);
+    let text = || fs::read_to_string(&followed).unwrap_or_default();
+    eventually("the log is followed", || text().contains("one").then_some(()));
+
+    assert!(node.crictl.call(["metricdescs"]).contains("container_threads"));
+    assert!(node.crictl.call(["metricsp"]).contains("container_threads"));
+    assert!(node.crictl.call(["runtime-config"]).to_lowercase().contains("cgroup"));
+    node.crictl.call(["update-runtime-config", "--pod-cidr", "10.88.0.0/24"]);
+    let refused = node.crictl.try_call(["checkpoint", "--export", "/tmp/never.tar", &id]).err();
+    assert!(refused.contains("Unimplemented") && refused.contains("CheckpointContainer"), "{refused}");
+
+    node.crictl.call(["rmi", "--prune"]);
+    assert_ne!(node.crictl.try_call(["inspecti", &unused]).code, 0, "nobody used it");
+    node.crictl.call(["inspecti", &used]);
+
+    node.crictl.call(["exec", "--sync", &id, "touch", "/tmp/go"]);
+    assert!(follower.wait().unwrap().success(), "{}", node.crictl.complaints());
+    assert!(text().contains("two"), "it ends with the container, having said all: {}", text());
 }

@@ -23,7 +23,7 @@ pub struct Pod {
 }
 
 impl Cri {
-    /// Connects to `socket`; log files go below `logs`.
+    /// Connects to `socket`; log files go below `logs`, whose last part tells this client's pods from those of others.
     pub fn connect(socket: &Path, logs: &Path) -> Self {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
         let path = socket.to_owned();
@@ -46,7 +46,8 @@ impl Cri {
 
     fn name(&mut self, what: &str) -> String {
         self.next += 1;
-        format!("{what}-{}", self.next)
+        let folder = self.logs.file_name().unwrap_or_default().to_string_lossy();
+        format!("{what}-{folder}-{}", self.next)
     }
 
     /// RunPodSandbox; returns the pod and the milliseconds it took.

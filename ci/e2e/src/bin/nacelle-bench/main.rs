@@ -3,6 +3,7 @@
 mod benches;
 mod containerd;
 mod cri;
+mod crowd;
 mod guests;
 mod machines;
 mod microvm;
@@ -42,9 +43,22 @@ fn main() -> ExitCode {
     match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         [machines::SERVE, description] => return machines::serve(description),
         [minimal::SERVE, description] => return minimal::serve(description),
-        ["plot", "boot"] => {
-            let measured = serde_json::from_reader(std::io::stdin()).expect("the JSON of the bench boot on stdin");
-            print!("{}", plot::boot(&measured));
+        ["plot", name @ ("boot" | "critest" | "crowd")] => {
+            let measured = serde_json::from_reader(std::io::stdin()).expect("the JSON of the bench on stdin");
+            let plot = match name {
+                "boot" => plot::boot,
+                "critest" => plot::critest,
+                _ => plot::crowd,
+            };
+            print!("{}", plot(&measured));
+            return ExitCode::SUCCESS;
+        }
+        ["crowd", pods, clients] => {
+            let (Ok(pods), Ok(clients)) = (pods.parse(), clients.parse()) else {
+                eprintln!("usage: ci/bench crowd PODS CLIENTS");
+                return ExitCode::from(2);
+            };
+            println!("{}", crowd::measure(pods, clients));
             return ExitCode::SUCCESS;
         }
         _ => {}

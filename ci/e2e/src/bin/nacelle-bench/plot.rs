@@ -1,4 +1,4 @@
-//! Owns: the plot of a boot's timeline as SVG, from the JSON of `nacelle-bench boot --json`. Pure.
+//! Owns: the plots of the documentation as SVG, from what the benches print as JSON. Pure.
 
 use serde_json::Value;
 use std::fmt::Write as _;
@@ -46,6 +46,132 @@ pub fn boot(measured: &Value) -> String {
         let (x, y) = (LEFT + 180.0 * n as f64, height - 18.0);
         line(format_args!("<rect x=\"{x:.0}\" y=\"{:.0}\" width=\"12\" height=\"12\" fill=\"{colour}\"/>", y - 11.0));
         line(format_args!("<text x=\"{:.0}\" y=\"{y:.0}\">{label}</text>", x + 18.0));
+    }
+    svg.push_str("</svg>\n");
+    svg
+}
+
+const COLOURS: [&str; 5] = ["#4c6ef5", "#f59f00", "#37b24d", "#e64980", "#868e96"];
+
+/// Places of `keys` in the order in which they first come.
+fn distinct<'a>(keys: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
+    let mut found = Vec::new();
+    for key in keys {
+        if !found.contains(&key) {
+            found.push(key);
+        }
+    }
+    found
+}
+
+fn opened(width: f64, height: f64, title: &str) -> String {
+    format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width:.0} {height:.0}\" font-family=\"sans-serif\" \
+         font-size=\"13\">\n<rect width=\"{width:.0}\" height=\"{height:.0}\" fill=\"white\"/>\n\
+         <text x=\"12\" y=\"24\" font-size=\"15\">{title}</text>\n"
+    )
+}
+
+/// Squares with names, from left to right.
+fn legend(svg: &mut String, names: &[&str], left: f64, y: f64, step: f64) {
+    for (n, name) in names.iter().enumerate() {
+        let (x, colour) = (left + step * n as f64, COLOURS[n % COLOURS.len()]);
+        writeln!(
+            svg,
+            "<rect x=\"{x:.0}\" y=\"{:.0}\" width=\"12\" height=\"12\" fill=\"{colour}\"/>\
+             <text x=\"{:.0}\" y=\"{y:.0}\">{name}</text>",
+            y - 11.0,
+            x + 18.0
+        )
+        .expect("a String");
+    }
+}
+
+/// Medians of critest's benchmarks, `[{"runtime", "operation", "p50"}, ...]` in ms: a bar each, on a logarithmic scale.
+pub fn critest(measured: &Value) -> String {
+    let rows = measured.as_array().map(Vec::as_slice).unwrap_or_default();
+    let text = |row: &'_ Value, key: &str| row[key].as_str().unwrap_or_default().to_owned();
+    let texts = |key: &str| rows.iter().map(|row| text(row, key)).collect::<Vec<_>>();
+    let (operations, runtimes) = (texts("operation"), texts("runtime"));
+    let operations = distinct(operations.iter().map(String::as_str));
+    let runtimes = distinct(runtimes.iter().map(String::as_str));
+    let values: Vec<f64> = rows.iter().filter_map(|row| row["p50"].as_f64()).filter(|value| *value > 0.0).collect();
+    let (least, most) = values.iter().fold((f64::MAX, f64::MIN), |(a, b), v| (a.min(*v), b.max(*v)));
+    let (floor, ceiling) = (least.log10().floor(), most.log10().max(least.log10().floor() + 1.0));
+    let group = 18.0 * runtimes.len() as f64 + 12.0;
+    let height = TOP + group * operations.len() as f64 + 30.0;
+    let mut svg = opened(780.0, height, "critest -benchmark: medians (ms, logarithmic)");
+    for row in rows {
+        let place = |names: &[&str], name: String| names.iter().position(|known| *known == name).unwrap_or(0);
+        let (o, r) = (place(&operations, text(row, "operation")), place(&runtimes, text(row, "runtime")));
+        let value = row["p50"].as_f64().unwrap_or(0.0);
+        let width = ((value.log10() - floor) / (ceiling - floor)).max(0.01) * (WIDTH - 20.0);
+        let y = TOP + group * o as f64 + 18.0 * r as f64;
+        if r == 0 {
+            writeln!(svg, "<text x=\"12\" y=\"{:.0}\">{}</text>", y + 13.0, operations[o]).expect("a String");
+        }
+        writeln!(
+            svg,
+            "<rect x=\"{LEFT:.0}\" y=\"{y:.0}\" width=\"{width:.1}\" height=\"15\" fill=\"{}\"/>\
+             <text x=\"{:.1}\" y=\"{:.0}\">{value:.1}</text>",
+            COLOURS[r % COLOURS.len()],
+            LEFT + width + 6.0,
+            y + 12.0
+        )
+        .expect("a String");
+    }
+    legend(&mut svg, &runtimes, LEFT, height - 12.0, 170.0);
+    svg.push_str("</svg>\n");
+    svg
+}
+
+/// What `crowd::measure` returns: a dot for each call, by the number of pods there when it began.
+pub fn crowd(measured: &Value) -> String {
+    let calls = measured["calls"].as_array().map(Vec::as_slice).unwrap_or_default();
+    let names = distinct(calls.iter().filter_map(|call| call[0].as_str()));
+    let number = |call: &Value, at: usize| call[at].as_f64().unwrap_or(0.0);
+    let most = |at: usize| calls.iter().map(|call| number(call, at)).fold(1.0, f64::max);
+    let (pods, longest, height, bottom) = (most(1), most(2), 460.0, 400.0);
+    let title = format!(
+        "{} clients make and remove {} pods at once, engine {} (ms by pods there)",
+        measured["clients"],
+        measured["pods"],
+        measured["engine"].as_str().unwrap_or_default()
+    );
+    let mut svg = opened(780.0, height, &title);
+    for tick in 0..=4 {
+        let part = f64::from(tick) / 4.0;
+        let (y, x) = (bottom - part * (bottom - TOP), 70.0 + part * 680.0);
+        writeln!(
+            svg,
+            "<path d=\"M70 {y:.0}H750\" stroke=\"#dee2e6\"/><text x=\"62\" y=\"{:.0}\" text-anchor=\"end\">{:.0}</text>\
+             <text x=\"{x:.0}\" y=\"{:.0}\" text-anchor=\"middle\">{:.0}</text>",
+            y + 4.0,
+            part * longest,
+            bottom + 18.0,
+            part * pods
+        )
+        .expect("a String");
+    }
+    for call in calls {
+        let name = names.iter().position(|name| call[0] == **name).unwrap_or(0);
+        let x = 70.0 + number(call, 1) / pods * 680.0;
+        let y = bottom - number(call, 2) / longest * (bottom - TOP);
+        let colour = COLOURS[name % COLOURS.len()];
+        writeln!(svg, "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"2.2\" fill=\"{colour}\" opacity=\"0.7\"/>")
+            .expect("a String");
+    }
+    for (n, name) in names.iter().enumerate() {
+        let (row, column) = (n / 2, n % 2);
+        let (x, y) = (70.0 + 340.0 * column as f64, 436.0 + 18.0 * row as f64);
+        let colour = COLOURS[n % COLOURS.len()];
+        writeln!(
+            svg,
+            "<circle cx=\"{x:.0}\" cy=\"{:.0}\" r=\"5\" fill=\"{colour}\"/><text x=\"{:.0}\" y=\"{y:.0}\">{name}</text>",
+            y - 4.0,
+            x + 12.0
+        )
+        .expect("a String");
     }
     svg.push_str("</svg>\n");
     svg
