@@ -52,7 +52,7 @@ pub fn measure(pods: usize, clients: usize) -> Value {
     std::thread::scope(|scope| {
         let makers: Vec<_> = (0..clients).map(|number| scope.spawn(move || make(number))).collect();
         let made: Vec<_> = makers.into_iter().map(|maker| maker.join().expect("a client got an error")).collect();
-        assert_eq!(node.machines().len(), pods, "one machine for each pod");
+        assert_eq!(node.processes("nacelle-pod ").len(), pods, "one process for each pod");
         let mut shares = Vec::new();
         for (share, made) in made {
             shares.push(share);
