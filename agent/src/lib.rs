@@ -13,4 +13,5 @@ pub mod stats;
 pub mod stdio;
 pub mod streams;
 pub mod sys;
+pub mod userns;
 pub mod zygote;

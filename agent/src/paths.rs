@@ -12,6 +12,10 @@ pub const CONTAINERS: &str = "/run/nacelle/c";
 pub const BUNDLES: &str = "/run/nacelle/b";
 /// The pod's hosts, hostname and resolv.conf.
 pub const FILES: &str = "/run/nacelle/files";
+/// The pod's user namespace, if it has one.
+pub const USER_NAMESPACE: &str = "/run/nacelle/user";
+/// The PID namespace that all containers share, if they do and have a user namespace.
+pub const PID_NAMESPACE: &str = "/run/nacelle/pid";
 /// The pod's shared memory.
 pub const SHM: &str = "/dev/shm";
 /// cgroup v2.

@@ -1,23 +1,33 @@
-//! Owns: making a `BootConfig` true: clock, random pool, host name, network, sysctls, the pod's files in /etc.
+//! Owns: making a `BootConfig` true: clock, random pool, user namespace, host name, network, sysctls, the pod's files in /etc.
 
 use ipnet::IpNet;
-use nacelle_proto::agent::{BootConfig, Dns, Interface, Route};
+use nacelle_proto::agent::{BootConfig, Dns, Interface, Route, UserNamespace};
+use nix::sched::{CloneFlags, setns};
 use std::fs;
 use std::net::IpAddr;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 
 use super::BootError;
 use super::netlink::{Link, LinkChange, Netlink, add_address, add_route, get_links, set_link};
+use crate::userns::UserNs;
 
 /// Applies all of it that readiness needs; in the order in which later steps depend on earlier ones.
-pub fn apply(config: &BootConfig) -> Result<(), BootError> {
+pub fn apply(config: &BootConfig) -> Result<Option<UserNs>, BootError> {
     clock(config.time_unix_nanos)?;
     entropy(&config.entropy)?;
-    pod(config, Some((&config.interfaces, &config.routes)))
+    pod(config, Some((&config.interfaces, &config.routes)), CloneFlags::CLONE_NEWNET)
 }
 
-/// Applies what concerns the pod alone: its host name, its network (none: it has the node's), its sysctls.
-pub fn pod(config: &BootConfig, own: Option<(&[Interface], &[Route])>) -> Result<(), BootError> {
+/// Applies what concerns the pod alone: its user namespace, with one of each of these kinds of its own, its host name, its
+/// network (none: it has the node's), its sysctls.
+pub fn pod(
+    config: &BootConfig,
+    own: Option<(&[Interface], &[Route])>,
+    with: CloneFlags,
+) -> Result<Option<UserNs>, BootError> {
+    let with = with | CloneFlags::CLONE_NEWIPC | CloneFlags::CLONE_NEWUTS;
+    let users = config.user_namespace.as_ref().map(|asked| user_namespace(asked, with)).transpose()?;
     nix::unistd::sethostname(&config.hostname)
         .map_err(|source| BootError::Hostname { name: config.hostname.clone(), source })?;
     if let Some((interfaces, routes)) = own {
@@ -25,11 +35,37 @@ pub fn pod(config: &BootConfig, own: Option<(&[Interface], &[Route])>) -> Result
     }
     for (name, value) in &config.sysctls {
         let path = sysctl_path(name).ok_or_else(|| BootError::SysctlName { name: name.clone() })?;
-        fs::write(&path, value).map_err(|source| BootError::Sysctl {
-            name: name.clone(),
-            value: value.clone(),
-            source,
-        })?;
+        let write = || fs::write(&path, value);
+        let written = match &users {
+            // Those of an IPC namespace are its owner's.
+            Some(users) if !path.starts_with("/proc/sys/net") => users.as_root(write),
+            _ => write(),
+        };
+        written.map_err(|source| BootError::Sysctl { name: name.clone(), value: value.clone(), source })?;
+    }
+    Ok(users)
+}
+
+/// Makes the pod's user namespace and enters the others that belong to it; network devices go along.
+fn user_namespace(asked: &UserNamespace, with: CloneFlags) -> Result<UserNs, BootError> {
+    let failed = |what| move |source| BootError::UserNamespace { what, source };
+    let (users, others) = UserNs::make(asked, with).map_err(failed("make"))?;
+    for other in others {
+        if other.kind == CloneFlags::CLONE_NEWNET {
+            move_nics(other.file.as_fd()).map_err(failed("move the network devices to"))?;
+        }
+        setns(&other.file, other.kind).map_err(|error| failed("enter what belongs to")(error.into()))?;
+    }
+    Ok(users)
+}
+
+fn move_nics(netns: BorrowedFd<'_>) -> std::io::Result<()> {
+    let netlink = Netlink::open()?;
+    let mut links = netlink.ask(&get_links())?;
+    // Those that come first there have the lower numbers.
+    links.sort_by_key(|link| link.index);
+    for nic in links.iter().filter(|link| link.virtio) {
+        netlink.ask(&set_link(nic.index, &LinkChange { netns: Some(netns), ..LinkChange::default() }))?;
     }
     Ok(())
 }
@@ -117,7 +153,7 @@ fn set_up(netlink: &Netlink, nic: &Link, interface: &Interface) -> Result<(), Bo
         name: Some(interface.name.as_str()).filter(|name| *name != nic.name),
         mac: Some(interface.mac.as_slice()).filter(|mac| mac.len() == 6 && *mac != nic.mac),
         mtu: Some(interface.mtu).filter(|mtu| *mtu != 0),
-        up: false,
+        ..LinkChange::default()
     };
     netlink.ask(&set_link(nic.index, &change)).map_err(failed(format!("set up {}", interface.name)))?;
     let up = LinkChange { up: true, ..LinkChange::default() };

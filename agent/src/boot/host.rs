@@ -90,14 +90,16 @@ pub fn boot(place: Place) -> Result<Ready, BootError> {
     umask(Mode::from_bits_truncate(0o022));
     say_hello(&mut host, started).map_err(handshake)?;
     let config: BootConfig = frame::read(&mut host).map_err(handshake)?;
-    let configured = apply::pod(&config, (!shares.network).then_some((&[], &[])));
+    // The network namespace is CNI's, which is none of the user namespace's.
+    let configured = apply::pod(&config, (!shares.network).then_some((&[], &[])), CloneFlags::empty());
     let error = configured.as_ref().err().map(|error| Chain(error).to_string()).unwrap_or_default();
     frame::write(&mut host, &BootReport { error }).map_err(handshake)?;
-    configured?;
+    let users = configured?;
 
     mounts::rest(config.shm_bytes, shares.ipc)?;
     mounts::bind(&mounts::of_node(&scratch), crate::paths::SCRATCH.as_ref())?;
     apply::write_files(&config)?;
+    super::settle(users.as_ref())?;
     own_cgroup()?;
     // Where the PID namespace is the node's, containers' processes would go to its first process.
     nix::sys::prctl::set_child_subreaper(true).map_err(|source| BootError::Namespaces { source })?;
@@ -105,7 +107,7 @@ pub fn boot(place: Place) -> Result<Ready, BootError> {
     let zygote = Zygote::fork(&[&rpc, &streams]).map_err(|source| BootError::Zygote { source })?;
     crate::sys::limit_files(65_536, 1 << 19).map_err(|source| BootError::Limit { source })?;
     let (rpc, streams) = (Socket::Unix(rpc), Socket::Unix(streams));
-    Ok(Ready { config, disks: Disks::on_node(), node_pid: shares.pid, rpc, streams, zygote })
+    Ok(Ready { config, disks: Disks::on_node(), node_pid: shares.pid, users, rpc, streams, zygote })
 }
 
 /// Leaves the root of the pod's control groups, so that it can hand controllers on.

@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 use crate::frame::{self, FrameError};
 use crate::image::Disks;
 use crate::listener::Socket;
+use crate::userns::UserNs;
 use crate::zygote::Zygote;
 
 /// The host's port for the handshake.
@@ -74,6 +75,8 @@ pub enum BootError {
     Network { what: String, source: io::Error },
     #[error("cannot write {}", path.display())]
     File { path: PathBuf, source: io::Error },
+    #[error("cannot {what} the pod's user namespace")]
+    UserNamespace { what: &'static str, source: io::Error },
     #[error("cannot start the zygote")]
     Zygote { source: io::Error },
     #[error("cannot set a resource limit")]
@@ -88,6 +91,8 @@ pub struct Ready {
     pub disks: Disks,
     /// The PID namespace is the node's.
     pub node_pid: bool,
+    /// The containers' user namespace, if it is not the agent's.
+    pub users: Option<UserNs>,
     /// Listens on the port of the service.
     pub rpc: Socket,
     /// Listens on the port of the streams.
@@ -104,20 +109,28 @@ pub fn boot() -> Result<Ready, BootError> {
     mounts::first()?;
     crate::log::start();
     let (mut host, config) = configuration(host, started_nanos)?;
-    let configured = apply::apply(&config).and_then(|()| Ok((listening(RPC_PORT)?, listening(STREAM_PORT)?)));
+    let configured = apply::apply(&config).and_then(|users| Ok((users, listening(RPC_PORT)?, listening(STREAM_PORT)?)));
     let error = configured.as_ref().err().map(|error| Chain(error).to_string()).unwrap_or_default();
     frame::write(&mut host, &BootReport { error }).map_err(handshake)?;
-    let (rpc, streams) = configured?;
+    let (users, rpc, streams) = configured?;
 
     mounts::rest(config.shm_bytes, false)?;
     apply::write_files(&config)?;
+    settle(users.as_ref())?;
     own_cgroup()?;
     // It would keep the connection open as long as the machine lives.
     drop(host);
     let zygote = Zygote::fork(&[&rpc, &streams]).map_err(|source| BootError::Zygote { source })?;
     crate::sys::limit_files(65_536, 1 << 19).map_err(|source| BootError::Limit { source })?;
     let disks = Disks::new(config.image_disk, config.scratch_disk);
-    Ok(Ready { config, disks, node_pid: false, rpc: Socket::Vsock(rpc), streams: Socket::Vsock(streams), zygote })
+    let (rpc, streams) = (Socket::Vsock(rpc), Socket::Vsock(streams));
+    Ok(Ready { config, disks, node_pid: false, users, rpc, streams, zygote })
+}
+
+/// Makes the user namespace, if there is one, known by its name.
+fn settle(users: Option<&UserNs>) -> Result<(), BootError> {
+    let settled = users.map_or(Ok(()), UserNs::settle);
+    settled.map_err(|source| BootError::UserNamespace { what: "name", source })
 }
 
 /// The time since the kernel started its clock, in nanoseconds; 0 if it cannot tell.

@@ -5,7 +5,7 @@ use ipnet::IpNet;
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, recv, send, socket};
 use std::io;
 use std::net::IpAddr;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 
 const NLMSG_ERROR: u16 = 2;
 const NLMSG_DONE: u16 = 3;
@@ -19,6 +19,7 @@ const DUMP: u16 = 0x300;
 const IFLA_ADDRESS: u16 = 1;
 const IFLA_IFNAME: u16 = 3;
 const IFLA_MTU: u16 = 4;
+const IFLA_NET_NS_FD: u16 = 28;
 const IFLA_PARENT_DEV_BUS_NAME: u16 = 57;
 
 /// A link of the guest.
@@ -43,6 +44,8 @@ pub struct LinkChange<'a> {
     pub mac: Option<&'a [u8]>,
     /// A new MTU.
     pub mtu: Option<u32>,
+    /// Another network namespace, to which it goes.
+    pub netns: Option<BorrowedFd<'a>>,
     /// Set it up.
     pub up: bool,
 }
@@ -109,6 +112,9 @@ pub fn set_link(index: u32, change: &LinkChange) -> Vec<u8> {
     }
     if let Some(mtu) = change.mtu {
         message = message.attribute(IFLA_MTU, &mtu.to_ne_bytes());
+    }
+    if let Some(netns) = change.netns {
+        message = message.attribute(IFLA_NET_NS_FD, &netns.as_raw_fd().to_ne_bytes());
     }
     message.finish()
 }

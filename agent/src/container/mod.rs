@@ -7,6 +7,7 @@ pub mod cgroup;
 pub mod devices;
 pub mod limits;
 pub mod root;
+pub mod shown;
 pub mod spec;
 pub mod user;
 mod verbs;
@@ -30,6 +31,7 @@ use crate::image::{DiskError, Disks};
 use crate::stats::Layers;
 use crate::stdio::Stdio;
 use crate::sys;
+use crate::userns::UserNs;
 use crate::zygote::{Zygote, ZygoteError};
 
 /// Why a verb failed.
@@ -208,6 +210,7 @@ pub struct Pod {
     pub layers: Arc<Layers>,
     shared_pid: bool,
     node_pid: bool,
+    users: Option<UserNs>,
     pause: OnceCell<i32>,
     state: Mutex<State>,
 }
@@ -226,14 +229,16 @@ impl Drop for Making {
 }
 
 impl Pod {
-    /// A pod without containers. Its PID namespace: one for all containers, or the node's, else each has one.
-    pub fn new(zygote: Zygote, disks: Disks, shared_pid: bool, node_pid: bool) -> Arc<Pod> {
+    /// A pod without containers. Its PID namespace: one for all containers, or the node's, else each has one. Its user
+    /// namespace: the agent's, if there is no other.
+    pub fn new(zygote: Zygote, disks: Disks, shared_pid: bool, node_pid: bool, users: Option<UserNs>) -> Arc<Pod> {
         Arc::new(Pod {
             zygote,
             disks,
             layers: Arc::default(),
             shared_pid,
             node_pid,
+            users,
             pause: OnceCell::new(),
             state: Mutex::default(),
         })

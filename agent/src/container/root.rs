@@ -2,21 +2,32 @@
 //! makes inside, always resolved within the root.
 
 use nix::errno::Errno;
-use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat, openat2, readlinkat};
+use nix::fcntl::{AtFlags, OFlag, OpenHow, ResolveFlag, open, openat, openat2, readlinkat};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::stat::{Mode, mkdirat};
-use nix::unistd::{Gid, Uid};
+use nix::unistd::{Gid, Uid, fchownat};
+use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Component, Path, PathBuf};
 
+use super::shown;
 use crate::paths;
+use crate::userns::UserNs;
 
 /// No file that the agent reads in an image is longer.
 const MAX_FILE: u64 = 1 << 20;
 /// Links that are followed from one to the next.
 const MAX_LINKS: usize = 40;
+
+/// Whose is what the agent makes inside a root; none: the agent's own.
+pub type Owner = Option<(Uid, Gid)>;
+
+fn give(parent: &OwnedFd, name: &OsStr, owner: Owner) -> nix::Result<()> {
+    let Some((uid, gid)) = owner else { return Ok(()) };
+    fchownat(parent, name, Some(uid), Some(gid), AtFlags::AT_SYMLINK_NOFOLLOW)
+}
 
 /// A container's root could not be made, used or removed.
 #[derive(Debug, thiserror::Error)]
@@ -30,7 +41,7 @@ pub struct RootError {
     pub source: io::Error,
 }
 
-fn at<E: Into<io::Error>>(what: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(E) -> RootError {
+pub(super) fn at<E: Into<io::Error>>(what: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(E) -> RootError {
     let path = path.into();
     move |source| RootError { what, path, source: source.into() }
 }
@@ -49,8 +60,11 @@ pub fn upper(id: &str) -> PathBuf {
     scratch(id).join("upper")
 }
 
-/// Mounts the root of a container: what it writes goes to its own folder on the scratch disk.
-pub fn make(id: &str, image: &Path) -> Result<PathBuf, RootError> {
+/// Mounts the root of a container: what it writes goes to its own folder on the scratch disk. In a user namespace the
+/// image's owners are numbers of it.
+pub fn make(id: &str, image: &Path, users: Option<&UserNs>) -> Result<PathBuf, RootError> {
+    let shown = users.map(|users| shown::show(id, users, image, true, "image")).transpose()?;
+    let image = shown.as_deref().unwrap_or(image);
     let folder = scratch(id);
     let (upper, work) = (upper(id), folder.join("work"));
     let root = mount_point(id);
@@ -72,14 +86,8 @@ pub fn make(id: &str, image: &Path) -> Result<PathBuf, RootError> {
 
 /// Unmounts a container's root and removes what it wrote; what is not there is no failure.
 pub fn remove(id: &str) -> Result<(), RootError> {
-    let root = mount_point(id);
-    loop {
-        match umount2(&root, MntFlags::MNT_DETACH) {
-            Ok(()) => {}
-            Err(Errno::EINVAL | Errno::ENOENT) => break,
-            Err(error) => return Err(at("unmount", &root)(error)),
-        }
-    }
+    unmount(&shown::folder(id))?;
+    unmount(&mount_point(id))?;
     for path in [scratch(id), Path::new(paths::BUNDLES).join(id), Path::new(paths::CONTAINERS).join(id)] {
         match fs::remove_dir_all(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
@@ -87,6 +95,17 @@ pub fn remove(id: &str) -> Result<(), RootError> {
         }
     }
     Ok(())
+}
+
+/// Unmounts whatever is mounted at a path, with all below it.
+pub(super) fn unmount(path: &Path) -> Result<(), RootError> {
+    loop {
+        match umount2(path, MntFlags::MNT_DETACH) {
+            Ok(()) => {}
+            Err(Errno::EINVAL | Errno::ENOENT) => return Ok(()),
+            Err(error) => return Err(at("unmount", path)(error)),
+        }
+    }
 }
 
 fn open_in(root: &OwnedFd, path: &Path, flags: OFlag) -> nix::Result<OwnedFd> {
@@ -133,8 +152,8 @@ pub fn find(root: &Path, path: &Path) -> Result<Option<(PathBuf, bool)>, RootErr
     Ok(Some((whole, folder)))
 }
 
-/// Makes a folder and its parents inside the root, where missing.
-pub fn make_folder(root: &Path, path: &Path) -> Result<(), RootError> {
+/// Makes a folder and its parents inside the root, where missing, as this owner's.
+pub fn make_folder(root: &Path, path: &Path, owner: Owner) -> Result<(), RootError> {
     let directory = open_root(root)?;
     let mut done = PathBuf::from("/");
     for part in path.components() {
@@ -152,7 +171,9 @@ pub fn make_folder(root: &Path, path: &Path) -> Result<(), RootError> {
             Err(Errno::ENOENT) => {
                 let parent =
                     open_in(&directory, &done, OFlag::O_PATH | OFlag::O_DIRECTORY).map_err(at("open", &done))?;
-                mkdirat(&parent, name, Mode::from_bits_truncate(0o755)).map_err(at("make", &next))?;
+                mkdirat(&parent, name, Mode::from_bits_truncate(0o755))
+                    .and_then(|()| give(&parent, name, owner))
+                    .map_err(at("make", &next))?;
             }
             Err(error) => return Err(at("open", &next)(error)),
         }
@@ -163,14 +184,14 @@ pub fn make_folder(root: &Path, path: &Path) -> Result<(), RootError> {
 
 /// Makes what a link inside the root leads to, if it leads to nothing, so that something can be mounted there: images
 /// have /etc/resolv.conf as a link into an empty /run. What is no such link is left alone.
-pub fn make_target(root: &Path, path: &Path, folder: bool) -> Result<(), RootError> {
+pub fn make_target(root: &Path, path: &Path, folder: bool, owner: Owner) -> Result<(), RootError> {
     let directory = open_root(root)?;
     let mut path = path.to_owned();
     for links in 0..MAX_LINKS {
         let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else { return Ok(()) };
         let found = match open_in(&directory, parent, OFlag::O_PATH | OFlag::O_DIRECTORY) {
             Err(Errno::ENOENT) if links > 0 => {
-                make_folder(root, parent)?;
+                make_folder(root, parent, owner)?;
                 open_in(&directory, parent, OFlag::O_PATH | OFlag::O_DIRECTORY)
             }
             other => other,
@@ -185,7 +206,7 @@ pub fn make_target(root: &Path, path: &Path, folder: bool) -> Result<(), RootErr
                 } else {
                     openat(&found, name, flags, Mode::from_bits_truncate(0o644)).map(drop)
                 };
-                return made.map_err(at("make", &path));
+                return made.and_then(|()| give(&found, name, owner)).map_err(at("make", &path));
             }
             _ => return Ok(()),
         }
@@ -221,16 +242,16 @@ mod tests {
         let root = folder.path().join("root");
         fs::create_dir_all(&root).unwrap();
         symlink("/data", root.join("link")).unwrap();
-        make_folder(&root, Path::new("/a/b/c")).unwrap();
+        make_folder(&root, Path::new("/a/b/c"), None).unwrap();
         assert!(root.join("a/b/c").is_dir());
-        make_folder(&root, Path::new("/a/b/c")).unwrap();
-        make_folder(&root, Path::new("/../../x")).unwrap();
+        make_folder(&root, Path::new("/a/b/c"), None).unwrap();
+        make_folder(&root, Path::new("/../../x"), None).unwrap();
         assert!(root.join("x").is_dir());
         assert!(!folder.path().join("x").exists());
         fs::write(root.join("file"), "").unwrap();
-        assert!(make_folder(&root, Path::new("/file/y")).is_err());
+        assert!(make_folder(&root, Path::new("/file/y"), None).is_err());
         fs::create_dir(root.join("data")).unwrap();
-        make_folder(&root, Path::new("/link/z")).unwrap();
+        make_folder(&root, Path::new("/link/z"), None).unwrap();
         assert!(root.join("data/z").is_dir());
     }
     #[test]
@@ -245,7 +266,7 @@ mod tests {
         symlink("loop", root.join("etc/loop")).unwrap();
         fs::write(root.join("etc/there"), "there").unwrap();
         for name in ["resolv.conf", "hosts", "first", "loop", "there", "none", "none/below"] {
-            make_target(&root, &Path::new("/etc").join(name), name == "first").unwrap();
+            make_target(&root, &Path::new("/etc").join(name), name == "first", None).unwrap();
         }
         for made in ["run/systemd/stub.conf", "outside"] {
             assert!(root.join(made).is_file(), "{made}");

@@ -8,6 +8,7 @@ use libcontainer::oci_spec::runtime::{
 };
 use std::path::{Path, PathBuf};
 
+use super::shown;
 use super::user::Found;
 use crate::paths;
 
@@ -52,6 +53,8 @@ pub enum PidNamespace {
     Own,
     /// The one of this process.
     Of(i32),
+    /// The pod's, by its name.
+    Named,
     /// The agent's, which is the node's.
     Node,
 }
@@ -72,6 +75,8 @@ pub struct Place<'a> {
     pub volumes: Vec<Mount>,
     /// The capabilities that the agent has to give, a bit each.
     pub capabilities: u64,
+    /// The pod has a user namespace of its own; true: its network namespace belongs to it.
+    pub users: Option<bool>,
 }
 
 /// The capabilities that this process can give: its bounding set, as the kernel tells it; all of them if it does not.
@@ -108,29 +113,49 @@ pub fn adjust(mut spec: Spec, mut place: Place) -> Result<Spec, SpecError> {
     spec.set_root(Some(RootBuilder::default().path(place.root).readonly(read_only).build()?));
     spec.set_hostname(None).set_domainname(None);
     let volumes = std::mem::take(&mut place.volumes);
-    let mounts = mounts(spec.mounts().clone().unwrap_or_default(), volumes)?;
+    let mut mounts = mounts(spec.mounts().clone().unwrap_or_default(), volumes)?;
+    if place.users == Some(false) {
+        show_sysfs(&mut mounts);
+    }
     spec.set_mounts(Some(mounts));
     let mut linux = spec.linux().clone().ok_or(SpecError::Missing { part: "linux" })?;
     linux.set_cgroups_path(Some(PathBuf::from(paths::POD_CGROUP).join(place.id)));
-    linux.set_namespaces(Some(namespaces(linux.namespaces().as_deref().unwrap_or_default(), &place.pid)?));
+    linux.set_namespaces(Some(namespaces(linux.namespaces().as_deref().unwrap_or_default(), &place)?));
     spec.set_linux(Some(linux));
     let process = spec.process().clone().ok_or(SpecError::Missing { part: "process" })?;
     spec.set_process(Some(adjust_process(process, &place)?));
     Ok(spec)
 }
 
-/// Network, IPC and host name are the machine's, which is the pod's: a container enters none of its own.
-fn namespaces(asked: &[LinuxNamespace], pid: &PidNamespace) -> Result<Vec<LinuxNamespace>, SpecError> {
+/// A sysfs shows a network namespace, and only who owns that may mount one: here it is the agent's that is seen.
+fn show_sysfs(mounts: &mut [Mount]) {
+    for mount in mounts.iter_mut().filter(|mount| mount.typ().as_deref() == Some("sysfs")) {
+        let mut options = mount.options().clone().unwrap_or_default();
+        options.push("bind".to_owned());
+        mount.set_typ(Some("bind".to_owned())).set_source(Some(shown::SYS.into())).set_options(Some(options));
+    }
+}
+
+/// Users, network, IPC and host name are the machine's, which is the pod's: a container enters none of its own.
+fn namespaces(asked: &[LinuxNamespace], place: &Place) -> Result<Vec<LinuxNamespace>, SpecError> {
     let new = |kind| LinuxNamespaceBuilder::default().typ(kind).build();
     let mut namespaces = vec![new(LinuxNamespaceType::Mount)?];
+    if place.users.is_some() {
+        let user = LinuxNamespaceBuilder::default().typ(LinuxNamespaceType::User).path(paths::USER_NAMESPACE);
+        namespaces.push(user.build()?);
+    }
     if asked.iter().any(|namespace| namespace.typ() == LinuxNamespaceType::Cgroup) {
         namespaces.push(new(LinuxNamespaceType::Cgroup)?);
     }
-    match pid {
+    match &place.pid {
         PidNamespace::Own => namespaces.push(new(LinuxNamespaceType::Pid)?),
         PidNamespace::Of(pid) => {
             let path = format!("/proc/{pid}/ns/pid");
             namespaces.push(LinuxNamespaceBuilder::default().typ(LinuxNamespaceType::Pid).path(path).build()?);
+        }
+        PidNamespace::Named => {
+            let pod = LinuxNamespaceBuilder::default().typ(LinuxNamespaceType::Pid).path(paths::PID_NAMESPACE);
+            namespaces.push(pod.build()?);
         }
         PidNamespace::Node => {}
     }
@@ -238,6 +263,10 @@ mod tests {
     }
 
     fn adjusted(json: &serde_json::Value, pid: PidNamespace) -> Spec {
+        adjusted_for(json, pid, None)
+    }
+
+    fn adjusted_for(json: &serde_json::Value, pid: PidNamespace, users: Option<bool>) -> Spec {
         let user = Found { uid: 5, gid: 6, name: None, home: Some("/home/u".into()) };
         let place = Place {
             id: "c1",
@@ -247,6 +276,7 @@ mod tests {
             groups: &[6, 7],
             volumes: vec![],
             capabilities: 1 << 12 | 1 << 5,
+            users,
         };
         adjust(parse(json.to_string().as_bytes()).unwrap(), place).unwrap()
     }
@@ -268,6 +298,28 @@ mod tests {
         assert_eq!(process.no_new_privileges(), None);
         assert_eq!(process.oom_score_adj(), Some(0));
         assert_eq!(process.env().as_deref(), Some(&[format!("PATH={PATH}"), "HOME=/home/u".to_owned()][..]));
+    }
+
+    #[test]
+    fn the_pods_user_namespace_is_entered() {
+        let mut json = minimal();
+        json["mounts"] = serde_json::json!([
+            { "destination": "/sys", "type": "sysfs", "source": "sysfs", "options": ["nosuid", "ro"] }
+        ]);
+        for (users, kind, options) in
+            [(Some(true), "sysfs", &["nosuid", "ro"][..]), (Some(false), "bind", &["nosuid", "ro", "bind"])]
+        {
+            let spec = adjusted_for(&json, PidNamespace::Own, users);
+            let linux = spec.linux().as_ref().unwrap();
+            let user = linux.namespaces().iter().flatten().find(|n| n.typ() == LinuxNamespaceType::User).unwrap();
+            assert_eq!(user.path().as_deref(), Some(Path::new(paths::USER_NAMESPACE)));
+            let sysfs = spec.mounts().iter().flatten().find(|mount| mount.destination() == Path::new("/sys")).unwrap();
+            assert_eq!(
+                (sysfs.typ().as_deref(), sysfs.options().as_deref().unwrap().len()),
+                (Some(kind), options.len())
+            );
+            assert!(options.iter().all(|option| sysfs.options().as_ref().unwrap().iter().any(|o| o == option)));
+        }
     }
 
     #[test]

@@ -20,19 +20,22 @@ pub enum UserError {
 
 /// A number of a user or group is too large: the largest of all even means "as before" to the kernel, which is root.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{number} is no user or group: 0 to {MAX_ID} are")]
+#[error("{number} is no user or group: 0 to {max} are")]
 pub struct IdError {
     /// The number.
     pub number: u32,
+    /// The largest.
+    pub max: u32,
 }
 
 /// The largest number of a user or group.
 pub const MAX_ID: u32 = i32::MAX.cast_unsigned();
 
-/// Refuses numbers that no process may get.
-pub fn check(numbers: impl IntoIterator<Item = u32>) -> Result<(), IdError> {
-    match numbers.into_iter().find(|number| *number > MAX_ID) {
-        Some(number) => Err(IdError { number }),
+/// Refuses numbers that no process may get: at most `MAX_ID`, and in a user namespace at most its last.
+pub fn check(numbers: impl IntoIterator<Item = u32>, last: Option<u32>) -> Result<(), IdError> {
+    let max = last.unwrap_or(MAX_ID).min(MAX_ID);
+    match numbers.into_iter().find(|number| *number > max) {
+        Some(number) => Err(IdError { number, max }),
         None => Ok(()),
     }
 }
@@ -179,9 +182,12 @@ mod tests {
 
     #[test]
     fn numbers_that_mean_something_else_are_refused() {
-        assert_eq!(check([0, 1000, MAX_ID]), Ok(()));
-        for number in [MAX_ID + 1, u32::MAX] {
-            assert_eq!(check([0, number]), Err(IdError { number }));
+        assert_eq!(check([0, 1000, MAX_ID], None), Ok(()));
+        assert_eq!(check([0, 65_535], Some(65_535)), Ok(()));
+        for (number, last, max) in
+            [(MAX_ID + 1, None, MAX_ID), (u32::MAX, Some(u32::MAX), MAX_ID), (65_536, Some(65_535), 65_535)]
+        {
+            assert_eq!(check([0, number], last), Err(IdError { number, max }));
         }
     }
 

@@ -15,8 +15,9 @@ use tokio::sync::OnceCell;
 
 use super::spec::{PidNamespace, Place, adjust, exec_process, own_capabilities, parse};
 use super::volumes::{self, Volume};
-use super::{Container, Pod, PodError, Process, cgroup, check_id, devices, limits, root, user};
+use super::{Container, Pod, PodError, Process, cgroup, check_id, devices, limits, root, shown, user};
 use crate::stdio::Stdio;
+use crate::userns::{self, UserNs};
 use crate::zygote::{Create, Exec, Made, Request, ZygoteError};
 use crate::{paths, sys};
 
@@ -114,7 +115,14 @@ impl Pod {
         let stdin = options.stdin;
         let made = async {
             let prepared = tokio::task::spawn_blocking(move || prepare(&pod, &options, pid)).await??;
-            self.make(&id, prepared, stdin, shares_pid).await
+            let made = self.make(&id, prepared, stdin, shares_pid).await?;
+            if self.users.is_some() {
+                // It has mounted what it was shown; what is of the node is not held longer.
+                let shown = id.clone();
+                let cleared = tokio::task::spawn_blocking(move || shown::clear(&shown)).await?;
+                cleared.map_err(|source| PodError::Io { what: "take the mounts", id: id.clone(), source })?;
+            }
+            Ok(made)
         };
         let container = match made.await {
             Ok(container) => container,
@@ -183,6 +191,7 @@ impl Pod {
     ) -> Result<(Made, Stdio), PodError> {
         let failed = |source| PodError::Io { what: "set up the streams", id: id.to_owned(), source };
         let mut stdio = Stdio::default();
+        let (uid, gid) = self.users.as_ref().map_or((uid, gid), |users| users.outside(uid, gid));
         if !tty {
             let (ours, theirs) = Stdio::pipes(stdin, uid, gid).map_err(failed)?;
             stdio = ours;
@@ -215,10 +224,21 @@ impl Pod {
         let failed = |source: ZygoteError| PodError::Zygote { id: options.id.clone(), source };
         let holder = self.pause.get_or_try_init(|| async {
             let pod = Arc::clone(self);
-            let made = tokio::task::spawn_blocking(move || pod.zygote.call(&Request::Pause, &[])).await?;
-            Ok::<i32, PodError>(made.map_err(failed)?.pid)
+            let user_namespace = self.users.is_some();
+            let hold = move || pod.zygote.call(&Request::Pause { user_namespace }, &[]);
+            let pid = tokio::task::spawn_blocking(hold).await?.map_err(failed)?.pid;
+            if user_namespace {
+                let named = userns::name(&format!("/proc/{pid}/ns/pid"), paths::PID_NAMESPACE);
+                named.map_err(|source| PodError::Io {
+                    what: "name the PID namespace",
+                    id: options.id.clone(),
+                    source,
+                })?;
+            }
+            Ok::<i32, PodError>(pid)
         });
-        Ok(PidNamespace::Of(*holder.await?))
+        let holder = *holder.await?;
+        Ok(if self.users.is_some() { PidNamespace::Named } else { PidNamespace::Of(holder) })
     }
 
     /// Lets a created container run.
@@ -324,6 +344,7 @@ impl Pod {
         let request = Request::Exec(Box::new(Exec {
             process,
             seccomp: container.seccomp.clone(),
+            user_namespace: self.users.is_some(),
             cgroup_namespace: container.cgroup_namespace,
             cgroup: container.cgroup.display().to_string(),
             init_cgroup: cgroup::of_process(container.init.pid, &container.cgroup),
@@ -415,7 +436,9 @@ fn prepare(pod: &Pod, options: &CreateOptions, pid: PidNamespace) -> Result<Prep
     let spec = parse(&options.spec).map_err(in_spec)?;
     let image = pod.disks.image(options.partition)?;
     pod.disks.scratch()?;
-    let root = root::make(id, &image).map_err(in_root)?;
+    let users = pod.users.as_ref();
+    let (owner, last) = (users.map(UserNs::root), users.map(UserNs::limits));
+    let root = root::make(id, &image, users).map_err(in_root)?;
     let passwd = root::read_file(&root, "/etc/passwd").map_err(in_root)?;
     let group = root::read_file(&root, "/etc/group").map_err(in_root)?;
     let asked = spec.process().as_ref().map(|process| process.user().clone()).unwrap_or_default();
@@ -434,28 +457,34 @@ fn prepare(pod: &Pod, options: &CreateOptions, pid: PidNamespace) -> Result<Prep
             groups.push(gid);
         }
     }
-    user::check([user.uid].into_iter().chain(groups.iter().copied()))
+    user::check([user.uid], last.map(|(user, _)| user))
+        .and_then(|()| user::check(groups.iter().copied(), last.map(|(_, group)| group)))
         .map_err(|source| PodError::Numbers { id: id.clone(), source })?;
     let response = CreateContainerResponse { uid: user.uid, gid: user.gid, supplemental_groups: groups.clone() };
     let mut mounts = Vec::with_capacity(options.volumes.len());
     for volume in &options.volumes {
         let image = pod.disks.image(volume.partition)?;
-        let mount = volumes::prepare(&root, &image, volume);
+        let mount = volumes::prepare(&root, &image, volume, owner);
         mounts.push(mount.map_err(|source| PodError::Volume { id: id.clone(), source })?);
     }
     let capabilities = own_capabilities();
-    let place = Place { id, root: &root, pid, user: &user, groups: &groups, volumes: mounts, capabilities };
+    let in_users = users.map(|users| users.network);
+    let place =
+        Place { id, root: &root, pid, user: &user, groups: &groups, volumes: mounts, capabilities, users: in_users };
     let mut spec = adjust(spec, place).map_err(in_spec)?;
+    if let (Some(users), Some(mounts)) = (users, spec.mounts_mut()) {
+        shown::mounts(id, users, mounts).map_err(in_root)?;
+    }
     let controllers = Path::new(paths::CGROUP).join("cgroup.controllers");
     limits::leave_out(&mut spec, &std::fs::read_to_string(controllers).unwrap_or_default());
     if let Some(process) = spec.process() {
-        root::make_folder(&root, process.cwd()).map_err(in_root)?;
+        root::make_folder(&root, process.cwd(), owner).map_err(in_root)?;
     }
     for mount in spec.mounts().iter().flatten() {
         let bind = |option: &String| option == "bind" || option == "rbind";
         if mount.typ().as_deref() == Some("bind") || mount.options().iter().flatten().any(bind) {
             let folder = mount.source().as_ref().is_some_and(|source| source.is_dir());
-            root::make_target(&root, mount.destination(), folder).map_err(in_root)?;
+            root::make_target(&root, mount.destination(), folder, owner).map_err(in_root)?;
         }
     }
     let path = Path::new(paths::BUNDLES).join(id).join("config.json");

@@ -8,7 +8,7 @@ use std::ffi::OsStr;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::root::{self, RootError};
+use super::root::{self, Owner, RootError};
 
 /// File systems of the container's own that a link must not lead a volume into.
 const RESERVED: [&str; 2] = ["proc", "sys"];
@@ -62,10 +62,11 @@ impl Classify for VolumeError {
     }
 }
 
-/// The mount of a volume of the image that is mounted at `image`, into the root of a container; makes its place there.
-pub fn prepare(root: &Path, image: &Path, volume: &Volume) -> Result<Mount, VolumeError> {
+/// The mount of a volume of the image that is mounted at `image`, into the root of a container; makes its place there,
+/// as this owner's.
+pub fn prepare(root: &Path, image: &Path, volume: &Volume, owner: Owner) -> Result<Mount, VolumeError> {
     let source = source(image, volume)?;
-    make_place(root, &volume.container_path)?;
+    make_place(root, &volume.container_path, owner)?;
     // Built of checked parts: the builder knows no other failure than a missing one.
     let options = ["bind", "ro", "nosuid", "nodev"].map(str::to_owned).to_vec();
     let mount = MountBuilder::default().source(source).destination(&volume.container_path).typ("bind").options(options);
@@ -88,12 +89,12 @@ fn source(image: &Path, volume: &Volume) -> Result<PathBuf, VolumeError> {
 }
 
 /// Makes the folder at which a volume is mounted, where missing, and looks where it lies.
-fn make_place(root: &Path, at: &Path) -> Result<(), VolumeError> {
+fn make_place(root: &Path, at: &Path, owner: Owner) -> Result<(), VolumeError> {
     let plain = at.is_absolute() && at.components().count() > 1;
     if !plain || at.components().any(|part| part.as_os_str() == OsStr::new("..")) {
         return Err(VolumeError::Path { at: at.to_owned() });
     }
-    let made = root::make_target(root, at, true).and_then(|()| root::make_folder(root, at));
+    let made = root::make_target(root, at, true, owner).and_then(|()| root::make_folder(root, at, owner));
     made.map_err(|source| match source.source.raw_os_error() {
         Some(libc::ENOTDIR | libc::EEXIST | libc::ELOOP) => VolumeError::Occupied { at: at.to_owned() },
         _ => VolumeError::Root { at: at.to_owned(), source },
@@ -156,19 +157,19 @@ mod tests {
             ("absolute/deep", "etc/deep"),
             ("up", "data"),
         ] {
-            let mount = prepare(&root, &image, &volume(sub_path, "/mnt")).unwrap();
+            let mount = prepare(&root, &image, &volume(sub_path, "/mnt"), None).unwrap();
             assert_eq!(mount.source().as_deref(), Some(image.join(found).components().as_path()), "{sub_path}");
             assert_eq!(mount.options().as_deref().unwrap(), ["bind", "ro", "nosuid", "nodev"]);
         }
         for sub_path in ["none", "etc/none", "out", "out/x", "loop", "etc/passwd/x"] {
-            let error = prepare(&root, &image, &volume(sub_path, "/mnt")).unwrap_err();
+            let error = prepare(&root, &image, &volume(sub_path, "/mnt"), None).unwrap_err();
             assert!(matches!(error, VolumeError::Missing { .. }), "{sub_path}: {error}");
             assert_eq!(error.kind(), Kind::Invalid);
         }
-        let error = prepare(&root, &image, &volume("etc/passwd", "/mnt")).unwrap_err();
+        let error = prepare(&root, &image, &volume("etc/passwd", "/mnt"), None).unwrap_err();
         assert!(matches!(error, VolumeError::NoFolder { .. }), "{error}");
         for sub_path in ["/etc", "../root", "etc/../etc", ".."] {
-            let error = prepare(&root, &image, &volume(sub_path, "/mnt")).unwrap_err();
+            let error = prepare(&root, &image, &volume(sub_path, "/mnt"), None).unwrap_err();
             assert!(matches!(error, VolumeError::SubPath { .. }), "{sub_path}: {error}");
             assert!(error.to_string().starts_with("ImageVolumeMountFailed: "), "{error}");
         }
@@ -184,19 +185,19 @@ mod tests {
             ("/etc/link/x", "real/x"),
             ("/dangling", "new/below"),
         ] {
-            prepare(&root, &image, &volume("etc", at)).unwrap();
+            prepare(&root, &image, &volume("etc", at), None).unwrap();
             assert!(root.join(made).is_dir(), "{at}");
         }
         for at in ["/file", "/file/below"] {
-            let error = prepare(&root, &image, &volume("", at)).unwrap_err();
+            let error = prepare(&root, &image, &volume("", at), None).unwrap_err();
             assert!(matches!(error, VolumeError::Occupied { .. }), "{at}: {error:?}");
         }
         for at in ["/to-proc", "/to-proc/x", "/to-root", "/proc/1"] {
-            let error = prepare(&root, &image, &volume("", at)).unwrap_err();
+            let error = prepare(&root, &image, &volume("", at), None).unwrap_err();
             assert!(matches!(error, VolumeError::Reserved { .. }), "{at}: {error}");
         }
         for at in ["/", "relative", "/a/../..", ""] {
-            let error = prepare(&root, &image, &volume("", at)).unwrap_err();
+            let error = prepare(&root, &image, &volume("", at), None).unwrap_err();
             assert!(matches!(error, VolumeError::Path { .. }), "{at}: {error}");
         }
         assert!(!folder.path().join("below").exists() && !folder.path().join("new").exists());

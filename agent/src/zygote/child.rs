@@ -5,12 +5,13 @@ use nacelle_base::Chain;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::CloneFlags;
 use nix::unistd::{Gid, Uid, chdir};
+use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 
 use super::{Answer, Made, Refusal, Request, Why, answer, create, exec, receive_with};
-use crate::{frame, sys};
+use crate::{frame, paths, sys};
 
 /// Serves until the agent is gone.
 pub(super) fn run(control: OwnedFd) -> ! {
@@ -47,7 +48,7 @@ fn serve(fds: Vec<OwnedFd>) -> Result<(), super::ZygoteError> {
     let made = match request {
         Request::Create(request) => create::create(&request, fds.collect()),
         Request::Exec(request) => exec::exec(&request, fds.collect()),
-        Request::Pause => pause(),
+        Request::Pause { user_namespace } => pause(user_namespace),
     };
     match made {
         Ok(Made { pid, terminal }) => answer(&mut peer, &Answer::Made(pid), terminal.as_ref()),
@@ -62,7 +63,14 @@ pub(super) fn defect(what: &str, error: &dyn std::error::Error) -> Refusal {
 
 /// Holds a PID namespace: its first process, which has nothing to do but let the kernel reap what is orphaned to it.
 /// The pod's containers see it as process 1, so it has nothing either that one of them could take from it.
-fn pause() -> Result<Made, Refusal> {
+fn pause(user_namespace: bool) -> Result<Made, Refusal> {
+    if user_namespace {
+        let entered = File::open(paths::USER_NAMESPACE).and_then(|users| {
+            nix::sched::setns(users, CloneFlags::CLONE_NEWUSER)?;
+            become_root()
+        });
+        entered.map_err(|error| defect("enter the pod's user namespace", &error))?;
+    }
     nix::sched::unshare(CloneFlags::CLONE_NEWPID | CloneFlags::CLONE_NEWNS)
         .map_err(|error| defect("make the pod's PID namespace", &error))?;
     empty_root().map_err(|error| defect("give the pod's PID namespace an empty root", &error))?;
@@ -91,6 +99,14 @@ fn empty_root() -> nix::Result<()> {
     nix::unistd::pivot_root(".", ".")?;
     umount2(".", MntFlags::MNT_DETACH)?;
     chdir("/")
+}
+
+/// Becomes the root of the user namespace that this process has just entered, where it is nobody.
+pub(super) fn become_root() -> io::Result<()> {
+    nix::unistd::setgroups(&[])?;
+    nix::unistd::setresgid(Gid::from_raw(0), Gid::from_raw(0), Gid::from_raw(0))?;
+    nix::unistd::setresuid(Uid::from_raw(0), Uid::from_raw(0), Uid::from_raw(0))?;
+    Ok(())
 }
 
 /// Gives up the user and, with it, all privileges.

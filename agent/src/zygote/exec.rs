@@ -12,7 +12,7 @@ use std::fs;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 
-use super::child::defect;
+use super::child::{become_root, defect};
 use super::executor::{c_strings, find, why};
 use super::{Exec, Made, Refusal, Why};
 use crate::sys;
@@ -44,7 +44,11 @@ pub(super) fn exec(request: &Exec, fds: Vec<OwnedFd>) -> Result<Made, Refusal> {
     joined.map_err(|error| defect("enter the container's cgroup", &error))?;
     let mut namespaces = CloneFlags::CLONE_NEWNS | CloneFlags::CLONE_NEWPID;
     namespaces.set(CloneFlags::CLONE_NEWCGROUP, request.cgroup_namespace);
+    namespaces.set(CloneFlags::CLONE_NEWUSER, request.user_namespace);
     nix::sched::setns(&pidfd, namespaces).map_err(|error| defect("enter the container's namespaces", &error))?;
+    if request.user_namespace {
+        become_root().map_err(|error| defect("become root in the container's user namespace", &error))?;
+    }
     drop(pidfd);
     // Until it runs the program, nobody in the container may look into it; exec ends that.
     nix::sys::prctl::set_dumpable(false).map_err(|error| defect("hide from the container", &error))?;

@@ -34,7 +34,10 @@ pub enum Request {
     /// stderr (none with a terminal).
     Exec(Box<Exec>),
     /// Starts the holder of the pod's PID namespace.
-    Pause,
+    Pause {
+        /// It belongs to the pod's user namespace.
+        user_namespace: bool,
+    },
 }
 
 /// A container to make.
@@ -53,6 +56,8 @@ pub struct Exec {
     pub process: Process,
     /// The container's seccomp filter.
     pub seccomp: Option<LinuxSeccomp>,
+    /// The container is in the pod's user namespace.
+    pub user_namespace: bool,
     /// The container has a cgroup namespace of its own.
     pub cgroup_namespace: bool,
     /// The container's cgroup, a path in the file system.

@@ -4,7 +4,7 @@
 use crate::profile::Profile;
 use nacelle_image::ImageId;
 use nacelle_net::{Dns, PortMapping};
-use nacelle_pod::spec::Shares;
+use nacelle_pod::spec::{Shares, UserNamespace};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -58,6 +58,9 @@ pub struct PodConfig {
     /// Namespaces that are the node's. With any of them the pod has no guest.
     #[serde(default, skip_serializing_if = "Shares::none")]
     pub node_namespaces: Shares,
+    /// The containers' user namespace, if they have one of their own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub user_namespace: Option<UserNamespace>,
     /// Containers may be privileged (in the guest).
     pub privileged: bool,
     /// Memory that all containers together may use, in bytes, if it is limited.
@@ -235,6 +238,9 @@ pub struct NodeVolume {
     pub recursive_read_only: bool,
     /// Later mounts.
     pub propagation: Propagation,
+    /// The owners of files are shown as numbers of the pod's user namespace.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub id_mapped: bool,
 }
 
 /// A container as it was asked for.

@@ -4,7 +4,7 @@
 use crate::agent::{self, Agent, Gone, read_frame, tokio_stream_of, write_frame};
 use crate::error::{PodError, guest_text};
 use crate::machine::{IMAGE_DISK, SCRATCH_DISK, blocking, random};
-use crate::spec::PodSpec;
+use crate::spec::{IdRange, PodSpec};
 use nacelle_engine::{GuestLink, Incoming};
 use nacelle_proto::{agent as proto, pod};
 use std::sync::Arc;
@@ -142,6 +142,11 @@ fn config(spec: &PodSpec, network: &pod::ConfigureRequest) -> Result<proto::Boot
         searches: dns.searches.clone(),
         options: dns.options.clone(),
     });
+    let range = |range: IdRange| proto::IdRange { first: range.first, count: range.count };
+    let user_namespace = spec.user_namespace.map(|namespace| proto::UserNamespace {
+        users: Some(range(namespace.users)),
+        groups: Some(range(namespace.groups)),
+    });
     Ok(proto::BootConfig {
         hostname: spec.hostname.clone(),
         interfaces: interfaces.collect(),
@@ -154,12 +159,14 @@ fn config(spec: &PodSpec, network: &pod::ConfigureRequest) -> Result<proto::Boot
         scratch_disk: number(SCRATCH_DISK),
         image_disk: number(IMAGE_DISK),
         shm_bytes: spec.shm_bytes,
+        user_namespace,
     })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::spec::UserNamespace;
     use crate::spec::tests::sample;
 
     #[test]
@@ -187,6 +194,8 @@ mod tests {
         let mut spec = sample();
         spec.sysctls.insert("kernel.shmmax".into(), "1".into());
         spec.shared_pid = true;
+        let range = |first| IdRange { first, count: 65_536 };
+        spec.user_namespace = Some(UserNamespace { users: range(65_536), groups: range(131_072) });
         let network = pod::ConfigureRequest {
             interfaces: vec![pod::Interface {
                 name: "eth0".into(),
@@ -204,6 +213,8 @@ mod tests {
         };
         let config = config(&spec, &network).unwrap();
         assert_eq!((config.image_disk, config.scratch_disk, config.shared_pid), (0, 1, true));
+        let users = config.user_namespace.unwrap();
+        assert_eq!((users.users.unwrap().first, users.groups.unwrap().first), (65_536, 131_072));
         assert_eq!(config.interfaces[0].addresses, ["10.0.0.2/24"]);
         assert_eq!(config.routes[0].metric, Some(3));
         assert_eq!(config.dns.unwrap().servers, ["1.1.1.1"]);

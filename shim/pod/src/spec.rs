@@ -57,6 +57,9 @@ pub struct PodSpec {
     /// All containers share one PID namespace.
     #[serde(default)]
     pub shared_pid: bool,
+    /// The containers' user namespace; none: they have that of the machine, or of the node.
+    #[serde(default)]
+    pub user_namespace: Option<UserNamespace>,
     /// Size of the pod's /dev/shm in bytes; 0: the agent's default.
     #[serde(default)]
     pub shm_bytes: u64,
@@ -126,6 +129,26 @@ impl Shares {
     pub fn none(&self) -> bool {
         *self == Shares::default()
     }
+}
+
+/// The user namespace of a pod.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct UserNamespace {
+    /// Its users.
+    pub users: IdRange,
+    /// Its groups.
+    pub groups: IdRange,
+}
+
+/// The numbers from 0 on in a user namespace, and what they are outside.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct IdRange {
+    /// What 0 is outside.
+    pub first: u32,
+    /// How many there are.
+    pub count: u32,
 }
 
 /// What runs the guest's instructions under QEMU.
@@ -334,6 +357,7 @@ pub(crate) mod tests {
             hostname: "web".into(),
             sysctls: BTreeMap::new(),
             shared_pid: false,
+            user_namespace: None,
             shm_bytes: 0,
             log_directory: Some("/var/log/pods/a".into()),
             scratch: ScratchSpec { size_mib: 64, templates: "/var/lib/nacelle/scratch".into() },

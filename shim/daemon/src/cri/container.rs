@@ -34,8 +34,8 @@ impl Cri {
             None => None,
         };
         let view = self.node.pod(pod).map_err(status)?;
-        let config =
-            container_config(request.config.as_ref(), profile, view.pod.config.node_namespaces).map_err(status)?;
+        let (node, users) = (view.pod.config.node_namespaces, view.pod.config.user_namespace);
+        let config = container_config(request.config.as_ref(), profile, node, users).map_err(status)?;
         if self.has_guest(&view.pod) {
             for_a_guest(&config).map_err(status)?;
         }

@@ -45,7 +45,7 @@ impl Cri {
                 .config
                 .handler(name)
                 .is_some_and(|(_, h)| h.engine == EngineSetting::Host),
-            ..Default::default()
+            user_namespaces: true,
         };
         Ok(cri::StatusResponse {
             status: Some(cri::RuntimeStatus { conditions: vec![runtime, network] }),

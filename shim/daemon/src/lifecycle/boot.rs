@@ -170,6 +170,7 @@ fn pod_spec(parts: &Parts, id: &PodId, config: &PodConfig, handler: &Handler, ne
         hostname: config.hostname.clone(),
         sysctls: config.sysctls.clone(),
         shared_pid: config.shared_pid,
+        user_namespace: config.user_namespace,
         shm_bytes: 0,
         log_directory: config.log_directory.clone(),
         scratch: ScratchSpec { size_mib: handler.scratch_mib, templates: parts.config.paths.scratch() },

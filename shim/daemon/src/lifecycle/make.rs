@@ -234,6 +234,7 @@ mod tests {
             readonly: false,
             recursive_read_only: false,
             propagation: Propagation::Private,
+            id_mapped: false,
         };
         config.node_volumes = vec![volume("link"), volume("new/deep")];
         let resolved = resolve(&config).unwrap();

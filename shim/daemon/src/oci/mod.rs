@@ -214,11 +214,14 @@ fn of_node(path: &str) -> String {
 }
 
 fn node_volume(volume: &NodeVolume) -> Value {
-    let options: &[&str] = match (volume.readonly, volume.recursive_read_only) {
-        (true, true) => &["rbind", "ro", "rro"],
-        (true, false) => &["rbind", "ro"],
-        _ => &["rbind", "rw"],
+    let mut options = match (volume.readonly, volume.recursive_read_only) {
+        (true, true) => vec!["rbind", "ro", "rro"],
+        (true, false) => vec!["rbind", "ro"],
+        _ => vec!["rbind", "rw"],
     };
+    if volume.id_mapped {
+        options.push("idmap");
+    }
     json!({ "destination": volume.container_path, "type": "bind", "source": of_node(&volume.host_path), "options": options })
 }
 
@@ -345,6 +348,7 @@ mod tests {
             readonly,
             recursive_read_only,
             propagation,
+            id_mapped: at == "/c",
         };
         let spec = built(|config| {
             config.node_volumes = vec![
@@ -357,7 +361,7 @@ mod tests {
         assert_eq!(of("/a")["source"], "/node/srv/data");
         assert_eq!(of("/a")["options"], json!(["rbind", "rw"]));
         assert_eq!(of("/b")["options"], json!(["rbind", "ro"]));
-        assert_eq!(of("/c")["options"], json!(["rbind", "ro", "rro"]));
+        assert_eq!(of("/c")["options"], json!(["rbind", "ro", "rro", "idmap"]));
         assert_eq!(spec["linux"]["rootfsPropagation"], "private");
         let spec = built(|config| config.node_volumes = vec![volume("/a", false, false, Propagation::FromNode)]);
         assert_eq!(spec["linux"]["rootfsPropagation"], "slave");

@@ -181,6 +181,7 @@ pub(crate) mod tests {
                 sysctls: Pairs::new(),
                 shared_pid: true,
                 node_namespaces: Default::default(),
+                user_namespace: None,
                 privileged: false,
                 memory_limit: Some(1 << 28),
                 cpu_limit_milli: None,

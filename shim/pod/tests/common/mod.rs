@@ -36,6 +36,7 @@ pub fn spec(root: &Path) -> PodSpec {
         hostname: "pod-name".into(),
         sysctls: Default::default(),
         shared_pid: false,
+        user_namespace: None,
         shm_bytes: 0,
         log_directory: Some(root.join("logs")),
         scratch: ScratchSpec { size_mib: 16, templates: root.join("templates") },

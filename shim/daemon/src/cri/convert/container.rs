@@ -1,11 +1,11 @@
 //! Owns: ContainerConfig → `ContainerConfig` of ours.
 
 use super::volume::volumes;
-use super::{FieldError, apparmor, bad, id_number, name, name_of_image, not_yet, pairs, selinux, user_namespace};
+use super::{FieldError, apparmor, bad, id_number, name, name_of_image, not_yet, pairs, selinux, users};
 use crate::nouns::{Capabilities, ContainerConfig, PidMode, PodResources, Resources, RunAs, Seccomp};
 use crate::oci;
 use crate::profile::Profile;
-use nacelle_pod::spec::Shares;
+use nacelle_pod::spec::{Shares, UserNamespace};
 use nacelle_proto::cri;
 use std::path::{Component, Path, PathBuf};
 
@@ -39,11 +39,13 @@ pub fn seccomp_profile(config: Option<&cri::ContainerConfig>) -> Result<Option<P
     }
 }
 
-/// Checks and converts; `profile` is what was in the file of [`seccomp_profile`].
+/// Checks and converts; `profile` is what was in the file of [`seccomp_profile`]; what the pod shares with the node, and its
+/// user namespace, are its containers', too.
 pub fn container_config(
     config: Option<&cri::ContainerConfig>,
     profile: Option<Profile>,
     node: Shares,
+    user_namespace: Option<UserNamespace>,
 ) -> Result<ContainerConfig, FieldError> {
     let config = config.ok_or(FieldError::Missing { field: "config" })?;
     let metadata = config.metadata.as_ref().ok_or(FieldError::Missing { field: "config.metadata" })?;
@@ -52,6 +54,7 @@ pub fn container_config(
     let security = linux.security_context.unwrap_or_default();
     check_devices(config)?;
     check_security(&security)?;
+    users::of_container(security.namespace_options.as_ref(), user_namespace)?;
     for word in config.command.iter().chain(&config.args).chain([&config.working_dir]) {
         if word.contains('\0') {
             return bad("config.command, args, working_dir", word, "no zero bytes are allowed");
@@ -60,7 +63,7 @@ pub fn container_config(
     if !config.working_dir.is_empty() && !config.working_dir.starts_with('/') {
         return bad("config.working_dir", &config.working_dir, "an absolute path is needed");
     }
-    let (volumes, node_volumes) = volumes(&config.mounts)?;
+    let (volumes, node_volumes) = volumes(&config.mounts, user_namespace)?;
     Ok(ContainerConfig {
         name: name("config.metadata.name", &metadata.name)?,
         attempt: metadata.attempt,
@@ -111,10 +114,6 @@ fn check_security(security: &cri::LinuxContainerSecurityContext) -> Result<(), F
         security.apparmor.as_ref(),
         "config.linux.security_context.apparmor_profile",
         &security.apparmor_profile,
-    )?;
-    user_namespace(
-        "config.linux.security_context.namespace_options.userns_options",
-        security.namespace_options.as_ref(),
     )
 }
 
@@ -356,7 +355,7 @@ mod tests {
         let mut config = sample();
         change(&mut config);
         seccomp_profile(Some(&config))?;
-        container_config(Some(&config), None, Shares::default())
+        container_config(Some(&config), None, Shares::default(), None)
     }
 
     fn security(config: &mut cri::ContainerConfig) -> &mut cri::LinuxContainerSecurityContext {
@@ -410,7 +409,8 @@ mod tests {
             change(security(&mut config));
             let path = seccomp_profile(Some(&config)).unwrap();
             let profile = serde_json::from_str(r#"{ "defaultAction": "SCMP_ACT_LOG" }"#).unwrap();
-            let config = container_config(Some(&config), path.is_some().then_some(profile), Shares::default()).unwrap();
+            let config =
+                container_config(Some(&config), path.is_some().then_some(profile), Shares::default(), None).unwrap();
             (path, matches!(config.seccomp, Seccomp::Localhost(_)))
         };
         fn local(path: &str) -> Option<cri::SecurityProfile> {

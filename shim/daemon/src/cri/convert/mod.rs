@@ -6,6 +6,7 @@ pub mod metrics;
 mod pod;
 pub mod report;
 pub mod stats;
+mod users;
 mod volume;
 
 pub use container::{container_config, pod_resources_change, resources_change, seccomp_profile};
@@ -139,15 +140,5 @@ fn selinux(field: &'static str, options: Option<&cri::SeLinuxOption>) -> Result<
     match options.filter(|options| **options != cri::SeLinuxOption::default()) {
         Some(options) => not_yet(field, format!("{options:?}"), "the guest's kernel has no SELinux; leave it out"),
         None => Ok(()),
-    }
-}
-
-/// User namespaces: POD asks for one, NODE is none.
-fn user_namespace(field: &'static str, options: Option<&cri::NamespaceOption>) -> Result<(), FieldError> {
-    let Some(userns) = options.and_then(|options| options.userns_options.as_ref()) else { return Ok(()) };
-    match userns.mode() {
-        cri::NamespaceMode::Node if userns.uids.is_empty() && userns.gids.is_empty() => Ok(()),
-        cri::NamespaceMode::Pod => not_yet(field, "POD", "the machine keeps the pod apart from the node already"),
-        mode => bad(field, mode.as_str_name(), "POD, or NODE without mappings, are allowed"),
     }
 }

@@ -1,6 +1,6 @@
 //! Owns: PodSandboxConfig → `PodConfig`.
 
-use super::{FieldError, apparmor, bad, id_number, name, pairs, selinux, user_namespace};
+use super::{FieldError, apparmor, bad, id_number, name, pairs, selinux, users};
 use crate::config::HostNamespaces;
 use crate::nouns::{PodConfig, PodName, cpu_milli};
 use nacelle_net::{Dns, PortMapping, Protocol};
@@ -46,6 +46,7 @@ pub fn pod_config(
         sysctls: linux.sysctls.iter().map(|(key, value)| sysctl(key, value, shares)).collect::<Result<_, _>>()?,
         shared_pid: namespaces.pid() == cri::NamespaceMode::Pod,
         node_namespaces: shares,
+        user_namespace: users::of_pod(&namespaces)?,
         privileged: security.privileged,
         memory_limit: u64::try_from(resources.memory_limit_in_bytes).ok().filter(|limit| *limit > 0),
         cpu_limit_milli: cpu_milli(resources.cpu_period, resources.cpu_quota),
@@ -68,7 +69,6 @@ fn node_namespaces(namespaces: &cri::NamespaceOption, policy: HostNamespaces) ->
             return bad(field, mode.as_str_name(), "a pod has one of its own (POD); pid can be CONTAINER too");
         }
     }
-    user_namespace("config.linux.security_context.namespace_options.userns_options", Some(namespaces))?;
     Ok(Shares { network: namespaces.network() == Node, pid: namespaces.pid() == Node, ipc: namespaces.ipc() == Node })
 }
 
@@ -279,7 +279,7 @@ pub(crate) mod tests {
             (|c| namespaces(c).pid = 2, Kind::Conflict, "pid is NODE"),
             (|c| namespaces(c).ipc = 2, Kind::Conflict, "ipc is NODE"),
             (|c| namespaces(c).network = 1, Kind::Invalid, "network"),
-            (|c| namespaces(c).userns_options = Some(Default::default()), Kind::Unsupported, "userns_options"),
+            (|c| namespaces(c).userns_options = Some(Default::default()), Kind::Invalid, "userns_options"),
             (|c| security(c).run_as_group = Some(cri::Int64Value { value: 5 }), Kind::Invalid, "run_as_user"),
             (
                 |c| security(c).selinux_options = Some(cri::SeLinuxOption { level: "s0".into(), ..Default::default() }),

@@ -1,6 +1,7 @@
 //! Owns: records → CRI: what lists and statuses say, and which of them a filter lets through.
 
 use super::container::signal_number;
+use super::users;
 use crate::lifecycle::shown::{self, Shown};
 use crate::lifecycle::state::Container;
 use crate::lifecycle::{Event, EventKind, View};
@@ -71,6 +72,7 @@ pub fn pod_status(pod: &PodRecord) -> cri::PodSandboxStatus {
         network: own(node.network, cri::NamespaceMode::Pod).into(),
         pid: own(node.pid, pid).into(),
         ipc: own(node.ipc, cri::NamespaceMode::Pod).into(),
+        userns_options: pod.config.user_namespace.map(users::report),
         ..Default::default()
     };
     cri::PodSandboxStatus {

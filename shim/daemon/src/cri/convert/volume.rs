@@ -1,7 +1,8 @@
 //! Owns: ContainerConfig.mounts → image volumes and volumes of the node; every other kind of mount is refused by its name.
 
-use super::{FieldError, bad, name_of_image, not_yet};
+use super::{FieldError, bad, name_of_image, not_yet, users};
 use crate::nouns::{ContainerConfig, ImageVolume, NodeVolume, Propagation};
+use nacelle_pod::spec::UserNamespace;
 use nacelle_proto::cri;
 use std::collections::BTreeSet;
 use std::path::{Component, Path, PathBuf};
@@ -10,7 +11,10 @@ use std::path::{Component, Path, PathBuf};
 const PATH_MAX: usize = 4095;
 
 /// Checks and converts; in the order in which they are mounted, so that a volume inside another lies on top of it.
-pub fn volumes(mounts: &[cri::Mount]) -> Result<(Vec<ImageVolume>, Vec<NodeVolume>), FieldError> {
+pub fn volumes(
+    mounts: &[cri::Mount],
+    users: Option<UserNamespace>,
+) -> Result<(Vec<ImageVolume>, Vec<NodeVolume>), FieldError> {
     let (mut of_images, mut of_node) = (Vec::new(), Vec::new());
     let mut taken = BTreeSet::new();
     for mount in mounts {
@@ -18,20 +22,13 @@ pub fn volumes(mounts: &[cri::Mount]) -> Result<(Vec<ImageVolume>, Vec<NodeVolum
         if !taken.insert(Path::new(&path).components().collect::<PathBuf>()) {
             return bad("config.mounts.container_path", &path, "it may be given once only");
         }
-        if !mount.uid_mappings.is_empty() || !mount.gid_mappings.is_empty() {
-            let mappings = format!("{:?} {:?}", mount.uid_mappings, mount.gid_mappings);
-            return not_yet(
-                "config.mounts.uidMappings, gidMappings",
-                mappings,
-                "there are no user namespaces; leave them out",
-            );
-        }
+        let id_mapped = users::of_mount(mount, users)?;
         if let Some(option) = mount.mount_options.first() {
             return not_yet("config.mounts.mount_options", option, "leave them out");
         }
         match &mount.image {
             Some(image) => of_images.push(image_volume(mount, image, path)?),
-            None => of_node.push(node_volume(mount, path)?),
+            None => of_node.push(node_volume(mount, path, id_mapped)?),
         }
     }
     let depth = |path: &str| Path::new(path).components().count();
@@ -76,7 +73,7 @@ fn image_volume(mount: &cri::Mount, image: &cri::ImageSpec, container_path: Stri
     })
 }
 
-fn node_volume(mount: &cri::Mount, container_path: String) -> Result<NodeVolume, FieldError> {
+fn node_volume(mount: &cri::Mount, container_path: String, id_mapped: bool) -> Result<NodeVolume, FieldError> {
     let path = Path::new(&mount.host_path);
     let plain = path.components().all(|part| part != Component::ParentDir);
     if !path.is_absolute() || !plain || mount.host_path.contains('\0') || mount.host_path.len() > PATH_MAX {
@@ -103,6 +100,7 @@ fn node_volume(mount: &cri::Mount, container_path: String) -> Result<NodeVolume,
         readonly: mount.readonly,
         recursive_read_only: mount.recursive_read_only,
         propagation,
+        id_mapped,
     })
 }
 
@@ -153,12 +151,12 @@ mod tests {
         inner.recursive_read_only = true;
         inner.selinux_relabel = true;
         inner.propagation = cri::MountPropagation::PropagationHostToContainer.into();
-        let (taken, _) = volumes(&[inner, mount("/data")]).unwrap();
+        let (taken, _) = volumes(&[inner, mount("/data")], None).unwrap();
         let paths: Vec<_> = taken.iter().map(|volume| volume.container_path.as_str()).collect();
         assert_eq!(paths, ["/data", "/data/inner"]);
         assert_eq!((taken[0].user_image.as_str(), taken[0].recursive_read_only), ("sha256:aa", false));
         assert_eq!((taken[1].user_image.as_str(), taken[1].sub_path.as_str()), ("data:1", "etc/deep/"));
-        assert!(taken[1].recursive_read_only && volumes(&[]).unwrap().0.is_empty());
+        assert!(taken[1].recursive_read_only && volumes(&[], None).unwrap().0.is_empty());
     }
 
     #[test]
@@ -169,7 +167,7 @@ mod tests {
         (inner.readonly, inner.recursive_read_only) = (true, true);
         let mut late = plain("/late");
         late.propagation = cri::MountPropagation::PropagationHostToContainer.into();
-        let (none, taken) = volumes(&[inner, plain("/data"), late]).unwrap();
+        let (none, taken) = volumes(&[inner, plain("/data"), late], None).unwrap();
         assert!(none.is_empty());
         let shown: Vec<_> = taken
             .iter()
@@ -209,7 +207,7 @@ mod tests {
             let mut changed =
                 cri::Mount { container_path: "/mnt".into(), host_path: "/srv".into(), ..Default::default() };
             change(&mut changed);
-            let error = volumes(&[changed]).unwrap_err();
+            let error = volumes(&[changed], None).unwrap_err();
             assert_eq!(error.kind(), kind, "{error}");
             assert!(error.to_string().contains(words), "{error}");
         }
@@ -222,7 +220,7 @@ mod tests {
             (|m| m.host_path = "/etc".into(), Kind::Invalid, "host_path"),
             (|m| m.readonly = false, Kind::Invalid, "readonly"),
             (|m| m.propagation = 2, Kind::Invalid, "propagation"),
-            (|m| m.uid_mappings = vec![cri::IdMapping::default()], Kind::Unsupported, "uidMappings"),
+            (|m| m.uid_mappings = vec![cri::IdMapping::default()], Kind::Invalid, "uidMappings"),
             (|m| m.mount_options = vec!["noexec".into()], Kind::Unsupported, "noexec"),
             (|m| m.image.as_mut().unwrap().image.clear(), Kind::Invalid, "config.mounts.image.image is missing"),
             (|m| m.image_sub_path = "/etc".into(), Kind::Invalid, "image_sub_path"),
@@ -239,11 +237,11 @@ mod tests {
         for (change, kind, words) in rows {
             let mut changed = mount("/mnt");
             change(&mut changed);
-            let error = volumes(&[changed]).unwrap_err();
+            let error = volumes(&[changed], None).unwrap_err();
             assert_eq!(error.kind(), kind, "{error}");
             assert!(error.to_string().contains(words), "{error}");
         }
-        let error = volumes(&[mount("/mnt"), mount("/mnt/")]).unwrap_err();
+        let error = volumes(&[mount("/mnt"), mount("/mnt/")], None).unwrap_err();
         assert!(error.to_string().contains("once"), "{error}");
     }
 
