@@ -1,0 +1,114 @@
+//! Owns: pods with a user namespace: who their containers are inside, whose files they see, and what is refused.
+
+use nacelle_e2e::census::{cgroup_parent, cgroups};
+use nacelle_e2e::crictl::RunningPod;
+use nacelle_e2e::node::engine;
+use nacelle_e2e::{Container, Image, Node, Pod};
+use serde_json::{Value, json};
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+
+const OUTSIDE: u32 = 196_608;
+
+fn mapping(first: u32) -> Value {
+    json!([{"container_id": 0, "host_id": first, "length": 65_536}])
+}
+
+/// `linux` of a pod or container whose user namespace has these numbers outside.
+fn linux(first: u32, own_pid: bool) -> Value {
+    let users = json!({"mode": 0, "uids": mapping(first), "gids": mapping(first)});
+    json!({
+        "security_context": {
+            "namespace_options": {"userns_options": users, "pid": i32::from(own_pid)},
+            "capabilities": {"add_capabilities": ["NET_ADMIN", "SYS_ADMIN"]},
+            // As kubelet has them.
+            "masked_paths": ["/proc/kcore", "/proc/keys", "/proc/timer_list", "/sys/firmware"],
+            "readonly_paths": ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"],
+        },
+    })
+}
+
+/// Volumes of the node, with its owners and with those of the user namespace. All of them on a tmpfs, which can do that.
+fn volumes_of_the_node(pod: &RunningPod, image: &str) {
+    let folder = tempfile::tempdir_in("/dev/shm").expect("/dev/shm is writable");
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o700)).expect("it is ours");
+    let shared = folder.path().join("shared");
+    fs::create_dir(&shared).expect("it is ours");
+    fs::write(shared.join("of-root"), "").expect("it is ours");
+    let of_node = |at: &str| json!({"container_path": at, "host_path": shared});
+    let mut mapped = of_node("/mapped");
+    (mapped["uidMappings"], mapped["gidMappings"]) = (mapping(OUTSIDE), mapping(OUTSIDE));
+    let mounts = json!([mapped, of_node("/plain")]);
+    let container = Container::sh("v", image, "sleep 600").set("linux", linux(OUTSIDE, false)).set("mounts", mounts);
+    let container = pod.start(container);
+    assert_eq!(container.exec("stat -c %u /mapped/of-root /plain/of-root").ok(), "0\n65534");
+    container.exec("touch /mapped/written").ok();
+    assert_ne!(container.exec("touch /plain/of-nobody").code, 0);
+    assert_eq!(fs::metadata(shared.join("written")).expect("it was written").uid(), 0);
+    let mut other = of_node("/mapped");
+    (other["uidMappings"], other["gidMappings"]) = (mapping(0), mapping(0));
+    let other = Container::sh("w", image, "true").set("linux", linux(OUTSIDE, false)).set("mounts", json!([other]));
+    let refused = pod.try_create(other).err();
+    assert!(refused.contains("InvalidArgument") && refused.contains("uidMappings"), "{refused}");
+}
+
+#[test]
+fn users_inside_are_others_outside() {
+    let node = Node::new();
+    let image = node.image(&Image::busybox().layer(|layer| layer.file("mine", b"root's", 0o600)), "busybox:1");
+    let mut asked = linux(OUTSIDE, false);
+    asked["sysctls"] = json!({"kernel.shm_rmid_forced": "1", "net.ipv4.ip_unprivileged_port_start": "5"});
+    asked["cgroup_parent"] = json!(cgroup_parent(node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("users", node.folder()).set("linux", asked));
+    let refused = pod.try_create(Container::sh("other", &image, "true").set("linux", linux(0, false))).err();
+    assert!(refused.contains("InvalidArgument") && refused.contains("its pod's user namespace"), "{refused}");
+
+    let map = format!("0 {OUTSIDE} 65536");
+    let volume = json!([{"container_path": "/volume", "image": {"image": image}, "readonly": true}]);
+    let script = "cat /proc/self/uid_map; sleep 60654";
+    let one = pod.start(Container::sh("one", &image, script).set("linux", linux(OUTSIDE, false)).set("mounts", volume));
+    let said = |script: &str| one.exec(script).ok();
+    let plain = |text: String| text.split_whitespace().collect::<Vec<_>>().join(" ");
+    one.says("65536");
+    assert_eq!(plain(one.output()), map);
+    assert_eq!(plain(said("cat /proc/self/uid_map")), map, "an exec is in it, too");
+    assert_eq!(said("id -u; id -g"), "0\n0");
+    assert_eq!(said("cat /mine /volume/mine"), "root'sroot's");
+    let owners = said("stat -c %u:%g / /mine /volume/mine /etc/hosts /dev/shm /dev/pts/ptmx");
+    assert!(owners.lines().all(|line| line == "0:0"), "{owners}");
+    said("echo x >/new && chown 1000:1000 /new && echo x >>/new && echo x >/dev/shm/y && echo x >/dev/null");
+    assert_eq!(said("stat -c %u:%g /new"), "1000:1000");
+    assert_ne!(one.exec("chown 65536 /new").code, 0, "there is no such user");
+    assert_eq!(said("cat /proc/sys/kernel/shm_rmid_forced /proc/sys/net/ipv4/ip_unprivileged_port_start"), "1\n5");
+    assert!(said("grep -c . /proc/mounts && ls /dev/mqueue /sys/class/net").contains("eth0"));
+    if engine() == "host" {
+        // The network is CNI's; but who they are is seen from the node.
+        let groups = cgroups(node.folder()).into_iter().map(|group| group.join("pod").join(&one.id));
+        let pids: String = groups.filter_map(|group| fs::read_to_string(group.join("cgroup.procs")).ok()).collect();
+        let owned = |pid: &str| {
+            let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+            status.lines().any(|line| line.starts_with(&format!("Uid:\t{OUTSIDE}\t")))
+        };
+        assert!(pids.split_whitespace().any(owned), "{pids:?}");
+        volumes_of_the_node(&pod, &image);
+    } else {
+        said("ip addr add 127.0.9.9/8 dev lo && hostname other");
+    }
+    let terminal = node.crictl.in_terminal(["exec", "-it", &one.id, "/bin/sh", "-c", "tty; echo x >/dev/tty"]).ok();
+    assert!(terminal.contains("/dev/pts/0"), "{terminal}");
+
+    // Somebody else, in a PID namespace of its own, below a folder that the agent makes, at a terminal.
+    let mut asked = linux(OUTSIDE, true);
+    asked["security_context"]["run_as_user"] = json!({"value": 1000});
+    asked["security_context"]["run_as_group"] = json!({"value": 1000});
+    asked["security_context"]["readonly_rootfs"] = json!(true);
+    let two = Container::sh("two", &image, "id -u; stat -c %u /made; tty; echo x >/dev/stderr; sleep 600");
+    let two = two.set("linux", asked).set("working_dir", json!("/made/deep")).set("tty", json!(true));
+    let two = pod.start(two);
+    two.says("/dev/pts/0");
+    let lines = two.output();
+    assert_eq!(lines.split_whitespace().take(2).collect::<Vec<_>>(), ["1000", "0"], "{lines}");
+    assert_eq!(two.exec("id -u; cat /mine 2>/dev/null || echo no").ok(), "1000\nno");
+    pod.remove();
+    assert_eq!(node.left(), Vec::<String>::new());
+}
