@@ -109,6 +109,13 @@ fn users_inside_are_others_outside() {
     let lines = two.output();
     assert_eq!(lines.split_whitespace().take(2).collect::<Vec<_>>(), ["1000", "0"], "{lines}");
     assert_eq!(two.exec("id -u; cat /mine 2>/dev/null || echo no").ok(), "1000\nno");
+    // In the PID namespace of that one, as a container for debugging is.
+    let mut asked = linux(OUTSIDE, false);
+    let options = &mut asked["security_context"]["namespace_options"];
+    (options["pid"], options["target_id"]) = (json!(3), json!(two.id));
+    let debug = pod.start(Container::sh("debug", &image, "sleep 600").set("linux", asked));
+    let namespace = "readlink /proc/self/ns/pid";
+    assert_eq!(debug.exec(namespace).ok(), two.exec(namespace).ok());
     pod.remove();
     assert_eq!(node.left(), Vec::<String>::new());
 }
