@@ -5,6 +5,7 @@
 use nacelle_proto::agent::{IdRange, UserNamespace};
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, unshare};
+use nix::sys::prctl::{get_pdeathsig, set_pdeathsig};
 use nix::sys::wait::waitpid;
 use nix::unistd::{Gid, Pid, Uid, chown, seteuid};
 use std::fs::{self, File};
@@ -88,9 +89,12 @@ impl UserNs {
 
     /// Does something as its root; for what belongs to one of its namespaces and asks who does it.
     pub fn as_root<T>(&self, work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+        // Whoever becomes somebody else is not told of the end of its parent any more.
+        let at_end = get_pdeathsig()?;
         seteuid(self.root().0)?;
         let done = work();
         seteuid(Uid::from_raw(0))?;
+        set_pdeathsig(at_end)?;
         done
     }
 
