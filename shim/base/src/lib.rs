@@ -7,6 +7,7 @@ pub mod id;
 pub mod machine;
 pub mod net;
 pub mod random;
+pub mod share;
 pub mod undo;
 
 pub use error::{Chain, Classify, Kind};

@@ -4,6 +4,7 @@
 pub mod balloon;
 pub mod block;
 pub mod console;
+pub mod fs;
 pub mod net;
 pub(crate) mod pieces;
 pub(crate) mod queue_thread;
@@ -49,6 +50,8 @@ pub enum DeviceKind {
     Balloon = 5,
     /// A socket between host and guest.
     Vsock = 19,
+    /// A file system of the node.
+    Fs = 26,
 }
 
 impl DeviceKind {
@@ -67,6 +70,7 @@ impl std::fmt::Display for DeviceKind {
             DeviceKind::Rng => "rng",
             DeviceKind::Balloon => "balloon",
             DeviceKind::Vsock => "vsock",
+            DeviceKind::Fs => "fs",
         })
     }
 }

@@ -9,6 +9,8 @@ use serde::{Deserialize, Serialize};
 pub enum DeviceState {
     /// Of a balloon.
     Balloon(balloon::State),
+    /// Of a file-system device: nothing. Files that the guest had open are not open again.
+    Fs,
     /// Of a disk.
     Block(block::State),
     /// Of a console.
@@ -26,6 +28,7 @@ impl DeviceState {
     pub fn kind(&self) -> DeviceKind {
         match self {
             DeviceState::Balloon(_) => DeviceKind::Balloon,
+            DeviceState::Fs => DeviceKind::Fs,
             DeviceState::Block(_) => DeviceKind::Block,
             DeviceState::Console(_) => DeviceKind::Console,
             DeviceState::Net(_) => DeviceKind::Net,
@@ -99,6 +102,7 @@ mod tests {
             DeviceState::Console(console::State { columns: 80, rows: 25 }),
             DeviceState::Net(net::State { mac: [2, 0, 0, 0, 0, 1], max_pairs: 4, pairs: 2, offloads: 0x182 }),
             DeviceState::Rng,
+            DeviceState::Fs,
             DeviceState::Vsock(vsock::State { guest_cid: 3 }),
         ];
         for state in states {

@@ -1,0 +1,170 @@
+//! Owns: one request: the guest's bytes to the process that has the files, its answer to the guest. If that process is
+//! gone, or answers nothing sensible, the guest is told of an I/O error, now and from then on.
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use super::Metrics;
+use crate::guest_warn;
+use crate::virtio::Memory;
+use crate::virtio::pieces::Buffers;
+use crate::virtio::queue_thread::Stop;
+use nacelle_base::share::{ANSWER_HEADER, HEADER, MAX_MESSAGE};
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+/// How long a queue that is to stop waits for the answer to the request in flight: the node's file system may hang.
+const LAST_ANSWER: Duration = Duration::from_secs(5);
+/// `struct fuse_out_header`: an answer without more.
+const OUT_HEADER: usize = 16;
+/// Where `struct fuse_in_header` has the number of the request, which its answer repeats.
+const UNIQUE: std::ops::Range<usize> = 8..16;
+
+/// The way to the process that has the files.
+#[derive(Debug)]
+pub(super) struct Channel {
+    /// None: it is given up.
+    stream: Option<UnixStream>,
+    buffer: Vec<u8>,
+    metrics: Arc<Metrics>,
+}
+
+impl Channel {
+    /// A channel over a connected stream.
+    pub fn new(stream: UnixStream, metrics: Arc<Metrics>) -> io::Result<Channel> {
+        stream.set_nonblocking(true)?;
+        Ok(Channel { stream: Some(stream), buffer: Vec::new(), metrics })
+    }
+
+    /// Passes a request on and its answer back; returns the bytes that the guest was given.
+    pub fn serve(&mut self, memory: &Memory, buffers: &Buffers, stop: &Stop) -> u32 {
+        let written = match self.ask(memory, buffers, stop) {
+            Ok(answer) => {
+                self.metrics.requests.fetch_add(1, Ordering::Relaxed);
+                let answer = self.buffer.get(..answer).unwrap_or_default();
+                buffers.writable.write(memory, answer).map_err(io::Error::other)
+            }
+            Err(error) => {
+                self.metrics.failed.fetch_add(1, Ordering::Relaxed);
+                if self.stream.take_if(|_| error.kind() != io::ErrorKind::InvalidInput).is_some() {
+                    tracing::error!("the volumes of the node are out of reach: {error}");
+                }
+                self.refuse(memory, buffers)
+            }
+        };
+        // What the queue keeps between two requests is what small ones need.
+        if self.buffer.capacity() > 64 << 10 {
+            self.buffer = Vec::new();
+        }
+        written.ok().and_then(|written| u32::try_from(written).ok()).unwrap_or(0)
+    }
+
+    /// The bytes of the answer, which lies at the start of the buffer.
+    fn ask(&mut self, memory: &Memory, buffers: &Buffers, stop: &Stop) -> io::Result<usize> {
+        let length = buffers.readable.len();
+        let room = buffers.writable.len().min(MAX_MESSAGE);
+        if length > MAX_MESSAGE {
+            guest_warn!(length, "the guest sent a file-system request that is too long");
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        self.buffer.clear();
+        for number in [length, room] {
+            self.buffer.extend(u32::try_from(number).unwrap_or(0).to_le_bytes()); // checked above
+        }
+        self.buffer.resize(HEADER + length, 0);
+        let bytes = self.buffer.get_mut(HEADER..).unwrap_or_default();
+        buffers.readable.read(memory, bytes).map_err(|bad| io::Error::new(io::ErrorKind::InvalidInput, bad))?;
+        let stream = self.stream.as_mut().ok_or(io::ErrorKind::NotConnected)?;
+        let mut waiting = Waiting { stop, until: None };
+        waiting.send(stream, &self.buffer)?;
+        let mut header = [0; ANSWER_HEADER];
+        waiting.receive(stream, &mut header)?;
+        let answer = usize::try_from(u32::from_le_bytes(header)).unwrap_or(usize::MAX);
+        if answer > room {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "an answer without room"));
+        }
+        self.buffer.resize(answer, 0);
+        waiting.receive(stream, &mut self.buffer)?;
+        Ok(answer)
+    }
+
+    /// Tells the guest of an I/O error, if it left room for that.
+    fn refuse(&mut self, memory: &Memory, buffers: &Buffers) -> io::Result<usize> {
+        let mut request = [0; UNIQUE.end];
+        let got = buffers.readable.read(memory, &mut request).map_err(io::Error::other)?;
+        if got < request.len() || buffers.writable.len() < OUT_HEADER {
+            return Ok(0);
+        }
+        let mut answer = Vec::with_capacity(OUT_HEADER);
+        answer.extend((OUT_HEADER as u32).to_le_bytes());
+        answer.extend((-libc::EIO).to_le_bytes());
+        answer.extend(request.get(UNIQUE).unwrap_or_default());
+        buffers.writable.write(memory, &answer).map_err(io::Error::other)
+    }
+}
+
+/// Waiting for the other process; a queue that is to stop waits for a while only.
+struct Waiting<'a> {
+    stop: &'a Stop,
+    until: Option<Instant>,
+}
+
+impl Waiting<'_> {
+    // read(2) and write(2): the filter of a queue's thread knows no recv and send.
+    fn send(&mut self, stream: &UnixStream, mut bytes: &[u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            match nix::unistd::write(stream, bytes) {
+                Ok(sent) => bytes = bytes.get(sent..).unwrap_or_default(),
+                Err(error) => self.or_wait(error, stream, PollFlags::POLLOUT)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn receive(&mut self, stream: &UnixStream, mut bytes: &mut [u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            match nix::unistd::read(stream, bytes) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(got) => bytes = bytes.get_mut(got..).unwrap_or_default(),
+                Err(error) => self.or_wait(error, stream, PollFlags::POLLIN)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits if that is what the error says.
+    fn or_wait(&mut self, error: Errno, stream: &UnixStream, wanted: PollFlags) -> io::Result<()> {
+        match error {
+            Errno::EAGAIN => {}
+            Errno::EINTR => return Ok(()),
+            _ => return Err(error.into()),
+        }
+        let stopping = self.stop.asked();
+        let limit = if stopping {
+            let until = *self.until.get_or_insert_with(|| Instant::now() + LAST_ANSWER);
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            PollTimeout::try_from(left + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX)
+        } else {
+            PollTimeout::NONE
+        };
+        let mut events = vec![PollFd::new(stream.as_fd(), wanted)];
+        if !stopping {
+            events.push(PollFd::new(self.stop.as_fd(), PollFlags::POLLIN));
+        }
+        match poll(&mut events, limit) {
+            Err(Errno::EINTR) | Ok(_) => {}
+            Err(error) => return Err(error.into()),
+        }
+        if !stopping {
+            self.stop.heard();
+        }
+        Ok(())
+    }
+}

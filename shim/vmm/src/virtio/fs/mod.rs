@@ -1,0 +1,12 @@
+//! Owns: the file-system device (virtio-fs; VIRTIO 1.2, 5.11): its requests go as bytes over a stream to another process,
+//! which has the files, and its answers come back; here is nothing that opens one. docs/devices/fs.md.
+//! Threads: one a queue, which has one request under way.
+
+mod channel;
+mod device;
+mod metrics;
+#[cfg(test)]
+mod tests;
+
+pub use device::Fs;
+pub use metrics::Metrics;
