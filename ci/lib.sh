@@ -66,7 +66,7 @@ need() {
 # What building needs, and what running pods needs.
 need_build() {
     command -v cargo >/dev/null || die "cargo is not installed: see https://rustup.rs (Rust 1.90 or newer)"
-    need build-essential libseccomp-dev ca-certificates
+    need build-essential libseccomp-dev libcap-ng-dev ca-certificates
 }
 need_runtime() {
     need qemu-system-x86 containernetworking-plugins iproute2 nftables iptables e2fsprogs erofs-utils procps jq busybox-static

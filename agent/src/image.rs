@@ -1,8 +1,8 @@
 //! Owns: the images of the pod, mounted as EROFS: partitions of the image disk that come and go while the machine runs, or
-//! files of the node; and the scratch disk.
+//! files of the node; the scratch disk; and the volumes of the node.
 //! Threads: `Disks` serialises; its methods block and are for blocking threads.
 
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, Kind, share};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -106,17 +106,24 @@ pub struct Disks {
     scratch_disk: u32,
     attached: Mutex<HashMap<u8, Source>>,
     scratch_mounted: Mutex<bool>,
+    share_mounted: Mutex<bool>,
 }
 
 impl Disks {
     /// The disks by their numbers: 0 is the first.
     pub fn new(image_disk: u32, scratch_disk: u32) -> Disks {
-        Disks { image_disk, scratch_disk, attached: Mutex::default(), scratch_mounted: Mutex::default() }
+        Disks {
+            image_disk,
+            scratch_disk,
+            attached: Mutex::default(),
+            scratch_mounted: Mutex::default(),
+            share_mounted: Mutex::default(),
+        }
     }
 
     /// Of a pod without a machine: there is no disk, and scratch is a folder.
     pub fn on_node() -> Disks {
-        Disks { image_disk: 0, scratch_disk: 0, attached: Mutex::default(), scratch_mounted: Mutex::new(true) }
+        Disks { scratch_mounted: Mutex::new(true), share_mounted: Mutex::new(true), ..Disks::new(0, 0) }
     }
 
     /// Mounts an image that lies in files of the node. Said again with the same files it is a success.
@@ -219,6 +226,20 @@ impl Disks {
         let attached = self.attached.lock().unwrap_or_else(PoisonError::into_inner);
         let number = number_of(partition)?;
         attached.get(&number).map(|_| mount_point(number)).ok_or(DiskError::NoImage { number: partition })
+    }
+
+    /// Mounts the volumes of the node, once: those of all containers, also of later ones. Each is a file system of its own
+    /// in it, mounted by the kernel when somebody enters it. Their devices are the node's, not this machine's.
+    pub fn share(&self) -> Result<(), DiskError> {
+        let mut mounted = self.share_mounted.lock().unwrap_or_else(PoisonError::into_inner);
+        if !*mounted {
+            let folder = Path::new(share::FOLDER);
+            fs::create_dir_all(folder)
+                .and_then(|()| Ok(mount(Some(share::TAG), folder, Some("virtiofs"), MsFlags::MS_NODEV, None::<&str>)?))
+                .map_err(at("mount the volumes of the node at", folder))?;
+            *mounted = true;
+        }
+        Ok(())
     }
 
     /// Mounts the scratch disk, once.

@@ -1,6 +1,7 @@
 //! Owns: the verbs on containers, each of which may be said twice: create, start, signal, exec, resize, remove.
 
-use libcontainer::oci_spec::runtime::{LinuxNamespaceType, Spec};
+use libcontainer::oci_spec::runtime::{LinuxNamespaceType, Mount, Spec};
+use nacelle_base::share;
 use nacelle_base::undo::UndoStack;
 use nacelle_proto::agent::{CreateContainerResponse, PidMode, UpdateContainerRequest};
 use std::collections::HashMap;
@@ -466,6 +467,10 @@ fn prepare(pod: &Pod, options: &CreateOptions, pid: PidNamespace) -> Result<Prep
         let image = pod.disks.image(volume.partition)?;
         let mount = volumes::prepare(&root, &image, volume, owner);
         mounts.push(mount.map_err(|source| PodError::Volume { id: id.clone(), source })?);
+    }
+    let shared = |mount: &Mount| mount.source().as_ref().is_some_and(|source| source.starts_with(share::FOLDER));
+    if spec.mounts().iter().flatten().any(shared) {
+        pod.disks.share()?;
     }
     let capabilities = own_capabilities();
     let in_users = users.map(|users| users.network);

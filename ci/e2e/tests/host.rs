@@ -73,36 +73,6 @@ fn a_pod_without_a_guest_has_namespaces_of_its_own() {
 }
 
 #[test]
-fn folders_and_files_of_the_node_are_volumes() {
-    if !possible() {
-        return;
-    }
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let folder = node.folder().join("shared");
-    fs::create_dir(&folder).expect("the node's folder is writable");
-    fs::write(folder.join("from-node"), "of the node").expect("the node's folder is writable");
-    let mount = |of: &std::path::Path, at: &str, readonly: bool| json!({"host_path": of, "container_path": at, "readonly": readonly});
-    let pod = node.crictl.run_pod_of("host", Pod::new("volumes", node.folder()));
-    let file = folder.join("from-node");
-    let mounts = json!([mount(&folder, "/rw", false), mount(&folder, "/ro", true), mount(&file, "/etc/one", true)]);
-    let container = pod.start(Container::sh("c", &image, "sleep 600").set("mounts", mounts));
-    assert_eq!(container.exec("cat /ro/from-node /etc/one").ok(), "of the nodeof the node");
-    container.exec("echo back >/rw/from-pod").ok();
-    assert_eq!(fs::read_to_string(folder.join("from-pod")).expect("the pod has written"), "back\n");
-    for written in ["/ro/from-pod", "/etc/one"] {
-        assert_ne!(container.exec(&format!("echo over >{written}")).code, 0, "{written} is read-only");
-    }
-    // As other runtimes have it, a folder that is not there is made.
-    let none = folder.join("none");
-    let later = pod.start(Container::sh("d", &image, "sleep 600").set("mounts", json!([mount(&none, "/none", false)])));
-    later.exec("touch /none/made").ok();
-    assert!(none.join("made").is_file(), "{none:?}");
-    pod.remove();
-    assert_eq!(fs::read_to_string(folder.join("from-pod")).expect("what was written stays"), "back\n");
-}
-
-#[test]
 fn nothing_is_left_when_the_process_of_such_a_pod_is_killed() {
     if !possible() {
         return;

@@ -47,8 +47,8 @@ fn containers_that_cannot_be_are_refused_and_the_pod_lives() {
     let sleep = || Container::sh("c", &image, "sleep 600");
     refuse(Container::sh("c", "127.0.0.1:5000/none:1", "true"), "NotFound", &["127.0.0.1:5000/none:1"]);
     refuse(sleep().set("log_path", json!("../../escape.log")), "InvalidArgument", &["log_path"]);
-    let mount = json!([{"host_path": "/etc", "container_path": "/host"}]);
-    refuse(sleep().set("mounts", mount), "Unimplemented", &["/etc"]);
+    let mount = json!([{"host_path": "/etc", "container_path": "/host", "propagation": 2}]);
+    refuse(sleep().set("mounts", mount), "Unimplemented", &["propagation"]);
     let device = json!([{"host_path": "/dev/fuse", "container_path": "/dev/fuse", "permissions": "rwm"}]);
     refuse(sleep().set("devices", device), "Unimplemented", &["/dev/fuse"]);
     let capability = json!({"security_context": {"capabilities": {"add_capabilities": ["FLY"]}}});

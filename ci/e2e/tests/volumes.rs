@@ -1,9 +1,14 @@
-//! Owns: image volumes: images that containers see beside their own, and what is refused.
+//! Owns: image volumes: images that containers see beside their own, and what is refused; and volumes of the node.
 
+use nacelle_e2e::node::engine;
+use nacelle_e2e::run::call;
 use nacelle_e2e::{Container, Image, Node, Pod};
 use nacelle_proto::cri;
 use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
 use serde_json::{Value, json};
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 
 /// An image with something to look at.
 fn data() -> Image {
@@ -137,4 +142,61 @@ fn what_is_no_volume_is_refused_and_leaves_nothing() {
     let mounts = json!([mount("/good", &volume, "conf")]);
     pod.start(Container::sh("one", &image, "cat /good/app").set("mounts", mounts)).says("of the volume");
     pod.remove();
+}
+
+#[test]
+fn folders_and_files_of_the_node_are_volumes() {
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let folder = node.folder().join("shared");
+    fs::create_dir(&folder).expect("the node's folder is writable");
+    let write = |path: &Path, text: &str| fs::write(path, text).expect("the node's folder is writable");
+    write(&folder.join("from-node"), "of the node");
+    write(&node.folder().join("secret"), "not for pods");
+    std::os::unix::fs::symlink("../secret", folder.join("link")).expect("the node's folder is writable");
+    let of_node =
+        |of: &Path, at: &str, readonly: bool| json!({"host_path": of, "container_path": at, "readonly": readonly});
+    let pod = node.crictl.run_pod(Pod::new("volumes", node.folder()));
+    let file = folder.join("from-node");
+    let mounts =
+        json!([of_node(&folder, "/rw", false), of_node(&folder, "/ro", true), of_node(&file, "/etc/one", true)]);
+    let container = pod.start(Container::sh("c", &image, "sleep 600").set("mounts", mounts.clone()));
+    assert_eq!(container.exec("cat /ro/from-node /etc/one").ok(), "of the nodeof the node");
+    container.exec("echo back >/rw/from-pod && chown 1234:5678 /rw/from-pod && chmod 600 /rw/from-pod").ok();
+    assert_eq!(fs::read_to_string(folder.join("from-pod")).expect("the pod has written"), "back\n");
+    let written = fs::metadata(folder.join("from-pod")).expect("the pod has written");
+    assert_eq!((written.uid(), written.gid(), written.mode()), (1234, 5678, 0o100600));
+    for written in ["/ro/from-pod", "/ro/new", "/etc/one"] {
+        assert_ne!(container.exec(&format!("echo over >{written}")).code, 0, "{written} is read-only");
+    }
+    // What the node changes is seen at once.
+    write(&file, "changed");
+    assert_eq!(container.exec("cat /rw/from-node /etc/one").ok(), "changedchanged");
+    container.exec("dd if=/dev/zero of=/rw/big bs=1M count=3 2>/dev/null && sync").ok();
+    assert_eq!(fs::metadata(folder.join("big")).expect("the pod has written").len(), 3 << 20);
+    assert_eq!(container.exec("dd if=/ro/big bs=1M 2>/dev/null | wc -c").ok(), (3 << 20).to_string());
+    // Nothing but the volumes is there.
+    for out in ["/rw/../secret", "/rw/link"] {
+        assert_ne!(container.exec(&format!("cat {out}")).code, 0, "{out}");
+    }
+    // As other runtimes have it, a folder that is not there is made. Two containers have a volume of their own each.
+    let none = folder.join("none");
+    let mounts = json!([of_node(&none, "/none", false), of_node(&folder, "/all", false)]);
+    let later = pod.start(Container::sh("d", &image, "sleep 600").set("mounts", mounts));
+    later.exec("touch /none/made && test -f /all/none/made").ok();
+    assert!(none.join("made").is_file(), "{none:?}");
+    node.crictl.call(["rm", "-f", &later.id]);
+    assert_eq!(container.exec("ls /rw/none").ok(), "made");
+    if let Some(share) = node.processes("nacelle-fs ").first() {
+        // The node has lost it: the pod is told of errors, and goes on, and goes away.
+        call("kill", ["-9", &share.to_string()]).ok();
+        let error = container.exec("cat /rw/from-node").err();
+        assert!(error.contains("I/O error") || error.contains("Input/output error"), "{error}");
+        assert_eq!(container.exec("echo lives").ok(), "lives");
+    } else {
+        assert_eq!(engine(), "host");
+    }
+    pod.remove();
+    assert_eq!(fs::read_to_string(folder.join("from-pod")).expect("what was written stays"), "back\n");
+    assert_eq!(node.left(), Vec::<String>::new());
 }

@@ -3,10 +3,12 @@
 
 use std::collections::HashSet;
 use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
 use nacelle_base::machine::{ConsoleKind, MemoryPages};
 use nacelle_base::net::Mac;
+use nacelle_base::share::QUEUES;
 use nacelle_base::{Classify, Kind};
 
 /// The smallest memory in which the guest kernel and the agent start, in MiB.
@@ -49,6 +51,8 @@ pub struct MachineSpec {
     pub console_log: PathBuf,
     /// The guest's vsock context id, 3 or more. The device is in our process: two machines may have the same one.
     pub guest_cid: u32,
+    /// Where requests for files of the node are answered (`nacelle_base::share`); none: the machine has no such device.
+    pub share: Option<[UnixStream; QUEUES]>,
 }
 
 /// One disk of a machine.
@@ -351,6 +355,7 @@ mod tests {
             console: ConsoleKind::Serial,
             console_log: "/run/pod/console.log".into(),
             guest_cid: 3,
+            share: None,
         }
     }
 

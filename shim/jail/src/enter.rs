@@ -65,17 +65,28 @@ pub fn enter(plan: Plan) -> Result<(), JailError> {
         tracing::warn!(group = %group.display(), "no control group of its own: {}", Chain(&error));
     }
     walls::build(plan.places, &plan.scaffold)?;
+    limit(0)?;
+    // Afterwards, because the change of capabilities may set it again.
+    prctl::set_dumpable(false).map_err(|errno| step("limit itself")(errno.into()))?;
+    seccomp::arm(plan.seccomp, plan.profile)?;
+    Ok(())
+}
+
+/// Gives up everything but these capabilities (a bit each), for a process of one thread that has a root of its own already,
+/// starts nothing and talks over what is open. There is no way back.
+pub fn confine(seccomp: Mode, capabilities: u64) -> Result<(), JailError> {
+    limit(capabilities)?;
+    Ok(seccomp::arm_single(seccomp)?)
+}
+
+fn limit(capabilities: u64) -> Result<(), JailError> {
     let limited = "limit itself";
     // No image of guest memory on the node's disk; nothing that cannot be swapped or moved.
     for limit in [Resource::RLIMIT_CORE, Resource::RLIMIT_MEMLOCK] {
         setrlimit(limit, 0, 0).map_err(|errno| step(limited)(errno.into()))?;
     }
     prctl::set_no_new_privs().map_err(|errno| step(limited)(errno.into()))?;
-    sys::drop_capabilities().map_err(step("give up its capabilities"))?;
-    // Afterwards, because the change of capabilities may set it again.
-    prctl::set_dumpable(false).map_err(|errno| step(limited)(errno.into()))?;
-    seccomp::arm(plan.seccomp, plan.profile)?;
-    Ok(())
+    sys::drop_capabilities(capabilities).map_err(step("give up its capabilities"))
 }
 
 fn step(what: &'static str) -> impl FnOnce(io::Error) -> JailError {

@@ -12,9 +12,9 @@ mod sys;
 mod table;
 mod walls;
 
-pub use enter::{JailError, Plan, close_inherited, enter};
+pub use enter::{JailError, Plan, close_inherited, confine, enter};
 pub use kinds::{Mode, Profile, ThreadKind};
-pub use seccomp::{SeccompError, arm, thread};
+pub use seccomp::{SeccompError, arm, arm_single, thread};
 pub use spawn::spawn;
-pub use table::{Allow, Only, forbidden, table};
+pub use table::{Allow, Only, alone, forbidden, table};
 pub use walls::{Access, Place, WallError};

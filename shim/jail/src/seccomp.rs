@@ -1,7 +1,7 @@
 //! Owns: compiling the tables and installing them, for the process and for single threads.
 //! Threads: any. Filters add up: a thread has its own, and those of the threads it descends from.
 
-use crate::table::{Allow, Only, forbidden, table};
+use crate::table::{Allow, Only, alone, forbidden, table};
 use crate::{Mode, Profile, ThreadKind};
 use crate::{spawn, sys};
 use nacelle_base::{Classify, Kind};
@@ -70,6 +70,26 @@ pub fn arm(mode: Mode, profile: Profile) -> Result<(), SeccompError> {
     spawn::begin().map_err(|source| SeccompError::Starter { source })
 }
 
+/// Puts a process that has and will have one thread, and executes nothing, under a filter that forbids what a process with
+/// programs is forbidden, and programs, processes and sockets besides. With [`Mode::Off`] nothing happens.
+pub fn arm_single(mode: Mode) -> Result<(), SeccompError> {
+    let kind = ThreadKind::Main;
+    let Some(bad) = action(mode) else { return Ok(()) };
+    let rules = forbidden().iter().chain(alone()).map(|call| (call.syscall, Vec::new())).collect();
+    let filter = SeccompFilter::new(rules, SeccompAction::Allow, bad, TargetArch::x86_64);
+    let program: BpfProgram =
+        filter.and_then(TryInto::try_into).map_err(|source| SeccompError::Compile { kind, source })?;
+    apply_filter(&program).map_err(|source| SeccompError::Install { kind, source })
+}
+
+fn action(mode: Mode) -> Option<SeccompAction> {
+    match mode {
+        Mode::Off => None,
+        Mode::Log => Some(SeccompAction::Log),
+        Mode::Kill => Some(SeccompAction::KillProcess),
+    }
+}
+
 /// Puts the calling thread under the filter of its kind; until [`arm`] was called it does nothing. For threads that
 /// are not started by [`spawn`](crate::spawn). If an armed process cannot filter a thread, it ends.
 pub fn thread(kind: ThreadKind) {
@@ -90,11 +110,7 @@ fn install(kind: ThreadKind) -> Result<(), SeccompError> {
 
 /// The program of a kind; empty if the process's own filter is all it has.
 fn compile(kind: ThreadKind, mode: Mode, profile: Profile) -> Result<BpfProgram, SeccompError> {
-    let bad = match mode {
-        Mode::Off => return Ok(BpfProgram::new()),
-        Mode::Log => SeccompAction::Log,
-        Mode::Kill => SeccompAction::KillProcess,
-    };
+    let Some(bad) = action(mode) else { return Ok(BpfProgram::new()) };
     let failed = |source| SeccompError::Compile { kind, source };
     let filter = match profile {
         Profile::Spawns if kind == ThreadKind::Main => {

@@ -21,14 +21,15 @@ struct Data {
     inheritable: u32,
 }
 
-/// Empties the bounding, ambient, effective, permitted and inheritable sets of the calling thread.
-pub(crate) fn drop_capabilities() -> io::Result<()> {
+/// Empties the ambient and inheritable sets of the calling thread; of the bounding, effective and permitted ones stays what
+/// is in `keep`, a bit each.
+pub(crate) fn drop_capabilities(keep: u64) -> io::Result<()> {
     let bit = |number: libc::c_ulong, option: libc::c_int| {
         // SAFETY: prctl with these options takes integers and touches no memory.
         unsafe { libc::prctl(option, number, 0, 0, 0) }
     };
     // The kernel says where the list ends.
-    for capability in 0..64 {
+    for capability in (0..64).filter(|capability| keep & 1 << capability == 0) {
         if bit(capability, libc::PR_CAPBSET_DROP) == -1 {
             let error = io::Error::last_os_error();
             if error.raw_os_error() == Some(libc::EINVAL) && capability > 0 {
@@ -41,10 +42,10 @@ pub(crate) fn drop_capabilities() -> io::Result<()> {
         return Err(io::Error::last_os_error());
     }
     let header = Header { version: VERSION, pid: 0 };
-    let none = [const { Data { effective: 0, permitted: 0, inheritable: 0 } }; 2];
+    let kept = [keep as u32, (keep >> 32) as u32].map(|bits| Data { effective: bits, permitted: bits, inheritable: 0 });
     // SAFETY: header and data have the layout of version 3, two data structs, and live until the call returns; the
     // kernel only writes to the header, to its version, if that were unknown: `header` is not read afterwards.
-    let rc = unsafe { libc::syscall(libc::SYS_capset, &raw const header, none.as_ptr()) };
+    let rc = unsafe { libc::syscall(libc::SYS_capset, &raw const header, kept.as_ptr()) };
     if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 

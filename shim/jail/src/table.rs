@@ -377,13 +377,37 @@ pub fn forbidden() -> &'static [Allow] {
     }
 }
 
+/// What a process that does nothing but serve files is forbidden besides.
+pub fn alone() -> &'static [Allow] {
+    const {
+        &[
+            always(c::SYS_execve, "programs"),
+            always(c::SYS_execveat, "programs"),
+            always(c::SYS_fork, "processes"),
+            always(c::SYS_vfork, "processes"),
+            always(c::SYS_clone, "processes and threads"),
+            always(c::SYS_clone3, "processes and threads"),
+            always(c::SYS_kill, "other processes"),
+            always(c::SYS_tkill, "other processes"),
+            always(c::SYS_pidfd_open, "other processes"),
+            always(c::SYS_pidfd_send_signal, "other processes"),
+            always(c::SYS_socket, "networks"),
+            always(c::SYS_socketpair, "networks"),
+            always(c::SYS_connect, "networks, and sockets that lie on a volume"),
+            always(c::SYS_bind, "networks, and sockets that lie on a volume"),
+            always(c::SYS_io_uring_setup, "calls that no filter sees"),
+            always(c::SYS_memfd_create, "code"),
+        ]
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn each_entry_has_its_reason() {
-        for entry in ThreadKind::ALL.into_iter().flat_map(table).chain(forbidden()) {
+        for entry in ThreadKind::ALL.into_iter().flat_map(table).chain(forbidden()).chain(alone()) {
             assert!(!entry.why.is_empty(), "{}", entry.syscall);
         }
     }

@@ -37,6 +37,9 @@ pub enum PodError {
     /// The process cannot shut itself in.
     #[error(transparent)]
     Jail(#[from] nacelle_jail::JailError),
+    /// No process for the volumes of the node.
+    #[error(transparent)]
+    Share(#[from] nacelle_fs::ShareError),
     /// The scratch disk.
     #[error("cannot make the scratch disk")]
     Scratch(#[from] ScratchError),
@@ -177,6 +180,7 @@ impl Classify for PodError {
             PodError::Record(error) => error.kind(),
             PodError::File(error) => error.kind(),
             PodError::Jail(error) => error.kind(),
+            PodError::Share(error) => error.kind(),
             PodError::Scratch(error) => error.kind(),
             PodError::Net(error) => error.kind(),
             PodError::Machine(error) => error.kind(),

@@ -75,21 +75,35 @@ impl Identity {
 
     /// Reads `DIR/process.json`; none if no process came so far.
     pub fn read(dir: &Path) -> Result<Option<Self>, IdentityError> {
-        let path = dir.join(FILE);
-        match std::fs::read(&path) {
+        Self::read_from(&dir.join(FILE))
+    }
+
+    /// Reads a file of this kind; none if there is none.
+    pub(crate) fn read_from(path: &Path) -> Result<Option<Self>, IdentityError> {
+        match std::fs::read(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(at("read", &path)(error).into()),
+            Err(error) => Err(at("read", path)(error).into()),
             Ok(bytes) => {
-                Ok(Some(serde_json::from_slice(&bytes).map_err(|source| IdentityError::Format { path, source })?))
+                let format = |source| IdentityError::Format { path: path.to_owned(), source };
+                Ok(Some(serde_json::from_slice(&bytes).map_err(format)?))
             }
         }
     }
 
     /// Writes `DIR/process.json`, whole.
     pub fn write(&self, dir: &Path) -> Result<(), IdentityError> {
-        let path = dir.join(FILE);
-        let bytes = serde_json::to_vec(self).map_err(|source| IdentityError::Format { path: path.clone(), source })?;
-        Ok(write_whole(&path, &bytes)?)
+        self.write_to(&dir.join(FILE))
+    }
+
+    /// Writes a file of this kind, whole.
+    pub(crate) fn write_to(&self, path: &Path) -> Result<(), IdentityError> {
+        let format = |source| IdentityError::Format { path: path.to_owned(), source };
+        Ok(write_whole(path, &serde_json::to_vec(self).map_err(format)?)?)
+    }
+
+    /// The process that has made the one that has this pid now; none if that is gone.
+    pub(crate) fn parent(&self) -> Result<Option<i32>, IdentityError> {
+        Ok(stat(self.pid)?.map(|stat| stat.parent))
     }
 
     /// A handle on exactly this process; none if it is gone (a zombie counts as gone).
@@ -116,11 +130,24 @@ fn boot_id() -> Result<String, IdentityError> {
 
 /// The start time of a process that runs; none for one that is gone or a zombie.
 fn start_time(pid: i32) -> Result<Option<u64>, IdentityError> {
+    Ok(stat(pid)?.map(|stat| stat.start_time))
+}
+
+/// What /proc says of a process that runs.
+#[derive(Debug, PartialEq, Eq)]
+struct Stat {
+    state: char,
+    parent: i32,
+    start_time: u64,
+}
+
+/// None for a process that is gone or a zombie.
+fn stat(pid: i32) -> Result<Option<Stat>, IdentityError> {
     let path = PathBuf::from(format!("/proc/{pid}/stat"));
     match std::fs::read_to_string(&path) {
         Ok(stat) => match parse_stat(&stat) {
-            Some(('Z' | 'X', _)) => Ok(None),
-            Some((_, start)) => Ok(Some(start)),
+            Some(Stat { state: 'Z' | 'X', .. }) => Ok(None),
+            Some(stat) => Ok(Some(stat)),
             None => Err(IdentityError::Stat { pid }),
         },
         Err(error) if error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(libc::ESRCH) => Ok(None),
@@ -128,11 +155,12 @@ fn start_time(pid: i32) -> Result<Option<u64>, IdentityError> {
     }
 }
 
-/// State and start time. The command's name may hold spaces and brackets, so fields count from the last one.
-fn parse_stat(stat: &str) -> Option<(char, u64)> {
+/// State, parent and start time. The command's name may hold spaces and brackets, so fields count from the last one.
+fn parse_stat(stat: &str) -> Option<Stat> {
     let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
     let state = fields.next()?.chars().next()?;
-    Some((state, fields.nth(18)?.parse().ok()?))
+    let parent = fields.next()?.parse().ok()?;
+    Some(Stat { state, parent, start_time: fields.nth(17)?.parse().ok()? })
 }
 
 #[cfg(test)]
@@ -142,7 +170,7 @@ mod tests {
     #[test]
     fn the_name_of_a_command_cannot_move_the_fields() {
         let rest = "S 1 1 1 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 777 9";
-        assert_eq!(parse_stat(&format!("12 (a) b) {rest}")), Some(('S', 777)));
+        assert_eq!(parse_stat(&format!("12 (a) b) {rest}")), Some(Stat { state: 'S', parent: 1, start_time: 777 }));
         assert_eq!(parse_stat("12 (a) S 1"), None);
         assert_eq!(parse_stat(""), None);
     }

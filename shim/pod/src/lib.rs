@@ -1,6 +1,6 @@
 //! Owns: the process of one PodSandbox (`nacelle-pod`): its machine, the agent in it, log files, exit codes; and
 //! the daemon's client for it. docs/pod-process.md is the map.
-//! May use: `base`, `proto`, `engine`, `net`, `jail`. Knows no CRI.
+//! May use: `base`, `proto`, `engine`, `fs`, `net`, `jail`. Knows no CRI.
 
 mod actor;
 mod agent;
@@ -23,6 +23,7 @@ mod process;
 pub mod record;
 pub mod scratch;
 mod server;
+pub mod share;
 pub mod spec;
 mod state;
 mod stats;

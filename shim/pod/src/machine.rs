@@ -10,11 +10,13 @@ use nacelle_base::Chain;
 use nacelle_base::files::remove_if_there;
 use nacelle_base::machine::{ConsoleKind, MemoryPages};
 use nacelle_base::net::Mac;
+use nacelle_base::share::QUEUES;
 use nacelle_base::undo::UndoStack;
 use nacelle_engine::{DiskSpec, Engine, Incoming, Machine, MachineExit, MachineSpec, NicSpec, Slot, Stop};
 use nacelle_jail::ThreadKind;
 use nacelle_net::{NetNs, Tap, tap};
 use std::io;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -65,6 +67,8 @@ pub struct Prepared {
     disk: PathBuf,
     /// The disk still has its name, where everybody sees it.
     pub named: bool,
+    /// The way to the volumes of the node.
+    pub share: Option<[UnixStream; QUEUES]>,
 }
 
 /// Makes taps and scratch disk; without a guest there is neither. If it fails, nothing is left behind. Blocks for a few
@@ -72,7 +76,7 @@ pub struct Prepared {
 pub fn prepare(spec: &PodSpec) -> Result<Prepared, PodError> {
     let disk = spec.scratch_file();
     if matches!(spec.engine, EngineSpec::Host { .. }) {
-        return Ok(Prepared { taps: Vec::new(), disk, named: false });
+        return Ok(Prepared { taps: Vec::new(), disk, named: false, share: None });
     }
     let (taps, copied) = std::thread::scope(|scope| {
         let copied = scope.spawn(|| {
@@ -83,7 +87,7 @@ pub fn prepare(spec: &PodSpec) -> Result<Prepared, PodError> {
     });
     let copied = copied.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     match (taps, copied) {
-        (Ok(taps), Ok(())) => Ok(Prepared { taps, disk, named: true }),
+        (Ok(taps), Ok(())) => Ok(Prepared { taps, disk, named: true, share: None }),
         (Err(error), _) => {
             // The first error is the one that matters.
             let _ = remove_if_there(&disk);
@@ -101,7 +105,7 @@ pub async fn assemble(
     engine: Arc<dyn Engine>,
     prepared: Prepared,
 ) -> Result<Assembled, PodError> {
-    let Prepared { taps, disk, named } = prepared;
+    let Prepared { taps, disk, named, share } = prepared;
     let mut undo = UndoStack::new();
     if named {
         undo.push("scratch disk", {
@@ -135,6 +139,7 @@ pub async fn assemble(
         run_dir: dir.to_owned(),
         console_log: dir.join(CONSOLE_FILE),
         guest_cid: GUEST_CID,
+        share,
     };
     let (machine, gone) = start(engine, machine).await?;
     // The machine has it open. Without a name it goes with this process, however that ends.

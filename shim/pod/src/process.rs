@@ -5,7 +5,7 @@ use crate::error::PodError;
 use crate::identity::Identity;
 use crate::server::Server;
 use crate::spec::PodSpec;
-use crate::{SOCKET_FILE, STREAM_SOCKET_FILE, jail, machine, streams};
+use crate::{SOCKET_FILE, STREAM_SOCKET_FILE, jail, machine, share, streams};
 use nacelle_base::files::{at, remove_if_there};
 use nacelle_engine::Engine;
 use nacelle_proto::pod::pod_server::PodServer;
@@ -40,9 +40,11 @@ pub fn run(dir: &Path, engine: impl FnOnce(&PodSpec) -> Result<Arc<dyn Engine>, 
     // Files of the pod are nobody else's; log files are for the node's group, as their mode says.
     nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o027));
     own.write(dir)?;
-    let engine = engine(&spec)?;
     // What needs rights comes before they are given up, and that before there is a second thread, and a guest.
+    let share = share::start(&spec, dir)?;
+    let engine = engine(&spec)?;
     let mut prepared = machine::prepare(&spec)?;
+    prepared.share = share.map(nacelle_fs::Share::ready).transpose()?;
     if let Some(jail) = &spec.jail {
         jail::enter(&spec, jail, dir)?;
         prepared.named = false;

@@ -304,7 +304,7 @@ async fn runs() {
     let mut left: Vec<String> =
         fs::read_dir(&place.dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     left.sort();
-    assert_eq!(left, ["console.log", "pod.log", "process.json", "spec.json", "state.json"]);
+    assert_eq!(left, ["console.log", "pod.log", "process.json", "share.json", "spec.json", "state.json"]);
 }
 
 /// What the process has beside the guest's memory.

@@ -36,6 +36,6 @@ mod testing;
 
 pub use transport::{mmio, vhost_user};
 pub use virtio::{
-    Device, DeviceKind, DeviceState, Interrupt, Memory, Ring, StartError, StateError, balloon, block, console, fs,
-    net, rng, vsock,
+    Device, DeviceKind, DeviceState, Interrupt, Memory, Ring, StartError, StateError, balloon, block, console, fs, net,
+    rng, vsock,
 };

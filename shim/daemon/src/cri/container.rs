@@ -4,10 +4,8 @@ use super::Cri;
 use super::convert::{container_config, for_a_guest, report, resources_change, seccomp_profile};
 use super::sandbox::needed;
 use super::status::{refuse, status};
-use crate::config::EngineSetting;
 use crate::nouns::ImageOf;
 use crate::profile;
-use crate::store::PodRecord;
 use nacelle_base::Kind;
 use nacelle_proto::cri;
 use std::collections::HashMap;
@@ -36,7 +34,7 @@ impl Cri {
         let view = self.node.pod(pod).map_err(status)?;
         let (node, users) = (view.pod.config.node_namespaces, view.pod.config.user_namespace);
         let config = container_config(request.config.as_ref(), profile, node, users).map_err(status)?;
-        if self.has_guest(&view.pod) {
+        if self.node.parts().has_guest(&view.pod) {
             for_a_guest(&config).map_err(status)?;
         }
         let image = self.image_of("config.image.image", &config.image)?;
@@ -44,12 +42,6 @@ impl Cri {
         let volumes = volumes.collect::<Result<_, _>>()?;
         let id = self.node.create(pod, config, image, volumes).await.map_err(status)?;
         Ok(cri::CreateContainerResponse { container_id: id.to_string() })
-    }
-
-    /// Whether the pod is a machine.
-    fn has_guest(&self, pod: &PodRecord) -> bool {
-        let handler = self.node.parts().config.handler(&pod.handler);
-        pod.config.node_namespaces.none() && handler.is_none_or(|(_, handler)| handler.engine != EngineSetting::Host)
     }
 
     /// The image that a container names in a field, which must have been pulled.

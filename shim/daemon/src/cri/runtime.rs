@@ -39,18 +39,11 @@ impl Cri {
         };
         // What the handlers can do of what CRI lets them announce. The empty name is the default one.
         let names = std::iter::once(String::new()).chain(parts.config.handlers.keys().cloned());
-        let features = |name: &str| cri::RuntimeHandlerFeatures {
-            // Mounts of the node reach containers without a guest only.
-            recursive_read_only_mounts: parts
-                .config
-                .handler(name)
-                .is_some_and(|(_, h)| h.engine == EngineSetting::Host),
-            user_namespaces: true,
-        };
+        let features = cri::RuntimeHandlerFeatures { recursive_read_only_mounts: true, user_namespaces: true };
         Ok(cri::StatusResponse {
             status: Some(cri::RuntimeStatus { conditions: vec![runtime, network] }),
             info: if request.verbose { self.info() } else { HashMap::new() },
-            runtime_handlers: names.map(|name| cri::RuntimeHandler { features: Some(features(&name)), name }).collect(),
+            runtime_handlers: names.map(|name| cri::RuntimeHandler { features: Some(features), name }).collect(),
             features: Some(cri::RuntimeFeatures { supplemental_groups_policy: true, ..Default::default() }),
         })
     }

@@ -9,6 +9,7 @@ use nacelle_base::{Classify, Kind};
 use nacelle_image::ImageError;
 use nacelle_net::NetError;
 use nacelle_pod::client::ClientError;
+use nacelle_pod::share::VolumesError;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -145,6 +146,9 @@ pub enum StepError {
     /// A file.
     #[error(transparent)]
     File(#[from] Arc<FileError>),
+    /// Volumes of the node.
+    #[error(transparent)]
+    Volumes(#[from] Arc<VolumesError>),
     /// The OCI specification.
     #[error(transparent)]
     Oci(#[from] Arc<OciError>),
@@ -159,7 +163,7 @@ macro_rules! from {
         }
     )*};
 }
-from!(ClientError => Pod, NetError => Net, ImageError => Image, StoreError => Store, FileError => File, OciError => Oci);
+from!(ClientError => Pod, NetError => Net, ImageError => Image, StoreError => Store, FileError => File, OciError => Oci, VolumesError => Volumes);
 
 /// Says which step failed: `.map_err(at("start the machine"))`.
 pub fn at<E: Into<StepError>>(step: &'static str) -> impl FnOnce(E) -> LifecycleError {
@@ -181,6 +185,7 @@ impl Classify for StepError {
             StepError::Store(error) => error.kind(),
             StepError::File(error) => error.kind(),
             StepError::Oci(error) => error.kind(),
+            StepError::Volumes(error) => error.kind(),
         }
     }
 }

@@ -4,16 +4,17 @@
 use super::boot::blocking;
 use super::error::{LifecycleError, StepError, at};
 use super::{Parts, clip};
-use crate::nouns::{ContainerConfig, PidMode, User};
+use crate::nouns::{ContainerConfig, NodeVolume, PidMode, Propagation, User};
 use crate::oci;
 use crate::store::{ContainerRecord, PodRecord};
 use nacelle_base::files::{self, FileError};
 use nacelle_base::machine::{Extent, ImageDisk};
-use nacelle_base::{Chain, Classify, ContainerId, Kind};
+use nacelle_base::{Chain, Classify, ContainerId, Kind, PodId, share};
 use nacelle_pod::client::{ClientError, PodClient};
+use nacelle_pod::share::Volume;
 use nacelle_proto::pod as proto;
 use std::future::Future;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::timeout;
@@ -37,7 +38,7 @@ fn is_unknown(error: &LifecycleError) -> bool {
     matches!(error, LifecycleError::Step { source: StepError::Pod(_), .. }) && error.kind() == Kind::NotFound
 }
 
-/// Makes the container in the guest.
+/// Makes the container in the guest, with its volumes of the node; they are taken back if it cannot be made.
 pub(super) async fn make(
     parts: Arc<Parts>,
     client: PodClient,
@@ -45,8 +46,30 @@ pub(super) async fn make(
     record: ContainerRecord,
 ) -> Result<User, LifecycleError> {
     let asked = Arc::clone(&record.config);
-    let config =
-        &blocking(move || resolve(&asked)).await.map_err(at("find the volumes of the container on the node"))?;
+    let found = blocking(move || resolve(&asked)).await.map_err(at("find the volumes of the container on the node"))?;
+    if found.node_volumes.is_empty() || !parts.has_guest(&pod) {
+        return make_with(&parts, client, pod, &record, &as_agent_of_node(found)).await;
+    }
+    let (dir, id) = (parts.pod_dir(&pod.id), record.id.clone());
+    let volumes = found.node_volumes.iter().map(shared).collect();
+    let attached = parts.pods.attach(&dir, id.as_str(), volumes).await;
+    attached.map_err(at("share the volumes of the container with the machine"))?;
+    let made = make_with(&parts, client, pod, &record, &as_guest(found, &id)).await;
+    if made.is_err()
+        && let Err(error) = parts.pods.detach(&dir, id.as_str()).await
+    {
+        tracing::warn!(container = %id, "its volumes could not be taken back: {}", Chain(&error));
+    }
+    made
+}
+
+async fn make_with(
+    parts: &Parts,
+    client: PodClient,
+    pod: PodRecord,
+    record: &ContainerRecord,
+    config: &ContainerConfig,
+) -> Result<User, LifecycleError> {
     let root = parts.images.rootfs(&record.image.id).await.map_err(at("read the image of the container"))?;
     let spec =
         oci::spec(&pod.config, config, &root.config, &pod.kernel_release).map_err(at("describe the container"))?;
@@ -85,7 +108,7 @@ pub(super) async fn make(
     Ok(User { uid: made.uid, gid: made.gid, groups })
 }
 
-/// The volumes of the node without links, which would lead elsewhere in the agent's root; a folder is made for what is not
+/// The volumes of the node without links, which would lead elsewhere where the agent finds them; a folder is made for what is not
 /// there, as kubelet expects.
 fn resolve(config: &ContainerConfig) -> Result<ContainerConfig, FileError> {
     let mut config = config.clone();
@@ -100,6 +123,34 @@ fn resolve(config: &ContainerConfig) -> Result<ContainerConfig, FileError> {
             name.map_err(|_bytes| files::at("name", path)(std::io::ErrorKind::InvalidFilename.into()))?;
     }
     Ok(config)
+}
+
+/// Volumes as the agent of a pod without a guest finds them (`agent/src/boot/mounts.rs`).
+fn as_agent_of_node(mut config: ContainerConfig) -> ContainerConfig {
+    for volume in &mut config.node_volumes {
+        volume.host_path.insert_str(0, "/node");
+    }
+    config
+}
+
+/// Volumes as a guest finds them in its share. What is mounted below a mount that cannot be written cannot be written in the
+/// guest either: where only the volume itself is read-only, it is the node's kernel that refuses.
+fn as_guest(mut config: ContainerConfig, id: &ContainerId) -> ContainerConfig {
+    for (number, volume) in config.node_volumes.iter_mut().enumerate() {
+        volume.host_path = format!("{}/{id}/{number}", share::FOLDER);
+        volume.readonly = volume.recursive_read_only;
+    }
+    config
+}
+
+/// What the share is asked for.
+fn shared(volume: &NodeVolume) -> Volume {
+    Volume {
+        path: PathBuf::from(&volume.host_path),
+        read_only: volume.readonly,
+        all_read_only: volume.recursive_read_only,
+        hears_node: volume.propagation == Propagation::FromNode,
+    }
 }
 
 fn extents(disk: &ImageDisk) -> Vec<proto::Extent> {
@@ -140,10 +191,22 @@ pub(super) async fn stop(
 pub(super) async fn remove(
     parts: Arc<Parts>,
     client: Option<PodClient>,
+    pod: PodId,
+    record: Arc<ContainerConfig>,
     id: ContainerId,
 ) -> Result<(), LifecycleError> {
     // Without a machine there is nothing in a guest to remove.
     let Some(client) = client else { return Ok(()) };
+    remove_from_guest(&parts, client, &id).await?;
+    if record.node_volumes.is_empty() {
+        return Ok(());
+    }
+    // A pod without a guest has no share, and nothing in it.
+    let detached = parts.pods.detach(&parts.pod_dir(&pod), id.as_str()).await;
+    detached.map_err(at("take back the volumes of the container"))
+}
+
+async fn remove_from_guest(parts: &Parts, client: PodClient, id: &ContainerId) -> Result<(), LifecycleError> {
     let deadline = tokio::time::Instant::now() + parts.answer_limit();
     loop {
         match ask("remove the container", parts.answer_limit(), client.remove_container(id.as_str())).await {
@@ -218,7 +281,6 @@ pub(super) fn told(state: &proto::ContainerState, from: i64, now: i64) -> Told {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nouns::{NodeVolume, Propagation};
     use proptest::prelude::*;
 
     #[test]
@@ -238,9 +300,15 @@ mod tests {
         };
         config.node_volumes = vec![volume("link"), volume("new/deep")];
         let resolved = resolve(&config).unwrap();
-        let paths: Vec<_> = resolved.node_volumes.iter().map(|volume| Path::new(&volume.host_path)).collect();
-        assert_eq!(paths, [base.join("file"), base.join("new/deep")]);
+        let paths: Vec<_> = resolved.node_volumes.iter().map(|volume| volume.host_path.clone()).collect();
+        assert_eq!(paths, [base.join("file"), base.join("new/deep")].map(|path| path.to_str().unwrap().to_owned()));
         assert!(base.join("new/deep").is_dir());
+        let found = |config: ContainerConfig| config.node_volumes[0].host_path.clone();
+        assert_eq!(Path::new(&found(as_agent_of_node(resolved.clone()))), Path::new("/node").join(&paths[0][1..]));
+        assert_eq!(
+            found(as_guest(resolved, &ContainerId::from_bytes([1; 32]))),
+            format!("/run/nacelle/volumes/{}/0", "01".repeat(32))
+        );
         config.node_volumes = vec![volume("file/x")];
         assert!(resolve(&config).is_err());
     }

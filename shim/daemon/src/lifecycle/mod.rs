@@ -92,6 +92,12 @@ impl Parts {
         self.config.paths.pods().join(id.short())
     }
 
+    /// Whether the pod is a machine.
+    pub(crate) fn has_guest(&self, pod: &PodRecord) -> bool {
+        let handler = self.config.handler(&pod.handler);
+        pod.config.node_namespaces.none() && handler.is_none_or(|(_, handler)| handler.engine != EngineSetting::Host)
+    }
+
     /// Ends what is left of the pod process of this folder; a folder that is not there has none.
     async fn clean_up(&self, dir: &std::path::Path) -> Result<Option<LastRecord>, ClientError> {
         match tokio::fs::try_exists(dir).await {

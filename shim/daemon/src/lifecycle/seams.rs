@@ -6,6 +6,7 @@ use nacelle_base::PodId;
 use nacelle_net::{Attachment, NetError, Network, PodRef};
 use nacelle_pod::client::{self, ClientError, PodClient};
 use nacelle_pod::record::PodRecord;
+use nacelle_pod::share::{self, Volume, VolumesError};
 use nacelle_pod::spec::PodSpec;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -19,6 +20,16 @@ pub trait Pods: Send + Sync + 'static {
     /// Finds the process that serves this folder; `ClientError::Gone` if there is none.
     async fn connect(&self, dir: &Path) -> Result<PodClient, ClientError> {
         client::connect(dir).await
+    }
+
+    /// Mounts volumes of the node for a container of the machine that this folder's process runs. All of them or none.
+    async fn attach(&self, dir: &Path, container: &str, volumes: Vec<Volume>) -> Result<(), VolumesError> {
+        share::attach(dir, container, volumes).await
+    }
+
+    /// Takes a container's volumes of the node back. Can be said twice, and of a pod that has ended.
+    async fn detach(&self, dir: &Path, container: &str) -> Result<(), VolumesError> {
+        share::detach(dir, container).await
     }
 
     /// Ends what is left of the process and returns what it last recorded. Can be said twice.

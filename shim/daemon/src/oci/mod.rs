@@ -208,11 +208,7 @@ fn namespaces() -> Value {
     ])
 }
 
-/// A path of the node as the agent of a pod without a guest sees it (`agent/src/boot/mounts.rs`).
-fn of_node(path: &str) -> String {
-    format!("/node{path}")
-}
-
+/// A volume of the node, whose path is the one that the agent finds it at.
 fn node_volume(volume: &NodeVolume) -> Value {
     let mut options = match (volume.readonly, volume.recursive_read_only) {
         (true, true) => vec!["rbind", "ro", "rro"],
@@ -222,7 +218,7 @@ fn node_volume(volume: &NodeVolume) -> Value {
     if volume.id_mapped {
         options.push("idmap");
     }
-    json!({ "destination": volume.container_path, "type": "bind", "source": of_node(&volume.host_path), "options": options })
+    json!({ "destination": volume.container_path, "type": "bind", "source": volume.host_path, "options": options })
 }
 
 fn mounts(privileged: bool) -> impl Iterator<Item = Value> {
@@ -358,7 +354,7 @@ mod tests {
             ];
         });
         let of = |at: &str| spec["mounts"].as_array().unwrap().iter().find(|m| m["destination"] == at).unwrap().clone();
-        assert_eq!(of("/a")["source"], "/node/srv/data");
+        assert_eq!(of("/a")["source"], "/srv/data");
         assert_eq!(of("/a")["options"], json!(["rbind", "rw"]));
         assert_eq!(of("/b")["options"], json!(["rbind", "ro"]));
         assert_eq!(of("/c")["options"], json!(["rbind", "ro", "rro", "idmap"]));

@@ -15,6 +15,7 @@ use nacelle_base::machine::{ConsoleKind, MemoryPages};
 use nacelle_jail::ThreadKind;
 use nacelle_vmm::Device;
 use nacelle_vmm::balloon::Balloon;
+use nacelle_vmm::fs::Fs;
 use nacelle_vmm::machine::{self, Backing, Builder, Config, Exit, MAX_DEVICES};
 use nacelle_vmm::net::{self, Net, NetConfig};
 use nacelle_vmm::rng::Rng;
@@ -30,8 +31,8 @@ use crate::machine::{
 };
 use crate::{CheckedSpec, EngineError, EngineKind, Limits, MachineSpec, Slot};
 
-/// The most devices that a machine has beside those of its spec (and its console): vsock, rng and balloon.
-const OWN_DEVICES: usize = 3;
+/// The most devices that a machine has beside those of its spec (and its console): vsock, rng, the share, balloon.
+const OWN_DEVICES: usize = 4;
 /// The kernel parameters of every machine: silence on the console, and a reset at a panic (the machine
 /// itself says how to reset). Linux takes 32 blocks of free memory out of use at a time until the host has taken them
 /// back, and checks only that as many of the order named here would stay: with its own choice (2 MiB) these may be
@@ -183,6 +184,10 @@ fn devices(spec: MachineSpec, slots: &[Slot], vsock: Box<dyn Device>) -> Result<
         devices.push(Net::new(NetConfig { taps, mac: nic.mac, mtu, vhost }).map_err(no_nic)?.device());
     }
     devices.extend([vsock, Rng::new().device()]);
+    if let Some(streams) = spec.share {
+        let no_share = |source| EngineError::Resources { what: "the way to the volumes of the node", source };
+        devices.push(Fs::new(streams).map_err(no_share)?.device());
+    }
     // A huge page that was given back may be another's when the guest wants it again, and then the process is killed.
     if spec.memory_pages == MemoryPages::Transparent {
         devices.push(Balloon::new().device());

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use nacelle_base::machine::{ConsoleKind, MemoryPages};
 use nacelle_base::net::Mac;
+use nacelle_base::share;
 
 use crate::Accelerator;
 use crate::console;
@@ -54,15 +55,25 @@ pub(super) enum VhostKind {
     Block,
     Vsock,
     Rng,
+    Fs,
 }
 
 impl VhostKind {
+    /// What QEMU must be told of it, because it answers for it.
+    fn own(self, option: Opt) -> Opt {
+        match self {
+            VhostKind::Fs => option.set("tag", share::TAG).set("queue-size", share::QUEUE_SIZE),
+            VhostKind::Block | VhostKind::Vsock | VhostKind::Rng => option,
+        }
+    }
+
     /// QEMU's name for the front end.
     fn driver(self) -> &'static str {
         match self {
             VhostKind::Block => "vhost-user-blk",
             VhostKind::Vsock => "vhost-user-vsock-device",
             VhostKind::Rng => "vhost-user-rng",
+            VhostKind::Fs => "vhost-user-fs-device",
         }
     }
 }
@@ -155,7 +166,7 @@ impl Device {
         match self {
             Device::VhostUser { kind, name, socket } => [
                 ("chardev", Opt::new("socket").set("id", name).set("path", socket.display())),
-                ("device", Opt::new(kind.driver()).set("chardev", name).set("bus", bus)),
+                ("device", kind.own(Opt::new(kind.driver()).set("chardev", name).set("bus", bus))),
             ],
             Device::Console => [
                 ("device", Opt::new("virtio-serial-device").set("bus", bus)),
@@ -236,6 +247,14 @@ mod tests {
         let devices = ["virtio-serial-device,bus=virtio-mmio-bus.7", "virtconsole,chardev=console"];
         assert_eq!(value(&args, "-device"), devices);
         assert!(value(&args, "-append")[0].starts_with("earlycon=uart8250,io,0x3f8 console=hvc0 "), "{args:?}");
+    }
+
+    #[test]
+    fn the_share_has_its_tag() {
+        let share = Device::VhostUser { kind: VhostKind::Fs, name: "share".into(), socket: "/run/share.sock".into() };
+        let args = MicroVm { devices: vec![share], ..machine() }.args();
+        let device = "vhost-user-fs-device,chardev=share,bus=virtio-mmio-bus.7,tag=nacelle,queue-size=128";
+        assert_eq!(value(&args, "-device"), [device]);
     }
 
     #[test]

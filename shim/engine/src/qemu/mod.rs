@@ -18,6 +18,7 @@ use std::time::Duration;
 
 use nacelle_base::machine::ConsoleKind;
 use nacelle_base::{Chain, files};
+use nacelle_vmm::fs::Fs;
 use nacelle_vmm::rng::Rng;
 use nacelle_vmm::vhost_user::{self, Server};
 use nacelle_vmm::vsock::Vsock;
@@ -37,8 +38,8 @@ pub const PROGRAM: &str = "/usr/bin/qemu-system-x86_64";
 
 /// How long QEMU may take to stop or start its processors.
 const CONTROL_LIMIT: Duration = Duration::from_secs(60);
-/// The devices that every machine has beside those of its spec (and its console): vsock and rng.
-const OWN_DEVICES: usize = 2;
+/// The devices that every machine has beside those of its spec (and its console): vsock, rng and the share.
+const OWN_DEVICES: usize = 3;
 
 /// The engine. Cheap to make; holds nothing.
 #[derive(Clone, Debug)]
@@ -93,6 +94,10 @@ impl Engine for Qemu {
         }
         devices.push(serve(VhostKind::Vsock, "vsock".into(), vsock.device())?);
         devices.push(serve(VhostKind::Rng, "rng".into(), Rng::new().device())?);
+        if let Some(streams) = spec.share {
+            let no_share = |source| EngineError::Resources { what: "the way to the volumes of the node", source };
+            devices.push(serve(VhostKind::Fs, "share".into(), Fs::new(streams).map_err(no_share)?.device())?);
+        }
         devices.extend((spec.console == ConsoleKind::Virtio).then_some(Device::Console));
 
         let (qmp, qemus_end) =

@@ -37,13 +37,13 @@ pub fn volumes(
     Ok((of_images, of_node))
 }
 
-/// Refuses what a machine cannot have: what lies on the node.
+/// Refuses what a machine cannot have: owners of the node's files that are others in the container.
 pub fn for_a_guest(config: &ContainerConfig) -> Result<(), FieldError> {
-    match config.node_volumes.first() {
+    match config.node_volumes.iter().find(|volume| volume.id_mapped) {
         Some(volume) => {
-            let instead = "volumes of the node do not reach a machine yet; put the files into the image, or run the pod \
-                           by a handler whose engine is host";
-            not_yet("config.mounts.host_path", &volume.host_path, instead)
+            let instead = "owners of files of the node are not mapped for a machine; leave the mappings of the mount out, \
+                           or run the pod by a handler whose engine is host";
+            not_yet("config.mounts.uidMappings, gidMappings", &volume.host_path, instead)
         }
         None => Ok(()),
     }
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn volumes_of_the_node_are_taken_over_and_kept_from_guests() {
+    fn volumes_of_the_node_are_taken_over_in_the_order_of_their_depth() {
         let plain =
             |at: &str| cri::Mount { container_path: at.into(), host_path: "/srv/data".into(), ..Default::default() };
         let mut inner = plain("/data/inner");
@@ -180,11 +180,12 @@ mod tests {
         ];
         assert_eq!(shown, expected);
         let mut config = (*crate::store::tests_support::container(1, 1).config).clone();
-        for_a_guest(&config).unwrap();
         config.node_volumes = taken;
+        for_a_guest(&config).unwrap();
+        config.node_volumes[1].id_mapped = true;
         let error = for_a_guest(&config).unwrap_err();
         assert_eq!(error.kind(), Kind::Unsupported);
-        assert!(error.to_string().contains("host_path is \"/srv/data\""), "{error}");
+        assert!(error.to_string().contains("uidMappings, gidMappings is \"/srv/data\""), "{error}");
     }
 
     #[test]

@@ -260,7 +260,9 @@ impl Actor {
             let error = self.not_ready();
             return self.effect(async move { Message::Removed(id, Err(error)) });
         }
-        let removing = make::remove(Arc::clone(&self.parts), self.client.clone(), id.clone());
+        let Some(config) = self.containers.get(&id).map(|entry| Arc::clone(&entry.record.config)) else { return };
+        let (client, pod) = (self.client.clone(), self.pod.id.clone());
+        let removing = make::remove(Arc::clone(&self.parts), client, pod, config, id.clone());
         self.effect(async move { Message::Removed(id, removing.await) });
     }
 

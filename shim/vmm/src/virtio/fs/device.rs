@@ -91,7 +91,9 @@ impl Device for Fs {
     }
 
     fn reset(&mut self) {
-        self.threads.iter_mut().filter_map(Option::take).for_each(|thread| drop(thread.stop()));
+        for thread in self.threads.iter_mut().filter_map(Option::take) {
+            thread.stop();
+        }
     }
 
     fn save(&self) -> DeviceState {

@@ -77,7 +77,12 @@ fn requests_and_answers_cross_whole() {
         answer(&mut second, 0, b"");
         (taken, without)
     });
-    machine.drivers[1].submit(&[(AT, 60_000, false), (AT + 60_000, 10_000, false), (ROOM, 3, true), (ROOM + 8, 9, true)]);
+    machine.drivers[1].submit(&[
+        (AT, 60_000, false),
+        (AT + 60_000, 10_000, false),
+        (ROOM, 3, true),
+        (ROOM + 8, 9, true),
+    ]);
     machine.start(1);
     assert_eq!(machine.wait(1), 5);
     machine.stop(1);

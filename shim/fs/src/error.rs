@@ -1,0 +1,62 @@
+//! Owns: why volumes of the node cannot be shared.
+
+use nacelle_base::{Classify, Kind};
+use nacelle_jail::JailError;
+use std::io;
+use std::path::PathBuf;
+
+/// What failed.
+#[derive(Debug, thiserror::Error)]
+pub enum ShareError {
+    /// A step of the process that has the volumes.
+    #[error("the process for the volumes of the node cannot {what}")]
+    Step {
+        /// "be started", "leave the node's files".
+        what: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+    /// Its rights could not be given up.
+    #[error("the process for the volumes of the node cannot be shut in")]
+    Jail {
+        /// Why.
+        #[from]
+        source: JailError,
+    },
+    /// It ended, or said nothing.
+    #[error("the process for the volumes of the node did not start; the pod's log has its reason")]
+    Silent {
+        /// What reading of it gave.
+        source: io::Error,
+    },
+    /// A volume is not there, or could not be mounted.
+    #[error("cannot {what} the volume {}", path.display())]
+    Volume {
+        /// "open", "mount", "make a place for".
+        what: &'static str,
+        /// Of the node.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// Volumes could not be taken back.
+    #[error("cannot take back the volumes of container {container}")]
+    Detach {
+        /// Whose they are.
+        container: String,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+impl Classify for ShareError {
+    fn kind(&self) -> Kind {
+        match self {
+            ShareError::Volume { source, .. } => match source.kind() {
+                io::ErrorKind::NotFound => Kind::NotFound,
+                _ => Kind::Internal,
+            },
+            _ => Kind::Internal,
+        }
+    }
+}

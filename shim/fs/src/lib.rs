@@ -1,0 +1,14 @@
+//! Owns: the process beside a pod process that has the pod's volumes of the node and answers the guest's requests for
+//! files (`nacelle-fs`), and the daemon's hand, which puts volumes into that process's mount namespace and takes them out.
+//! May use: `base`, `jail`, virtiofsd. Knows no pod, no engine, no queue. docs/devices/fs.md is the map.
+
+mod error;
+mod names;
+mod room;
+mod server;
+mod sys;
+mod volumes;
+
+pub use error::ShareError;
+pub use room::{Share, start};
+pub use volumes::{Volume, attach, detach};

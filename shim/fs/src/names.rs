@@ -1,0 +1,77 @@
+//! Owns: the names in a guest's requests. A name is one of the folder that the request is about; one that leads elsewhere
+//! is refused before anybody looks at files. Linux sends no such names.
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+/// `struct fuse_in_header`.
+const IN_HEADER: usize = 40;
+
+/// Whether all names in a request stay in their folder. Requests without names, and what is no request, do.
+pub(crate) fn stay(request: &[u8]) -> bool {
+    let Some(opcode) = request.get(4..8).and_then(|bytes| bytes.try_into().ok()).map(u32::from_le_bytes) else {
+        return true;
+    };
+    // What stands before the names, and how many there are (linux/fuse.h). The name of a file that has none (TMPFILE) is
+    // not looked at by anybody.
+    let (before, count) = match opcode {
+        1 | 6 | 10 | 11 => (0, 1), // LOOKUP, SYMLINK (what it leads to follows), UNLINK, RMDIR
+        9 | 13 => (8, 1),          // MKDIR, LINK
+        8 | 35 => (16, 1),         // MKNOD, CREATE
+        12 => (8, 2),              // RENAME
+        45 => (16, 2),             // RENAME2
+        _ => return true,
+    };
+    let names = request.get(IN_HEADER + before..).unwrap_or_default();
+    names.split(|byte| *byte == 0).take(count).all(|name| !matches!(name, b"." | b"..") && !name.contains(&b'/'))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::indexing_slicing)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn request(opcode: u32, before: usize, names: &[u8]) -> Vec<u8> {
+        let mut bytes = vec![0; IN_HEADER + before];
+        bytes[4..8].copy_from_slice(&opcode.to_le_bytes());
+        bytes.extend(names);
+        bytes
+    }
+
+    const WITH_NAMES: [(u32, usize); 10] =
+        [(1, 0), (6, 0), (8, 16), (9, 8), (10, 0), (11, 0), (12, 8), (13, 8), (35, 16), (45, 16)];
+
+    #[test]
+    fn names_that_lead_elsewhere_are_refused() {
+        for (opcode, before) in WITH_NAMES {
+            for name in ["..", ".", "/", "../x", "a/b", "/etc", "a/.."] {
+                assert!(!stay(&request(opcode, before, format!("{name}\0rest\0").as_bytes())), "{opcode} {name}");
+                let second = stay(&request(opcode, before, format!("a\0{name}\0").as_bytes()));
+                assert_eq!(second, !matches!(opcode, 12 | 45), "{opcode} {name}");
+            }
+            for name in ["a", "...", "..a", ".a", "-"] {
+                assert!(stay(&request(opcode, before, format!("{name}\0b\0").as_bytes())), "{opcode} {name}");
+            }
+        }
+        // What a link says is its own affair: it is followed in the guest.
+        assert!(stay(&request(6, 0, b"link\0../../etc\0")));
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_can_be_looked_at(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+            stay(&bytes);
+        }
+
+        #[test]
+        fn a_name_that_passes_has_no_way_out(
+            which in 0..WITH_NAMES.len(), name in proptest::collection::vec(prop_oneof![Just(b'.'), Just(b'/'), any::<u8>()], 0..6),
+        ) {
+            let (opcode, before) = WITH_NAMES[which];
+            let bytes = request(opcode, before, &name);
+            let first: &[u8] = name.split(|byte| *byte == 0).next().unwrap();
+            if stay(&bytes) {
+                prop_assert!(first != b".." && !first.contains(&b'/'));
+            }
+        }
+    }
+}

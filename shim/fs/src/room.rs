@@ -1,0 +1,180 @@
+//! Owns: the process `nacelle-fs`: made of the pod process before that gives up its rights, shut in with nothing but the
+//! place for volumes, answering until the pod process ends.
+//! Threads: one.
+
+use crate::error::ShareError;
+use crate::server::Server;
+use crate::sys;
+use nacelle_base::Chain;
+use nacelle_base::share::{HEADER, MAX_MESSAGE, QUEUES};
+use nacelle_jail::Mode;
+use nix::errno::Errno;
+use nix::fcntl::{OFlag, open};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sched::{CloneFlags, unshare};
+use nix::sys::prctl;
+use nix::sys::resource::{Resource, getrlimit};
+use nix::sys::signal::Signal;
+use nix::sys::stat::{Mode as FileMode, umask};
+use nix::unistd::{Pid, chdir, chroot, getppid, mkdir, pivot_root};
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+/// Where the volumes are mounted: the share's root, which cannot be written.
+pub(crate) const SHOWN: &str = "/shown";
+/// The same folder, where places for them are made.
+pub(crate) const PLACES: &str = "/places";
+/// What it may take to be ready: it makes five mounts.
+const START_LIMIT: Duration = Duration::from_secs(60);
+/// What it says then.
+const READY: u8 = b'!';
+/// What it keeps of root's rights, as far as files are concerned: CHOWN, DAC_OVERRIDE, FOWNER, FSETID, SETGID, SETUID (to
+/// act as the user in the guest), SETFCAP. Not MKNOD: no devices; not DAC_READ_SEARCH: no files by handle.
+const CAPABILITIES: u64 = 1 | 1 << 1 | 1 << 3 | 1 << 4 | 1 << 6 | 1 << 7 | 1 << 31;
+
+/// The pod process's end.
+#[derive(Debug)]
+pub struct Share {
+    process: Pid,
+    streams: [UnixStream; QUEUES],
+}
+
+impl Share {
+    /// The process that has the volumes. It ends with the one that has made it.
+    pub fn process(&self) -> Pid {
+        self.process
+    }
+
+    /// Waits until it is ready; then its streams, one for each queue of the device.
+    pub fn ready(self) -> Result<[UnixStream; QUEUES], ShareError> {
+        let silent = |source| ShareError::Silent { source };
+        let mut first = &self.streams[0];
+        let mut word = [0];
+        first.set_read_timeout(Some(START_LIMIT)).and_then(|()| first.read_exact(&mut word)).map_err(silent)?;
+        first.set_read_timeout(None).map_err(silent)?;
+        Ok(self.streams)
+    }
+}
+
+/// Starts the process. `scaffold` is a folder over which it makes its root, in a mount namespace of its own. There must be
+/// one thread only, and nothing open that is not for it.
+pub fn start(scaffold: &Path, seccomp: Mode) -> Result<Share, ShareError> {
+    let failed = |source| ShareError::Step { what: "be started", source };
+    let pair = || UnixStream::pair().map_err(failed);
+    let ((first, its_first), (second, its_second)) = (pair()?, pair()?);
+    let parent = nix::unistd::getpid();
+    match sys::fork().map_err(failed)? {
+        Some(process) => Ok(Share { process, streams: [first, second] }),
+        None => {
+            // It hears of their end.
+            drop((first, second));
+            match live(parent, scaffold, seccomp, [its_first, its_second]) {
+                Ok(()) => sys::exit(0),
+                Err(error) => {
+                    tracing::error!("{}", Chain(&error));
+                    sys::exit(1)
+                }
+            }
+        }
+    }
+}
+
+/// The life of the process.
+fn live(parent: Pid, scaffold: &Path, seccomp: Mode, mut streams: [UnixStream; QUEUES]) -> Result<(), ShareError> {
+    let step = |what| move |errno: Errno| ShareError::Step { what, source: errno.into() };
+    let bound = "be bound to the pod process";
+    // Until it acts as another user for the first time; afterwards it hears of the end by its streams.
+    prctl::set_pdeathsig(Signal::SIGKILL).map_err(step(bound))?;
+    prctl::set_name(c"nacelle-fs").map_err(step(bound))?;
+    if let Err(error) = be_named() {
+        tracing::debug!("the process for volumes looks like the pod process: {error}");
+    }
+    if getppid() != parent {
+        return Ok(());
+    }
+    // Modes are as the guest says.
+    umask(FileMode::empty());
+    let fds =
+        open("/proc/self/fd", OFlag::O_PATH | OFlag::O_CLOEXEC, FileMode::empty()).map_err(step("find its files"))?;
+    build(scaffold).map_err(step("leave the node's files"))?;
+    nacelle_jail::confine(seccomp, CAPABILITIES)?;
+    let (files, _) = getrlimit(Resource::RLIMIT_NOFILE).map_err(step("find its limits"))?;
+    let serve = |source| ShareError::Step { what: "serve", source };
+    let mut server = Server::new("/", File::from(fds), files).map_err(serve)?;
+    streams.first_mut().map_or(Ok(()), |first| first.write_all(&[READY])).map_err(serve)?;
+    match answer_all(&mut server, &mut streams) {
+        // The pod process has ended, or wants no more.
+        Err(error) if matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::BrokenPipe) => Ok(()),
+        other => other.map_err(serve),
+    }
+}
+
+/// Changes the name of the program in the command line that others see: it is a copy of the pod process's.
+fn be_named() -> io::Result<()> {
+    const NAMES: [&[u8]; 2] = [b"nacelle-pod", b"nacelle-fs\0"];
+    let line = fs::read("/proc/self/cmdline")?;
+    let Some(at) = line.windows(NAMES[0].len()).position(|name| name == NAMES[0]) else { return Ok(()) };
+    // Field 48 (proc(5)); the command's name may hold spaces and brackets, so fields count from the last one.
+    let stat = fs::read_to_string("/proc/self/stat")?;
+    let start = stat.rsplit_once(')').and_then(|(_, fields)| fields.split_whitespace().nth(45)?.parse::<u64>().ok());
+    let start = start.ok_or(io::ErrorKind::InvalidData)?;
+    File::options().write(true).open("/proc/self/mem")?.write_all_at(NAMES[1], start + at as u64)
+}
+
+/// A root with nothing but the place for volumes, and the same place where it can be written; then a root in that.
+fn build(scaffold: &Path) -> nix::Result<()> {
+    let none = None::<&str>;
+    let mode = FileMode::from_bits_truncate(0o755);
+    unshare(CloneFlags::CLONE_NEWNS)?;
+    mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)?;
+    let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
+    mount(Some("nacelle"), scaffold, Some("tmpfs"), flags, Some("mode=0755,size=1m,nr_inodes=64k"))?;
+    chdir(scaffold)?;
+    let [shown, places] = [SHOWN, PLACES].map(|path| path.trim_start_matches('/'));
+    mkdir(shown, mode)?;
+    mkdir(places, mode)?;
+    mount(Some(places), shown, none, MsFlags::MS_BIND, none)?;
+    mount(none, shown, none, flags | MsFlags::MS_REMOUNT | MsFlags::MS_BIND | MsFlags::MS_RDONLY, none)?;
+    // The old root lands on the new one, and is taken off.
+    pivot_root(".", ".")?;
+    umount2(".", MntFlags::MNT_DETACH)?;
+    chroot(SHOWN)?;
+    chdir("/")
+}
+
+/// Answers requests, those of high priority first, until a stream ends.
+fn answer_all(server: &mut Server, streams: &mut [UnixStream; QUEUES]) -> io::Result<()> {
+    loop {
+        let mut events = streams.each_ref().map(|stream| PollFd::new(stream.as_fd(), PollFlags::POLLIN));
+        match poll(&mut events, PollTimeout::NONE) {
+            Ok(_) | Err(Errno::EINTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+        let ready = events.map(|event| event.any().unwrap_or(false));
+        if let Some((stream, _)) = streams.iter_mut().zip(ready).find(|(_, ready)| *ready) {
+            answer(server, stream)?;
+        }
+    }
+}
+
+fn answer(server: &mut Server, stream: &mut UnixStream) -> io::Result<()> {
+    let mut header = [0; HEADER];
+    stream.read_exact(&mut header)?;
+    let (length, room) = header.split_at(4);
+    let number = |bytes: &[u8]| bytes.try_into().map_or(0, u32::from_le_bytes) as usize;
+    let (length, room) = (number(length), number(room));
+    if length > MAX_MESSAGE {
+        return Err(io::ErrorKind::InvalidData.into());
+    }
+    let mut request = vec![0; length];
+    stream.read_exact(&mut request)?;
+    let answer = server.answer(&request, room);
+    let length = u32::try_from(answer.len()).unwrap_or(0); // at most MAX_MESSAGE
+    stream.write_all(&[length.to_le_bytes().as_slice(), &answer].concat())
+}

@@ -1,0 +1,348 @@
+//! Owns: tests of the process that has the volumes, from where the guest is: requests as bytes, in a pod process of one
+//! thread. They need root. A harness of its own, because that of the standard library starts threads.
+
+#![allow(missing_docs, reason = "a program of tests")]
+
+use nacelle_fs::{Share, ShareError, Volume, attach, detach};
+use nacelle_jail::Mode;
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sched::{CloneFlags, unshare};
+use nix::sys::wait::{WaitStatus, waitpid};
+use std::ffi::CString;
+use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::fs::{MetadataExt, symlink};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+const LOOKUP: u32 = 1;
+const GETATTR: u32 = 3;
+const MKNOD: u32 = 8;
+const UNLINK: u32 = 10;
+const OPEN: u32 = 14;
+const READ: u32 = 15;
+const INIT: u32 = 26;
+const CREATE: u32 = 35;
+/// The share's root.
+const ROOT: u64 = 1;
+
+/// A process, its root's place, and the guest's side of its requests.
+struct Guest {
+    _scaffold: tempfile::TempDir,
+    streams: [UnixStream; 2],
+    pid: nix::unistd::Pid,
+    user: u32,
+}
+
+impl Guest {
+    fn new() -> Guest {
+        let scaffold = tempfile::tempdir().unwrap();
+        let share: Share = nacelle_fs::start(scaffold.path(), Mode::Kill).unwrap();
+        let pid = share.process();
+        let mut guest = Guest { _scaffold: scaffold, streams: share.ready().unwrap(), pid, user: 0 };
+        // The oldest protocol with what is needed; all that Linux 6.12 can do, submounts among it.
+        let init = [7u32, 38, 1 << 20, 0x3fff_ffff].map(u32::to_le_bytes).concat();
+        guest.ask(INIT, 0, &init).unwrap();
+        guest
+    }
+
+    fn attach(&self, container: &str, volumes: &[Volume]) -> Result<(), ShareError> {
+        let namespace = File::open(format!("/proc/{}/ns/mnt", self.pid)).unwrap();
+        attach(namespace.as_fd(), container, volumes)
+    }
+
+    fn detach(&self, container: &str) {
+        let namespace = File::open(format!("/proc/{}/ns/mnt", self.pid)).unwrap();
+        detach(namespace.as_fd(), container).unwrap();
+    }
+
+    /// The bytes of the answer behind its header, or the error.
+    fn ask(&mut self, opcode: u32, node: u64, body: &[u8]) -> Result<Vec<u8>, i32> {
+        let length = u32::try_from(40 + body.len()).unwrap();
+        let mut request = Vec::new();
+        request.extend(length.to_le_bytes());
+        request.extend(opcode.to_le_bytes());
+        request.extend(77u64.to_le_bytes());
+        request.extend(node.to_le_bytes());
+        request.extend([self.user, self.user, 0, 0].map(u32::to_le_bytes).concat());
+        request.extend(body);
+        self.raw(&request)
+    }
+
+    fn raw(&mut self, request: &[u8]) -> Result<Vec<u8>, i32> {
+        let stream = &mut self.streams[1];
+        let header = [u32::try_from(request.len()).unwrap(), 70_000].map(u32::to_le_bytes).concat();
+        stream.write_all(&[header.as_slice(), request].concat()).unwrap();
+        let mut length = [0; 4];
+        stream.read_exact(&mut length).unwrap();
+        let mut answer = vec![0; u32::from_le_bytes(length) as usize];
+        stream.read_exact(&mut answer).unwrap();
+        let Some(error) = answer.get(4..8) else { return Ok(Vec::new()) };
+        match i32::from_le_bytes(error.try_into().unwrap()) {
+            0 => Ok(answer.split_off(16)),
+            error => Err(-error),
+        }
+    }
+
+    fn lookup(&mut self, node: u64, name: &str) -> Result<u64, i32> {
+        let entry = self.ask(LOOKUP, node, CString::new(name).unwrap().as_bytes_with_nul())?;
+        Ok(u64::from_le_bytes(entry[..8].try_into().unwrap()))
+    }
+
+    fn find(&mut self, path: &str) -> Result<u64, i32> {
+        path.split('/').try_fold(ROOT, |node, name| self.lookup(node, name))
+    }
+
+    fn open(&mut self, node: u64, flags: i32) -> Result<u64, i32> {
+        let opened = self.ask(OPEN, node, &[flags as u32, 0].map(u32::to_le_bytes).concat())?;
+        Ok(u64::from_le_bytes(opened[..8].try_into().unwrap()))
+    }
+
+    fn read(&mut self, path: &str) -> Result<String, i32> {
+        let node = self.find(path)?;
+        let handle = self.open(node, libc::O_RDONLY)?;
+        let mut body = [handle, 0].map(u64::to_le_bytes).concat();
+        body.extend([60_000u32, 0].map(u32::to_le_bytes).concat());
+        body.extend([0; 16]);
+        Ok(String::from_utf8(self.ask(READ, node, &body)?).unwrap())
+    }
+
+    fn create(&mut self, folder: u64, name: &str) -> Result<Vec<u8>, i32> {
+        let mut body = [libc::O_RDWR as u32, 0o100644, 0, 0].map(u32::to_le_bytes).concat();
+        body.extend(CString::new(name).unwrap().as_bytes_with_nul());
+        self.ask(CREATE, folder, &body)
+    }
+
+    fn mknod(&mut self, folder: u64, name: &str, mode: u32, device: u32) -> Result<Vec<u8>, i32> {
+        let mut body = [mode, device, 0, 0].map(u32::to_le_bytes).concat();
+        body.extend(CString::new(name).unwrap().as_bytes_with_nul());
+        self.ask(MKNOD, folder, &body)
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        for stream in &self.streams {
+            let _ = stream.shutdown(std::net::Shutdown::Both); // it may be gone
+        }
+        let _ = waitpid(self.pid, None); // or have been waited for
+    }
+}
+
+fn volume(path: &Path) -> Volume {
+    Volume { path: path.to_owned(), read_only: false, all_read_only: false, hears_node: false }
+}
+
+/// A folder of the node that has a file, on a file system of its own whose mounts others may hear of.
+fn folder() -> (tempfile::TempDir, PathBuf) {
+    let dir = tempfile::tempdir().unwrap();
+    let none = None::<&str>;
+    mount(Some("test"), dir.path(), Some("tmpfs"), MsFlags::empty(), none).unwrap();
+    mount(none, dir.path(), none, MsFlags::MS_SHARED, none).unwrap();
+    let folder = dir.path().join("volume");
+    fs::create_dir(&folder).unwrap();
+    fs::write(folder.join("file"), "of the node").unwrap();
+    fs::write(dir.path().join("secret"), "not for the guest").unwrap();
+    (dir, folder)
+}
+
+fn folders_and_files_are_shared_as_asked() {
+    let (dir, folder) = folder();
+    let mut guest = Guest::new();
+    let read_only = Volume { read_only: true, ..volume(&folder) };
+    guest.attach("c", &[volume(&folder), read_only, volume(&folder.join("file"))]).unwrap();
+    assert_eq!(guest.read("c/0/file").unwrap(), "of the node");
+    assert_eq!(guest.read("c/2").unwrap(), "of the node");
+    guest.user = 1234;
+    fs::set_permissions(&folder, std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
+    let node = guest.find("c/0").unwrap();
+    guest.create(node, "made").unwrap();
+    let made = fs::metadata(folder.join("made")).unwrap();
+    assert_eq!((made.uid(), made.gid(), made.mode()), (1234, 1234, 0o100644));
+    guest.user = 0;
+    let node = guest.find("c/1").unwrap();
+    assert_eq!(guest.create(node, "other"), Err(libc::EROFS));
+    let node = guest.find("c/1/file").unwrap();
+    assert_eq!(guest.open(node, libc::O_RDWR), Err(libc::EROFS));
+    // The share itself is nobody's to write.
+    for node in [ROOT, guest.find("c").unwrap()] {
+        assert_eq!(guest.create(node, "other"), Err(libc::EROFS));
+        assert_eq!(guest.ask(UNLINK, node, b"0\0"), Err(libc::EROFS));
+    }
+    guest.detach("c");
+    guest.detach("c");
+    assert_eq!(guest.find("c"), Err(libc::ENOENT));
+    // A name is free again.
+    guest.attach("c", &[volume(&folder)]).unwrap();
+    assert_eq!(guest.read("c/0/file").unwrap(), "of the node");
+    drop(guest);
+    umount2(dir.path(), MntFlags::empty()).unwrap();
+}
+
+fn nobody_walks_out() {
+    let (dir, folder) = folder();
+    symlink("../secret", folder.join("up")).unwrap();
+    symlink(dir.path().join("secret"), folder.join("away")).unwrap();
+    symlink("/", folder.join("root")).unwrap();
+    let mut guest = Guest::new();
+    guest.attach("c", &[volume(&folder)]).unwrap();
+    let node = guest.find("c/0").unwrap();
+    for name in ["..", "../secret", ".", "root/etc", "/etc/passwd", "../../../../../etc"] {
+        assert_eq!(guest.lookup(node, name), Err(libc::EACCES), "{name}");
+        assert_eq!(guest.lookup(ROOT, name), Err(libc::EACCES), "{name}");
+        assert_eq!(guest.create(node, name), Err(libc::EACCES), "{name}");
+        assert_eq!(guest.ask(UNLINK, node, format!("{name}\0").as_bytes()), Err(libc::EACCES), "{name}");
+    }
+    // A link is the guest's to follow, within its own files; here it is a link and nothing else.
+    for name in ["up", "away", "root"] {
+        let link = guest.lookup(node, name).unwrap();
+        assert!(guest.open(link, libc::O_RDONLY).is_err(), "{name}");
+        assert_eq!(guest.lookup(link, "secret"), Err(libc::ENOTDIR), "{name}");
+    }
+    // Inodes that it was not given.
+    for node in [2u64.pow(20), u64::MAX] {
+        assert_eq!(guest.ask(GETATTR, node, &[0; 16]), Err(libc::EBADF));
+    }
+    for kind in [libc::S_IFCHR, libc::S_IFBLK] {
+        assert_eq!(guest.mknod(node, "device", kind | 0o666, 0x0103), Err(libc::EPERM));
+    }
+    guest.mknod(node, "pipe", libc::S_IFIFO | 0o600, 0).unwrap();
+    // What the process itself could see if it were taken over.
+    let root = PathBuf::from(format!("/proc/{}/root", guest.pid));
+    let names = |path: &Path| fs::read_dir(path).unwrap().map(|e| e.unwrap().file_name()).collect::<Vec<_>>();
+    assert_eq!(names(&root), ["c"]);
+    let mounts = fs::read_to_string(format!("/proc/{}/mountinfo", guest.pid)).unwrap();
+    assert_eq!(mounts.lines().count(), 2, "the share and the volume, from its root: {mounts}");
+    let status = fs::read_to_string(format!("/proc/{}/status", guest.pid)).unwrap();
+    for line in
+        ["CapEff:\t00000000800000db", "CapBnd:\t00000000800000db", "NoNewPrivs:\t1", "Seccomp:\t2", "Threads:\t1"]
+    {
+        assert!(status.lines().any(|found| found == line), "{line}: {status}");
+    }
+    drop(guest);
+    umount2(dir.path(), MntFlags::empty()).unwrap();
+}
+
+fn mounts_of_the_node_are_heard_of_where_that_is_asked() {
+    let (dir, folder) = folder();
+    let below = folder.join("below");
+    fs::create_dir(&below).unwrap();
+    let none = None::<&str>;
+    let on = |place: &Path, name: &str| {
+        mount(Some("test"), place, Some("tmpfs"), MsFlags::empty(), none).unwrap();
+        fs::write(place.join(name), name).unwrap();
+    };
+    on(&below, "early");
+    let mut guest = Guest::new();
+    let hears = Volume { hears_node: true, ..volume(&folder) };
+    let read_only = Volume { read_only: true, ..volume(&folder) };
+    let all = Volume { read_only: true, all_read_only: true, ..volume(&folder) };
+    guest.attach("c", &[volume(&folder), hears, read_only, all]).unwrap();
+    for number in 0..4 {
+        assert_eq!(guest.read(&format!("c/{number}/below/early")).unwrap(), "early");
+    }
+    // Read-only is the volume, and what lies below it only if all of it is asked for.
+    let node = guest.find("c/2/below").unwrap();
+    guest.create(node, "written").unwrap();
+    let node = guest.find("c/3/below").unwrap();
+    assert_eq!(guest.create(node, "over"), Err(libc::EROFS));
+    let late = folder.join("late");
+    fs::create_dir(&late).unwrap();
+    on(&late, "late");
+    assert_eq!(guest.find("c/0/late/late"), Err(libc::ENOENT));
+    assert_eq!(guest.read("c/1/late/late").unwrap(), "late");
+    drop(guest);
+    for place in [&late, &below, &dir.path().to_owned()] {
+        umount2(place, MntFlags::empty()).unwrap();
+    }
+}
+
+fn what_cannot_be_shared_is_not_shared_in_part() {
+    let (dir, folder) = folder();
+    let mut guest = Guest::new();
+    let none = guest.attach("c", &[volume(&folder), volume(&folder.join("none"))]).unwrap_err();
+    assert!(matches!(none, ShareError::Volume { what: "open", .. }), "{none}");
+    assert_eq!(guest.find("c"), Err(libc::ENOENT));
+    drop(guest);
+    umount2(dir.path(), MntFlags::empty()).unwrap();
+}
+
+fn bytes_that_are_no_requests_harm_nobody() {
+    let (dir, folder) = folder();
+    let mut guest = Guest::new();
+    guest.attach("c", &[volume(&folder)]).unwrap();
+    let mut state = 1u64;
+    let mut random = || {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (state >> 33) as u8
+    };
+    // No operation that a guest cannot send; all of them, with bytes that mean nothing.
+    for round in 0..2000u32 {
+        let length = usize::from(random()) % 120;
+        let mut request: Vec<u8> = (0..length).map(|_| random()).collect();
+        if let Some(opcode) = request.get_mut(4..8) {
+            opcode.copy_from_slice(&(round % 54).to_le_bytes());
+        }
+        if let Some(node) = request.get_mut(16..24) {
+            node.copy_from_slice(&(u64::from(random()) % 5).to_le_bytes());
+        }
+        let _ = guest.raw(&request); // whatever it answers
+    }
+    let init = [7u32, 38, 1 << 20, 0x3fff_ffff].map(u32::to_le_bytes).concat();
+    guest.ask(INIT, 0, &init).unwrap();
+    assert_eq!(fs::read_to_string(dir.path().join("secret")).unwrap(), "not for the guest");
+    guest.find("c/0").unwrap();
+    drop(guest);
+    umount2(dir.path(), MntFlags::empty()).unwrap();
+}
+
+fn it_ends_with_the_pod_process() {
+    let guest = Guest::new();
+    let pid = guest.pid;
+    guest.streams[0].shutdown(std::net::Shutdown::Both).unwrap();
+    assert_eq!(waitpid(pid, None).unwrap(), WaitStatus::Exited(pid, 0));
+}
+
+fn main() -> ExitCode {
+    let tests: [(&str, fn()); 6] = [
+        ("folders_and_files_are_shared_as_asked", folders_and_files_are_shared_as_asked),
+        ("nobody_walks_out", nobody_walks_out),
+        ("mounts_of_the_node_are_heard_of_where_that_is_asked", mounts_of_the_node_are_heard_of_where_that_is_asked),
+        ("what_cannot_be_shared_is_not_shared_in_part", what_cannot_be_shared_is_not_shared_in_part),
+        ("bytes_that_are_no_requests_harm_nobody", bytes_that_are_no_requests_harm_nobody),
+        ("it_ends_with_the_pod_process", it_ends_with_the_pod_process),
+    ];
+    let none = None::<&str>;
+    let own = unshare(CloneFlags::CLONE_NEWNS)
+        .and_then(|()| mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none));
+    if own.is_err() {
+        println!("skipped: needs root, for mounts");
+        println!("\ntest result: ok. 0 passed; 0 failed; {} ignored; 0 measured; 0 filtered out\n", tests.len());
+        return ExitCode::SUCCESS;
+    }
+    let words: Vec<String> = std::env::args().skip(1).filter(|word| !word.starts_with('-')).collect();
+    let (mut passed, mut failed, mut others) = (0, Vec::new(), 0);
+    for (name, test) in tests {
+        if !words.is_empty() && !words.iter().any(|word| name.contains(word.as_str())) {
+            others += 1;
+            continue;
+        }
+        match std::panic::catch_unwind(test) {
+            Ok(()) => passed += 1,
+            Err(_told) => failed.push(name),
+        }
+        println!("test {name} ... {}", if failed.contains(&name) { "FAILED" } else { "ok" });
+    }
+    if !failed.is_empty() {
+        println!("\nfailures:");
+        failed.iter().for_each(|name| println!("    {name}"));
+    }
+    let word = if failed.is_empty() { "ok" } else { "FAILED" };
+    println!(
+        "\ntest result: {word}. {passed} passed; {} failed; 0 ignored; 0 measured; {others} filtered out\n",
+        failed.len()
+    );
+    if failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}

@@ -1,0 +1,108 @@
+//! Owns: the process beside a pod process that has the pod's volumes of the node (`nacelle-fs`): its start, and how the
+//! daemon finds it and puts volumes into it.
+//! Threads: the start is on the first one, while it is the only one; the daemon's calls block on threads of the pool.
+
+use crate::error::PodError;
+use crate::identity::{Identity, IdentityError};
+use crate::spec::{EngineSpec, PodSpec};
+use nacelle_base::{Classify, Kind};
+pub use nacelle_fs::Volume;
+use nacelle_fs::{Share, ShareError};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+/// Which process has the volumes, in the pod's run directory.
+const FILE: &str = "share.json";
+
+/// Why a pod's volumes could not be mounted or taken back.
+#[derive(Debug, thiserror::Error)]
+pub enum VolumesError {
+    /// The process that has them is gone, or was never there.
+    #[error("the pod in {} has no process for volumes of the node", dir.display())]
+    Gone {
+        /// The pod's run directory.
+        dir: PathBuf,
+    },
+    /// It could not be found.
+    #[error(transparent)]
+    Identity(#[from] IdentityError),
+    /// It does not take them.
+    #[error(transparent)]
+    Share(#[from] ShareError),
+    /// The work was given up.
+    #[error("the volumes of the node were given up")]
+    GivenUp {
+        /// Why.
+        source: io::Error,
+    },
+}
+
+impl Classify for VolumesError {
+    fn kind(&self) -> Kind {
+        match self {
+            VolumesError::Gone { .. } => Kind::Unavailable,
+            VolumesError::Identity(source) => source.kind(),
+            VolumesError::Share(source) => source.kind(),
+            VolumesError::GivenUp { .. } => Kind::Internal,
+        }
+    }
+}
+
+/// Starts the process, for pods that are jailed machines, in the pod's control group. None: the pod needs none.
+pub(crate) fn start(spec: &PodSpec, dir: &Path) -> Result<Option<Share>, PodError> {
+    let Some(jail) = spec.jail.as_ref().filter(|_| !matches!(spec.engine, EngineSpec::Host { .. })) else {
+        return Ok(None);
+    };
+    if let Some(group) = &jail.cgroup {
+        // If the node does not allow it, that is said when this process joins it for good.
+        let _ = nacelle_jail::cgroup::join(group);
+    }
+    let share = nacelle_fs::start(dir, jail.seccomp)?;
+    Identity::of(share.process().as_raw())?.write_to(&dir.join(FILE))?;
+    Ok(Some(share))
+}
+
+/// Mounts volumes of the node for a container of the pod that is served from `dir`: the guest finds the n-th at
+/// `nacelle_base::share::FOLDER/CONTAINER/n`. If one cannot be mounted, none is.
+pub async fn attach(dir: &Path, container: &str, volumes: Vec<Volume>) -> Result<(), VolumesError> {
+    let container = container.to_owned();
+    with(dir, move |process| match process {
+        Ok(process) => Ok(nacelle_fs::attach(process.as_fd(), &container, &volumes)?),
+        Err(error) => Err(error),
+    })
+    .await
+}
+
+/// Takes the volumes of a container back. If the process is gone, so are they.
+pub async fn detach(dir: &Path, container: &str) -> Result<(), VolumesError> {
+    let container = container.to_owned();
+    with(dir, move |process| match process {
+        Ok(process) => Ok(nacelle_fs::detach(process.as_fd(), &container)?),
+        Err(VolumesError::Gone { .. }) => Ok(()),
+        Err(error) => Err(error),
+    })
+    .await
+}
+
+async fn with(
+    dir: &Path,
+    work: impl FnOnce(Result<OwnedFd, VolumesError>) -> Result<(), VolumesError> + Send + 'static,
+) -> Result<(), VolumesError> {
+    let dir = dir.to_owned();
+    let done = tokio::task::spawn_blocking(move || work(find(&dir))).await;
+    done.map_err(|error| VolumesError::GivenUp { source: io::Error::other(error) })?
+}
+
+/// A handle on the process. The pod process could name another in its folder: only its own child is believed.
+fn find(dir: &Path) -> Result<OwnedFd, VolumesError> {
+    let gone = || VolumesError::Gone { dir: dir.to_owned() };
+    let pod = Identity::read(dir)?.ok_or_else(gone)?;
+    let share = Identity::read_from(&dir.join(FILE))?.ok_or_else(gone)?;
+    let handle = share.open()?.ok_or_else(gone)?;
+    // Looked at while the handle is held, and the pod process is still the one that was started.
+    if share.parent()? != Some(pod.pid) || !pod.is_alive()? || !share.is_alive()? {
+        return Err(gone());
+    }
+    Ok(handle)
+}
