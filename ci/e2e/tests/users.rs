@@ -28,7 +28,8 @@ fn linux(first: u32, own_pid: bool) -> Value {
     })
 }
 
-/// Volumes of the node, with its owners and with those of the user namespace. All of them on a tmpfs, which can do that.
+/// Volumes of the node, with its owners and with those of the user namespace, which a machine refuses. All of them on a
+/// tmpfs, which can do that.
 fn volumes_of_the_node(pod: &RunningPod, image: &str) {
     let folder = tempfile::tempdir_in("/dev/shm").expect("/dev/shm is writable");
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o700)).expect("it is ours");
@@ -38,6 +39,17 @@ fn volumes_of_the_node(pod: &RunningPod, image: &str) {
     let of_node = |at: &str| json!({"container_path": at, "host_path": shared});
     let mut mapped = of_node("/mapped");
     (mapped["uidMappings"], mapped["gidMappings"]) = (mapping(OUTSIDE), mapping(OUTSIDE));
+    if engine() != "host" {
+        let asking = |mount: Value| {
+            Container::sh("v", image, "sleep 600").set("linux", linux(OUTSIDE, false)).set("mounts", json!([mount]))
+        };
+        let refused = pod.try_create(asking(mapped)).err();
+        assert!(refused.contains("Unimplemented") && refused.contains("uidMappings"), "{refused}");
+        let plain = pod.start(asking(of_node("/plain")));
+        assert_eq!(plain.exec("stat -c %u /plain/of-root").ok(), "65534");
+        assert_ne!(plain.exec("touch /plain/of-nobody").code, 0);
+        return;
+    }
     let mounts = json!([mapped, of_node("/plain")]);
     let container = Container::sh("v", image, "sleep 600").set("linux", linux(OUTSIDE, false)).set("mounts", mounts);
     let container = pod.start(container);
@@ -90,10 +102,10 @@ fn users_inside_are_others_outside() {
             status.lines().any(|line| line.starts_with(&format!("Uid:\t{OUTSIDE}\t")))
         };
         assert!(pids.split_whitespace().any(owned), "{pids:?}");
-        volumes_of_the_node(&pod, &image);
     } else {
         said("ip addr add 127.0.9.9/8 dev lo && hostname other");
     }
+    volumes_of_the_node(&pod, &image);
     let terminal = node.crictl.in_terminal(["exec", "-it", &one.id, "/bin/sh", "-c", "tty; echo x >/dev/tty"]).ok();
     assert!(terminal.contains("/dev/pts/0"), "{terminal}");
 
