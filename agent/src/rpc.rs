@@ -38,7 +38,12 @@ fn status(error: &PodError) -> Status {
 }
 
 fn volume(volume: ImageVolume) -> Volume {
-    Volume { partition: volume.partition, sub_path: volume.sub_path, container_path: volume.container_path.into() }
+    Volume {
+        partition: volume.partition,
+        sub_path: volume.sub_path,
+        container_path: volume.container_path.into(),
+        noexec: volume.noexec,
+    }
 }
 
 fn cut(number: u32) -> u16 {

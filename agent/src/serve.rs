@@ -6,7 +6,7 @@ use std::io;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, oneshot};
 
 use crate::boot::Ready;
 use crate::container::Pod;
@@ -14,7 +14,7 @@ use crate::listener::Listener;
 use crate::rpc::{DEADLINE, Service};
 use crate::streams;
 
-/// How long the answer to Shutdown has to reach the host.
+/// How long after Shutdown a host may leave its answers unread.
 const FAREWELL: Duration = Duration::from_millis(50);
 
 /// Serves until the host says Shutdown.
@@ -41,19 +41,26 @@ async fn run(ready: Ready) -> io::Result<()> {
     tokio::task::spawn_blocking(move || early.disks.scratch());
     tokio::spawn(streams::serve(Listener::new(ready.streams)?, Arc::clone(&pod)));
     let service = Service { pod: Arc::clone(&pod), end: Arc::clone(&end), generation: Mutex::default() };
+    let (tell, told) = oneshot::channel::<()>();
+    let farewell = async move {
+        end.notified().await;
+        if let Err(error) = pod.kill_everything() {
+            tracing::warn!(%error, "cannot kill the containers");
+        }
+        drop(tell);
+    };
+    // It ends when what was asked has been answered, Shutdown among it.
     let server = tonic::transport::Server::builder()
         .timeout(DEADLINE)
         .concurrency_limit_per_connection(256)
         .add_service(AgentServer::new(service))
-        .serve_with_incoming(Listener::new(ready.rpc)?.incoming());
+        .serve_with_incoming_shutdown(Listener::new(ready.rpc)?.incoming(), farewell);
+    let late = async {
+        let _ = told.await;
+        tokio::time::sleep(FAREWELL).await;
+    };
     tokio::select! {
         result = server => result.map_err(io::Error::other),
-        () = end.notified() => {
-            if let Err(error) = pod.kill_everything() {
-                tracing::warn!(%error, "cannot kill the containers");
-            }
-            tokio::time::sleep(FAREWELL).await;
-            Ok(())
-        }
+        () = late => Ok(()),
     }
 }

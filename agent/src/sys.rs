@@ -5,7 +5,7 @@
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use tokio::io::unix::AsyncFd;
@@ -298,50 +298,9 @@ pub fn mount_erofs(tree: &Path, layers: &[PathBuf], point: &Path) -> io::Result<
     // SAFETY: no memory is passed.
     let mounted =
         unsafe { libc::syscall(libc::SYS_fsmount, context.as_raw_fd(), CLOEXEC, READ_ONLY_NO_SETUID_NO_DEVICES) };
-    place_mount(&new(mounted)?, point)
+    nacelle_base::mounts::place(new(mounted)?, point)
 }
 
 fn c_path(path: &Path) -> io::Result<CString> {
     CString::new(path.as_os_str().as_bytes()).map_err(|_zero| io::ErrorKind::InvalidInput.into())
-}
-
-/// Puts a mount that is nowhere yet at its place.
-pub fn place_mount(mount: impl AsFd, point: &Path) -> io::Result<()> {
-    const EMPTY_FROM_PATH: u32 = 4;
-    let point = c_path(point)?;
-    let (mount, from, here) = (mount.as_fd().as_raw_fd(), c"".as_ptr(), libc::AT_FDCWD);
-    // SAFETY: both paths are strings with a closing zero that live until the call returns.
-    let moved = unsafe { libc::syscall(libc::SYS_move_mount, mount, from, here, point.as_ptr(), EMPTY_FROM_PATH) };
-    if moved < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
-}
-
-/// A copy of what is mounted at a path, or with `deep` also of what is mounted below, that is nowhere yet. With a user
-/// namespace the owners of files are shown as numbers of it, on the copy itself and not below.
-pub fn copy_mount(path: &Path, deep: bool, users: Option<BorrowedFd<'_>>) -> io::Result<OwnedFd> {
-    let path = c_path(path)?;
-    let recursive = if deep { u32::try_from(libc::AT_RECURSIVE).unwrap_or_default() } else { 0 };
-    let flags = libc::OPEN_TREE_CLONE | libc::OPEN_TREE_CLOEXEC | recursive;
-    // SAFETY: the path is a string with a closing zero that lives until the call returns.
-    let fd = unsafe { libc::syscall(libc::SYS_open_tree, libc::AT_FDCWD, path.as_ptr(), flags) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the descriptor is new and nobody else's; the kernel's descriptors fit an int.
-    let copy = unsafe { OwnedFd::from_raw_fd(fd as c_int) };
-    if let Some(users) = users {
-        let change = libc::mount_attr {
-            attr_set: libc::MOUNT_ATTR_IDMAP,
-            attr_clr: 0,
-            propagation: 0,
-            userns_fd: users.as_raw_fd() as u64,
-        };
-        let (raw, empty, size) = (copy.as_raw_fd(), c"".as_ptr(), size_of::<libc::mount_attr>());
-        // SAFETY: the kernel reads `change`, whose true size it is told, and the empty string.
-        let set =
-            unsafe { libc::syscall(libc::SYS_mount_setattr, raw, empty, libc::AT_EMPTY_PATH, &raw const change, size) };
-        if set < 0 {
-            return Err(io::Error::last_os_error());
-        }
-    }
-    Ok(copy)
 }

@@ -145,12 +145,15 @@ pub fn leave_out(spec: &mut Spec, controllers: &str) {
         resources.set_memory(None);
         left_out.push("memory");
     }
-    if missing("cpu") && resources.cpu().is_some() {
+    if let Some(asked) = resources.cpu().clone() {
         // It is there without a limit, too.
-        if resources.cpu().as_ref() != Some(&LinuxCpu::default()) {
-            left_out.push("cpu");
+        let mut kept = if missing("cpu") { LinuxCpu::default() } else { asked.clone() };
+        let sets = if missing("cpuset") { (None, None) } else { (asked.cpus().clone(), asked.mems().clone()) };
+        kept.set_cpus(sets.0).set_mems(sets.1);
+        if kept != asked {
+            left_out.push("cpu, cpuset");
         }
-        resources.set_cpu(None);
+        resources.set_cpu(Some(kept).filter(|kept| *kept != LinuxCpu::default()));
     }
     if missing("pids") && resources.pids().is_some() {
         resources.set_pids(None);
@@ -181,7 +184,7 @@ mod tests {
             let mut spec: Spec = serde_json::from_value(serde_json::json!({
                 "ociVersion": "1.0.2",
                 "linux": { "resources": {
-                    "memory": { "limit": 5 }, "cpu": { "quota": 1 },
+                    "memory": { "limit": 5 }, "cpu": { "quota": 1, "cpus": "0-1", "mems": "0" },
                     "hugepageLimits": [{ "pageSize": "2MB", "limit": 1 }],
                     "unified": { "memory.high": "1", "hugetlb.2MB.max": "1" },
                 } },
@@ -190,7 +193,13 @@ mod tests {
             leave_out(&mut spec, controllers);
             spec.linux().clone().unwrap().resources().clone().unwrap()
         };
-        let all = spec("cpu memory pids hugetlb io\n");
+        let all = spec("cpu cpuset memory pids hugetlb io\n");
+        let cpu = all.cpu().clone().unwrap();
+        assert_eq!((cpu.quota(), cpu.cpus().as_deref(), cpu.mems().as_deref()), (Some(1), Some("0-1"), Some("0")));
+        for (controllers, quota, cpus) in [("cpu", Some(1), None), ("cpuset", None, Some("0-1"))] {
+            let cpu = spec(controllers).cpu().clone().unwrap();
+            assert_eq!((cpu.quota(), cpu.cpus().as_deref()), (quota, cpus));
+        }
         assert!(all.memory().is_some() && all.cpu().is_some() && all.hugepage_limits().is_some());
         assert_eq!(all.unified().as_ref().unwrap().len(), 2);
         let few = spec("hugetlb\n");

@@ -63,7 +63,7 @@ pub fn upper(id: &str) -> PathBuf {
 /// Mounts the root of a container: what it writes goes to its own folder on the scratch disk. In a user namespace the
 /// image's owners are numbers of it.
 pub fn make(id: &str, image: &Path, users: Option<&UserNs>) -> Result<PathBuf, RootError> {
-    let shown = users.map(|users| shown::show(id, users, image, true, "image")).transpose()?;
+    let shown = users.map(|users| shown::show(id, users, image, "image")).transpose()?;
     let image = shown.as_deref().unwrap_or(image);
     let folder = scratch(id);
     let (upper, work) = (upper(id), folder.join("work"));

@@ -478,7 +478,7 @@ fn prepare(pod: &Pod, options: &CreateOptions, pid: PidNamespace) -> Result<Prep
         Place { id, root: &root, pid, user: &user, groups: &groups, volumes: mounts, capabilities, users: in_users };
     let mut spec = adjust(spec, place).map_err(in_spec)?;
     if let (Some(users), Some(mounts)) = (users, spec.mounts_mut()) {
-        shown::mounts(id, users, mounts).map_err(in_root)?;
+        shown::of_mounts(id, users, mounts).map_err(in_root)?;
     }
     let controllers = Path::new(paths::CGROUP).join("cgroup.controllers");
     limits::leave_out(&mut spec, &std::fs::read_to_string(controllers).unwrap_or_default());

@@ -22,6 +22,8 @@ pub struct Volume {
     pub sub_path: String,
     /// Where.
     pub container_path: PathBuf,
+    /// Nothing is run from there.
+    pub noexec: bool,
 }
 
 /// Why an image volume cannot be mounted. It begins with the word by which kubelet and people know this failure.
@@ -68,7 +70,8 @@ pub fn prepare(root: &Path, image: &Path, volume: &Volume, owner: Owner) -> Resu
     let source = source(image, volume)?;
     make_place(root, &volume.container_path, owner)?;
     // Built of checked parts: the builder knows no other failure than a missing one.
-    let options = ["bind", "ro", "nosuid", "nodev"].map(str::to_owned).to_vec();
+    let noexec = volume.noexec.then_some("noexec");
+    let options: Vec<_> = ["bind", "ro", "nosuid", "nodev"].into_iter().chain(noexec).map(str::to_owned).collect();
     let mount = MountBuilder::default().source(source).destination(&volume.container_path).typ("bind").options(options);
     mount.build().map_err(|_missing| VolumeError::Path { at: volume.container_path.clone() })
 }
@@ -115,7 +118,7 @@ mod tests {
     use std::os::unix::fs::symlink;
 
     fn volume(sub_path: &str, at: &str) -> Volume {
-        Volume { partition: 1, sub_path: sub_path.into(), container_path: at.into() }
+        Volume { partition: 1, sub_path: sub_path.into(), container_path: at.into(), noexec: false }
     }
 
     struct Pair {
@@ -161,6 +164,8 @@ mod tests {
             assert_eq!(mount.source().as_deref(), Some(image.join(found).components().as_path()), "{sub_path}");
             assert_eq!(mount.options().as_deref().unwrap(), ["bind", "ro", "nosuid", "nodev"]);
         }
+        let mount = prepare(&root, &image, &Volume { noexec: true, ..volume("", "/mnt") }, None).unwrap();
+        assert_eq!(mount.options().as_deref().unwrap(), ["bind", "ro", "nosuid", "nodev", "noexec"]);
         for sub_path in ["none", "etc/none", "out", "out/x", "loop", "etc/passwd/x"] {
             let error = prepare(&root, &image, &volume(sub_path, "/mnt"), None).unwrap_err();
             assert!(matches!(error, VolumeError::Missing { .. }), "{sub_path}: {error}");

@@ -1,5 +1,6 @@
 //! Owns: what a container may ask for, and how it ends.
 
+use nacelle_e2e::node::{Options, engine};
 use nacelle_e2e::{Container, Image, Node, Pod, eventually};
 use serde_json::{Value, json};
 use std::fs;
@@ -266,5 +267,94 @@ fn a_log_is_reopened_where_kubelet_moved_it() {
     let numbers: Vec<u32> = all.lines().filter_map(|line| line.rsplit(' ').next()?.parse().ok()).collect();
     let expected: Vec<u32> = (0..u32::try_from(numbers.len()).unwrap()).collect();
     assert_eq!(numbers, expected, "a line is lost or doubled");
+    pod.remove();
+}
+
+#[test]
+fn devices_are_given_with_the_rights_that_were_asked_for() {
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let mut config = Pod::new("devices", node.folder());
+    config.0["linux"]["security_context"] = json!({"privileged": true});
+    let pod = node.crictl.run_pod(config);
+    let device = |host: &str, at: &str, permissions: &str| json!({"host_path": host, "container_path": at, "permissions": permissions});
+    let with = |name: &str, devices: Value| Container::sh(name, &image, "sleep 600").set("devices", devices);
+    let refused = |host: &str| pod.try_create(with("x", json!([device(host, "/dev/x", "rwm")]))).err();
+    let denied = |said: nacelle_e2e::Output, what: &str| {
+        assert!(said.code != 0 && said.stderr.contains("not permitted"), "{what}: {said:?}");
+    };
+    let on_host = engine() == "host";
+    if !on_host || Path::new("/dev/net/tun").exists() {
+        let asked = json!([device("/dev/net/tun", "/dev/tun", "rw"), device("/dev/net/tun", "/dev/net/tun", "rw")]);
+        let container = pod.start(with("tun", asked));
+        let numbers = container.exec("stat -c '%F %t %T' /dev/tun /dev/net/tun | uniq").ok();
+        assert_eq!(numbers, "character special file a c8");
+        // Opening it is what the rules of the container are asked for.
+        assert_eq!(container.exec("exec 3<>/dev/tun && echo opened").ok(), "opened");
+        let plain = pod.start(with("plain", json!([])));
+        assert_ne!(plain.exec("ls /dev/tun").code, 0);
+        denied(plain.exec("mknod /tun c 10 200 && exec 3<>/tun"), "a device that was not asked for");
+    } else {
+        println!("skipped: this node has no /dev/net/tun");
+    }
+    if on_host {
+        let read_only = pod.start(with("read", json!([device("/dev/kmsg", "/dev/log", "r")])));
+        denied(read_only.exec("echo x >/dev/log"), "a device to be read");
+        let none = refused("/dev/none");
+        assert!(none.contains("InvalidArgument") && none.contains("/dev/none"), "{none}");
+        let security = json!({"security_context": {"privileged": true}});
+        let privileged = pod.start(Container::sh("all", &image, "sleep 600").set("linux", security));
+        assert_eq!(privileged.exec("stat -c '%t %T' /dev/kmsg").ok(), "1 b");
+        privileged.exec("test -c /dev/pts/ptmx && test -c /dev/ptmx && echo x >/dev/null").ok();
+    } else {
+        for host in ["/dev/kvm", "/dev/vda"] {
+            let none = refused(host);
+            assert!(none.contains("Unimplemented") && none.contains(host), "{none}");
+        }
+    }
+    pod.remove();
+}
+
+#[test]
+fn cdi_devices_bring_what_their_specifications_say() {
+    let folder = tempfile::tempdir().expect("there is a folder for such");
+    let extra = format!("[sandbox]\ncdi_dirs = [{:?}]\n", folder.path());
+    let node = Node::with(Options { extra, ..Options::default() });
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let of_node = node.folder().join("driver");
+    fs::create_dir(&of_node).expect("the node's folder is writable");
+    fs::write(of_node.join("lib"), "of the driver").expect("the node's folder is writable");
+    let edits = json!({
+        "env": ["CDI_TEST=a=b"],
+        "mounts": [{"hostPath": of_node, "containerPath": "/driver", "options": ["ro", "rbind", "nosuid"]}],
+        "additionalGids": [4444],
+    });
+    let kvm = json!({"deviceNodes": [{"path": "/dev/kvm"}]});
+    let hooked = json!({"hooks": [{"hookName": "createContainer", "path": "/bin/true"}]});
+    let devices: Vec<Value> = [("driver", edits), ("kvm", kvm), ("hooked", hooked)]
+        .into_iter()
+        .map(|(name, edits)| json!({"name": name, "containerEdits": edits}))
+        .collect();
+    let spec = json!({"cdiVersion": "0.6.0", "kind": "nacelle.test/thing", "devices": devices});
+    fs::write(folder.path().join("thing.json"), spec.to_string()).expect("the folder is ours");
+    let pod = node.crictl.run_pod(Pod::new("cdi", node.folder()));
+    let with = |name: &str| {
+        let device = json!([{"name": format!("nacelle.test/thing={name}")}]);
+        Container::sh("c", &image, "sleep 600").set("CDI_devices", device)
+    };
+    let refuse = |name: &str, code: &str, word: &str| {
+        let refused = pod.try_create(with(name)).err();
+        assert!(refused.contains(code) && refused.contains(word), "{name}: {refused}");
+    };
+    refuse("none", "InvalidArgument", "nacelle.test/thing=none");
+    refuse("hooked", "Unimplemented", "hooks");
+    if engine() != "host" {
+        refuse("kvm", "Unimplemented", "/dev/kvm");
+    }
+    let container = pod.start(with("driver"));
+    let said = container.exec("echo $CDI_TEST; cat /driver/lib; echo; id -G; touch /driver/x 2>&1 | tail -1").ok();
+    let lines: Vec<&str> = said.lines().collect();
+    assert_eq!(lines[..2], ["a=b", "of the driver"], "{said}");
+    assert!(lines[2].split(' ').any(|group| group == "4444") && said.contains("Read-only"), "{said}");
     pod.remove();
 }

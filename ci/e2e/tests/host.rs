@@ -1,10 +1,12 @@
 //! Owns: pods without a guest (engine `host`): what they have of the node, what they have not, and what is left of them.
 
+use nacelle_e2e::census::mounts;
 use nacelle_e2e::node::Options;
 use nacelle_e2e::run::{call, eventually};
 use nacelle_e2e::{Container, Image, Node, Pod, part};
 use serde_json::{Value, json};
 use std::fs;
+use std::path::{Path, PathBuf};
 
 /// Whether this node can run such pods; if not, says why.
 fn possible() -> bool {
@@ -140,5 +142,140 @@ fn pods_with_namespaces_of_the_node_are_refused_without_that_leave() {
     let file = node.crictl.file("pod", &pod.0);
     let answer = node.crictl.try_call(["runp", "--runtime", "host", &file]).err();
     assert!(answer.contains("FailedPrecondition") && answer.contains("run-on-host"), "{answer}");
+    assert_eq!(node.left(), Vec::<String>::new());
+}
+
+/// A folder of the node that lies on a mount of its own; it goes with this, and with all that is mounted below.
+struct Mounted(PathBuf);
+
+impl Mounted {
+    fn new(node: &Node, name: &str, propagation: &str) -> Mounted {
+        let folder = node.folder().join(name);
+        fs::create_dir(&folder).expect("the node's folder is writable");
+        call("mount", ["--bind".as_ref(), folder.as_os_str(), folder.as_os_str()]).ok();
+        let mounted = Mounted(folder);
+        call("mount", [propagation.as_ref(), mounted.0.as_os_str()]).ok();
+        mounted
+    }
+
+    fn below(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let taken = call("umount", ["--lazy".as_ref(), self.0.as_os_str()]);
+        if taken.code != 0 {
+            eprintln!("{}: {}", self.0.display(), taken.stderr);
+        }
+    }
+}
+
+fn privileged() -> Value {
+    json!({"security_context": {"privileged": true}})
+}
+
+fn privileged_pod(node: &Node, name: &str) -> Pod {
+    let mut pod = Pod::new(name, node.folder());
+    pod.0["linux"]["security_context"] = privileged()["security_context"].clone();
+    pod
+}
+
+/// What a privileged container sees of a folder of the node: with its mounts and the node's, with the node's, and alone.
+fn three_ways(image: &str, folder: &Mounted) -> Container {
+    let way =
+        |at: &str, propagation: u8| json!({"host_path": folder.0, "container_path": at, "propagation": propagation});
+    let mounts = json!([way("/both", 2), way("/heard", 1), way("/alone", 0)]);
+    Container::sh("c", image, "echo up; sleep 600").set("linux", privileged()).set("mounts", mounts)
+}
+
+#[test]
+fn mounts_below_a_volume_go_both_ways_where_that_is_asked() {
+    if !possible() {
+        return;
+    }
+    let extra = "[sandbox]\nprivileged = \"run-on-host\"\n".to_owned();
+    let node = Node::with(Options { extra, ..Options::default() });
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let shared = Mounted::new(&node, "shared", "--make-shared");
+    // The default handler, whose engine makes machines.
+    let pod = node.crictl.run_pod(privileged_pod(&node, "both"));
+    let before = mounts(node.folder());
+    let container = pod.start(three_ways(&image, &shared));
+    container.says("up");
+    let said = |script: &str| container.exec(script).ok();
+    assert_eq!(said("uname -r"), call("uname", ["-r"]).ok(), "the node's kernel");
+    let told = container.status()["mounts"].to_string();
+    assert!(told.contains("BIDIRECTIONAL") && told.contains("HOST_TO_CONTAINER"), "{told}");
+
+    said("mkdir /both/inner && mount -t tmpfs inner /both/inner && echo of the pod >/both/inner/file");
+    assert_eq!(fs::read_to_string(shared.below("inner/file")).expect("the node sees it"), "of the pod\n");
+    assert_eq!(said("cat /heard/inner/file; ls /alone/inner"), "of the pod");
+    let outer = shared.below("outer");
+    fs::create_dir(&outer).expect("the folder is writable");
+    call("mount", ["-t".as_ref(), "tmpfs".as_ref(), "outer".as_ref(), outer.as_os_str()]).ok();
+    fs::write(outer.join("file"), "of the node\n").expect("the mount is writable");
+    assert_eq!(said("cat /both/outer/file /heard/outer/file; ls /alone/outer"), "of the node\nof the node");
+    said("mkdir /heard/own && mount -t tmpfs own /heard/own && touch /heard/own/file");
+    assert!(!shared.below("own/file").exists(), "who only hears tells nobody");
+    call("umount", [&outer]).ok();
+    assert_eq!(said("ls /both/outer /heard/outer | grep -c file || true"), "0");
+
+    // What it has mounted on the node stays; nothing else does.
+    node.crictl.call(["rm", "-f", &container.id]);
+    assert_eq!(fs::read_to_string(shared.below("inner/file")).expect("it is the node's now"), "of the pod\n");
+    call("umount", [shared.below("inner")]).ok();
+    assert_eq!(mounts(node.folder()), before);
+    pod.remove();
+    drop(shared);
+    assert_eq!(node.left(), Vec::<String>::new());
+}
+
+#[test]
+fn volumes_that_fail_or_lose_their_pod_leave_no_mounts() {
+    if !possible() {
+        return;
+    }
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let (shared, alone) =
+        (Mounted::new(&node, "shared", "--make-shared"), Mounted::new(&node, "alone", "--make-private"));
+    // By its handler, without a policy.
+    let pod = node.crictl.run_pod_of("host", privileged_pod(&node, "killed"));
+    let all = || {
+        let table = fs::read_to_string("/proc/self/mountinfo").expect("/proc is mounted");
+        let volumes = table.lines().filter(|line| line.contains("/run/nacelle/volumes")).count();
+        // The network namespace is not a container's: it goes when the pod is known to have ended.
+        let netns = node.folder().join("netns");
+        let others: Vec<_> =
+            mounts(node.folder()).into_iter().filter(|point| !Path::new(point).starts_with(&netns)).collect();
+        (others, volumes)
+    };
+    let before = all();
+    for propagation in [1, 2] {
+        let volume = |folder: &Mounted, at: &str, propagation: u8| json!({"host_path": folder.0, "container_path": at, "propagation": propagation});
+        let mounts = json!([volume(&shared, "/good", 2), volume(&alone, "/bad", propagation)]);
+        let refused =
+            pod.try_create(Container::sh("r", &image, "true").set("linux", privileged()).set("mounts", mounts));
+        let refused = refused.err();
+        assert!(refused.contains("FailedPrecondition") && refused.contains("is not shared"), "{refused}");
+    }
+    // One that fails later, when its volumes are mounted already.
+    let mut user = privileged();
+    user["security_context"]["run_as_username"] = json!("nobody-here");
+    pod.try_create(three_ways(&image, &shared).set("linux", user)).err();
+    assert_eq!(all(), before);
+    let container = pod.start(three_ways(&image, &shared));
+    container.says("up");
+    assert_eq!(all(), before);
+    for pid in node.processes("nacelle-pod ") {
+        call("kill", ["-9", &pid.to_string()]).ok();
+    }
+    container.exited();
+    eventually("its processes are gone", || node.processes("nacelle-agent --host ").is_empty().then_some(()));
+    assert_eq!(all(), before);
+    pod.remove();
+    drop((shared, alone));
     assert_eq!(node.left(), Vec::<String>::new());
 }

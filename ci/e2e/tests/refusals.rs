@@ -1,5 +1,6 @@
 //! Owns: what is refused: the right code, a message that says what to do, and nothing changed.
 
+use nacelle_e2e::node::engine;
 use nacelle_e2e::run::call;
 use nacelle_e2e::{Container, Image, Node, Pod};
 use serde_json::json;
@@ -47,10 +48,13 @@ fn containers_that_cannot_be_are_refused_and_the_pod_lives() {
     let sleep = || Container::sh("c", &image, "sleep 600");
     refuse(Container::sh("c", "127.0.0.1:5000/none:1", "true"), "NotFound", &["127.0.0.1:5000/none:1"]);
     refuse(sleep().set("log_path", json!("../../escape.log")), "InvalidArgument", &["log_path"]);
-    let mount = json!([{"host_path": "/etc", "container_path": "/host", "propagation": 2}]);
-    refuse(sleep().set("mounts", mount), "Unimplemented", &["propagation"]);
-    let device = json!([{"host_path": "/dev/fuse", "container_path": "/dev/fuse", "permissions": "rwm"}]);
-    refuse(sleep().set("devices", device), "Unimplemented", &["/dev/fuse"]);
+    if engine() != "host" {
+        let mount = json!([{"host_path": "/etc", "container_path": "/host", "propagation": 2}]);
+        let words = ["propagation", "whose engine is host (this node has: host)", "run-on-host"];
+        refuse(sleep().set("mounts", mount), "FailedPrecondition", &words);
+    }
+    let device = json!([{"host_path": "/dev/fuse", "container_path": "/dev/fuse", "permissions": "x"}]);
+    refuse(sleep().set("devices", device), "InvalidArgument", &["permissions"]);
     let capability = json!({"security_context": {"capabilities": {"add_capabilities": ["FLY"]}}});
     refuse(sleep().set("linux", capability), "InvalidArgument", &["FLY"]);
     let user = json!({"security_context": {"run_as_username": "nobody-here"}});

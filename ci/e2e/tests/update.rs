@@ -1,7 +1,10 @@
 //! Owns: limits that change while a container runs, as its guest has them.
 
-use nacelle_e2e::{Container, Image, Node, Pod};
+use nacelle_e2e::node::engine;
+use nacelle_e2e::{Container, Image, Node, Pod, eventually};
 use serde_json::json;
+use std::collections::BTreeSet;
+use std::fs;
 
 #[test]
 fn limits_change_both_ways_before_and_after_the_start() {
@@ -29,5 +32,60 @@ fn limits_change_both_ways_before_and_after_the_start() {
     assert_eq!(values(container.exec(read).ok()), ["25165824", "80000 100000", "100"]);
     let shown = container.status()["resources"]["linux"].clone();
     assert_eq!((&shown["cpuQuota"], &shown["memoryLimitInBytes"]), (&json!("80000"), &json!("25165824")));
+    pod.remove();
+}
+
+/// The processors on which the threads of these processes, and of what they have started, may run.
+fn allowed(pids: Vec<i32>) -> BTreeSet<String> {
+    let (mut pids, mut lists, mut at) = (pids, BTreeSet::new(), 0);
+    while let Some(pid) = pids.get(at).copied() {
+        at += 1;
+        for thread in fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten() {
+            let read = |name: &str| fs::read_to_string(thread.path().join(name)).unwrap_or_default();
+            pids.extend(read("children").split_whitespace().filter_map(|pid| pid.parse::<i32>().ok()));
+            let status = read("status");
+            let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
+            // Threads of the kernel's that belong to the process keep their own.
+            let name = read("comm");
+            lists.extend(
+                list.filter(|_| !name.starts_with("iou-") && !name.starts_with("kvm-"))
+                    .map(|list| list.trim().to_owned()),
+            );
+        }
+    }
+    lists
+}
+
+#[test]
+fn processors_of_the_node_are_kept_to() {
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let online = fs::read_to_string("/sys/devices/system/cpu/online").expect("Linux says so");
+    let first = online.trim().split(['-', ',']).next().expect("there is one").to_owned();
+    let all = allowed(vec![i32::try_from(node.daemon_pid()).expect("a pid")]);
+    let pod = node.crictl.run_pod(Pod::new("processors", node.folder()));
+    let resources = json!({"resources": {"cpuset_cpus": first}});
+    let refused = json!({"resources": {"cpuset_cpus": "1023"}});
+    let refused = pod.try_create(Container::sh("x", &image, "true").set("linux", refused)).err();
+    assert!(refused.contains("InvalidArgument") && refused.contains("online"), "{refused}");
+    let container = pod.start(Container::sh("c", &image, "sleep 600").set("linux", resources));
+    assert_eq!(container.status()["resources"]["linux"]["cpusetCpus"], json!(first));
+    if engine() == "host" {
+        // Where the node has no such controller the container runs without, as it does with other limits.
+        match container.exec("cat /sys/fs/cgroup/cpuset.cpus") {
+            said if said.code == 0 => assert_eq!(said.ok(), first),
+            _ => println!("skipped: no cpuset controller of cgroup v2"),
+        }
+        return pod.remove();
+    }
+    let machine = || allowed(node.processes("nacelle-pod "));
+    assert_eq!(machine(), BTreeSet::from([first.clone()]));
+    // Another that may run anywhere shares the machine.
+    let other = pod.start(Container::sh("d", &image, "sleep 600"));
+    assert_eq!(machine(), BTreeSet::from([first.clone()]));
+    node.crictl.call(["rm", "-f", &container.id]);
+    eventually("the machine may run anywhere", || (machine() == all).then_some(()));
+    node.crictl.call(["update", "--cpuset-cpus", &first, &other.id]);
+    assert_eq!(machine(), BTreeSet::from([first]));
     pod.remove();
 }

@@ -28,8 +28,7 @@ fn linux(first: u32, own_pid: bool) -> Value {
     })
 }
 
-/// Volumes of the node, with its owners and with those of the user namespace, which a machine refuses. All of them on a
-/// tmpfs, which can do that.
+/// Volumes of the node, with its owners and with those of the user namespace. All of them on a tmpfs, which can do that.
 fn volumes_of_the_node(pod: &RunningPod, image: &str) {
     let folder = tempfile::tempdir_in("/dev/shm").expect("/dev/shm is writable");
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o700)).expect("it is ours");
@@ -39,24 +38,18 @@ fn volumes_of_the_node(pod: &RunningPod, image: &str) {
     let of_node = |at: &str| json!({"container_path": at, "host_path": shared});
     let mut mapped = of_node("/mapped");
     (mapped["uidMappings"], mapped["gidMappings"]) = (mapping(OUTSIDE), mapping(OUTSIDE));
-    if engine() != "host" {
-        let asking = |mount: Value| {
-            Container::sh("v", image, "sleep 600").set("linux", linux(OUTSIDE, false)).set("mounts", json!([mount]))
-        };
-        let refused = pod.try_create(asking(mapped)).err();
-        assert!(refused.contains("Unimplemented") && refused.contains("uidMappings"), "{refused}");
-        let plain = pod.start(asking(of_node("/plain")));
-        assert_eq!(plain.exec("stat -c %u /plain/of-root").ok(), "65534");
-        assert_ne!(plain.exec("touch /plain/of-nobody").code, 0);
-        return;
-    }
     let mounts = json!([mapped, of_node("/plain")]);
     let container = Container::sh("v", image, "sleep 600").set("linux", linux(OUTSIDE, false)).set("mounts", mounts);
     let container = pod.start(container);
     assert_eq!(container.exec("stat -c %u /mapped/of-root /plain/of-root").ok(), "0\n65534");
-    container.exec("touch /mapped/written").ok();
+    container.exec("touch /mapped/written /mapped/given && chown 5:6 /mapped/given && mkdir -m 700 /mapped/deep").ok();
+    container.exec("echo x >/mapped/of-root && touch /mapped/deep/er && test -O /mapped/deep/er").ok();
     assert_ne!(container.exec("touch /plain/of-nobody").code, 0);
-    assert_eq!(fs::metadata(shared.join("written")).expect("it was written").uid(), 0);
+    let owner =
+        |name: &str| fs::metadata(shared.join(name)).map(|found| (found.uid(), found.gid())).expect("it was made");
+    for (name, of) in [("written", (0, 0)), ("given", (5, 6)), ("deep/er", (0, 0))] {
+        assert_eq!(owner(name), of, "{name}");
+    }
     let mut other = of_node("/mapped");
     (other["uidMappings"], other["gidMappings"]) = (mapping(0), mapping(0));
     let other = Container::sh("w", image, "true").set("linux", linux(OUTSIDE, false)).set("mounts", json!([other]));

@@ -7,8 +7,9 @@ use nacelle_proto::cri;
 use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
 use serde_json::{Value, json};
 use std::fs;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
+use std::time::{Duration, SystemTime};
 
 /// An image with something to look at.
 fn data() -> Image {
@@ -33,6 +34,26 @@ fn mounts_of(node: &Node, container_id: &str) -> Vec<cri::Mount> {
         let request = cri::ContainerStatusRequest { container_id: container_id.to_owned(), verbose: false };
         let answer = RuntimeServiceClient::new(node.channel()).container_status(request).await.unwrap();
         answer.into_inner().status.unwrap().mounts
+    })
+}
+
+/// Makes a container with these mounts, of which crictl's own types may know less than ours; or why there is none.
+fn create_with(node: &Node, pod: &str, image: &str, mounts: Vec<cri::Mount>) -> Result<String, String> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let config = cri::ContainerConfig {
+        metadata: Some(cri::ContainerMetadata { name: "c".to_owned(), attempt: 0 }),
+        image: Some(cri::ImageSpec { image: image.to_owned(), ..Default::default() }),
+        command: ["sleep", "600"].map(str::to_owned).to_vec(),
+        mounts,
+        ..Default::default()
+    };
+    runtime.block_on(async {
+        let pod_sandbox_id = pod.to_owned();
+        let request = cri::CreateContainerRequest { pod_sandbox_id, config: Some(config), sandbox_config: None };
+        let answer = RuntimeServiceClient::new(node.channel()).create_container(request).await;
+        answer
+            .map(|answer| answer.into_inner().container_id)
+            .map_err(|status| format!("{:?}: {}", status.code(), status.message()))
     })
 }
 
@@ -128,8 +149,6 @@ fn what_is_no_volume_is_refused_and_leaves_nothing() {
         (mount("/mnt", "127.0.0.1:5000/none:1", ""), "NotFound", "none:1"),
         (with("readonly", json!(false)), "InvalidArgument", "readonly"),
         (with("host_path", json!("/etc")), "InvalidArgument", "host_path"),
-        // What neither machines nor pods without a guest have.
-        (json!({"container_path": "/mnt", "host_path": "/etc", "propagation": 2}), "Unimplemented", "propagation"),
     ];
     for (mount, code, words) in rows {
         // A good one first: what was placed for it is given back.
@@ -198,5 +217,72 @@ fn folders_and_files_of_the_node_are_volumes() {
     }
     pod.remove();
     assert_eq!(fs::read_to_string(folder.join("from-pod")).expect("what was written stays"), "back\n");
+    assert_eq!(node.left(), Vec::<String>::new());
+}
+
+#[test]
+fn mount_options_take_away() {
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let folder = node.folder().join("shared");
+    fs::create_dir(&folder).expect("the node's folder is writable");
+    let (script, read) = (folder.join("script"), folder.join("read"));
+    fs::write(&script, "#!/bin/sh\necho runs\n").expect("the node's folder is writable");
+    fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).expect("it is ours");
+    fs::write(&read, "some").expect("the node's folder is writable");
+    // Read last before it was written: the next time that counts would be noted.
+    let long_ago = fs::FileTimes::new().set_accessed(SystemTime::UNIX_EPOCH + Duration::from_secs(1 << 30));
+    let set = fs::File::options().write(true).open(&read).and_then(|file| file.set_times(long_ago));
+    set.expect("it is ours");
+    let mount = |at: &str, options: &[&str]| cri::Mount {
+        container_path: at.to_owned(),
+        host_path: folder.display().to_string(),
+        mount_options: options.iter().map(|option| (*option).to_owned()).collect(),
+        ..Default::default()
+    };
+    let of_image = |at: &str, options: &[&str]| cri::Mount {
+        host_path: String::new(),
+        image: Some(cri::ImageSpec { image: image.clone(), ..Default::default() }),
+        image_sub_path: "bin".to_owned(),
+        readonly: true,
+        ..mount(at, options)
+    };
+    let asked = ["noexec", "nosuid", "nodev", "noatime"];
+    let mounts = vec![
+        mount("/all", &asked),
+        mount("/ro", &["ro", "nosuid"]),
+        of_image("/image", &[]),
+        of_image("/image-noexec", &["noexec"]),
+    ];
+    let pod = node.crictl.run_pod(Pod::new("options", node.folder()));
+    let refused = create_with(&node, &pod.id, &image, vec![mount("/x", &["noexec", "uid=0"])]).unwrap_err();
+    assert!(refused.contains("InvalidArgument") && refused.contains("mount_options is \"uid=0\""), "{refused}");
+    let id = create_with(&node, &pod.id, &image, mounts).expect("all of this is possible");
+    node.crictl.call(["start", &id]);
+    let exec = |script: &str| node.crictl.try_call(["exec", "--sync", &id, "/bin/sh", "-c", script]);
+    assert_eq!(exec("cat /all/read; echo x >/all/new && sh /all/script").ok(), "someruns");
+    let accessed = fs::metadata(&read).expect("it is ours").atime();
+    assert_eq!(accessed, 1 << 30, "reading changes no times");
+    for (program, runs) in [
+        ("/all/script", false),
+        ("/ro/script", true),
+        ("/image-noexec/busybox true", false),
+        ("/image/busybox true", true),
+    ] {
+        let said = exec(program);
+        assert_eq!(said.code == 0, runs, "{program}: {said:?}");
+    }
+    let refused = exec("echo x >/ro/new").err();
+    assert!(refused.contains("Read-only file system"), "{refused}");
+    let flags = exec("grep ' /all ' /proc/mounts | cut -d' ' -f4").ok();
+    for option in &asked {
+        assert!(flags.split(',').any(|flag| flag == *option), "{option}: {flags}");
+    }
+    let told = mounts_of(&node, &id);
+    let of = |at: &str| told.iter().find(|mount| mount.container_path == at).expect("it is told");
+    assert_eq!(of("/all").mount_options, ["nosuid", "nodev", "noexec", "noatime"]);
+    assert!(of("/ro").readonly && of("/ro").mount_options == ["nosuid"]);
+    assert_eq!(of("/image-noexec").mount_options, ["noexec"]);
+    pod.remove();
     assert_eq!(node.left(), Vec::<String>::new());
 }

@@ -5,6 +5,7 @@ pub mod error;
 pub mod files;
 pub mod id;
 pub mod machine;
+pub mod mounts;
 pub mod net;
 pub mod random;
 pub mod share;

@@ -3,11 +3,14 @@
 //! May use: `proto`, `base`, `engine` (its probe), `image`, `net`, `stream`, `pod` (specification and client).
 
 pub mod accounting;
+mod cdi;
 pub mod cli;
 pub mod config;
 pub mod cri;
+mod deadline;
 mod hugepages;
 pub mod lifecycle;
+mod lists;
 mod node_service;
 pub mod nouns;
 pub mod oci;
@@ -17,3 +20,4 @@ pub mod server;
 mod signals;
 pub mod store;
 mod streaming;
+mod sys;

@@ -6,7 +6,7 @@ use nacelle_image::ImageId;
 use nacelle_net::{Dns, PortMapping};
 use nacelle_pod::spec::{Shares, UserNamespace};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::PathBuf;
 
@@ -58,6 +58,9 @@ pub struct PodConfig {
     /// Namespaces that are the node's. With any of them the pod has no guest.
     #[serde(default, skip_serializing_if = "Shares::none")]
     pub node_namespaces: Shares,
+    /// It has no guest, whatever its handler's engine is: it is privileged, and the node lets such pods run so.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub on_host: bool,
     /// The containers' user namespace, if they have one of their own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user_namespace: Option<UserNamespace>,
@@ -70,6 +73,13 @@ pub struct PodConfig {
     /// The control group in which the pod's processes on the node shall be, as kubelet names it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cgroup_parent: Option<String>,
+}
+
+impl PodConfig {
+    /// Whether its handler's engine does not count: it shares with the node what a machine cannot share.
+    pub fn needs_host(&self) -> bool {
+        self.on_host || !self.node_namespaces.none()
+    }
 }
 
 /// A container's limits, as CRI writes them; 0 and empty mean "not set".
@@ -92,6 +102,12 @@ pub struct Resources {
     pub hugepages: Vec<(String, u64)>,
     /// Files of cgroup v2 and what is written to them.
     pub unified: Pairs,
+    /// Processors of the node, "0-3,7".
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub cpuset_cpus: String,
+    /// Memory nodes of the node.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub cpuset_mems: String,
 }
 
 impl Resources {
@@ -112,7 +128,18 @@ impl Resources {
             next.hugepages.push((size.clone(), *limit));
         }
         next.unified.extend(change.unified.clone());
+        for (list, new) in [(&mut next.cpuset_cpus, &change.cpuset_cpus), (&mut next.cpuset_mems, &change.cpuset_mems)]
+        {
+            if !new.is_empty() {
+                list.clone_from(new);
+            }
+        }
         next
+    }
+
+    /// Those of a guest, which has processors and memory of its own.
+    pub fn in_guest(&self) -> Resources {
+        Resources { cpuset_cpus: String::new(), cpuset_mems: String::new(), ..self.clone() }
     }
 }
 
@@ -199,6 +226,36 @@ pub enum PidMode {
     Of(String),
 }
 
+/// What a volume does not allow besides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MountOption {
+    /// Set-user-id programs get no rights.
+    Nosuid,
+    /// Device files open no devices.
+    Nodev,
+    /// Nothing is run from there.
+    Noexec,
+    /// Reading changes no times.
+    Noatime,
+}
+
+impl MountOption {
+    /// All.
+    pub const ALL: [MountOption; 4] =
+        [MountOption::Nosuid, MountOption::Nodev, MountOption::Noexec, MountOption::Noatime];
+
+    /// The word for it in CRI, in OCI and for mount(8).
+    pub fn word(self) -> &'static str {
+        match self {
+            MountOption::Nosuid => "nosuid",
+            MountOption::Nodev => "nodev",
+            MountOption::Noexec => "noexec",
+            MountOption::Noatime => "noatime",
+        }
+    }
+}
+
 /// An image that a container sees at a path of its own, read-only.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImageVolume {
@@ -212,6 +269,9 @@ pub struct ImageVolume {
     pub container_path: String,
     /// Read-only in all its depth was asked for, which it always is.
     pub recursive_read_only: bool,
+    /// What was asked for besides.
+    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
+    pub options: BTreeSet<MountOption>,
 }
 
 /// Whether a container sees what the node mounts below a volume after it has started.
@@ -223,9 +283,11 @@ pub enum Propagation {
     Private,
     /// Yes; the node does not see what the container mounts.
     FromNode,
+    /// Yes, and the node sees what the container mounts.
+    BothWays,
 }
 
-/// A file or folder of the node that a container without a guest sees at a path of its own.
+/// A file or folder of the node that a container sees at a path of its own.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeVolume {
     /// On the node: absolute, without `..`; a folder is made there if there is nothing.
@@ -241,6 +303,20 @@ pub struct NodeVolume {
     /// The owners of files are shown as numbers of the pod's user namespace.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub id_mapped: bool,
+    /// What it does not allow besides.
+    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
+    pub options: BTreeSet<MountOption>,
+}
+
+/// A device that a container sees at a path of its own.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Device {
+    /// Where: below /dev, without `..`.
+    pub container_path: String,
+    /// On the node: absolute, without `..`; a folder means the devices in it.
+    pub host_path: String,
+    /// Of "r", "w" and "m" (mknod).
+    pub permissions: String,
 }
 
 /// A container as it was asked for.
@@ -302,6 +378,9 @@ pub struct ContainerConfig {
     /// What it sees of the node.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub node_volumes: Vec<NodeVolume>,
+    /// The devices that it asks for.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub devices: Vec<Device>,
 }
 
 /// The user of a container as found in its image.

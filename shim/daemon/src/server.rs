@@ -3,6 +3,7 @@
 
 use crate::config::Config;
 use crate::cri::Cri;
+use crate::deadline::Deadlines;
 use crate::lifecycle::seams::{Networks, Pods};
 use crate::lifecycle::{EngineChoice, Events, Node, Parts};
 use crate::node_service::NodeService;
@@ -135,6 +136,7 @@ pub async fn serve(node: Node, end: impl Future<Output = ()> + Send + 'static) -
     let cri = Cri::new(node.clone(), streams);
     let events_of = node.clone();
     let server = Server::builder()
+        .layer(Deadlines)
         .add_service(
             RuntimeServiceServer::new(cri.clone())
                 .max_encoding_message_size(MESSAGE_LIMIT)

@@ -4,6 +4,7 @@ mod common;
 
 use common::{Daemon, World, container_config};
 use nacelle_proto::cri;
+use std::collections::BTreeSet;
 use tonic::{Code, Status};
 
 async fn update(daemon: &mut Daemon, id: &str, linux: cri::LinuxContainerResources) -> Result<(), Status> {
@@ -57,8 +58,8 @@ fn limits_change_before_and_after_the_start_and_are_remembered() {
         // What cannot be honoured is refused by name.
         for (wrong, code, word) in [
             (
-                cri::LinuxContainerResources { cpuset_cpus: "0".into(), ..none() },
-                Code::Unimplemented,
+                cri::LinuxContainerResources { cpuset_cpus: "0-".into(), ..none() },
+                Code::InvalidArgument,
                 "linux.cpuset_cpus",
             ),
             (cri::LinuxContainerResources { cpu_shares: -1, ..none() }, Code::InvalidArgument, "linux.cpu_shares"),
@@ -86,6 +87,79 @@ fn limits_change_before_and_after_the_start_and_are_remembered() {
         daemon.stop(&id).await.unwrap();
         let error = update(&mut daemon, &id, cri::LinuxContainerResources { cpu_quota: 1_000, ..none() }).await;
         assert_eq!(error.unwrap_err().code(), Code::FailedPrecondition);
+    });
+}
+
+#[test]
+fn a_machine_runs_where_its_containers_may() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    let online = std::fs::read_to_string("/sys/devices/system/cpu/online").unwrap();
+    let mut numbers = online.trim().split(['-', ',']);
+    let first = numbers.next().unwrap().to_owned();
+    let last = numbers.next_back().unwrap_or(&first).to_owned();
+    let on = |list: &str| cri::LinuxContainerResources { cpuset_cpus: list.into(), ..Default::default() };
+    let set = |lists: &[&str]| lists.iter().map(|list| list.parse::<u32>().unwrap()).collect::<BTreeSet<_>>();
+    let told = || world.pods.confined.lock().unwrap().last().cloned().unwrap_or_default();
+    let shares = || cri::LinuxContainerResources { cpu_shares: 5, ..Default::default() };
+    let other = world.run(async {
+        let pod = daemon.run_pod("a").await.unwrap();
+        let mut create = async |name: &str, list: &str| {
+            let mut config = container_config(name);
+            config.linux.as_mut().unwrap().resources = Some(on(list));
+            let request =
+                cri::CreateContainerRequest { pod_sandbox_id: pod.clone(), config: Some(config), sandbox_config: None };
+            daemon.cri.create_container(request).await.map(|made| made.into_inner().container_id)
+        };
+        let one = create("one", &first).await.unwrap();
+        assert_eq!(told(), set(&[&first]));
+        let other = create("other", "").await.unwrap();
+        assert_eq!(told(), set(&[&first]), "it runs where the others do");
+        let two = create("two", &last).await.unwrap();
+        assert_eq!(told(), set(&[&first, &last]));
+        let error = create("three", "1023").await.unwrap_err();
+        assert_eq!(error.code(), Code::InvalidArgument, "{error}");
+        assert!(error.message().contains("cpuset_cpus is \"1023\""), "{error}");
+        // The guest is told nothing of it.
+        for made in world.pods.only().made.lock().unwrap().iter() {
+            assert!(!String::from_utf8_lossy(&made.oci_spec).contains("cpus\":"), "{}", made.id);
+        }
+        update(&mut daemon, &one, on(&last)).await.unwrap();
+        assert_eq!(told(), set(&[&last]));
+        assert_eq!(written(&world), [" None"]);
+        assert_eq!(limits(&mut daemon, &one).await.cpuset_cpus, last);
+
+        // A change that is refused changes nothing. Each further request comes after what the last one left to do.
+        world.script.conflict("update", 1);
+        assert!(update(&mut daemon, &one, on(&first)).await.is_err());
+        update(&mut daemon, &other, shares()).await.unwrap();
+        assert_eq!(told(), set(&[&last]));
+        world.script.conflict("confine", usize::from(first != last));
+        assert_eq!(update(&mut daemon, &one, on(&first)).await.is_err(), first != last);
+        update(&mut daemon, &one, on(&last)).await.unwrap();
+        assert_eq!((told(), limits(&mut daemon, &one).await.cpuset_cpus), (set(&[&last]), last.clone()));
+
+        let request = cri::UpdatePodSandboxResourcesRequest {
+            pod_sandbox_id: pod.clone(),
+            resources: Some(on(&first)),
+            ..Default::default()
+        };
+        assert_eq!(daemon.cri.update_pod_sandbox_resources(request).await.unwrap_err().code(), Code::Unimplemented);
+        daemon.start(&two).await.unwrap();
+        daemon.stop(&two).await.unwrap();
+        daemon.cri.remove_container(cri::RemoveContainerRequest { container_id: one }).await.unwrap();
+        update(&mut daemon, &other, shares()).await.unwrap();
+        assert_eq!(told(), set(&[]), "anywhere");
+        update(&mut daemon, &other, on(&first)).await.unwrap();
+        other
+    });
+    daemon.kill();
+    world.pods.confined.lock().unwrap().clear();
+    let mut daemon = world.daemon();
+    world.run(async {
+        // Whether the last daemon came to it is not known.
+        update(&mut daemon, &other, shares()).await.unwrap();
+        assert_eq!(told(), set(&[&first]));
     });
 }
 

@@ -39,6 +39,24 @@ pub enum ShareError {
         /// Why.
         source: io::Error,
     },
+    /// It lies on a mount that tells nobody of what is mounted below it.
+    #[error("the volume {} lies on the mount {}, which is not {needed}", path.display(), at.display())]
+    NotShared {
+        /// Of the node.
+        path: PathBuf,
+        /// Where that is mounted.
+        at: PathBuf,
+        /// "shared".
+        needed: &'static str,
+    },
+    /// Its file system cannot show other owners than it has, or there can be no user namespace that says which.
+    #[error("cannot map the owners of the volume {}", path.display())]
+    Owners {
+        /// Of the node.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
     /// Volumes could not be taken back.
     #[error("cannot take back the volumes of container {container}")]
     Detach {
@@ -56,6 +74,9 @@ impl Classify for ShareError {
                 io::ErrorKind::NotFound => Kind::NotFound,
                 _ => Kind::Internal,
             },
+            ShareError::NotShared { .. } => Kind::Conflict,
+            // What mount_setattr(2) says of a file system without mapped mounts.
+            ShareError::Owners { source, .. } if source.kind() == io::ErrorKind::InvalidInput => Kind::Unsupported,
             _ => Kind::Internal,
         }
     }

@@ -11,4 +11,4 @@ mod volumes;
 
 pub use error::ShareError;
 pub use room::{Share, start};
-pub use volumes::{Volume, attach, detach};
+pub use volumes::{Owners, Propagation, Taker, Volume, attach, detach};

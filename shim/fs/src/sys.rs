@@ -1,35 +1,12 @@
-//! Owns: the system calls of this crate that have no safe wrapper: fork, and the mounts of Linux 5.12.
-#![allow(unsafe_code)] // reason: fork, open_tree, mount_setattr and move_mount have no safe wrapper in nix or std.
+//! Owns: the system calls of this crate that have no safe wrapper: making processes.
+#![allow(unsafe_code)] // reason: neither fork nor clone has a safe wrapper in nix or std.
 
-use nix::unistd::{ForkResult, Pid};
-use std::ffi::CString;
+use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::waitpid;
+use nix::unistd::{ForkResult, Pid, getpid};
+use std::fs::{self, File};
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
-use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
-
-const OPEN_TREE_CLONE: libc::c_uint = 1;
-const MOVE_MOUNT_F_EMPTY_PATH: libc::c_uint = 4;
-const AT_RECURSIVE: libc::c_int = 0x8000;
-const READ_ONLY: u64 = 1;
-const NO_DEVICES: u64 = 4;
-
-/// `struct mount_attr`.
-#[repr(C)]
-#[derive(Default)]
-struct MountAttr {
-    set: u64,
-    clear: u64,
-    propagation: u64,
-    user_namespace: u64,
-}
-
-/// Whether mounts hear of those that the node makes below the place that they were taken from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Hears {
-    Nothing,
-    Node,
-}
+use std::os::fd::OwnedFd;
 
 /// Makes a second process of this one; none: this is it. There must be one thread only.
 pub(crate) fn fork() -> io::Result<Option<Pid>> {
@@ -50,48 +27,39 @@ pub(crate) fn exit(code: i32) -> ! {
     unsafe { libc::_exit(code) }
 }
 
-/// A copy of the mounts from `path` on, which lies nowhere yet.
-pub(crate) fn copy_tree(path: &Path) -> io::Result<OwnedFd> {
-    let path = CString::new(path.as_os_str().as_bytes())?;
-    let flags = OPEN_TREE_CLONE | libc::O_CLOEXEC as libc::c_uint | AT_RECURSIVE as libc::c_uint;
-    // SAFETY: the path is a C string that lives until the call returns; the rest are integers.
-    let fd = unsafe { libc::syscall(libc::SYS_open_tree, libc::AT_FDCWD, path.as_ptr(), flags) };
-    let fd = i32::try_from(fd).map_err(io::Error::other)?;
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
+/// A user namespace with these maps of users and groups (user_namespaces(7)). It needs the rights on all of the numbers.
+pub(crate) fn user_namespace(users: &str, groups: &str) -> io::Result<OwnedFd> {
+    // A namespace is somebody's: of a process that lives until this one refers to it.
+    let holder = hold_user_namespace()?;
+    let made = (|| {
+        for (file, map) in [("uid_map", users), ("gid_map", groups)] {
+            fs::write(format!("/proc/{holder}/{file}"), map)?;
+        }
+        Ok(File::open(format!("/proc/{holder}/ns/user"))?.into())
+    })();
+    kill(holder, Signal::SIGKILL).and_then(|()| waitpid(holder, None))?;
+    made
+}
+
+/// A process in a new user namespace, which waits to be killed. Any thread may ask for it, and ends after it.
+fn hold_user_namespace() -> io::Result<Pid> {
+    let (parent, flags, none) =
+        (getpid().as_raw(), libc::c_long::from(libc::CLONE_NEWUSER | libc::SIGCHLD), 0 as libc::c_long);
+    // SAFETY: as fork: without CLONE_VM and with no stack given, the child goes on with a copy of this memory. There it makes
+    // nothing but the system calls below, which take no lock and touch no memory, and it never returns.
+    let pid = unsafe { libc::syscall(libc::SYS_clone, flags, none, none, none, none) };
+    if pid == 0 {
+        // SAFETY: these calls touch no memory of ours.
+        unsafe {
+            libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+            while libc::getppid() == parent {
+                libc::pause();
+            }
+            libc::_exit(0)
+        }
     }
-    // SAFETY: the kernel has just made this descriptor for us and nobody else knows it.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
-}
-
-/// Gives a copied tree its ways: no devices, and what is asked for.
-pub(crate) fn set(tree: BorrowedFd, read_only: bool, all_read_only: bool, hears: Hears) -> io::Result<()> {
-    let propagation = match hears {
-        Hears::Nothing => libc::MS_PRIVATE,
-        Hears::Node => libc::MS_SLAVE,
-    };
-    let whole = if all_read_only { NO_DEVICES | READ_ONLY } else { NO_DEVICES };
-    set_attributes(tree, AT_RECURSIVE, &MountAttr { set: whole, propagation, ..MountAttr::default() })?;
-    if read_only {
-        set_attributes(tree, 0, &MountAttr { set: READ_ONLY, ..MountAttr::default() })?;
+    match i32::try_from(pid) {
+        Ok(pid) if pid > 0 => Ok(Pid::from_raw(pid)),
+        _ => Err(io::Error::last_os_error()),
     }
-    Ok(())
-}
-
-fn set_attributes(tree: BorrowedFd, flags: libc::c_int, attributes: &MountAttr) -> io::Result<()> {
-    let flags = flags | libc::AT_EMPTY_PATH;
-    let (number, empty, size) = (tree.as_raw_fd(), c"".as_ptr(), size_of::<MountAttr>());
-    // SAFETY: the descriptor is open; path and attributes live until the call returns, and the kernel only reads them.
-    let done = unsafe { libc::syscall(libc::SYS_mount_setattr, number, empty, flags, attributes, size) };
-    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
-}
-
-/// Mounts a copied tree.
-pub(crate) fn mount_tree(tree: BorrowedFd, at: &Path) -> io::Result<()> {
-    let at = CString::new(at.as_os_str().as_bytes())?;
-    let (number, empty, here) = (tree.as_raw_fd(), c"".as_ptr(), libc::AT_FDCWD);
-    // SAFETY: the descriptor is open; both paths are C strings that live until the call returns.
-    let done =
-        unsafe { libc::syscall(libc::SYS_move_mount, number, empty, here, at.as_ptr(), MOVE_MOUNT_F_EMPTY_PATH) };
-    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }

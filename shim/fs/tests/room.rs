@@ -3,7 +3,7 @@
 
 #![allow(missing_docs, reason = "a program of tests")]
 
-use nacelle_fs::{Share, ShareError, Volume, attach, detach};
+use nacelle_fs::{Owners, Propagation, Share, ShareError, Taker, Volume, attach, detach};
 use nacelle_jail::Mode;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
@@ -15,7 +15,8 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::{MetadataExt, symlink};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
+use std::process::{Command, ExitCode, Stdio};
+use std::time::{Duration, SystemTime};
 
 const LOOKUP: u32 = 1;
 const GETATTR: u32 = 3;
@@ -27,6 +28,8 @@ const INIT: u32 = 26;
 const CREATE: u32 = 35;
 /// The share's root.
 const ROOT: u64 = 1;
+/// With it and a folder this program is what an agent without a guest is to its volumes.
+const AS_AGENT: &str = "--as-agent";
 
 /// A process, its root's place, and the guest's side of its requests.
 struct Guest {
@@ -34,6 +37,7 @@ struct Guest {
     streams: [UnixStream; 2],
     pid: nix::unistd::Pid,
     user: u32,
+    group: u32,
 }
 
 impl Guest {
@@ -41,7 +45,7 @@ impl Guest {
         let scaffold = tempfile::tempdir().unwrap();
         let share: Share = nacelle_fs::start(scaffold.path(), Mode::Kill).unwrap();
         let pid = share.process();
-        let mut guest = Guest { _scaffold: scaffold, streams: share.ready().unwrap(), pid, user: 0 };
+        let mut guest = Guest { _scaffold: scaffold, streams: share.ready().unwrap(), pid, user: 0, group: 0 };
         // The oldest protocol with what is needed; all that Linux 6.12 can do, submounts among it.
         let init = [7u32, 38, 1 << 20, 0x3fff_ffff].map(u32::to_le_bytes).concat();
         guest.ask(INIT, 0, &init).unwrap();
@@ -50,12 +54,12 @@ impl Guest {
 
     fn attach(&self, container: &str, volumes: &[Volume]) -> Result<(), ShareError> {
         let namespace = File::open(format!("/proc/{}/ns/mnt", self.pid)).unwrap();
-        attach(namespace.as_fd(), container, volumes)
+        attach(namespace.as_fd(), Taker::Share, container, volumes)
     }
 
     fn detach(&self, container: &str) {
         let namespace = File::open(format!("/proc/{}/ns/mnt", self.pid)).unwrap();
-        detach(namespace.as_fd(), container).unwrap();
+        detach(namespace.as_fd(), Taker::Share, container).unwrap();
     }
 
     /// The bytes of the answer behind its header, or the error.
@@ -66,7 +70,7 @@ impl Guest {
         request.extend(opcode.to_le_bytes());
         request.extend(77u64.to_le_bytes());
         request.extend(node.to_le_bytes());
-        request.extend([self.user, self.user, 0, 0].map(u32::to_le_bytes).concat());
+        request.extend([self.user, self.group, 0, 0].map(u32::to_le_bytes).concat());
         request.extend(body);
         self.raw(&request)
     }
@@ -93,6 +97,15 @@ impl Guest {
 
     fn find(&mut self, path: &str) -> Result<u64, i32> {
         path.split('/').try_fold(ROOT, |node, name| self.lookup(node, name))
+    }
+
+    /// User and group of a file: in `fuse_entry_out` (40 bytes) comes `fuse_attr`, whose numbers they are from byte 68 on.
+    fn owner(&mut self, path: &str) -> Result<(u32, u32), i32> {
+        let node = self.find(path)?;
+        // `fuse_attr_out`: 16 bytes, then the attributes.
+        let answer = self.ask(GETATTR, node, &[0; 16])?;
+        let number = |at: usize| u32::from_le_bytes(answer[at..at + 4].try_into().unwrap());
+        Ok((number(16 + 68), number(16 + 72)))
     }
 
     fn open(&mut self, node: u64, flags: i32) -> Result<u64, i32> {
@@ -132,7 +145,8 @@ impl Drop for Guest {
 }
 
 fn volume(path: &Path) -> Volume {
-    Volume { path: path.to_owned(), read_only: false, all_read_only: false, hears_node: false }
+    let (path, propagation) = (path.to_owned(), Propagation::Private);
+    Volume { path, read_only: false, all_read_only: false, propagation, no_access_times: false, owners: None }
 }
 
 /// A folder of the node that has a file, on a file system of its own whose mounts others may hear of.
@@ -155,13 +169,13 @@ fn folders_and_files_are_shared_as_asked() {
     guest.attach("c", &[volume(&folder), read_only, volume(&folder.join("file"))]).unwrap();
     assert_eq!(guest.read("c/0/file").unwrap(), "of the node");
     assert_eq!(guest.read("c/2").unwrap(), "of the node");
-    guest.user = 1234;
+    (guest.user, guest.group) = (1234, 1234);
     fs::set_permissions(&folder, std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
     let node = guest.find("c/0").unwrap();
     guest.create(node, "made").unwrap();
     let made = fs::metadata(folder.join("made")).unwrap();
     assert_eq!((made.uid(), made.gid(), made.mode()), (1234, 1234, 0o100644));
-    guest.user = 0;
+    (guest.user, guest.group) = (0, 0);
     let node = guest.find("c/1").unwrap();
     assert_eq!(guest.create(node, "other"), Err(libc::EROFS));
     let node = guest.find("c/1/file").unwrap();
@@ -236,7 +250,7 @@ fn mounts_of_the_node_are_heard_of_where_that_is_asked() {
     };
     on(&below, "early");
     let mut guest = Guest::new();
-    let hears = Volume { hears_node: true, ..volume(&folder) };
+    let hears = Volume { propagation: Propagation::FromNode, ..volume(&folder) };
     let read_only = Volume { read_only: true, ..volume(&folder) };
     let all = Volume { read_only: true, all_read_only: true, ..volume(&folder) };
     guest.attach("c", &[volume(&folder), hears, read_only, all]).unwrap();
@@ -257,6 +271,122 @@ fn mounts_of_the_node_are_heard_of_where_that_is_asked() {
     for place in [&late, &below, &dir.path().to_owned()] {
         umount2(place, MntFlags::empty()).unwrap();
     }
+}
+
+fn reading_changes_no_times_where_that_is_asked() {
+    let (_dir, folder) = folder();
+    let ago = SystemTime::UNIX_EPOCH + Duration::from_secs(1 << 30);
+    for name in ["plain", "kept"] {
+        fs::write(folder.join(name), name).unwrap();
+        let file = fs::File::options().write(true).open(folder.join(name)).unwrap();
+        file.set_times(fs::FileTimes::new().set_accessed(ago)).unwrap();
+    }
+    let mut guest = Guest::new();
+    guest.attach("c", &[volume(&folder), Volume { no_access_times: true, ..volume(&folder) }]).unwrap();
+    let accessed = |name: &str| fs::metadata(folder.join(name)).unwrap().accessed().unwrap();
+    assert_eq!(guest.read("c/1/kept").unwrap(), "kept");
+    assert_eq!(accessed("kept"), ago);
+    assert_eq!(guest.read("c/0/plain").unwrap(), "plain");
+    // Not so where the node's own file system keeps no times.
+    fs::read(folder.join("kept")).unwrap();
+    assert_eq!(accessed("plain") == ago, accessed("kept") == ago);
+}
+
+fn owners_are_shown_and_written_shifted_where_that_is_asked() {
+    let (dir, folder) = folder();
+    fs::write(folder.join("of-nobody"), "").unwrap();
+    std::os::unix::fs::chown(folder.join("of-nobody"), Some(70_000), Some(70_000)).unwrap();
+    let mut guest = Guest::new();
+    let owners = Owners { users: (100_000, 65_536), groups: (200_000, 65_536) };
+    let mapped = Volume { owners: Some(owners), ..volume(&folder) };
+    guest.attach("c", &[mapped, volume(&folder)]).unwrap();
+    let root = guest.owner("c/0/file").unwrap();
+    assert_eq!((root, guest.owner("c/1/file").unwrap()), ((100_000, 200_000), (0, 0)));
+    assert_eq!(guest.owner("c/0/of-nobody").unwrap(), (65_534, 65_534));
+    // Who is nobody there writes nothing, and who is somebody is that on the node's disk.
+    fs::set_permissions(&folder, std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
+    let node = guest.find("c/0").unwrap();
+    (guest.user, guest.group) = (100_007, 200_008);
+    guest.create(node, "made").unwrap();
+    let made = fs::metadata(folder.join("made")).unwrap();
+    assert_eq!((made.uid(), made.gid()), (7, 8));
+    (guest.user, guest.group) = (7, 8);
+    assert_eq!(guest.create(node, "other"), Err(libc::EOVERFLOW));
+    drop(guest);
+    umount2(dir.path(), MntFlags::empty()).unwrap();
+}
+
+fn a_mount_that_tells_nobody_is_no_volume_that_hears() {
+    let (dir, folder) = folder();
+    let none = None::<&str>;
+    let guest = Guest::new();
+    let asking = |propagation| Volume { propagation, ..volume(&folder) };
+    mount(none, dir.path(), none, MsFlags::MS_SLAVE, none).unwrap(); // of nobody: private
+    for propagation in [Propagation::FromNode, Propagation::BothWays] {
+        let refused = guest.attach("c", &[volume(&folder), asking(propagation)]).unwrap_err();
+        assert!(matches!(&refused, ShareError::NotShared { at, .. } if at == dir.path()), "{refused}");
+    }
+    guest.attach("c", &[asking(Propagation::Private)]).unwrap();
+    drop(guest);
+    umount2(dir.path(), MntFlags::empty()).unwrap();
+}
+
+fn an_agent_has_mounts_that_the_node_sees_and_gives_them_back() {
+    let (dir, folder) = folder();
+    let inner = folder.join("inner");
+    fs::create_dir(&inner).unwrap();
+    let home = tempfile::tempdir().unwrap();
+    let mut agent = Command::new(std::env::current_exe().unwrap())
+        .args([AS_AGENT.as_ref(), home.path()])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let pid = agent.id();
+    let (mut go, mut done) = (agent.stdin.take().unwrap(), agent.stdout.take().unwrap());
+    let mut word = [0];
+    done.read_exact(&mut word).unwrap();
+    let namespace = File::open(format!("/proc/{pid}/ns/mnt")).unwrap();
+    let both = Volume { propagation: Propagation::BothWays, ..volume(&folder) };
+    attach(namespace.as_fd(), Taker::Agent, "c", &[both, volume(&folder.join("file"))]).unwrap();
+    let before = mounts();
+    go.write_all(b"!").unwrap();
+    done.read_exact(&mut word).unwrap();
+    assert_eq!(mounts(), before + 1, "the node sees it");
+    detach(namespace.as_fd(), Taker::Agent, "c").unwrap();
+    assert!(fs::read_dir(format!("/proc/{pid}/root/run/nacelle/volumes")).unwrap().next().is_none());
+    assert_eq!(mounts(), before + 1, "it stays the node's");
+    umount2(&inner, MntFlags::empty()).unwrap();
+    go.write_all(b"!").unwrap();
+    assert!(agent.wait().unwrap().success());
+    assert_eq!(mounts(), before);
+    umount2(dir.path(), MntFlags::empty()).unwrap();
+}
+
+/// An agent without a guest, as far as its mounts go; and then a container that mounts something.
+fn as_agent(home: &Path) -> std::io::Result<()> {
+    let none = None::<&str>;
+    let say_and_wait = || {
+        std::io::stdout().write_all(b"!")?;
+        std::io::stdout().flush()?;
+        std::io::stdin().read_exact(&mut [0])
+    };
+    unshare(CloneFlags::CLONE_NEWNS)?;
+    mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_SLAVE, none)?;
+    mount(Some("agent"), home, Some("tmpfs"), MsFlags::empty(), none)?;
+    nix::unistd::chdir(home)?;
+    fs::create_dir_all("run/nacelle")?;
+    nix::unistd::pivot_root(".", ".")?;
+    umount2(".", MntFlags::MNT_DETACH)?;
+    nix::unistd::chdir("/")?;
+    say_and_wait()?;
+    mount(Some("container"), "/run/nacelle/volumes/c/0/inner", Some("tmpfs"), MsFlags::empty(), none)?;
+    say_and_wait()
+}
+
+/// How many mounts this process sees.
+fn mounts() -> usize {
+    fs::read_to_string("/proc/self/mountinfo").unwrap().lines().count()
 }
 
 fn what_cannot_be_shared_is_not_shared_in_part() {
@@ -306,14 +436,29 @@ fn it_ends_with_the_pod_process() {
 }
 
 fn main() -> ExitCode {
-    let tests: [(&str, fn()); 6] = [
+    let tests: [(&str, fn()); 10] = [
         ("folders_and_files_are_shared_as_asked", folders_and_files_are_shared_as_asked),
         ("nobody_walks_out", nobody_walks_out),
         ("mounts_of_the_node_are_heard_of_where_that_is_asked", mounts_of_the_node_are_heard_of_where_that_is_asked),
+        ("reading_changes_no_times_where_that_is_asked", reading_changes_no_times_where_that_is_asked),
+        (
+            "owners_are_shown_and_written_shifted_where_that_is_asked",
+            owners_are_shown_and_written_shifted_where_that_is_asked,
+        ),
+        ("a_mount_that_tells_nobody_is_no_volume_that_hears", a_mount_that_tells_nobody_is_no_volume_that_hears),
+        (
+            "an_agent_has_mounts_that_the_node_sees_and_gives_them_back",
+            an_agent_has_mounts_that_the_node_sees_and_gives_them_back,
+        ),
         ("what_cannot_be_shared_is_not_shared_in_part", what_cannot_be_shared_is_not_shared_in_part),
         ("bytes_that_are_no_requests_harm_nobody", bytes_that_are_no_requests_harm_nobody),
         ("it_ends_with_the_pod_process", it_ends_with_the_pod_process),
     ];
+    if let [_, word, home] = std::env::args().collect::<Vec<_>>().as_slice()
+        && word == AS_AGENT
+    {
+        return if as_agent(Path::new(home)).is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+    }
     let none = None::<&str>;
     let own = unshare(CloneFlags::CLONE_NEWNS)
         .and_then(|()| mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none));

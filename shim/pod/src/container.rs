@@ -77,6 +77,7 @@ pub async fn make(
         partition,
         sub_path: volume.sub_path.clone(),
         container_path: volume.container_path.clone(),
+        noexec: volume.noexec,
     };
     let made = agent
         .create_container(proto::CreateContainerRequest {

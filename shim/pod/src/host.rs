@@ -3,6 +3,7 @@
 //! Threads: the first one, while it is the only one.
 
 use crate::error::PodError;
+use crate::share;
 use crate::spec::{PodSpec, Shares};
 use nacelle_base::files::{at, remove_tree_if_there};
 use nacelle_engine::host::{Host, HostSpec};
@@ -30,7 +31,9 @@ pub(crate) fn engine(spec: &PodSpec, dir: &Path, agent: &Path, shares: Shares) -
         node_pid: shares.pid,
         node_ipc: shares.ipc,
     };
-    Ok(Host::new(&host)?)
+    let host = Host::new(&host)?;
+    share::introduce(i32::try_from(host.pid()).unwrap_or_default(), dir)?;
+    Ok(host)
 }
 
 /// The control group of the pod process itself, in the pod's.

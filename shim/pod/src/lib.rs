@@ -20,6 +20,7 @@ mod jail;
 mod log;
 mod machine;
 mod process;
+pub mod processors;
 pub mod record;
 pub mod scratch;
 mod server;

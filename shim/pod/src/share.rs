@@ -1,12 +1,12 @@
-//! Owns: the process beside a pod process that has the pod's volumes of the node (`nacelle-fs`): its start, and how the
-//! daemon finds it and puts volumes into it.
+//! Owns: the process beside a pod process that has the pod's volumes of the node (`nacelle-fs`; without a guest, the agent):
+//! its start, and how the daemon finds it and puts volumes into it.
 //! Threads: the start is on the first one, while it is the only one; the daemon's calls block on threads of the pool.
 
 use crate::error::PodError;
 use crate::identity::{Identity, IdentityError};
 use crate::spec::{EngineSpec, PodSpec};
 use nacelle_base::{Classify, Kind};
-pub use nacelle_fs::Volume;
+pub use nacelle_fs::{Owners, Propagation, Taker, Volume};
 use nacelle_fs::{Share, ShareError};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -59,26 +59,31 @@ pub(crate) fn start(spec: &PodSpec, dir: &Path) -> Result<Option<Share>, PodErro
         let _ = nacelle_jail::cgroup::join(group);
     }
     let share = nacelle_fs::start(dir, jail.seccomp)?;
-    Identity::of(share.process().as_raw())?.write_to(&dir.join(FILE))?;
+    introduce(share.process().as_raw(), dir)?;
     Ok(Some(share))
 }
 
-/// Mounts volumes of the node for a container of the pod that is served from `dir`: the guest finds the n-th at
+/// Says which child of this process has the volumes.
+pub(crate) fn introduce(process: i32, dir: &Path) -> Result<(), IdentityError> {
+    Identity::of(process)?.write_to(&dir.join(FILE))
+}
+
+/// Mounts volumes of the node for a container of the pod that is served from `dir`: its agent finds the n-th at
 /// `nacelle_base::share::FOLDER/CONTAINER/n`. If one cannot be mounted, none is.
-pub async fn attach(dir: &Path, container: &str, volumes: Vec<Volume>) -> Result<(), VolumesError> {
+pub async fn attach(dir: &Path, taker: Taker, container: &str, volumes: Vec<Volume>) -> Result<(), VolumesError> {
     let container = container.to_owned();
     with(dir, move |process| match process {
-        Ok(process) => Ok(nacelle_fs::attach(process.as_fd(), &container, &volumes)?),
+        Ok(process) => Ok(nacelle_fs::attach(process.as_fd(), taker, &container, &volumes)?),
         Err(error) => Err(error),
     })
     .await
 }
 
 /// Takes the volumes of a container back. If the process is gone, so are they.
-pub async fn detach(dir: &Path, container: &str) -> Result<(), VolumesError> {
+pub async fn detach(dir: &Path, taker: Taker, container: &str) -> Result<(), VolumesError> {
     let container = container.to_owned();
     with(dir, move |process| match process {
-        Ok(process) => Ok(nacelle_fs::detach(process.as_fd(), &container)?),
+        Ok(process) => Ok(nacelle_fs::detach(process.as_fd(), taker, &container)?),
         Err(VolumesError::Gone { .. }) => Ok(()),
         Err(error) => Err(error),
     })
@@ -101,8 +106,18 @@ fn find(dir: &Path) -> Result<OwnedFd, VolumesError> {
     let share = Identity::read_from(&dir.join(FILE))?.ok_or_else(gone)?;
     let handle = share.open()?.ok_or_else(gone)?;
     // Looked at while the handle is held, and the pod process is still the one that was started.
-    if share.parent()? != Some(pod.pid) || !pod.is_alive()? || !share.is_alive()? {
+    let child = share.parent()? == Some(pod.pid);
+    // Nothing is mounted where the node's own mounts are.
+    if !child || !has_own_mounts(share.pid) || !pod.is_alive()? || !share.is_alive()? {
         return Err(gone());
     }
     Ok(handle)
+}
+
+fn has_own_mounts(process: i32) -> bool {
+    let namespace = |process: &str| std::fs::read_link(format!("/proc/{process}/ns/mnt"));
+    match (namespace("self"), namespace(&process.to_string())) {
+        (Ok(ours), Ok(theirs)) => ours != theirs,
+        _ => false,
+    }
 }

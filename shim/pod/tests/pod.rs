@@ -186,6 +186,7 @@ async fn volumes_are_images_like_any_other() {
             image: request.image.clone(),
             sub_path: "etc".into(),
             container_path: format!("/{key}"),
+            noexec: false,
         };
         request.volumes = keys.iter().map(volume).collect();
         request

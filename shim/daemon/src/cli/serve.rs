@@ -5,6 +5,7 @@ use crate::lifecycle::seams::Processes;
 use crate::lifecycle::{EngineChoice, Events};
 use crate::program;
 use crate::server::{self, Setup};
+use crate::sys;
 use anyhow::Context;
 use nacelle_engine::probe;
 use nacelle_pod::spec::Accelerator;
@@ -30,6 +31,7 @@ pub(super) fn engine() -> (EngineChoice, probe::KvmVerdict) {
 }
 
 pub(super) fn serve(config: Config) -> anyhow::Result<ExitCode> {
+    sys::give_memory_back();
     let (engine, verdict) = engine();
     tracing::info!(engine = %engine.fitting, "{verdict}");
     let exe = program::pod_program().context("cannot find the path of this program, beside which that of pods is")?;

@@ -70,6 +70,9 @@ pub(super) fn check(config: &Config) -> Result<(), Rule> {
     for dir in &config.network.cni_bin_dirs {
         absolute("network.cni_bin_dirs", dir)?;
     }
+    for dir in &config.sandbox.cdi_dirs {
+        absolute("sandbox.cdi_dirs", dir)?;
+    }
     let seconds = "1 to 3600 seconds are allowed";
     let sandbox = &config.sandbox;
     for (key, value) in [

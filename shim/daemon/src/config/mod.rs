@@ -66,6 +66,10 @@ pub struct Sandbox {
     pub undo_seconds: u64,
     /// Pods that ask for the node's network, PID or IPC namespace: "refuse" or "run-on-host".
     pub host_namespaces: HostNamespaces,
+    /// Privileged pods: "machine" or "run-on-host".
+    pub privileged: PrivilegedPods,
+    /// Folders with specifications of the Container Device Interface; later ones go before.
+    pub cdi_dirs: Vec<PathBuf>,
 }
 
 /// What becomes of pods that ask for namespaces of the node.
@@ -75,6 +79,17 @@ pub enum HostNamespaces {
     /// They are refused.
     #[default]
     Refuse,
+    /// They have no guest: engine host runs them, whatever their handler's engine is.
+    RunOnHost,
+}
+
+/// What becomes of privileged pods.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum PrivilegedPods {
+    /// Their handler's engine runs them, as all others.
+    #[default]
+    Machine,
     /// They have no guest: engine host runs them, whatever their handler's engine is.
     RunOnHost,
 }
@@ -246,6 +261,8 @@ impl Default for Sandbox {
             answer_seconds: 60,
             undo_seconds: 60,
             host_namespaces: HostNamespaces::Refuse,
+            privileged: PrivilegedPods::Machine,
+            cdi_dirs: vec!["/etc/cdi".into(), "/var/run/cdi".into()],
         }
     }
 }

@@ -1,9 +1,10 @@
 //! Owns: the RPCs about containers: convert, ask the lifecycle, convert.
 
 use super::Cri;
-use super::convert::{container_config, for_a_guest, report, resources_change, seccomp_profile};
+use super::convert::{container_config, for_a_guest, report, resources_change, seccomp_profile, with_edits};
 use super::sandbox::needed;
 use super::status::{refuse, status};
+use crate::cdi;
 use crate::nouns::ImageOf;
 use crate::profile;
 use nacelle_base::Kind;
@@ -18,8 +19,16 @@ const EXEC_LIMIT: usize = 16 << 20;
 impl Cri {
     pub(super) async fn on_create_container(
         &self,
-        request: cri::CreateContainerRequest,
+        mut request: cri::CreateContainerRequest,
     ) -> Result<cri::CreateContainerResponse, Status> {
+        if let Some(config) = request.config.as_mut().filter(|config| !config.cdi_devices.is_empty()) {
+            let names: Vec<String> = config.cdi_devices.iter().map(|device| device.name.clone()).collect();
+            let folders = self.node.parts().config.sandbox.cdi_dirs.clone();
+            // As seccomp profiles: what the files say now is what the container gets.
+            let finding = tokio::task::spawn_blocking(move || cdi::find(&names, &folders));
+            let found = finding.await.map_err(|_panic| refuse(Kind::Internal, "the CDI devices were given up"))?;
+            with_edits(config, found.map_err(status)?);
+        }
         let pod = needed("pod_sandbox_id", &request.pod_sandbox_id)?;
         let profile = match seccomp_profile(request.config.as_ref()).map_err(status)? {
             // Read now: the container keeps it, whatever becomes of the file.
@@ -35,7 +44,7 @@ impl Cri {
         let (node, users) = (view.pod.config.node_namespaces, view.pod.config.user_namespace);
         let config = container_config(request.config.as_ref(), profile, node, users).map_err(status)?;
         if self.node.parts().has_guest(&view.pod) {
-            for_a_guest(&config).map_err(status)?;
+            for_a_guest(&config, &self.node.parts().config).map_err(status)?;
         }
         let image = self.image_of("config.image.image", &config.image)?;
         let volumes = config.volumes.iter().map(|volume| self.image_of("config.mounts.image.image", &volume.image));

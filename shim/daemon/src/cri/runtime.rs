@@ -44,7 +44,11 @@ impl Cri {
             status: Some(cri::RuntimeStatus { conditions: vec![runtime, network] }),
             info: if request.verbose { self.info() } else { HashMap::new() },
             runtime_handlers: names.map(|name| cri::RuntimeHandler { features: Some(features), name }).collect(),
-            features: Some(cri::RuntimeFeatures { supplemental_groups_policy: true, ..Default::default() }),
+            features: Some(cri::RuntimeFeatures {
+                supplemental_groups_policy: true,
+                mount_options: true,
+                ..Default::default()
+            }),
         })
     }
 

@@ -26,7 +26,7 @@ impl Cri {
             let message = format!("runtime_handler is {asked:?}: this node has the handlers {}", known.join(", "));
             return Err(refuse(Kind::Invalid, &message));
         };
-        let pod = pod_config(request.config.as_ref(), asked, config.sandbox.host_namespaces).map_err(status)?;
+        let pod = pod_config(request.config.as_ref(), asked, &config.sandbox).map_err(status)?;
         if let Some(key) = pod
             .annotations
             .keys()

@@ -17,7 +17,7 @@ use crate::store::{Change, ContainerRecord, PodRecord, StoreError};
 use nacelle_base::{Chain, ContainerId};
 use nacelle_pod::client::{ClientError, PodClient};
 use nacelle_proto::pod as proto;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot, watch};
@@ -113,6 +113,8 @@ pub(super) struct Actor {
     wait_removed: Vec<Answer<()>>,
     /// What events have told.
     told: Told,
+    /// The processors on which the machine was told to run, none: on all; if that is known.
+    confined: Option<BTreeSet<u32>>,
     ended: bool,
 }
 
@@ -128,6 +130,8 @@ pub(super) fn new(
     let containers: BTreeMap<_, _> = containers.into_iter().map(|c| (c.id.clone(), Entry::new(c))).collect();
     let (view, seen) = watch::channel(Arc::new(View::new(&pod, containers.values().map(|entry| &entry.record), None)));
     let actor = Actor {
+        // One that boots runs nowhere yet.
+        confined: (pod.state == state::Pod::Booting).then(BTreeSet::new),
         parts,
         table,
         pod,
@@ -225,7 +229,7 @@ impl Actor {
             Message::Gone(last) => self.gone(last).await,
             Message::Create { config, image, volumes, answer } => self.create(*config, image, volumes, answer).await,
             Message::Start(id, answer) => self.start(id, answer).await,
-            Message::Update(id, change, answer) => self.update(id, change, answer),
+            Message::Update(id, change, answer) => self.update(id, change, answer).await,
             Message::UpdatePod(change, answer) => drop(answer.send(self.update_pod(&change).await)),
             Message::Updated(id, next, result) => self.updated(id, *next, result).await,
             Message::StopContainer(id, grace, answer) => self.stop_container(id, grace, answer).await,
@@ -368,7 +372,12 @@ impl Actor {
     /// Answers those whose wish has come true, and goes on with what waits for the present state.
     async fn settle(&mut self) {
         match self.pod.state {
-            state::Pod::Ready => tell(&mut self.wait_ready, &Ok(())),
+            state::Pod::Ready => {
+                tell(&mut self.wait_ready, &Ok(()));
+                if let Err(error) = self.confine(None).await {
+                    tracing::warn!(pod = %self.pod.id, "{}", Chain(&error));
+                }
+            }
             state::Pod::Stopped => {
                 tell(&mut self.wait_stopped, &Ok(()));
                 // A pod that never was ready is known to nobody: it goes as soon as it can.

@@ -158,7 +158,7 @@ fn pod_spec(parts: &Parts, id: &PodId, config: &PodConfig, handler: &Handler, ne
     PodSpec {
         version: spec::VERSION,
         id: id.clone(),
-        engine: parts.engine.spec(handler.engine, config.node_namespaces),
+        engine: parts.engine.spec(handler.engine, config),
         vcpus: vcpus(config, handler),
         memory_mib: narrow(memory_mib(config, handler)),
         memory_pages: handler.memory_pages,
@@ -256,8 +256,36 @@ pub(super) struct Undone {
 /// Gives machine and network back. Every step is tried, whatever came of those before, and all can be tried again.
 pub(super) async fn undo(parts: Arc<Parts>, id: PodId, client: Option<PodClient>) -> Undone {
     let limit = Duration::from_secs(parts.config.sandbox.undo_seconds);
-    let dir = parts.pod_dir(&id);
+    // What runs in the pod is killed in any case: its network need not wait for its end.
+    let (machine, network) = tokio::join!(end_machine(&parts, &id, client, limit), async {
+        match timeout(limit, parts.networks.teardown(&id)).await {
+            Ok(torn) => torn.map_err(|error| Chain(&error).to_string()),
+            Err(_elapsed) => Err(format!("no end after {} s", limit.as_secs())),
+        }
+    });
     let mut left = Vec::new();
+    let mut failed = |what: &str, why: String| {
+        tracing::error!(pod = %id, what, why, "could not be given back; the next stop tries again");
+        left.push(Left { what: what.to_owned(), why });
+    };
+    let last = machine.unwrap_or_else(|why| {
+        failed("machine", why);
+        None
+    });
+    if let Err(why) = network {
+        failed("network", why);
+    }
+    Undone { last, left }
+}
+
+/// Stops the pod process in good order, and kills what has not stopped by itself. Answers what it last said, or why it
+/// still lives.
+async fn end_machine(
+    parts: &Parts,
+    id: &PodId,
+    client: Option<PodClient>,
+    limit: Duration,
+) -> Result<Option<LastRecord>, String> {
     if let Some(client) = client {
         let orderly = async {
             client.stop(Duration::ZERO).await?;
@@ -269,28 +297,11 @@ pub(super) async fn undo(parts: Arc<Parts>, id: PodId, client: Option<PodClient>
             Err(_elapsed) => tracing::warn!(pod = %id, "the pod process did not stop in time"),
         }
     }
-    let mut failed = |what: &str, why: String| {
-        tracing::error!(pod = %id, what, why, "could not be given back; the next stop tries again");
-        left.push(Left { what: what.to_owned(), why });
-    };
-    // Kills what has not stopped by itself.
-    let last = match timeout(limit, parts.clean_up(&dir)).await {
-        Ok(Ok(last)) => last,
-        Ok(Err(error)) => {
-            failed("machine", Chain(&error).to_string());
-            None
-        }
-        Err(_elapsed) => {
-            failed("machine", format!("it still lives after {} s", limit.as_secs()));
-            None
-        }
-    };
-    match timeout(limit, parts.networks.teardown(&id)).await {
-        Ok(Ok(())) => {}
-        Ok(Err(error)) => failed("network", Chain(&error).to_string()),
-        Err(_elapsed) => failed("network", format!("no end after {} s", limit.as_secs())),
+    match timeout(limit, parts.clean_up(&parts.pod_dir(id))).await {
+        Ok(Ok(last)) => Ok(last),
+        Ok(Err(error)) => Err(Chain(&error).to_string()),
+        Err(_elapsed) => Err(format!("it still lives after {} s", limit.as_secs())),
     }
-    Undone { last, left }
 }
 
 /// Removes the pod's folder.

@@ -9,6 +9,7 @@ use nacelle_base::{Classify, Kind};
 use nacelle_image::ImageError;
 use nacelle_net::NetError;
 use nacelle_pod::client::ClientError;
+use nacelle_pod::processors::ProcessorsError;
 use nacelle_pod::share::VolumesError;
 use std::sync::Arc;
 use std::time::Duration;
@@ -109,6 +110,39 @@ pub enum LifecycleError {
         /// As was asked.
         wanted: String,
     },
+    /// The node has not what a container is to be kept on.
+    #[error("{field} is {asked:?}, but the node has {online} online")]
+    NotOnline {
+        /// "cpuset_cpus", "cpuset_mems".
+        field: &'static str,
+        /// As was asked.
+        asked: String,
+        /// What there is.
+        online: String,
+    },
+    /// A machine's memory is not kept on some of the memory nodes.
+    #[error(
+        "cpuset_mems is {asked:?}, but the memory of a machine may lie on all memory nodes ({online}): leave it out, or run \
+         the pod by a handler whose engine is host"
+    )]
+    MemoryNodes {
+        /// As was asked.
+        asked: String,
+        /// What there is.
+        online: String,
+    },
+    /// What was asked for as a device is none.
+    #[error("config.devices.host_path is {path:?}: there is neither a device nor a folder with devices")]
+    NoDevice {
+        /// The path.
+        path: String,
+    },
+    /// Folders with devices have more than anybody uses.
+    #[error("config.devices are more than {most} with those in folders")]
+    TooManyDevices {
+        /// The most.
+        most: usize,
+    },
     /// The container needs a privileged pod.
     #[error("container {name} is privileged and its pod is not: set linux.security_context.privileged of the pod too")]
     NotPrivileged {
@@ -149,6 +183,9 @@ pub enum StepError {
     /// Volumes of the node.
     #[error(transparent)]
     Volumes(#[from] Arc<VolumesError>),
+    /// Processors of the node.
+    #[error(transparent)]
+    Processors(#[from] Arc<ProcessorsError>),
     /// The OCI specification.
     #[error(transparent)]
     Oci(#[from] Arc<OciError>),
@@ -163,7 +200,7 @@ macro_rules! from {
         }
     )*};
 }
-from!(ClientError => Pod, NetError => Net, ImageError => Image, StoreError => Store, FileError => File, OciError => Oci, VolumesError => Volumes);
+from!(ClientError => Pod, NetError => Net, ImageError => Image, StoreError => Store, FileError => File, OciError => Oci, VolumesError => Volumes, ProcessorsError => Processors);
 
 /// Says which step failed: `.map_err(at("start the machine"))`.
 pub fn at<E: Into<StepError>>(step: &'static str) -> impl FnOnce(E) -> LifecycleError {
@@ -186,6 +223,7 @@ impl Classify for StepError {
             StepError::File(error) => error.kind(),
             StepError::Oci(error) => error.kind(),
             StepError::Volumes(error) => error.kind(),
+            StepError::Processors(error) => error.kind(),
         }
     }
 }
@@ -196,7 +234,11 @@ impl Classify for LifecycleError {
             LifecycleError::NotFound { .. } => Kind::NotFound,
             LifecycleError::Ambiguous { .. }
             | LifecycleError::NotPrivileged { .. }
+            | LifecycleError::NotOnline { .. }
+            | LifecycleError::NoDevice { .. }
+            | LifecycleError::TooManyDevices { .. }
             | LifecycleError::NoPodPid { .. } => Kind::Invalid,
+            LifecycleError::MemoryNodes { .. } => Kind::Unsupported,
             LifecycleError::NameTaken { .. } => Kind::AlreadyExists,
             LifecycleError::Refused { .. }
             | LifecycleError::NotReady { .. }

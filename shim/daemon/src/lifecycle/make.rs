@@ -2,16 +2,18 @@
 //! Threads: run as tasks of their own; they answer to the pod's actor.
 
 use super::boot::blocking;
+use super::devices;
 use super::error::{LifecycleError, StepError, at};
 use super::{Parts, clip};
-use crate::nouns::{ContainerConfig, NodeVolume, PidMode, Propagation, User};
-use crate::oci;
+use crate::nouns::{ContainerConfig, MountOption, NodeVolume, PidMode, PodConfig, Propagation, User};
+use crate::oci::{self, DeviceNode};
 use crate::store::{ContainerRecord, PodRecord};
 use nacelle_base::files::{self, FileError};
 use nacelle_base::machine::{Extent, ImageDisk};
-use nacelle_base::{Chain, Classify, ContainerId, Kind, PodId, share};
+use nacelle_base::{Chain, Classify, ContainerId, Kind, share};
 use nacelle_pod::client::{ClientError, PodClient};
-use nacelle_pod::share::Volume;
+use nacelle_pod::share::{self as shares, Owners, Taker, Volume};
+use nacelle_pod::spec::{IdRange, UserNamespace};
 use nacelle_proto::pod as proto;
 use std::future::Future;
 use std::path::{Path, PathBuf};
@@ -46,17 +48,28 @@ pub(super) async fn make(
     record: ContainerRecord,
 ) -> Result<User, LifecycleError> {
     let asked = Arc::clone(&record.config);
-    let found = blocking(move || resolve(&asked)).await.map_err(at("find the volumes of the container on the node"))?;
-    if found.node_volumes.is_empty() || !parts.has_guest(&pod) {
-        return make_with(&parts, client, pod, &record, &as_agent_of_node(found)).await;
+    let mut found =
+        blocking(move || resolve(&asked)).await.map_err(at("find the volumes of the container on the node"))?;
+    let taker = taker(&parts, &pod);
+    let nodes = if taker == Taker::Share {
+        // Processors of the node are not the guest's.
+        found.resources = found.resources.in_guest();
+        devices::of_guest(&found)
+    } else {
+        // A user namespace may make no devices.
+        let privileged = (found.privileged && pod.config.user_namespace.is_none()).then_some(Path::new("/dev"));
+        devices::of_node(&found, privileged)?
+    };
+    if found.node_volumes.is_empty() {
+        return make_with(&parts, client, pod, &record, &found, &nodes).await;
     }
     let (dir, id) = (parts.pod_dir(&pod.id), record.id.clone());
-    let volumes = found.node_volumes.iter().map(shared).collect();
-    let attached = parts.pods.attach(&dir, id.as_str(), volumes).await;
-    attached.map_err(at("share the volumes of the container with the machine"))?;
-    let made = make_with(&parts, client, pod, &record, &as_guest(found, &id)).await;
+    let volumes = found.node_volumes.iter().map(|volume| shared(volume, &pod.config)).collect();
+    let attached = parts.pods.attach(&dir, taker, id.as_str(), volumes).await;
+    attached.map_err(at("share the volumes of the container with the pod"))?;
+    let made = make_with(&parts, client, pod, &record, &as_found(found, &id), &nodes).await;
     if made.is_err()
-        && let Err(error) = parts.pods.detach(&dir, id.as_str()).await
+        && let Err(error) = parts.pods.detach(&dir, taker, id.as_str()).await
     {
         tracing::warn!(container = %id, "its volumes could not be taken back: {}", Chain(&error));
     }
@@ -69,10 +82,11 @@ async fn make_with(
     pod: PodRecord,
     record: &ContainerRecord,
     config: &ContainerConfig,
+    devices: &[DeviceNode],
 ) -> Result<User, LifecycleError> {
     let root = parts.images.rootfs(&record.image.id).await.map_err(at("read the image of the container"))?;
-    let spec =
-        oci::spec(&pod.config, config, &root.config, &pod.kernel_release).map_err(at("describe the container"))?;
+    let spec = oci::spec(&pod.config, config, &root.config, &pod.kernel_release, devices);
+    let spec = spec.map_err(at("describe the container"))?;
     let stop_signal = oci::stop_signal(config, &root.config).map_err(at("describe the container"))?;
     let mut volumes = Vec::with_capacity(record.volumes.len());
     for (volume, image) in config.volumes.iter().zip(&record.volumes) {
@@ -82,6 +96,7 @@ async fn make_with(
             image: extents(&root.disk),
             sub_path: volume.sub_path.clone(),
             container_path: volume.container_path.clone(),
+            noexec: volume.options.contains(&MountOption::Noexec),
         });
     }
     let request = proto::CreateContainerRequest {
@@ -125,17 +140,14 @@ fn resolve(config: &ContainerConfig) -> Result<ContainerConfig, FileError> {
     Ok(config)
 }
 
-/// Volumes as the agent of a pod without a guest finds them (`agent/src/boot/mounts.rs`).
-fn as_agent_of_node(mut config: ContainerConfig) -> ContainerConfig {
-    for volume in &mut config.node_volumes {
-        volume.host_path.insert_str(0, "/node");
-    }
-    config
+/// Which process has the volumes of a pod.
+fn taker(parts: &Parts, pod: &PodRecord) -> Taker {
+    if parts.has_guest(pod) { Taker::Share } else { Taker::Agent }
 }
 
-/// Volumes as a guest finds them in its share. What is mounted below a mount that cannot be written cannot be written in the
-/// guest either: where only the volume itself is read-only, it is the node's kernel that refuses.
-fn as_guest(mut config: ContainerConfig, id: &ContainerId) -> ContainerConfig {
+/// Volumes as the agent finds them. What is mounted below a mount that cannot be written cannot be written in a guest either:
+/// where only the volume itself is read-only, it is the node's kernel that refuses.
+fn as_found(mut config: ContainerConfig, id: &ContainerId) -> ContainerConfig {
     for (number, volume) in config.node_volumes.iter_mut().enumerate() {
         volume.host_path = format!("{}/{id}/{number}", share::FOLDER);
         volume.readonly = volume.recursive_read_only;
@@ -143,13 +155,21 @@ fn as_guest(mut config: ContainerConfig, id: &ContainerId) -> ContainerConfig {
     config
 }
 
-/// What the share is asked for.
-fn shared(volume: &NodeVolume) -> Volume {
+/// What the process that takes it is asked for.
+fn shared(volume: &NodeVolume, pod: &PodConfig) -> Volume {
+    let range = |range: IdRange| (range.first, range.count);
+    let owners = |users: UserNamespace| Owners { users: range(users.users), groups: range(users.groups) };
     Volume {
         path: PathBuf::from(&volume.host_path),
         read_only: volume.readonly,
         all_read_only: volume.recursive_read_only,
-        hears_node: volume.propagation == Propagation::FromNode,
+        no_access_times: volume.options.contains(&MountOption::Noatime),
+        propagation: match volume.propagation {
+            Propagation::Private => shares::Propagation::Private,
+            Propagation::FromNode => shares::Propagation::FromNode,
+            Propagation::BothWays => shares::Propagation::BothWays,
+        },
+        owners: pod.user_namespace.filter(|_| volume.id_mapped).map(owners),
     }
 }
 
@@ -191,7 +211,7 @@ pub(super) async fn stop(
 pub(super) async fn remove(
     parts: Arc<Parts>,
     client: Option<PodClient>,
-    pod: PodId,
+    pod: PodRecord,
     record: Arc<ContainerConfig>,
     id: ContainerId,
 ) -> Result<(), LifecycleError> {
@@ -201,8 +221,7 @@ pub(super) async fn remove(
     if record.node_volumes.is_empty() {
         return Ok(());
     }
-    // A pod without a guest has no share, and nothing in it.
-    let detached = parts.pods.detach(&parts.pod_dir(&pod), id.as_str()).await;
+    let detached = parts.pods.detach(&parts.pod_dir(&pod.id), taker(&parts, &pod), id.as_str()).await;
     detached.map_err(at("take back the volumes of the container"))
 }
 
@@ -297,18 +316,15 @@ mod tests {
             recursive_read_only: false,
             propagation: Propagation::Private,
             id_mapped: false,
+            options: [].into(),
         };
         config.node_volumes = vec![volume("link"), volume("new/deep")];
         let resolved = resolve(&config).unwrap();
         let paths: Vec<_> = resolved.node_volumes.iter().map(|volume| volume.host_path.clone()).collect();
         assert_eq!(paths, [base.join("file"), base.join("new/deep")].map(|path| path.to_str().unwrap().to_owned()));
         assert!(base.join("new/deep").is_dir());
-        let found = |config: ContainerConfig| config.node_volumes[0].host_path.clone();
-        assert_eq!(Path::new(&found(as_agent_of_node(resolved.clone()))), Path::new("/node").join(&paths[0][1..]));
-        assert_eq!(
-            found(as_guest(resolved, &ContainerId::from_bytes([1; 32]))),
-            format!("/run/nacelle/volumes/{}/0", "01".repeat(32))
-        );
+        let found = as_found(resolved, &ContainerId::from_bytes([1; 32])).node_volumes[0].host_path.clone();
+        assert_eq!(found, format!("/run/nacelle/volumes/{}/0", "01".repeat(32)));
         config.node_volumes = vec![volume("file/x")];
         assert!(resolve(&config).is_err());
     }

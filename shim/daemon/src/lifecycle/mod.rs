@@ -5,9 +5,11 @@
 
 mod actor;
 mod boot;
+pub(crate) mod devices;
 mod error;
 pub mod events;
 mod make;
+mod processors;
 pub mod recover;
 pub mod seams;
 pub mod shown;
@@ -28,7 +30,7 @@ use nacelle_base::{Chain, ContainerId, PodId};
 use nacelle_image::ImageId;
 use nacelle_pod::client::{ClientError, PodClient};
 use nacelle_pod::record::PodRecord as LastRecord;
-use nacelle_pod::spec::{Accelerator, EngineSpec, Shares};
+use nacelle_pod::spec::{Accelerator, EngineSpec};
 use nacelle_proto::pod as proto;
 use seams::{Networks, Pods};
 use shown::Told;
@@ -55,9 +57,10 @@ pub struct EngineChoice {
 }
 
 impl EngineChoice {
-    /// The engine of a pod that has these namespaces of the node.
-    fn spec(&self, setting: EngineSetting, shares: Shares) -> EngineSpec {
-        let setting = if shares.none() { setting } else { EngineSetting::Host };
+    /// The engine of a pod.
+    fn spec(&self, setting: EngineSetting, pod: &PodConfig) -> EngineSpec {
+        let setting = if pod.needs_host() { EngineSetting::Host } else { setting };
+        let shares = pod.node_namespaces;
         match setting.or(self.fitting) {
             EngineKind::Kvm => EngineSpec::Kvm {},
             EngineKind::Qemu => EngineSpec::Qemu { binary: self.qemu.clone(), accelerator: self.accelerator },
@@ -95,7 +98,7 @@ impl Parts {
     /// Whether the pod is a machine.
     pub(crate) fn has_guest(&self, pod: &PodRecord) -> bool {
         let handler = self.config.handler(&pod.handler);
-        pod.config.node_namespaces.none() && handler.is_none_or(|(_, handler)| handler.engine != EngineSetting::Host)
+        !pod.config.needs_host() && handler.is_none_or(|(_, handler)| handler.engine != EngineSetting::Host)
     }
 
     /// Ends what is left of the pod process of this folder; a folder that is not there has none.

@@ -5,8 +5,9 @@
 use nacelle_base::PodId;
 use nacelle_net::{Attachment, NetError, Network, PodRef};
 use nacelle_pod::client::{self, ClientError, PodClient};
+use nacelle_pod::processors::{self, ProcessorsError};
 use nacelle_pod::record::PodRecord;
-use nacelle_pod::share::{self, Volume, VolumesError};
+use nacelle_pod::share::{self, Taker, Volume, VolumesError};
 use nacelle_pod::spec::PodSpec;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -22,14 +23,25 @@ pub trait Pods: Send + Sync + 'static {
         client::connect(dir).await
     }
 
-    /// Mounts volumes of the node for a container of the machine that this folder's process runs. All of them or none.
-    async fn attach(&self, dir: &Path, container: &str, volumes: Vec<Volume>) -> Result<(), VolumesError> {
-        share::attach(dir, container, volumes).await
+    /// Mounts volumes of the node for a container of the pod that this folder's process serves. All of them or none.
+    async fn attach(
+        &self,
+        dir: &Path,
+        taker: Taker,
+        container: &str,
+        volumes: Vec<Volume>,
+    ) -> Result<(), VolumesError> {
+        share::attach(dir, taker, container, volumes).await
     }
 
     /// Takes a container's volumes of the node back. Can be said twice, and of a pod that has ended.
-    async fn detach(&self, dir: &Path, container: &str) -> Result<(), VolumesError> {
-        share::detach(dir, container).await
+    async fn detach(&self, dir: &Path, taker: Taker, container: &str) -> Result<(), VolumesError> {
+        share::detach(dir, taker, container).await
+    }
+
+    /// Has the machine run on these processors of the node only; none: on all.
+    async fn confine(&self, dir: &Path, processors: BTreeSet<u32>) -> Result<(), ProcessorsError> {
+        processors::confine(dir, processors).await
     }
 
     /// Ends what is left of the process and returns what it last recorded. Can be said twice.

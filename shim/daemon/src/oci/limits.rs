@@ -19,6 +19,11 @@ pub fn limits(after: &Resources, change: &Resources) -> Vec<(String, String)> {
     if change.memory_limit > 0 {
         set("memory.max", change.memory_limit.to_string());
     }
+    for (file, list) in [("cpuset.cpus", &change.cpuset_cpus), ("cpuset.mems", &change.cpuset_mems)] {
+        if !list.is_empty() {
+            set(file, list.clone());
+        }
+    }
     for (size, limit) in &change.hugepages {
         set(&format!("hugetlb.{size}.max"), limit.to_string());
     }
@@ -73,11 +78,14 @@ mod tests {
             memory_limit: 77,
             hugepages: vec![("2MB".into(), 4)],
             unified: [("memory.high".to_owned(), "50".to_owned())].into(),
+            cpuset_cpus: "2-3".into(),
             ..none()
         };
+        assert_eq!(before().changed_by(&all).changed_by(&none()).cpuset_cpus, "2-3");
+        assert!(!written(before(), all.in_guest()).contains(&"cpuset.cpus=2-3".to_owned()));
         assert_eq!(
             written(before(), all.clone()),
-            ["cpu.weight=100", "memory.max=77", "hugetlb.2MB.max=4", "memory.high=50"]
+            ["cpu.weight=100", "memory.max=77", "cpuset.cpus=2-3", "hugetlb.2MB.max=4", "memory.high=50"]
         );
         let after = before().changed_by(&all);
         assert_eq!((after.cpu_quota, after.memory_limit, after.cpu_shares), (5000, 77, 1024));

@@ -59,16 +59,44 @@ impl Classify for OciError {
     }
 }
 
-/// The specification as JSON, for a guest whose kernel has this release.
+/// A device node of a container.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceNode {
+    /// Where.
+    pub path: String,
+    /// A block device; else a character device.
+    pub block: bool,
+    /// Its number.
+    pub major: u64,
+    /// Its number.
+    pub minor: u64,
+    /// Permissions of the file.
+    pub mode: u32,
+    /// Its owner.
+    pub uid: u32,
+    /// Its group.
+    pub gid: u32,
+    /// What the container may: of "r", "w" and "m".
+    pub access: String,
+}
+
+impl DeviceNode {
+    fn kind(&self) -> &'static str {
+        if self.block { "b" } else { "c" }
+    }
+}
+
+/// The specification as JSON, for a kernel of this release, with these devices.
 pub fn spec(
     pod: &PodConfig,
     container: &ContainerConfig,
     image: &ImageConfig,
     kernel: &str,
+    devices: &[DeviceNode],
 ) -> Result<Vec<u8>, OciError> {
     let invalid = |source| OciError::Invalid { container: container.name.clone(), source };
     // Through the typed specification, so that nothing leaves here that another runtime would not read.
-    let spec: Spec = serde_json::from_value(document(pod, container, image, kernel)?).map_err(invalid)?;
+    let spec: Spec = serde_json::from_value(document(pod, container, image, kernel, devices)?).map_err(invalid)?;
     serde_json::to_vec(&spec).map_err(invalid)
 }
 
@@ -104,15 +132,25 @@ fn document(
     container: &ContainerConfig,
     image: &ImageConfig,
     kernel: &str,
+    devices: &[DeviceNode],
 ) -> Result<Value, OciError> {
     let privileged = container.privileged;
     let capabilities = capabilities::of(container);
     let mut linux = Map::new();
     linux.insert("namespaces".into(), namespaces());
-    linux.insert("resources".into(), resources(&container.resources, privileged));
-    // The root's holds for everything in it: one volume that hears of the node's mounts lets the others hear too.
-    let hears = container.node_volumes.iter().any(|volume| volume.propagation == Propagation::FromNode);
-    linux.insert("rootfsPropagation".into(), json!(if hears { "slave" } else { "private" }));
+    linux.insert("resources".into(), resources(&container.resources, privileged, devices));
+    if !devices.is_empty() {
+        linux.insert("devices".into(), devices.iter().map(device).collect());
+    }
+    // Each volume comes to the agent with its own way. The root's is laid over all of them: a private one stays alone with
+    // each, and one that hears of the node's mounts never tells it of others.
+    let asked = |wanted| container.node_volumes.iter().any(|volume| volume.propagation == wanted);
+    let propagation = match (asked(Propagation::BothWays), asked(Propagation::FromNode)) {
+        (true, _) => "shared",
+        (false, true) => "slave",
+        (false, false) => "private",
+    };
+    linux.insert("rootfsPropagation".into(), json!(propagation));
     if !privileged {
         linux.insert("maskedPaths".into(), json!(container.masked_paths));
         linux.insert("readonlyPaths".into(), json!(container.readonly_paths));
@@ -215,9 +253,7 @@ fn node_volume(volume: &NodeVolume) -> Value {
         (true, false) => vec!["rbind", "ro"],
         _ => vec!["rbind", "rw"],
     };
-    if volume.id_mapped {
-        options.push("idmap");
-    }
+    options.extend(volume.options.iter().map(|option| option.word()));
     json!({ "destination": volume.container_path, "type": "bind", "source": volume.host_path, "options": options })
 }
 
@@ -238,8 +274,20 @@ fn mounts(privileged: bool) -> impl Iterator<Item = Value> {
     .into_iter()
 }
 
-fn resources(asked: &Resources, privileged: bool) -> Value {
+fn device(node: &DeviceNode) -> Value {
+    json!({
+        "path": node.path, "type": node.kind(), "major": node.major, "minor": node.minor,
+        "fileMode": node.mode, "uid": node.uid, "gid": node.gid,
+    })
+}
+
+fn resources(asked: &Resources, privileged: bool, devices: &[DeviceNode]) -> Value {
     let mut resources = Map::new();
+    let rule = |node: &DeviceNode| {
+        json!({
+            "allow": true, "type": node.kind(), "major": node.major, "minor": node.minor, "access": node.access,
+        })
+    };
     let devices = if privileged {
         json!([{ "allow": true, "access": "rwm" }])
     } else {
@@ -251,6 +299,7 @@ fn resources(asked: &Resources, privileged: bool) -> Value {
         let mut list = vec![json!({ "allow": false, "access": "rwm" })];
         list.extend([3, 5, 7, 8, 9].map(|minor| device(1, Some(minor))));
         list.extend([device(5, Some(0)), device(5, Some(2)), device(136, None)]);
+        list.extend(devices.iter().map(rule));
         Value::Array(list)
     };
     resources.insert("devices".into(), devices);
@@ -263,6 +312,11 @@ fn resources(asked: &Resources, privileged: bool) -> Value {
     }
     if asked.cpu_period > 0 {
         cpu.insert("period".into(), json!(asked.cpu_period));
+    }
+    for (name, list) in [("cpus", &asked.cpuset_cpus), ("mems", &asked.cpuset_mems)] {
+        if !list.is_empty() {
+            cpu.insert(name.into(), json!(list));
+        }
     }
     resources.insert("cpu".into(), Value::Object(cpu));
     if asked.memory_limit > 0 {
@@ -282,8 +336,9 @@ fn resources(asked: &Resources, privileged: bool) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nouns::RunAs;
+    use crate::nouns::{MountOption, RunAs};
     use crate::store::tests_support::{container, pod};
+    use std::collections::BTreeSet;
 
     fn image() -> ImageConfig {
         ImageConfig {
@@ -299,7 +354,7 @@ mod tests {
     fn built(change: impl FnOnce(&mut ContainerConfig)) -> Value {
         let mut config = (*container(1, 1).config).clone();
         change(&mut config);
-        serde_json::from_slice(&spec(&pod(1).config, &config, &image(), "6.12.0").unwrap()).unwrap()
+        serde_json::from_slice(&spec(&pod(1).config, &config, &image(), "6.12.0", &[]).unwrap()).unwrap()
     }
 
     #[test]
@@ -320,7 +375,7 @@ mod tests {
         assert_eq!(args(&["c"], &["x"]), ["c", "x"]);
         let mut config = (*container(1, 1).config).clone();
         (config.command, config.args) = (vec![], vec![]);
-        let error = spec(&pod(1).config, &config, &ImageConfig::default(), "").unwrap_err();
+        let error = spec(&pod(1).config, &config, &ImageConfig::default(), "", &[]).unwrap_err();
         assert_eq!(error.kind(), Kind::Invalid);
         assert!(error.to_string().contains("busybox"), "{error}");
     }
@@ -345,6 +400,7 @@ mod tests {
             recursive_read_only,
             propagation,
             id_mapped: at == "/c",
+            options: if at == "/b" { MountOption::ALL.into() } else { BTreeSet::new() },
         };
         let spec = built(|config| {
             config.node_volumes = vec![
@@ -356,11 +412,41 @@ mod tests {
         let of = |at: &str| spec["mounts"].as_array().unwrap().iter().find(|m| m["destination"] == at).unwrap().clone();
         assert_eq!(of("/a")["source"], "/srv/data");
         assert_eq!(of("/a")["options"], json!(["rbind", "rw"]));
-        assert_eq!(of("/b")["options"], json!(["rbind", "ro"]));
-        assert_eq!(of("/c")["options"], json!(["rbind", "ro", "rro", "idmap"]));
+        assert_eq!(of("/b")["options"], json!(["rbind", "ro", "nosuid", "nodev", "noexec", "noatime"]));
+        assert_eq!(of("/c")["options"], json!(["rbind", "ro", "rro"]));
         assert_eq!(spec["linux"]["rootfsPropagation"], "private");
         let spec = built(|config| config.node_volumes = vec![volume("/a", false, false, Propagation::FromNode)]);
         assert_eq!(spec["linux"]["rootfsPropagation"], "slave");
+        let spec = built(|config| {
+            config.node_volumes =
+                [Propagation::FromNode, Propagation::BothWays].map(|p| volume("/a", false, false, p)).into();
+        });
+        assert_eq!(spec["linux"]["rootfsPropagation"], "shared");
+    }
+
+    #[test]
+    fn devices_are_nodes_with_the_rights_that_were_asked_for() {
+        let config = (*container(1, 1).config).clone();
+        let disk = DeviceNode {
+            path: "/dev/disk".into(),
+            block: true,
+            major: 8,
+            minor: 1,
+            mode: 0o660,
+            uid: 0,
+            gid: 6,
+            access: "r".into(),
+        };
+        let spec = spec(&pod(1).config, &config, &image(), "6.12.0", &[disk]).unwrap();
+        let linux = serde_json::from_slice::<Value>(&spec).unwrap()["linux"].clone();
+        let device = json!({
+            "path": "/dev/disk", "type": "b", "major": 8, "minor": 1, "fileMode": 0o660, "uid": 0, "gid": 6,
+        });
+        assert_eq!(linux["devices"], json!([device]));
+        let rules = linux["resources"]["devices"].as_array().unwrap();
+        assert_eq!(rules[0], json!({ "allow": false, "access": "rwm" }));
+        let last = json!({ "allow": true, "type": "b", "major": 8, "minor": 1, "access": "r" });
+        assert_eq!(rules.last(), Some(&last));
     }
 
     #[test]
@@ -408,10 +494,15 @@ mod tests {
                 oom_score_adj: 500,
                 hugepages: vec![("2MB".into(), 1 << 21)],
                 unified: [("memory.oom.group".to_owned(), "1".to_owned())].into(),
+                cpuset_cpus: "0-1,4".into(),
+                cpuset_mems: "0".into(),
             };
         });
         let resources = &full["linux"]["resources"];
-        assert_eq!(resources["cpu"], json!({ "shares": 512, "quota": 50_000, "period": 100_000 }));
+        assert_eq!(
+            resources["cpu"],
+            json!({ "shares": 512, "quota": 50_000, "period": 100_000, "cpus": "0-1,4", "mems": "0" })
+        );
         assert_eq!(resources["memory"], json!({ "limit": 1 << 26 }));
         assert_eq!(resources["hugepageLimits"], json!([{ "pageSize": "2MB", "limit": 1 << 21 }]));
         assert_eq!(resources["unified"], json!({ "memory.oom.group": "1" }));

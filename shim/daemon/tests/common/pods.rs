@@ -5,10 +5,11 @@ use super::Script;
 use nacelle_daemon::lifecycle::seams::Pods;
 use nacelle_pod::client::{self, ClientError, PodClient};
 use nacelle_pod::identity::Identity;
+use nacelle_pod::processors::ProcessorsError;
 use nacelle_pod::record::{ContainerPhase, ContainerRecord, Phase, PodRecord};
 use nacelle_pod::spec::PodSpec;
 use nacelle_proto::pod as proto;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
@@ -30,11 +31,13 @@ struct Process {
 pub struct FakePods {
     script: Arc<Script>,
     processes: Mutex<BTreeMap<PathBuf, Process>>,
+    /// What machines were told of processors, one after the other.
+    pub confined: Mutex<Vec<BTreeSet<u32>>>,
 }
 
 impl FakePods {
     pub fn new(script: Arc<Script>) -> FakePods {
-        FakePods { script, processes: Mutex::default() }
+        FakePods { script, processes: Mutex::default(), confined: Mutex::default() }
     }
 
     /// The folders of those that live.
@@ -119,6 +122,14 @@ impl Pods for FakePods {
         }
         self.start(dir, spec);
         client::connect(dir).await
+    }
+
+    async fn confine(&self, dir: &Path, processors: BTreeSet<u32>) -> Result<(), ProcessorsError> {
+        if self.script.conflicts("confine") {
+            return Err(ProcessorsError::Gone { dir: dir.to_owned() });
+        }
+        self.confined.lock().unwrap().push(processors);
+        Ok(())
     }
 
     async fn clean_up(&self, dir: &Path) -> Result<Option<PodRecord>, ClientError> {

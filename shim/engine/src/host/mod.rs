@@ -45,6 +45,7 @@ pub struct HostSpec<'a> {
 /// The engine of one machine: its agent runs already, and waits for the first word. So it can be made while the process
 /// still has the rights that it takes, and started after they were given up.
 pub struct Host {
+    pid: u32,
     waiting: Mutex<Option<Waiting>>,
 }
 
@@ -107,7 +108,13 @@ impl Host {
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let child = spawn::spawn(command, spec.netns, !spec.node_pid, inherited);
         let child = child.map_err(|source| EngineError::Spawn { program: spec.program.to_owned(), source })?;
-        Ok(Host { waiting: Mutex::new(Some(Waiting { child: Some(child), boot: Some(boot), sockets })) })
+        let pid = child.id();
+        Ok(Host { pid, waiting: Mutex::new(Some(Waiting { child: Some(child), boot: Some(boot), sockets })) })
+    }
+
+    /// The agent's process, a child of this one.
+    pub fn pid(&self) -> u32 {
+        self.pid
     }
 }
 

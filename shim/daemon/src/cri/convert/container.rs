@@ -1,7 +1,9 @@
 //! Owns: ContainerConfig → `ContainerConfig` of ours.
 
+use super::device::devices;
 use super::volume::volumes;
 use super::{FieldError, apparmor, bad, id_number, name, name_of_image, not_yet, pairs, selinux, users};
+use crate::lists;
 use crate::nouns::{Capabilities, ContainerConfig, PidMode, PodResources, Resources, RunAs, Seccomp};
 use crate::oci;
 use crate::profile::Profile;
@@ -52,7 +54,6 @@ pub fn container_config(
     let image = config.image.as_ref().ok_or(FieldError::Missing { field: "config.image" })?;
     let linux = config.linux.clone().unwrap_or_default();
     let security = linux.security_context.unwrap_or_default();
-    check_devices(config)?;
     check_security(&security)?;
     users::of_container(security.namespace_options.as_ref(), user_namespace)?;
     for word in config.command.iter().chain(&config.args).chain([&config.working_dir]) {
@@ -93,17 +94,8 @@ pub fn container_config(
         seccomp: seccomp(&security, profile)?,
         volumes,
         node_volumes,
+        devices: devices(&config.devices, user_namespace)?,
     })
-}
-
-fn check_devices(config: &cri::ContainerConfig) -> Result<(), FieldError> {
-    if let Some(device) = config.devices.first() {
-        return not_yet("config.devices.host_path", &device.host_path, "devices of the node do not reach a guest");
-    }
-    if let Some(device) = config.cdi_devices.first() {
-        return not_yet("config.CDI_devices.name", &device.name, "devices of the node do not reach a guest");
-    }
-    Ok(())
 }
 
 #[expect(deprecated, reason = "kubelets before 1.30 send the old field")]
@@ -162,6 +154,12 @@ pub fn resources_change(linux: Option<&cri::LinuxContainerResources>) -> Result<
 
 /// A change of what a pod may have; what is not set stays as it is.
 pub fn pod_resources_change(request: &cri::UpdatePodSandboxResourcesRequest) -> Result<PodResources, FieldError> {
+    for part in request.resources.iter().chain(&request.overhead) {
+        if let Some(list) = [&part.cpuset_cpus, &part.cpuset_mems].into_iter().find(|list| !list.is_empty()) {
+            let instead = "a pod runs where its containers may; set them for those";
+            return not_yet("resources.cpuset_cpus, cpuset_mems", list, instead);
+        }
+    }
     let part = |part: Option<&cri::LinuxContainerResources>, fields| {
         part.map(|part| resources(part, fields)).transpose().map(Option::unwrap_or_default)
     };
@@ -186,8 +184,8 @@ fn resources(asked: &cri::LinuxContainerResources, fields: [&'static str; 9]) ->
         }
     }
     for (field, list) in [(cpus, &asked.cpuset_cpus), (mems, &asked.cpuset_mems)] {
-        if !list.is_empty() {
-            return not_yet(field, list, "processors of the node are not those of the guest; leave it out");
+        if lists::numbers(list).is_none() {
+            return bad(field, list, "a list of numbers from 0 to 1023 is needed, as in 0-3,7");
         }
     }
     let plain = |key: &str| !key.is_empty() && !key.starts_with('.') && !key.contains(['/', '\0']);
@@ -209,6 +207,8 @@ fn resources(asked: &cri::LinuxContainerResources, fields: [&'static str; 9]) ->
             .map(|limit| (limit.page_size.clone(), limit.limit))
             .collect(),
         unified: pairs(&asked.unified),
+        cpuset_cpus: asked.cpuset_cpus.clone(),
+        cpuset_mems: asked.cpuset_mems.clone(),
     })
 }
 
@@ -432,7 +432,7 @@ mod tests {
     #[test]
     fn every_refusal_names_field_and_rule() {
         type Change = fn(&mut cri::ContainerConfig);
-        let rows: [(Change, Kind, &str); 26] = [
+        let rows: [(Change, Kind, &str); 25] = [
             (|c| c.metadata = None, Kind::Invalid, "config.metadata is missing"),
             (|c| c.metadata.as_mut().unwrap().name.clear(), Kind::Invalid, "name is missing"),
             (|c| c.image = None, Kind::Invalid, "config.image is missing"),
@@ -448,17 +448,16 @@ mod tests {
                 "container_path",
             ),
             (
-                |c| c.devices = vec![cri::Device { host_path: "/dev/fuse".into(), ..Default::default() }],
-                Kind::Unsupported,
-                "/dev/fuse",
+                |c| c.devices = vec![cri::Device { host_path: "dev/fuse".into(), ..Default::default() }],
+                Kind::Invalid,
+                "dev/fuse",
             ),
-            (|c| c.cdi_devices = vec![cri::CdiDevice { name: "v/c=d".into() }], Kind::Unsupported, "v/c=d"),
             (|c| c.envs = vec![cri::KeyValue { key: "a=".into(), value: vec![] }], Kind::Invalid, "envs.key"),
             (|c| c.envs = vec![cri::KeyValue { key: "a".into(), value: vec![0xff] }], Kind::Invalid, "UTF-8"),
             (|c| c.stop_signal = 99, Kind::Invalid, "stop_signal"),
             (|c| limits(c).cpu_shares = -1, Kind::Invalid, "cpu_shares"),
             (|c| limits(c).oom_score_adj = 1001, Kind::Invalid, "oom_score_adj"),
-            (|c| limits(c).cpuset_cpus = "0-3".into(), Kind::Unsupported, "cpuset_cpus"),
+            (|c| limits(c).cpuset_cpus = "3-0".into(), Kind::Invalid, "cpuset_cpus is \"3-0\""),
             (|c| limits(c).unified.extend([("../x".into(), "1".into())]), Kind::Invalid, "unified"),
             (
                 |c| {

@@ -2,6 +2,7 @@
 //! No other module of the daemon sees a CRI type except the services that call these functions.
 
 mod container;
+mod device;
 pub mod metrics;
 mod pod;
 pub mod report;
@@ -10,6 +11,7 @@ mod users;
 mod volume;
 
 pub use container::{container_config, pod_resources_change, resources_change, seccomp_profile};
+pub use device::with_edits;
 pub use pod::pod_config;
 pub use volume::for_a_guest;
 
@@ -56,6 +58,19 @@ pub enum FieldError {
         /// Its path in the request.
         field: &'static str,
     },
+    /// It asks for what a machine cannot share with the node.
+    #[error(
+        "{field} is {value:?}, which a machine cannot have: its mounts are its own kernel's; run the pod by a handler \
+         whose engine is host (this node has: {handlers}), or privileged, with sandbox.privileged = \"run-on-host\""
+    )]
+    NeedsHost {
+        /// Its path in the request.
+        field: &'static str,
+        /// Its value.
+        value: &'static str,
+        /// The handlers that could run it.
+        handlers: String,
+    },
     /// A container asks for a namespace of the node that its pod does not have.
     #[error("{field} is NODE, but the pod has a namespace of its own: a container has its pod's")]
     NotThePods {
@@ -69,7 +84,9 @@ impl Classify for FieldError {
         match self {
             FieldError::Missing { .. } | FieldError::Bad { .. } => Kind::Invalid,
             FieldError::NotYet { .. } => Kind::Unsupported,
-            FieldError::HostNamespace { .. } | FieldError::NotThePods { .. } => Kind::Conflict,
+            FieldError::HostNamespace { .. } | FieldError::NotThePods { .. } | FieldError::NeedsHost { .. } => {
+                Kind::Conflict
+            }
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Owns: PodSandboxConfig → `PodConfig`.
 
 use super::{FieldError, apparmor, bad, id_number, name, pairs, selinux, users};
-use crate::config::HostNamespaces;
+use crate::config::{HostNamespaces, PrivilegedPods, Sandbox};
 use crate::nouns::{PodConfig, PodName, cpu_milli};
 use nacelle_net::{Dns, PortMapping, Protocol};
 use nacelle_pod::spec::Shares;
@@ -14,11 +14,11 @@ const SYSCTLS: [&str; 5] = ["net.", "kernel.shm", "kernel.msg", "kernel.sem", "f
 const HOSTNAME: usize = 64;
 
 /// Checks and converts. `handler` is the request's runtime_handler, whose existence the caller checks; `policy` says what
-/// becomes of pods that ask for namespaces of the node.
+/// becomes of pods that ask for namespaces of the node, and of privileged ones.
 pub fn pod_config(
     config: Option<&cri::PodSandboxConfig>,
     handler: &str,
-    policy: HostNamespaces,
+    policy: &Sandbox,
 ) -> Result<PodConfig, FieldError> {
     let config = config.ok_or(FieldError::Missing { field: "config" })?;
     let metadata = config.metadata.as_ref().ok_or(FieldError::Missing { field: "config.metadata" })?;
@@ -31,9 +31,12 @@ pub fn pod_config(
     let linux = config.linux.clone().unwrap_or_default();
     let security = linux.security_context.clone().unwrap_or_default();
     let namespaces = security.namespace_options.clone().unwrap_or_default();
-    let shares = node_namespaces(&namespaces, policy)?;
+    let shares = node_namespaces(&namespaces, policy.host_namespaces)?;
     check_security(&security)?;
     let resources = linux.resources.unwrap_or_default();
+    let user_namespace = users::of_pod(&namespaces)?;
+    // With users of its own it has no rights on the node that it could need.
+    let on_host = security.privileged && user_namespace.is_none() && policy.privileged == PrivilegedPods::RunOnHost;
     Ok(PodConfig {
         hostname: hostname(&config.hostname, &name.name)?,
         name,
@@ -46,7 +49,8 @@ pub fn pod_config(
         sysctls: linux.sysctls.iter().map(|(key, value)| sysctl(key, value, shares)).collect::<Result<_, _>>()?,
         shared_pid: namespaces.pid() == cri::NamespaceMode::Pod,
         node_namespaces: shares,
-        user_namespace: users::of_pod(&namespaces)?,
+        on_host,
+        user_namespace,
         privileged: security.privileged,
         memory_limit: u64::try_from(resources.memory_limit_in_bytes).ok().filter(|limit| *limit > 0),
         cpu_limit_milli: cpu_milli(resources.cpu_period, resources.cpu_quota),
@@ -218,7 +222,7 @@ pub(crate) mod tests {
     fn converted(change: impl FnOnce(&mut cri::PodSandboxConfig)) -> Result<PodConfig, FieldError> {
         let mut config = sample();
         change(&mut config);
-        pod_config(Some(&config), "h", HostNamespaces::Refuse)
+        pod_config(Some(&config), "h", &Sandbox::default())
     }
 
     fn security(config: &mut cri::PodSandboxConfig) -> &mut cri::LinuxSandboxSecurityContext {
@@ -315,7 +319,7 @@ pub(crate) mod tests {
             assert_eq!(error.kind(), kind, "{error}");
             assert!(error.to_string().contains(words), "{error}");
         }
-        assert_eq!(pod_config(None, "", HostNamespaces::Refuse).unwrap_err(), FieldError::Missing { field: "config" });
+        assert_eq!(pod_config(None, "", &Sandbox::default()).unwrap_err(), FieldError::Missing { field: "config" });
     }
 
     #[test]
@@ -326,13 +330,32 @@ pub(crate) mod tests {
         let mut converted = |sysctl: Option<&str>| {
             let linux = config.linux.get_or_insert_default();
             linux.sysctls = sysctl.map(|key| (key.to_owned(), "1".to_owned())).into_iter().collect();
-            pod_config(Some(&config), "h", HostNamespaces::RunOnHost)
+            let policy = Sandbox { host_namespaces: HostNamespaces::RunOnHost, ..Sandbox::default() };
+            pod_config(Some(&config), "h", &policy)
         };
         let pod = converted(Some("kernel.shmmax")).unwrap();
         assert_eq!(pod.node_namespaces, Shares { network: true, pid: true, ipc: false });
-        assert!(!pod.shared_pid);
+        assert!(!pod.shared_pid && pod.needs_host());
         let error = converted(Some("net.ipv4.ip_forward")).unwrap_err();
         assert!(error.to_string().contains("shares with the node"), "{error}");
+    }
+
+    #[test]
+    fn privileged_pods_are_machines_unless_the_configuration_says_otherwise() {
+        for (privileged, policy, on_host) in [
+            (true, PrivilegedPods::Machine, false),
+            (true, PrivilegedPods::RunOnHost, true),
+            (false, PrivilegedPods::RunOnHost, false),
+        ] {
+            let mut config = sample();
+            security(&mut config).privileged = privileged;
+            let policy = Sandbox { privileged: policy, ..Sandbox::default() };
+            assert_eq!(pod_config(Some(&config), "h", &policy).unwrap().needs_host(), on_host);
+            let range = vec![cri::IdMapping { container_id: 0, host_id: 65_536, length: 65_536 }];
+            let users = cri::UserNamespace { uids: range.clone(), gids: range, ..Default::default() };
+            namespaces(&mut config).userns_options = Some(users);
+            assert!(!pod_config(Some(&config), "h", &policy).unwrap().needs_host(), "it is nobody on the node");
+        }
     }
 
     #[test]

@@ -5,11 +5,11 @@ use super::users;
 use crate::lifecycle::shown::{self, Shown};
 use crate::lifecycle::state::Container;
 use crate::lifecycle::{Event, EventKind, View};
-use crate::nouns::{ImageOf, ImageVolume, NodeVolume, Pairs, Propagation, Resources};
+use crate::nouns::{ImageOf, ImageVolume, MountOption, NodeVolume, Pairs, Propagation, Resources};
 use crate::store::{ContainerRecord, PodRecord};
 use nacelle_image::{ImageRecord, RunAs};
 use nacelle_proto::cri;
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 
 pub(super) fn map(pairs: &Pairs) -> HashMap<String, String> {
     pairs.iter().map(|(key, value)| (key.clone(), value.clone())).collect()
@@ -245,6 +245,7 @@ fn volume((volume, image): (&ImageVolume, &ImageOf)) -> cri::Mount {
             ..Default::default()
         }),
         image_sub_path: volume.sub_path.clone(),
+        mount_options: mount_options(&volume.options),
         ..Default::default()
     }
 }
@@ -258,10 +259,16 @@ fn node_volume(volume: &NodeVolume) -> cri::Mount {
         propagation: match volume.propagation {
             Propagation::Private => cri::MountPropagation::PropagationPrivate,
             Propagation::FromNode => cri::MountPropagation::PropagationHostToContainer,
+            Propagation::BothWays => cri::MountPropagation::PropagationBidirectional,
         }
         .into(),
+        mount_options: mount_options(&volume.options),
         ..Default::default()
     }
+}
+
+fn mount_options(options: &BTreeSet<MountOption>) -> Vec<String> {
+    options.iter().map(|option| option.word().to_owned()).collect()
 }
 
 fn resources(resources: &Resources) -> cri::LinuxContainerResources {
@@ -278,7 +285,8 @@ fn resources(resources: &Resources) -> cri::LinuxContainerResources {
             .map(|(page_size, limit)| cri::HugepageLimit { page_size: page_size.clone(), limit: *limit })
             .collect(),
         unified: map(&resources.unified),
-        ..Default::default()
+        cpuset_cpus: resources.cpuset_cpus.clone(),
+        cpuset_mems: resources.cpuset_mems.clone(),
     }
 }
 
@@ -363,11 +371,12 @@ mod tests {
                 sub_path: "etc".into(),
                 container_path: "/data".into(),
                 recursive_read_only: false,
+                options: [MountOption::Noexec].into(),
             }];
             r.volumes = vec![r.image.clone()];
         });
         let [mount] = status.mounts.as_slice() else { panic!("{:?}", status.mounts) };
-        assert!(mount.readonly && mount.host_path.is_empty());
+        assert!(mount.readonly && mount.host_path.is_empty() && mount.mount_options == ["noexec"]);
         assert_eq!((mount.container_path.as_str(), mount.image_sub_path.as_str()), ("/data", "etc"));
         assert_eq!(mount.image.as_ref().unwrap().image_ref, status.image_id);
     }

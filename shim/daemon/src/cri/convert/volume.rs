@@ -1,7 +1,9 @@
 //! Owns: ContainerConfig.mounts → image volumes and volumes of the node; every other kind of mount is refused by its name.
 
 use super::{FieldError, bad, name_of_image, not_yet, users};
-use crate::nouns::{ContainerConfig, ImageVolume, NodeVolume, Propagation};
+use crate::config::{Config, EngineSetting};
+use crate::lifecycle::devices::guest_has;
+use crate::nouns::{ContainerConfig, ImageVolume, MountOption, NodeVolume, Propagation};
 use nacelle_pod::spec::UserNamespace;
 use nacelle_proto::cri;
 use std::collections::BTreeSet;
@@ -9,6 +11,8 @@ use std::path::{Component, Path, PathBuf};
 
 /// Longer paths Linux takes in no call.
 const PATH_MAX: usize = 4095;
+/// The option that is a field as well.
+const READ_ONLY: &str = "ro";
 
 /// Checks and converts; in the order in which they are mounted, so that a volume inside another lies on top of it.
 pub fn volumes(
@@ -23,12 +27,10 @@ pub fn volumes(
             return bad("config.mounts.container_path", &path, "it may be given once only");
         }
         let id_mapped = users::of_mount(mount, users)?;
-        if let Some(option) = mount.mount_options.first() {
-            return not_yet("config.mounts.mount_options", option, "leave them out");
-        }
+        let options = options(mount, users)?;
         match &mount.image {
-            Some(image) => of_images.push(image_volume(mount, image, path)?),
-            None => of_node.push(node_volume(mount, path, id_mapped)?),
+            Some(image) => of_images.push(image_volume(mount, image, path, options)?),
+            None => of_node.push(node_volume(mount, path, id_mapped, options, users)?),
         }
     }
     let depth = |path: &str| Path::new(path).components().count();
@@ -37,19 +39,45 @@ pub fn volumes(
     Ok((of_images, of_node))
 }
 
-/// Refuses what a machine cannot have: owners of the node's files that are others in the container.
-pub fn for_a_guest(config: &ContainerConfig) -> Result<(), FieldError> {
-    match config.node_volumes.iter().find(|volume| volume.id_mapped) {
-        Some(volume) => {
-            let instead = "owners of files of the node are not mapped for a machine; leave the mappings of the mount out, \
-                           or run the pod by a handler whose engine is host";
-            not_yet("config.mounts.uidMappings, gidMappings", &volume.host_path, instead)
-        }
-        None => Ok(()),
+/// Refuses what a machine cannot have: devices of the node, and mounts that the node sees.
+pub fn for_a_guest(config: &ContainerConfig, node: &Config) -> Result<(), FieldError> {
+    if let Some(device) = config.devices.iter().find(|device| !guest_has(&device.host_path)) {
+        let instead = "devices of the node do not reach a machine, which has /dev/fuse and /dev/net/tun of its own; leave it \
+                       out, or run the pod by a handler whose engine is host";
+        return not_yet("config.devices.host_path", &device.host_path, instead);
     }
+    if config.node_volumes.iter().all(|volume| volume.propagation != Propagation::BothWays) {
+        return Ok(());
+    }
+    let hosts = node.handlers.iter().filter(|(_, handler)| handler.engine == EngineSetting::Host);
+    let names: Vec<&str> = hosts.map(|(name, _)| name.as_str()).collect();
+    let handlers = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
+    let value = cri::MountPropagation::PropagationBidirectional.as_str_name();
+    Err(FieldError::NeedsHost { field: "config.mounts.propagation", value, handlers })
 }
 
-fn image_volume(mount: &cri::Mount, image: &cri::ImageSpec, container_path: String) -> Result<ImageVolume, FieldError> {
+/// What a mount takes away besides; "ro" is `readonly` in another word.
+fn options(mount: &cri::Mount, users: Option<UserNamespace>) -> Result<BTreeSet<MountOption>, FieldError> {
+    let field = "config.mounts.mount_options";
+    let mut options = BTreeSet::new();
+    for word in mount.mount_options.iter().filter(|word| *word != READ_ONLY) {
+        let Some(option) = MountOption::ALL.into_iter().find(|option| option.word() == word) else {
+            return bad(field, word, "ro, nosuid, nodev, noexec and noatime are known");
+        };
+        if option == MountOption::Noatime && users.is_some() {
+            return not_yet(field, word, "a user namespace may not change how times are kept; leave it out");
+        }
+        options.insert(option);
+    }
+    Ok(options)
+}
+
+fn image_volume(
+    mount: &cri::Mount,
+    image: &cri::ImageSpec,
+    container_path: String,
+    options: BTreeSet<MountOption>,
+) -> Result<ImageVolume, FieldError> {
     if !mount.host_path.is_empty() {
         return bad("config.mounts.host_path", &mount.host_path, "a mount with an image has none");
     }
@@ -70,10 +98,17 @@ fn image_volume(mount: &cri::Mount, image: &cri::ImageSpec, container_path: Stri
         sub_path: sub_path(&mount.image_sub_path)?,
         container_path,
         recursive_read_only: mount.recursive_read_only,
+        options,
     })
 }
 
-fn node_volume(mount: &cri::Mount, container_path: String, id_mapped: bool) -> Result<NodeVolume, FieldError> {
+fn node_volume(
+    mount: &cri::Mount,
+    container_path: String,
+    id_mapped: bool,
+    options: BTreeSet<MountOption>,
+    users: Option<UserNamespace>,
+) -> Result<NodeVolume, FieldError> {
     let path = Path::new(&mount.host_path);
     let plain = path.components().all(|part| part != Component::ParentDir);
     if !path.is_absolute() || !plain || mount.host_path.contains('\0') || mount.host_path.len() > PATH_MAX {
@@ -85,22 +120,25 @@ fn node_volume(mount: &cri::Mount, container_path: String, id_mapped: bool) -> R
     let propagation = match mount.propagation() {
         cri::MountPropagation::PropagationPrivate => Propagation::Private,
         cri::MountPropagation::PropagationHostToContainer => Propagation::FromNode,
-        cri::MountPropagation::PropagationBidirectional => {
-            let instead = "a pod hears of the node's mounts and tells it of none; ask for HOST_TO_CONTAINER";
-            return not_yet("config.mounts.propagation", mount.propagation().as_str_name(), instead);
+        cri::MountPropagation::PropagationBidirectional if users.is_some() => {
+            let rule = "the node sees no mounts of a pod with a user namespace of its own";
+            return bad("config.mounts.propagation", mount.propagation().as_str_name(), rule);
         }
+        cri::MountPropagation::PropagationBidirectional => Propagation::BothWays,
     };
-    if mount.recursive_read_only && !(mount.readonly && propagation == Propagation::Private) {
+    let readonly = mount.readonly || mount.mount_options.iter().any(|word| word == READ_ONLY);
+    if mount.recursive_read_only && !(readonly && propagation == Propagation::Private) {
         let rule = "it needs readonly, and propagation PRIVATE";
         return bad("config.mounts.recursive_read_only", "true", rule);
     }
     Ok(NodeVolume {
         host_path: mount.host_path.clone(),
         container_path,
-        readonly: mount.readonly,
+        readonly,
         recursive_read_only: mount.recursive_read_only,
         propagation,
         id_mapped,
+        options,
     })
 }
 
@@ -181,11 +219,58 @@ mod tests {
         assert_eq!(shown, expected);
         let mut config = (*crate::store::tests_support::container(1, 1).config).clone();
         config.node_volumes = taken;
-        for_a_guest(&config).unwrap();
-        config.node_volumes[1].id_mapped = true;
-        let error = for_a_guest(&config).unwrap_err();
-        assert_eq!(error.kind(), Kind::Unsupported);
-        assert!(error.to_string().contains("uidMappings, gidMappings is \"/srv/data\""), "{error}");
+        let mut node = Config::default();
+        for_a_guest(&config, &node).unwrap();
+        config.node_volumes[1].propagation = Propagation::BothWays;
+        assert!(for_a_guest(&config, &node).unwrap_err().to_string().contains("(this node has: none)"));
+        let handler = crate::config::Handler { engine: EngineSetting::Host, ..Default::default() };
+        node.handlers.insert("on-host".into(), handler);
+        let error = for_a_guest(&config, &node).unwrap_err();
+        assert_eq!(error.kind(), Kind::Conflict);
+        assert!(error.to_string().contains("(this node has: on-host)"), "{error}");
+    }
+
+    #[test]
+    fn mounts_that_the_node_sees_are_for_pods_with_its_users() {
+        let both = cri::Mount {
+            container_path: "/mnt".into(),
+            host_path: "/srv".into(),
+            propagation: cri::MountPropagation::PropagationBidirectional.into(),
+            ..Default::default()
+        };
+        let (_, taken) = volumes(std::slice::from_ref(&both), None).unwrap();
+        assert_eq!(taken[0].propagation, Propagation::BothWays);
+        let range = nacelle_pod::spec::IdRange { first: 65_536, count: 65_536 };
+        let error = volumes(&[both], Some(UserNamespace { users: range, groups: range })).unwrap_err();
+        assert_eq!(error.kind(), Kind::Invalid);
+        assert!(error.to_string().contains("PROPAGATION_BIDIRECTIONAL"), "{error}");
+    }
+
+    #[test]
+    fn options_take_away_and_are_told_once() {
+        let asked = |words: &[&str], image: bool, users| {
+            let mut asked = mount("/mnt");
+            asked.mount_options = words.iter().map(|word| (*word).to_owned()).collect();
+            if !image {
+                (asked.image, asked.host_path, asked.readonly) = (None, "/srv".into(), false);
+            }
+            volumes(&[asked], users)
+        };
+        let (_, plain) = asked(&[], false, None).unwrap();
+        assert!(plain[0].options.is_empty() && !plain[0].readonly);
+        let (_, all) = asked(&["noexec", "ro", "nosuid", "nodev", "noatime", "noexec"], false, None).unwrap();
+        assert!(all[0].options.iter().eq(&MountOption::ALL) && all[0].readonly);
+        let (of_image, _) = asked(&["noexec", "ro"], true, None).unwrap();
+        assert!(of_image[0].options.iter().eq(&[MountOption::Noexec]));
+        for word in ["exec", "suid", "rw", "bind", "rnoexec", "uid=0", "NOEXEC", "", "noexec,nodev"] {
+            let error = asked(&[word], false, None).unwrap_err();
+            assert_eq!(error.kind(), Kind::Invalid, "{error}");
+            assert!(error.to_string().contains(&format!("mount_options is {word:?}")), "{error}");
+        }
+        let range = nacelle_pod::spec::IdRange { first: 1 << 16, count: 1 << 16 };
+        let users = Some(UserNamespace { users: range, groups: range });
+        asked(&["noexec"], false, users).unwrap();
+        assert_eq!(asked(&["noatime"], false, users).unwrap_err().kind(), Kind::Unsupported);
     }
 
     #[test]
@@ -196,7 +281,11 @@ mod tests {
             (|m| m.host_path = "srv".into(), Kind::Invalid, "host_path"),
             (|m| m.host_path = "/srv/../etc".into(), Kind::Invalid, "host_path"),
             (|m| m.image_sub_path = "a".into(), Kind::Invalid, "image_sub_path"),
-            (|m| m.propagation = 2, Kind::Unsupported, "propagation"),
+            (
+                |m| (m.recursive_read_only, m.readonly, m.propagation) = (true, true, 2),
+                Kind::Invalid,
+                "recursive_read_only",
+            ),
             (|m| m.recursive_read_only = true, Kind::Invalid, "recursive_read_only"),
             (
                 |m| (m.recursive_read_only, m.readonly, m.propagation) = (true, true, 1),
@@ -222,7 +311,7 @@ mod tests {
             (|m| m.readonly = false, Kind::Invalid, "readonly"),
             (|m| m.propagation = 2, Kind::Invalid, "propagation"),
             (|m| m.uid_mappings = vec![cri::IdMapping::default()], Kind::Invalid, "uidMappings"),
-            (|m| m.mount_options = vec!["noexec".into()], Kind::Unsupported, "noexec"),
+            (|m| m.mount_options = vec!["noexec".into(), "exec".into()], Kind::Invalid, "mount_options is \"exec\""),
             (|m| m.image.as_mut().unwrap().image.clear(), Kind::Invalid, "config.mounts.image.image is missing"),
             (|m| m.image_sub_path = "/etc".into(), Kind::Invalid, "image_sub_path"),
             (|m| m.image_sub_path = "a/../b".into(), Kind::Invalid, "image_sub_path"),

@@ -2,6 +2,7 @@
 
 use super::super::error::LifecycleError;
 use super::super::make::{self, Told, told};
+use super::super::processors;
 use super::super::state::{self, Container, ContainerAct, ContainerAsk};
 use super::super::{clip, new_id, now};
 use super::{Actor, Answer, Entry, Message, tell};
@@ -52,7 +53,11 @@ impl Actor {
             Err(error) => return drop(answer.send(Err(error))),
         };
         let Some(client) = self.client.clone() else { return drop(answer.send(Err(self.not_ready()))) };
-        if let Err(error) = self.commit(vec![Change::Container(record.clone().into())]).await {
+        let confined = match self.confine(Some(&record.config.resources)).await {
+            Ok(()) => self.commit(vec![Change::Container(record.clone().into())]).await,
+            failed => failed,
+        };
+        if let Err(error) = confined {
             return drop(answer.send(Err(error)));
         }
         let id = record.id.clone();
@@ -77,6 +82,7 @@ impl Actor {
         if config.privileged && !self.pod.config.privileged {
             return Err(LifecycleError::NotPrivileged { name: config.name });
         }
+        processors::check(&config.resources, self.parts.has_guest(&self.pod))?;
         match &config.pid {
             PidMode::Pod if !self.pod.config.shared_pid && !self.pod.config.node_namespaces.pid => {
                 return Err(LifecycleError::NoPodPid { name: config.name });
@@ -261,7 +267,7 @@ impl Actor {
             return self.effect(async move { Message::Removed(id, Err(error)) });
         }
         let Some(config) = self.containers.get(&id).map(|entry| Arc::clone(&entry.record.config)) else { return };
-        let (client, pod) = (self.client.clone(), self.pod.id.clone());
+        let (client, pod) = (self.client.clone(), self.pod.clone());
         let removing = make::remove(Arc::clone(&self.parts), client, pod, config, id.clone());
         self.effect(async move { Message::Removed(id, removing.await) });
     }

@@ -1,8 +1,9 @@
 //! Owns: changing the limits of a container: one change after the other, recorded when the guest has taken it; and those
 //! of the pod, which are recorded if its machine can hold them.
 
-use super::super::error::LifecycleError;
+use super::super::error::{LifecycleError, at};
 use super::super::make;
+use super::super::processors;
 use super::super::state::{self, Container};
 use super::{Actor, Answer, Message};
 use crate::nouns::{MachineSize, PodResources, Resources, cpu_milli};
@@ -12,30 +13,67 @@ use nacelle_base::ContainerId;
 use std::sync::Arc;
 
 impl Actor {
-    pub(super) fn update(&mut self, id: ContainerId, change: Box<Resources>, answer: Answer<()>) {
+    pub(super) async fn update(&mut self, id: ContainerId, change: Box<Resources>, answer: Answer<()>) {
+        if let Err(error) = processors::check(&change, self.parts.has_guest(&self.pod)) {
+            return drop(answer.send(Err(error)));
+        }
         let Some(entry) = self.containers.get_mut(&id) else {
             return drop(answer.send(Err(LifecycleError::NotFound { what: "container", id: id.to_string() })));
         };
         entry.updates.push_back((change, answer));
         if entry.updates.len() == 1 {
-            self.begin_update(&id);
+            self.begin_update(&id).await;
         }
     }
 
+    /// Has the machine run where its containers may, and this one that there will be. What a change that is under way says
+    /// counts already.
+    pub(super) async fn confine(&mut self, new: Option<&Resources>) -> Result<(), LifecycleError> {
+        if self.client.is_none() || !self.parts.has_guest(&self.pod) {
+            return Ok(());
+        }
+        let live = self.containers.values().filter(|entry| {
+            let state = entry.record.state;
+            matches!(state, Container::Creating | Container::Created | Container::Starting | Container::Running)
+        });
+        let of = live.map(|entry| match entry.updates.front() {
+            Some((change, _)) if !change.cpuset_cpus.is_empty() => change.cpuset_cpus.as_str(),
+            _ => entry.record.resources().cpuset_cpus.as_str(),
+        });
+        let wanted = processors::together(of.chain(new.map(|new| new.cpuset_cpus.as_str())));
+        if self.confined.as_ref() == Some(&wanted) {
+            return Ok(());
+        }
+        self.confined = None;
+        let done = self.parts.pods.confine(&self.parts.pod_dir(&self.pod.id), wanted.clone()).await;
+        done.map_err(at("keep the machine on the processors of its containers"))?;
+        self.confined = Some(wanted);
+        Ok(())
+    }
+
     /// Begins with the first change that waits; those that cannot be are answered.
-    fn begin_update(&mut self, id: &ContainerId) {
+    async fn begin_update(&mut self, id: &ContainerId) {
         let not_ready = self.not_ready();
+        let confined = self.confine(None).await;
+        let guest = self.parts.has_guest(&self.pod);
         let Some(entry) = self.containers.get_mut(id) else { return };
         let there = matches!(entry.record.state, Container::Created | Container::Starting | Container::Running);
         match (&self.client, entry.updates.front()) {
             (Some(client), Some((change, _))) if there => {
                 let next = Box::new(entry.record.resources().changed_by(change));
+                let change = if guest { &change.in_guest() } else { &**change };
                 let limits = oci::limits(&next, change);
                 // 0 is the way to say nothing.
                 let adjustment = i32::try_from(change.oom_score_adj).ok().filter(|adjustment| *adjustment != 0);
                 let update = make::update(Arc::clone(&self.parts), client.clone(), id.clone(), limits, adjustment);
                 let id = id.clone();
-                self.effect(async move { Message::Updated(id, next, update.await) });
+                self.effect(async move {
+                    let updated = match confined {
+                        Ok(()) => update.await,
+                        Err(error) => Err(error),
+                    };
+                    Message::Updated(id, next, updated)
+                });
             }
             (client, _) => {
                 let error = match client {
@@ -63,7 +101,7 @@ impl Actor {
             drop(answer.send(result));
         }
         if self.containers.get(&id).is_some_and(|entry| !entry.updates.is_empty()) {
-            self.begin_update(&id);
+            self.begin_update(&id).await;
         }
     }
 

@@ -1,0 +1,53 @@
+//! Owns: mounts by descriptor (Linux 5.12 and newer): copies that lie nowhere yet, their ways, and putting them at a place.
+#![allow(unsafe_code)] // reason: mount_setattr has no safe wrapper in rustix, nix or std.
+
+use rustix::fs::CWD;
+use rustix::mount::{MoveMountFlags, OpenTreeFlags, move_mount, open_tree};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+
+/// What is changed of a mount (mount_setattr(2)).
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Change<'a> {
+    /// `MOUNT_ATTR_*` that it gets, without `MOUNT_ATTR_IDMAP`.
+    pub attributes: u64,
+    /// `MOUNT_ATTR_*` that it loses before.
+    pub without: u64,
+    /// `MS_PRIVATE`, `MS_SLAVE` or `MS_SHARED`; 0: as it was.
+    pub propagation: u64,
+    /// The owners of files are shown as numbers of this user namespace; for mounts that lie nowhere yet only.
+    pub users: Option<BorrowedFd<'a>>,
+}
+
+/// A copy of what is mounted at a path, or with `deep` also of what is mounted below, that is nowhere yet.
+pub fn copy(path: &Path, deep: bool) -> io::Result<OwnedFd> {
+    let mut flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
+    flags.set(OpenTreeFlags::AT_RECURSIVE, deep);
+    Ok(open_tree(CWD, path, flags)?)
+}
+
+/// Changes a mount, or with `deep` also all below.
+pub fn change(mount: impl AsFd, deep: bool, change: &Change) -> io::Result<()> {
+    let (mapped, users) = match change.users {
+        Some(users) => (libc::MOUNT_ATTR_IDMAP, users.as_raw_fd().unsigned_abs().into()),
+        None => (0, 0),
+    };
+    let attributes = libc::mount_attr {
+        attr_set: change.attributes | mapped,
+        attr_clr: change.without,
+        propagation: change.propagation,
+        userns_fd: users,
+    };
+    let flags = libc::AT_EMPTY_PATH | if deep { libc::AT_RECURSIVE } else { 0 };
+    let (number, empty, size) = (mount.as_fd().as_raw_fd(), c"".as_ptr(), size_of::<libc::mount_attr>());
+    // SAFETY: both descriptors are open; the kernel reads the empty string and `attributes`, whose true size it is told,
+    // and both live until the call returns.
+    let done = unsafe { libc::syscall(libc::SYS_mount_setattr, number, empty, flags, &raw const attributes, size) };
+    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Puts a mount that is nowhere yet at its place.
+pub fn place(mount: impl AsFd, at: &Path) -> io::Result<()> {
+    Ok(move_mount(mount, "", CWD, at, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)?)
+}

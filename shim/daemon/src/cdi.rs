@@ -1,0 +1,384 @@
+//! Owns: specifications of the Container Device Interface, 0.3.0 to 1.1.0: finding the device of a name in folders of
+//! the node, and what a container that asks for it gets.
+//! Threads: `find` blocks, on files that others have written.
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use nacelle_base::{Classify, Kind};
+use serde::Deserialize;
+use serde_json::Value;
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+/// Bytes of one file.
+const MAX_FILE: u64 = 1 << 20;
+/// Files that are read of one folder.
+const MAX_FILES: usize = 256;
+/// Names that one container may ask for.
+const MAX_NAMES: usize = 64;
+
+/// Why a device cannot be had.
+#[derive(Debug, thiserror::Error)]
+pub enum CdiError {
+    #[error("{name:?} is no name of a CDI device: VENDOR/CLASS=NAME is one")]
+    Name { name: String },
+    #[error("{count} CDI devices are too many for one container")]
+    TooMany { count: usize },
+    #[error("no CDI specification has the device {name}: looked in {}{}", folders(looked), skipped(unread))]
+    Unknown { name: String, looked: Vec<PathBuf>, unread: Vec<String> },
+    #[error("the CDI device {name} is in both {} and {}", one.display(), other.display())]
+    Twice { name: String, one: PathBuf, other: PathBuf },
+    #[error("the CDI device {name} of {} asks for {what}, which Nacelle does not do", path.display())]
+    Unsupported { name: String, path: PathBuf, what: String },
+    #[error("the CDI device {name} of {}: {rule}", path.display())]
+    Rule { name: String, path: PathBuf, rule: String },
+}
+
+impl Classify for CdiError {
+    fn kind(&self) -> Kind {
+        match self {
+            CdiError::Unsupported { .. } => Kind::Unsupported,
+            _ => Kind::Invalid,
+        }
+    }
+}
+
+fn folders(list: &[PathBuf]) -> String {
+    list.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", ")
+}
+
+fn skipped(unread: &[String]) -> String {
+    if unread.is_empty() { String::new() } else { format!(" ({})", unread.join("; ")) }
+}
+
+/// What a container gets with its devices.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Edits {
+    /// Names and values.
+    pub env: Vec<(String, String)>,
+    /// Host path, container path and permissions.
+    pub devices: Vec<(String, String, String)>,
+    /// Folders and files of the node.
+    pub mounts: Vec<Mount>,
+    /// Groups of its processes.
+    pub groups: Vec<u32>,
+}
+
+/// A folder or file of the node.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Mount {
+    /// On the node.
+    pub host_path: String,
+    /// In the container.
+    pub container_path: String,
+    /// "ro", "nosuid" and their like.
+    pub options: Vec<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Spec {
+    kind: String,
+    #[serde(default)]
+    devices: Vec<Device>,
+    #[serde(default)]
+    container_edits: ContainerEdits,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Device {
+    name: String,
+    #[serde(default)]
+    container_edits: ContainerEdits,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(rename_all = "camelCase", default)]
+struct ContainerEdits {
+    env: Vec<String>,
+    device_nodes: Vec<DeviceNode>,
+    mounts: Vec<SpecMount>,
+    #[serde(rename = "additionalGids")]
+    additional_gids: Vec<u32>,
+    /// Whatever else there is: nothing is passed over in silence.
+    #[serde(flatten)]
+    others: serde_json::Map<String, Value>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct DeviceNode {
+    path: String,
+    #[serde(default)]
+    host_path: String,
+    #[serde(default)]
+    permissions: String,
+    file_mode: Option<Value>,
+    uid: Option<Value>,
+    gid: Option<Value>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct SpecMount {
+    host_path: String,
+    container_path: String,
+    #[serde(default)]
+    options: Vec<String>,
+    #[serde(default, rename = "type")]
+    kind: String,
+}
+
+/// What a container gets that asks for these devices. Folders that come later go before.
+pub fn find(names: &[String], folders: &[PathBuf]) -> Result<Edits, CdiError> {
+    if names.len() > MAX_NAMES {
+        return Err(CdiError::TooMany { count: names.len() });
+    }
+    let mut unread = Vec::new();
+    let read: Vec<_> = folders.iter().rev().map(|folder| specs(folder, &mut unread)).collect();
+    let mut edits = Edits::default();
+    let mut used = BTreeSet::new();
+    for name in names {
+        let (kind, device) = parts(name)?;
+        let found = read.iter().find_map(|specs| one(specs, name, kind, device).transpose()).transpose()?;
+        let Some((path, spec, device)) = found else {
+            return Err(CdiError::Unknown { name: name.clone(), looked: folders.to_vec(), unread });
+        };
+        if used.insert((path.clone(), None)) {
+            add(&mut edits, &spec.container_edits, name, path)?;
+        }
+        if used.insert((path.clone(), Some(device.name.clone()))) {
+            add(&mut edits, &device.container_edits, name, path)?;
+        }
+    }
+    Ok(edits)
+}
+
+/// The one device of this name in a folder.
+fn one<'a>(
+    specs: &'a [(PathBuf, Spec)],
+    name: &str,
+    kind: &str,
+    device: &str,
+) -> Result<Option<(&'a PathBuf, &'a Spec, &'a Device)>, CdiError> {
+    let of_kind = specs.iter().filter(|(_, spec)| spec.kind == kind);
+    let mut found = of_kind.flat_map(|(path, spec)| spec.devices.iter().map(move |device| (path, spec, device)));
+    let mut found = found.by_ref().filter(|(_, _, found)| found.name == device);
+    match (found.next(), found.next()) {
+        (Some((one, ..)), Some((other, ..))) => {
+            Err(CdiError::Twice { name: name.to_owned(), one: one.clone(), other: other.clone() })
+        }
+        (first, _) => Ok(first),
+    }
+}
+
+/// Kind and name of a device.
+fn parts(name: &str) -> Result<(&str, &str), CdiError> {
+    let word = |text: &str, further: &str| {
+        let known = |c: char| c.is_ascii_alphanumeric() || further.contains(c);
+        let ends = text.starts_with(|c: char| c.is_ascii_alphanumeric())
+            && text.ends_with(|c: char| c.is_ascii_alphanumeric());
+        ends && text.len() <= 253 && text.chars().all(known)
+    };
+    let split = || {
+        let (kind, device) = name.split_once('=')?;
+        let (vendor, class) = kind.split_once('/')?;
+        (word(vendor, "_-.") && word(class, "_-.") && word(device, "_-.:")).then_some((kind, device))
+    };
+    split().ok_or_else(|| CdiError::Name { name: name.chars().take(200).collect() })
+}
+
+/// The specifications of a folder, in the order of their names; what is none is left out, and said.
+fn specs(folder: &Path, unread: &mut Vec<String>) -> Vec<(PathBuf, Spec)> {
+    let mut paths: Vec<PathBuf> =
+        fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
+    paths.sort();
+    let mut specs = Vec::new();
+    for path in paths {
+        let why = match path.extension().and_then(|extension| extension.to_str()) {
+            Some("json") if specs.len() < MAX_FILES => match read(&path) {
+                Ok(spec) => {
+                    specs.push((path, spec));
+                    continue;
+                }
+                Err(error) => error.to_string(),
+            },
+            Some("json") => format!("more than {MAX_FILES} files"),
+            Some("yaml" | "yml") => "YAML is not read, only JSON".to_owned(),
+            _ => continue,
+        };
+        if unread.len() < 8 {
+            unread.push(format!("not read: {}: {why}", path.display()));
+        }
+    }
+    specs
+}
+
+fn read(path: &Path) -> io::Result<Spec> {
+    // What is no file would block.
+    let file = File::options().read(true).custom_flags(nix::fcntl::OFlag::O_NONBLOCK.bits()).open(path)?;
+    if !file.metadata()?.is_file() {
+        return Err(io::Error::other("no regular file"));
+    }
+    let mut text = Vec::new();
+    file.take(MAX_FILE + 1).read_to_end(&mut text)?;
+    if u64::try_from(text.len()).unwrap_or(u64::MAX) > MAX_FILE {
+        return Err(io::Error::other(format!("more than {MAX_FILE} bytes")));
+    }
+    Ok(serde_json::from_slice(&text)?)
+}
+
+fn add(edits: &mut Edits, asked: &ContainerEdits, name: &str, path: &Path) -> Result<(), CdiError> {
+    let empty = |value: &Value| value.is_null() || value.as_array().is_some_and(Vec::is_empty);
+    if let Some((what, _)) = asked.others.iter().find(|(_, value)| !empty(value)) {
+        let what = what.chars().take(100).collect();
+        return Err(CdiError::Unsupported { name: name.to_owned(), path: path.to_owned(), what });
+    }
+    let rule = |rule: String| CdiError::Rule { name: name.to_owned(), path: path.to_owned(), rule };
+    for line in &asked.env {
+        let (key, value) = line.split_once('=').ok_or_else(|| rule(format!("{line:?} is no variable")))?;
+        edits.env.push((key.to_owned(), value.to_owned()));
+    }
+    for node in &asked.device_nodes {
+        // Type and numbers are those of the node's; so are these.
+        for (field, value) in [("fileMode", &node.file_mode), ("uid", &node.uid), ("gid", &node.gid)] {
+            if value.as_ref().is_some_and(|value| !empty(value)) {
+                let what = format!("deviceNodes.{field}");
+                return Err(CdiError::Unsupported { name: name.to_owned(), path: path.to_owned(), what });
+            }
+        }
+        let host_path = if node.host_path.is_empty() { &node.path } else { &node.host_path };
+        let permissions = if node.permissions.is_empty() { "rwm" } else { &node.permissions };
+        edits.devices.push((host_path.clone(), node.path.clone(), permissions.to_owned()));
+    }
+    for mount in &asked.mounts {
+        if !matches!(mount.kind.as_str(), "" | "bind" | "none") {
+            let what = format!("a mount of type {}", mount.kind.chars().take(40).collect::<String>());
+            return Err(CdiError::Unsupported { name: name.to_owned(), path: path.to_owned(), what });
+        }
+        // What every volume is.
+        let usual = ["bind", "rbind", "private", "rprivate", "rw"];
+        edits.mounts.push(Mount {
+            host_path: mount.host_path.clone(),
+            container_path: mount.container_path.clone(),
+            options: mount.options.iter().filter(|option| !usual.contains(&option.as_str())).cloned().collect(),
+        });
+    }
+    edits.groups.extend(&asked.additional_gids);
+    Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::indexing_slicing, reason = "tests")]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use serde_json::json;
+
+    fn folder(files: &[(&str, Value)]) -> tempfile::TempDir {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, content) in files {
+            fs::write(folder.path().join(name), content.to_string()).unwrap();
+        }
+        folder
+    }
+
+    fn ask(names: &[&str], folders: &[&tempfile::TempDir]) -> Result<Edits, CdiError> {
+        let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+        find(&names, &folders.iter().map(|folder| folder.path().to_owned()).collect::<Vec<_>>())
+    }
+
+    fn spec(kind: &str, device: &str, edits: Value) -> Value {
+        json!({ "cdiVersion": "0.6.0", "kind": kind, "devices": [{ "name": device, "containerEdits": edits }] })
+    }
+
+    #[test]
+    fn devices_bring_what_their_specification_says() {
+        let mut whole = spec(
+            "vendor.com/gpu",
+            "0",
+            json!({
+                "deviceNodes": [{ "path": "/dev/gpu0", "hostPath": "/dev/zero", "permissions": "rw", "major": 1 },
+                                { "path": "/dev/null" }],
+                "mounts": [{ "hostPath": "/lib/gpu", "containerPath": "/gpu", "options": ["ro", "rbind", "nosuid"] }],
+                "additionalGids": [44],
+                "hooks": [],
+            }),
+        );
+        whole["containerEdits"] = json!({ "env": ["GPU=a=b"] });
+        whole["devices"].as_array_mut().unwrap().push(json!({ "name": "1" }));
+        let folder = folder(&[("gpu.json", whole), ("notes.txt", json!("x"))]);
+        let edits = ask(&["vendor.com/gpu=0", "vendor.com/gpu=1", "vendor.com/gpu=0"], &[&folder]).unwrap();
+        let node = |host: &str, at: &str, permissions: &str| (host.to_owned(), at.to_owned(), permissions.to_owned());
+        assert_eq!(
+            edits,
+            Edits {
+                env: vec![("GPU".into(), "a=b".into())],
+                devices: vec![node("/dev/zero", "/dev/gpu0", "rw"), node("/dev/null", "/dev/null", "rwm")],
+                mounts: vec![Mount {
+                    host_path: "/lib/gpu".into(),
+                    container_path: "/gpu".into(),
+                    options: vec!["ro".into(), "nosuid".into()],
+                }],
+                groups: vec![44],
+            }
+        );
+        assert_eq!(ask(&[], &[&folder]).unwrap(), Edits::default());
+    }
+
+    #[test]
+    fn later_folders_go_before_and_a_name_has_one_meaning() {
+        let env = |value: &str| spec("v/c", "d", json!({ "env": [format!("A={value}")] }));
+        let (first, second) = (folder(&[("a.json", env("first"))]), folder(&[("b.json", env("second"))]));
+        assert_eq!(ask(&["v/c=d"], &[&first, &second]).unwrap().env[0].1, "second");
+        let both = folder(&[("a.json", env("1")), ("b.json", env("2"))]);
+        assert!(matches!(ask(&["v/c=d"], &[&both]), Err(CdiError::Twice { .. })));
+    }
+
+    #[test]
+    fn what_cannot_be_had_is_refused_by_name() {
+        let hooked = spec("v/c", "hook", json!({ "hooks": [{ "hookName": "createContainer", "path": "/x" }] }));
+        let mounted =
+            spec("v/m", "tmp", json!({ "mounts": [{ "hostPath": "x", "containerPath": "/x", "type": "tmpfs" }] }));
+        let owned = spec("v/o", "owned", json!({ "deviceNodes": [{ "path": "/dev/null", "uid": 5 }] }));
+        let environment = spec("v/e", "bad", json!({ "env": ["A"] }));
+        let folder = folder(&[
+            ("hook.json", hooked),
+            ("mount.json", mounted),
+            ("env.json", environment),
+            ("owned.json", owned),
+            ("broken.json", json!("x")),
+            ("other.yaml", json!({})),
+        ]);
+        std::os::unix::fs::symlink("/dev/zero", folder.path().join("endless.json")).unwrap();
+        for (name, kind, words) in [
+            ("v/c=hook", Kind::Unsupported, &["v/c=hook", "hooks", "hook.json"][..]),
+            ("v/o=owned", Kind::Unsupported, &["deviceNodes.uid"]),
+            ("v/m=tmp", Kind::Unsupported, &["tmpfs"]),
+            ("v/e=bad", Kind::Invalid, &["\"A\" is no variable"]),
+            ("v/c=none", Kind::Invalid, &["v/c=none", "YAML", "broken.json", "endless.json: no regular file"]),
+        ] {
+            let error = ask(&[name], &[&folder]).unwrap_err();
+            assert_eq!(error.kind(), kind, "{error}");
+            assert!(words.iter().all(|word| error.to_string().contains(word)), "{error}");
+        }
+        for name in ["", "v", "v/c", "v=d", "/c=d", "v/=d", "v/c=", "v/c=d d", "../c=d", "v/c=d\n", "v/-c=d"] {
+            assert!(matches!(ask(&[name], &[&folder]), Err(CdiError::Name { .. })), "{name:?}");
+        }
+        assert!(matches!(ask(&["v/c=d"; MAX_NAMES + 1], &[&folder]), Err(CdiError::TooMany { .. })));
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn no_file_is_a_danger(bytes in proptest::collection::vec(any::<u8>(), 0..200), name in ".{0,40}") {
+            let folder = tempfile::tempdir().unwrap();
+            fs::write(folder.path().join("a.json"), &bytes).unwrap();
+            let _ = ask(&[&name, "v/c=d"], &[&folder]);
+            prop_assert!(ask(&["v/c=d"], &[&folder]).is_err());
+        }
+    }
+}

@@ -1,0 +1,143 @@
+//! Owns: Device → `Device` of ours, and what CDI devices add to a request.
+
+use super::{FieldError, bad, not_yet};
+use crate::cdi::Edits;
+use crate::nouns::Device;
+use nacelle_pod::spec::UserNamespace;
+use nacelle_proto::cri;
+use std::collections::BTreeSet;
+use std::path::{Component, Path};
+
+/// Devices that one container may ask for.
+const MOST: usize = 256;
+/// Longer paths Linux takes in no call.
+const PATH_MAX: usize = 4095;
+/// File systems of the container's own below /dev.
+const OWN: [&str; 3] = ["/dev/pts", "/dev/shm", "/dev/mqueue"];
+
+/// Checks and converts.
+pub fn devices(asked: &[cri::Device], users: Option<UserNamespace>) -> Result<Vec<Device>, FieldError> {
+    if asked.len() > MOST {
+        return bad("config.devices", asked.len(), format!("at most {MOST} are allowed"));
+    }
+    if let (Some(device), Some(_)) = (asked.first(), users) {
+        let instead = "a user namespace may make no devices; leave it out, or run the pod without one";
+        return not_yet("config.devices.host_path", &device.host_path, instead);
+    }
+    let mut taken = BTreeSet::new();
+    let mut devices = Vec::with_capacity(asked.len());
+    for device in asked {
+        if !plain(&device.host_path) {
+            return bad("config.devices.host_path", &device.host_path, "an absolute path without .. is needed");
+        }
+        let at = Path::new(&device.container_path);
+        let below = at.starts_with("/dev") && at != Path::new("/dev") && !OWN.iter().any(|own| at.starts_with(own));
+        if !below || !plain(&device.container_path) {
+            let rule = "a path below /dev, without .. and not in /dev/pts, /dev/shm or /dev/mqueue, is needed";
+            return bad("config.devices.container_path", &device.container_path, rule);
+        }
+        if !taken.insert(at) {
+            return bad("config.devices.container_path", &device.container_path, "it may be given once only");
+        }
+        let letters: BTreeSet<char> = device.permissions.chars().collect();
+        let known = letters.iter().all(|letter| "rwm".contains(*letter));
+        if letters.is_empty() || !known || letters.len() != device.permissions.len() {
+            return bad("config.devices.permissions", &device.permissions, "letters of rwm are needed, each once");
+        }
+        devices.push(Device {
+            container_path: device.container_path.clone(),
+            host_path: device.host_path.clone(),
+            permissions: device.permissions.clone(),
+        });
+    }
+    Ok(devices)
+}
+
+/// Adds what a container gets with its CDI devices to what it asks for, to be checked like that.
+pub fn with_edits(config: &mut cri::ContainerConfig, edits: Edits) {
+    let env = |(key, value): (String, String)| cri::KeyValue { key, value: value.into_bytes() };
+    config.envs.extend(edits.env.into_iter().map(env));
+    let device = |(host_path, container_path, permissions)| cri::Device { container_path, host_path, permissions };
+    config.devices.extend(edits.devices.into_iter().map(device));
+    config.mounts.extend(edits.mounts.into_iter().map(|mount| cri::Mount {
+        container_path: mount.container_path,
+        host_path: mount.host_path,
+        mount_options: mount.options,
+        ..Default::default()
+    }));
+    if !edits.groups.is_empty() {
+        let linux = config.linux.get_or_insert_default();
+        let security = linux.security_context.get_or_insert_default();
+        security.supplemental_groups.extend(edits.groups.into_iter().map(i64::from));
+    }
+}
+
+fn plain(path: &str) -> bool {
+    let inside = Path::new(path).components().all(|part| part != Component::ParentDir);
+    path.starts_with('/') && inside && !path.contains('\0') && path.len() <= PATH_MAX
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nacelle_base::{Classify, Kind};
+
+    fn device(host: &str, at: &str, permissions: &str) -> cri::Device {
+        cri::Device { container_path: at.into(), host_path: host.into(), permissions: permissions.into() }
+    }
+
+    #[test]
+    fn edits_are_asked_for_like_the_rest() {
+        let mut config = cri::ContainerConfig::default();
+        with_edits(&mut config, Edits::default());
+        assert_eq!(config, cri::ContainerConfig::default());
+        let edits = Edits {
+            env: vec![("A".into(), "b".into())],
+            devices: vec![("/dev/zero".into(), "/dev/x".into(), "r".into())],
+            mounts: vec![crate::cdi::Mount {
+                host_path: "/lib".into(),
+                container_path: "/l".into(),
+                options: vec!["ro".into()],
+            }],
+            groups: vec![44],
+        };
+        with_edits(&mut config, edits);
+        assert_eq!(config.envs[0], cri::KeyValue { key: "A".into(), value: b"b".to_vec() });
+        assert_eq!(config.devices, [device("/dev/zero", "/dev/x", "r")]);
+        assert_eq!(
+            (config.mounts[0].host_path.as_str(), config.mounts[0].mount_options.as_slice()),
+            ("/lib", &["ro".to_owned()][..])
+        );
+        assert_eq!(config.linux.unwrap().security_context.unwrap().supplemental_groups, [44]);
+    }
+
+    #[test]
+    fn devices_are_taken_over_or_refused_by_name() {
+        let both = [device("/dev/kvm", "/dev/a/kvm", "rw"), device("/srv/x", "/dev/b", "mrw")];
+        let taken = devices(&both, None).unwrap();
+        assert_eq!((taken[0].container_path.as_str(), taken[1].permissions.as_str()), ("/dev/a/kvm", "mrw"));
+        for (asked, field) in [
+            (device("dev/kvm", "/dev/kvm", "r"), "host_path"),
+            (device("/dev/../kvm", "/dev/kvm", "r"), "host_path"),
+            (device("", "/dev/kvm", "r"), "host_path"),
+            (device("/dev/kvm", "/kvm", "r"), "container_path"),
+            (device("/dev/kvm", "/dev/", "r"), "container_path"),
+            (device("/dev/kvm", "/dev/../etc/kvm", "r"), "container_path"),
+            (device("/dev/kvm", "/dev/shm/kvm", "r"), "container_path"),
+            (device("/dev/kvm", "/dev/k\0", "r"), "container_path"),
+            (device("/dev/kvm", "/dev/kvm", ""), "permissions"),
+            (device("/dev/kvm", "/dev/kvm", "rx"), "permissions"),
+            (device("/dev/kvm", "/dev/kvm", "rr"), "permissions"),
+        ] {
+            let error = devices(&[asked], None).unwrap_err();
+            assert!(error.kind() == Kind::Invalid && error.to_string().contains(field), "{error}");
+        }
+        let one = || device("/dev/kvm", "/dev/kvm", "r");
+        assert!(devices(&[one(), one()], None).unwrap_err().to_string().contains("once"));
+        assert!(devices(&vec![one(); MOST + 1], None).unwrap_err().to_string().contains("256"));
+        let range = nacelle_pod::spec::IdRange { first: 1 << 16, count: 1 << 16 };
+        let users = Some(UserNamespace { users: range, groups: range });
+        assert_eq!(devices(&[one()], users).unwrap_err().kind(), Kind::Unsupported);
+        assert_eq!(devices(&[], users), Ok(vec![]));
+    }
+}

@@ -1,0 +1,106 @@
+//! Owns: the end of requests whose callers give them a time (`grpc-timeout`): DEADLINE_EXCEEDED. The library's own word for it
+//! is CANCELLED, and reaches a caller on a busy node before that caller's own clock does.
+//! Threads: none; a clock for each request that has a limit.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
+use tonic::Status;
+use tonic::body::Body;
+use tonic::codegen::http::{Request, Response};
+use tower::{Layer, Service};
+
+/// The header (gRPC over HTTP/2: `Timeout`).
+const HEADER: &str = "grpc-timeout";
+
+/// Ends requests in time.
+#[derive(Clone, Copy, Debug)]
+pub struct Deadlines;
+
+/// A service whose requests end in time.
+#[derive(Clone, Copy, Debug)]
+pub struct Limited<S>(S);
+
+impl<S> Layer<S> for Deadlines {
+    type Service = Limited<S>;
+
+    fn layer(&self, inner: S) -> Limited<S> {
+        Limited(inner)
+    }
+}
+
+impl<S, B> Service<Request<B>> for Limited<S>
+where
+    S: Service<Request<B>, Response = Response<Body>>,
+    S::Future: Send + 'static,
+{
+    type Response = S::Response;
+    type Error = S::Error;
+    type Future = Pin<Box<dyn Future<Output = Result<S::Response, S::Error>> + Send>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.0.poll_ready(context)
+    }
+
+    fn call(&mut self, request: Request<B>) -> Self::Future {
+        let limit = request.headers().get(HEADER).and_then(|text| limit(text.to_str().ok()?));
+        // The library's own clock for the request starts after this one, and so is never before it.
+        let Some(over) = limit.map(tokio::time::sleep) else { return Box::pin(self.0.call(request)) };
+        let answer = self.0.call(request);
+        Box::pin(async move {
+            tokio::select! {
+                biased;
+                answer = answer => answer,
+                () = over => Ok(Status::deadline_exceeded("the time that the caller gave is over").into_http()),
+            }
+        })
+    }
+}
+
+/// At most eight digits and a unit; none: it is not that.
+fn limit(text: &str) -> Option<Duration> {
+    let (number, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
+    let number: u64 = number.parse().ok().filter(|_| number.len() <= 8)?;
+    Some(match unit {
+        "H" => Duration::from_secs(number * 3600),
+        "M" => Duration::from_secs(number * 60),
+        "S" => Duration::from_secs(number),
+        "m" => Duration::from_millis(number),
+        "u" => Duration::from_micros(number),
+        "n" => Duration::from_nanos(number),
+        _ => return None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::convert::Infallible;
+
+    #[tokio::test]
+    async fn what_takes_too_long_for_its_caller_says_so() {
+        let asked = || Request::builder().header(HEADER, "1m").body(()).unwrap();
+        let forever = tower::service_fn(|_: Request<()>| std::future::pending::<Result<Response<Body>, Infallible>>());
+        let answer = Deadlines.layer(forever).call(asked()).await.unwrap();
+        assert_eq!(answer.headers()["grpc-status"], "4");
+        let at_once = tower::service_fn(async |_: Request<()>| Ok::<_, Infallible>(Response::new(Body::empty())));
+        let answer = Deadlines.layer(at_once).call(asked()).await.unwrap();
+        assert!(answer.headers().is_empty());
+    }
+
+    #[test]
+    fn limits_are_read_as_they_are_written() {
+        let rows = [("1m", 1_000_000), ("99999999n", 99_999_999), ("2u", 2000), ("3S", 3_000_000_000)];
+        for (text, nanos) in rows {
+            assert_eq!(limit(text), Some(Duration::from_nanos(nanos)), "{text}");
+        }
+        assert_eq!(
+            (limit("99999999H"), limit("5M")),
+            (Some(Duration::from_secs(359_999_996_400)), Some(Duration::from_secs(300)))
+        );
+        for text in ["", "m", "1", "1x", "-1m", "123456789m", "1é", "é"] {
+            assert_eq!(limit(text), None, "{text}");
+        }
+    }
+}

@@ -1,0 +1,143 @@
+//! Owns: which device nodes a container gets: those of the node, as they are when it is made, or those that every guest's
+//! kernel has of its own.
+//! May use: files of the node, for looking at them.
+
+use super::error::LifecycleError;
+use crate::nouns::{ContainerConfig, Device};
+use crate::oci::DeviceNode;
+use nix::sys::stat::{major, minor};
+use std::collections::BTreeMap;
+use std::fs::{self, Metadata};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+/// Devices of one container.
+const MOST: usize = 4096;
+/// Folders in folders below a path that is asked for.
+const DEPTH: usize = 8;
+/// What is the container's own in /dev.
+const OWN: [&str; 6] = ["/dev/pts", "/dev/shm", "/dev/fd", "/dev/mqueue", "/dev/console", "/dev/ptmx"];
+/// What the guest's kernel has (guest/kernel), and no hardware is behind: path, major, minor.
+const OF_GUEST: [(&str, u64, u64); 2] = [("/dev/fuse", 10, 229), ("/dev/net/tun", 10, 200)];
+
+/// Whether a guest has the device itself that lies at this path of the node.
+pub(crate) fn guest_has(host_path: &str) -> bool {
+    OF_GUEST.iter().any(|(path, ..)| *path == host_path)
+}
+
+/// The devices of a container in a machine; those that its kernel has not were refused before.
+pub(super) fn of_guest(config: &ContainerConfig) -> Vec<DeviceNode> {
+    let node = |device: &Device| {
+        let (_, major, minor) = OF_GUEST.into_iter().find(|(path, ..)| *path == device.host_path)?;
+        let (path, access) = (device.container_path.clone(), device.permissions.clone());
+        Some(DeviceNode { path, block: false, major, minor, mode: 0o666, uid: 0, gid: 0, access })
+    };
+    config.devices.iter().filter_map(node).collect()
+}
+
+/// The devices of a container without a guest: those that it asks for; if it is `privileged`, all in this folder, /dev, too.
+pub(super) fn of_node(config: &ContainerConfig, privileged: Option<&Path>) -> Result<Vec<DeviceNode>, LifecycleError> {
+    let mut found = BTreeMap::new();
+    if let Some(folder) = privileged {
+        walk(folder, Path::new("/dev"), "rwm", DEPTH, &mut found);
+        found.retain(|path, _| !OWN.iter().any(|own| path.starts_with(own)));
+    }
+    for device in &config.devices {
+        let none = || LifecycleError::NoDevice { path: device.host_path.clone() };
+        let metadata = fs::metadata(&device.host_path).map_err(|_missing| none())?;
+        let (at, access) = (Path::new(&device.container_path), device.permissions.as_str());
+        let mut of_this = BTreeMap::new();
+        if metadata.is_dir() {
+            walk(Path::new(&device.host_path), at, access, DEPTH, &mut of_this);
+        } else if let Some(node) = node(&metadata, at, access) {
+            of_this.insert(at.to_owned(), node);
+        }
+        if of_this.is_empty() {
+            return Err(none());
+        }
+        found.extend(of_this);
+    }
+    if found.len() > MOST {
+        return Err(LifecycleError::TooManyDevices { most: MOST });
+    }
+    Ok(found.into_values().collect())
+}
+
+/// The devices in a folder; links, and what cannot be looked at, are passed over.
+fn walk(folder: &Path, at: &Path, access: &str, depth: usize, found: &mut BTreeMap<PathBuf, DeviceNode>) {
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        let (Ok(metadata), at) = (entry.metadata(), at.join(entry.file_name())) else { continue };
+        if metadata.is_dir() && depth > 0 {
+            walk(&entry.path(), &at, access, depth - 1, found);
+        } else if let Some(node) = node(&metadata, &at, access)
+            && found.len() <= MOST
+        {
+            found.insert(at, node);
+        }
+    }
+}
+
+/// None: no device, or no name that can be said.
+fn node(metadata: &Metadata, at: &Path, access: &str) -> Option<DeviceNode> {
+    let kind = metadata.file_type();
+    (kind.is_block_device() || kind.is_char_device()).then_some(())?;
+    Some(DeviceNode {
+        path: at.to_str()?.to_owned(),
+        block: kind.is_block_device(),
+        major: major(metadata.rdev()),
+        minor: minor(metadata.rdev()),
+        mode: metadata.mode() & 0o777,
+        uid: metadata.uid(),
+        gid: metadata.gid(),
+        access: access.to_owned(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nacelle_base::{Classify, Kind};
+
+    fn config(devices: &[(&str, &str)]) -> ContainerConfig {
+        let mut config = (*crate::store::tests_support::container(1, 1).config).clone();
+        let device = |(host_path, container_path): &(&str, &str)| Device {
+            host_path: (*host_path).into(),
+            container_path: (*container_path).into(),
+            permissions: "rw".into(),
+        };
+        config.devices = devices.iter().map(device).collect();
+        config
+    }
+
+    #[test]
+    fn devices_of_the_node_are_found_with_numbers_and_modes() {
+        let [zero] = of_node(&config(&[("/dev/zero", "/dev/nothing")]), None).unwrap().try_into().unwrap();
+        assert_eq!((zero.path.as_str(), zero.block, zero.major, zero.minor), ("/dev/nothing", false, 1, 5));
+        assert_eq!((zero.mode & 0o600, zero.access.as_str()), (0o600, "rw"));
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+        std::os::unix::fs::symlink("/dev/full", folder.path().join("link")).unwrap();
+        fs::write(folder.path().join("file"), "").unwrap();
+        let [full] = of_node(&config(&[(&path("link"), "/dev/x/y")]), None).unwrap().try_into().unwrap();
+        assert_eq!((full.path.as_str(), full.minor), ("/dev/x/y", 7));
+        for none in [path("none"), path("file"), path("")] {
+            let error = of_node(&config(&[(&none, "/dev/x")]), None).unwrap_err();
+            assert_eq!(error.kind(), Kind::Invalid);
+            assert!(error.to_string().contains(&none), "{error}");
+        }
+        // Links, files and the container's own are none of a privileged container's; what it asks for goes before the rest.
+        assert_eq!(of_node(&config(&[]), Some(folder.path())).unwrap(), []);
+        let all = of_node(&config(&[("/dev/zero", "/dev/null")]), Some("/dev".as_ref())).unwrap();
+        let null = all.iter().find(|node| node.path == "/dev/null").unwrap();
+        assert_eq!((null.minor, null.access.as_str()), (5, "rw"));
+        assert!(all.iter().any(|node| node.path == "/dev/full" && node.access == "rwm"));
+        assert!(all.iter().all(|node| !node.path.starts_with("/dev/pts") && node.path != "/dev/ptmx"));
+    }
+
+    #[test]
+    fn a_guest_has_devices_of_its_own() {
+        let [tun] = of_guest(&config(&[("/dev/net/tun", "/dev/tun")])).try_into().unwrap();
+        assert_eq!((tun.path.as_str(), tun.major, tun.minor), ("/dev/tun", 10, 200));
+        assert!(guest_has("/dev/fuse") && !guest_has("/dev/kvm") && !guest_has("/dev/vda"));
+    }
+}
