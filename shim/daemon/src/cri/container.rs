@@ -7,6 +7,7 @@ use super::status::{refuse, status};
 use crate::cdi;
 use crate::nouns::ImageOf;
 use crate::profile;
+use crate::store::ContainerRecord;
 use nacelle_base::Kind;
 use nacelle_proto::cri;
 use std::collections::HashMap;
@@ -107,11 +108,8 @@ impl Cri {
         request: cri::ListContainersRequest,
     ) -> Result<cri::ListContainersResponse, Status> {
         let views = self.node.views();
-        let all = views.iter().flat_map(|view| view.containers.values());
-        let mut shown: Vec<_> = all
-            .filter(|c| report::container_is_visible(c) && report::container_passes(c, request.filter.as_ref()))
-            .collect();
-        shown.sort_by_key(|container| std::cmp::Reverse(container.created_at));
+        let passes = |container: &&ContainerRecord| report::container_passes(container, request.filter.as_ref());
+        let shown = report::newest_first(views.iter().flat_map(|view| view.containers.values()).filter(passes));
         Ok(cri::ListContainersResponse { containers: shown.into_iter().map(report::container).collect() })
     }
 

@@ -91,9 +91,16 @@ pub fn pod_status(pod: &PodRecord) -> cri::PodSandboxStatus {
     }
 }
 
+/// Containers as lists and statuses have them: the newest first. Of those with one name kubelet takes the first for the latest.
+pub fn newest_first<'c>(containers: impl Iterator<Item = &'c ContainerRecord>) -> Vec<&'c ContainerRecord> {
+    let mut shown: Vec<_> = containers.filter(|container| container_is_visible(container)).collect();
+    shown.sort_by_key(|container| std::cmp::Reverse((container.created_at, container.config.attempt)));
+    shown
+}
+
 /// The statuses of a pod's containers.
 pub fn container_statuses(view: &View) -> Vec<cri::ContainerStatus> {
-    view.containers.values().filter(|container| container_is_visible(container)).map(container_status).collect()
+    newest_first(view.containers.values()).into_iter().map(container_status).collect()
 }
 
 /// An event, with all that is known of its pod at that moment.
@@ -379,6 +386,19 @@ mod tests {
         assert!(mount.readonly && mount.host_path.is_empty() && mount.mount_options == ["noexec"]);
         assert_eq!((mount.container_path.as_str(), mount.image_sub_path.as_str()), ("/data", "etc"));
         assert_eq!(mount.image.as_ref().unwrap().image_ref, status.image_id);
+    }
+
+    #[test]
+    fn the_latest_of_one_name_comes_first() {
+        let attempt = |id: u8, number: u32, at: i64| {
+            let mut record = container_record(id, 1);
+            Arc::make_mut(&mut record.config).attempt = number;
+            record.created_at = at;
+            record
+        };
+        let all = [attempt(7, 0, 100), attempt(5, 2, 300), attempt(9, 1, 200), attempt(8, 3, 300)];
+        let order: Vec<u32> = newest_first(all.iter()).iter().map(|record| record.config.attempt).collect();
+        assert_eq!(order, [3, 2, 1, 0]);
     }
 
     #[test]
