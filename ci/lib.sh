@@ -9,6 +9,7 @@ export CARGO_TERM_COLOR=never CARGO_INCREMENTAL=${CARGO_INCREMENTAL:-0}
 export DEBIAN_FRONTEND=noninteractive
 export PATH=$PATH:$HOME/.cargo/bin:/usr/local/go/bin:/usr/sbin:/sbin
 crictl_version=1.36.0
+kubelet_version=1.36.3 # as in ci/kubelet.d/go.mod
 mkdir -p "$cache/tools" "$cache/logs"
 
 say() { echo "== $*" >&2; }
@@ -125,6 +126,20 @@ need_critest() {
         mv "$file.$$" "$file"
     fi
     export CRITEST=$file
+}
+
+# Sets KUBELET to upstream's kubelet, unmodified, building it once (some minutes).
+need_kubelet() {
+    local file=$cache/tools/kubelet-$kubelet_version of=k8s.io/component-base/version
+    if [ ! -x "$file" ]; then
+        need_go
+        (cd "$repo/ci/kubelet.d" && GOTOOLCHAIN=auto GOFLAGS=-mod=readonly CGO_ENABLED=0 \
+            long "building kubelet $kubelet_version" go build -trimpath -o "$file.$$" \
+            -ldflags "-s -w -X $of.gitVersion=v$kubelet_version -X $of.gitMajor=1 -X $of.gitMinor=36 -X $of.gitTreeState=clean" \
+            k8s.io/kubernetes/cmd/kubelet) || die "cannot build kubelet"
+        mv "$file.$$" "$file"
+    fi
+    export KUBELET=$file
 }
 
 # Sets NACELLE_BIN: what the environment names, or a build of this tree.

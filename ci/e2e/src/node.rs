@@ -88,8 +88,9 @@ impl Node {
     pub fn with(options: Options) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let name = format!("e2e-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-        let temporary =
-            tempfile::Builder::new().prefix(&format!("nacelle-{name}-")).tempdir_in("/var/tmp").expect("/var/tmp");
+        let parent = std::env::var_os("NACELLE_TEST_FOLDER").unwrap_or_else(|| "/var/tmp".into());
+        let temporary = tempfile::Builder::new().prefix(&format!("nacelle-{name}-")).tempdir_in(parent);
+        let temporary = temporary.expect("the folder for the node's folder is writable");
         let folder = temporary.path().to_owned();
         for part in ["root", "run", "cni", "netns", "logs"] {
             fs::create_dir(folder.join(part)).expect("the node's folder is writable");

@@ -1,0 +1,54 @@
+//! Owns: the list of cases.
+
+mod ends;
+mod restarts;
+mod runs;
+mod shows;
+mod volumes;
+
+use crate::world::World;
+
+/// What became of a case that did not fail.
+pub enum Outcome {
+    /// It did what it should.
+    Passed,
+    /// It cannot be tried here, and why.
+    Skipped(&'static str),
+}
+
+/// A case that shares the node with others.
+pub type Shared = (&'static str, fn(&World) -> Outcome);
+/// A case that has the node for itself.
+pub type Alone = (&'static str, fn(&mut World) -> Outcome);
+
+/// Those that take long come first.
+pub const SHARED: &[Shared] = &[
+    ("crash loop", ends::crash_loop),
+    ("log rotation", shows::log_rotation),
+    ("web server with probes", runs::web_server_with_probes),
+    ("hooks and last words", ends::hooks_and_last_words),
+    ("a deadline", ends::a_deadline),
+    ("a job that is tried again", ends::a_job_that_is_tried_again),
+    ("init container and sidecar", runs::init_container_and_sidecar),
+    ("memory hog", ends::memory_hog),
+    ("another manifest", runs::another_manifest),
+    ("a missing image", runs::a_missing_image),
+    ("host network", runs::host_network),
+    ("restricted", runs::restricted),
+    ("user namespace", runs::user_namespace),
+    ("what a pod knows of itself", runs::what_a_pod_knows_of_itself),
+    ("scratch volumes", volumes::scratch),
+    ("folders of the node", volumes::folders_of_the_node),
+    ("an image as a volume", volumes::an_image_as_a_volume),
+    ("exec, attach and logs", shows::exec_attach_and_logs),
+    ("statistics and metrics", shows::statistics_and_metrics),
+    ("evented PLEG", shows::evented_pleg),
+];
+
+/// In this order.
+pub const ALONE: &[Alone] = &[
+    ("kubelet killed", restarts::kubelet_killed),
+    ("nacelle killed", restarts::nacelle_killed),
+    ("both killed", restarts::both_killed),
+    ("a pod removed while all are dead", restarts::a_pod_removed_while_all_are_dead),
+];

@@ -1,0 +1,160 @@
+//! Owns: cases of pods that come up and run: probes, init containers, users, names, the network.
+
+use super::Outcome;
+use crate::pods::{StaticPod, condition, container, example, wait};
+use crate::world::World;
+
+/// A pod of one container that waits; `spec` and `main` are further lines for the two, indented as there.
+pub fn waiting(name: &str, spec: &str, main: &str) -> String {
+    format!(
+        "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}, namespace: default}}\nspec:\n{spec}  \
+         terminationGracePeriodSeconds: 5\n  containers:\n  - name: main\n    image: busybox:1.36\n    \
+         command: [sh, -c, \"trap 'exit 0' TERM; sleep 1000000 & wait\"]\n{main}"
+    )
+}
+
+pub fn web_server_with_probes(world: &World) -> Outcome {
+    let pod = StaticPod::example(world, "web");
+    let status = pod.ready();
+    let address = status["status"]["podIP"].as_str().expect("a Ready pod has an address").to_owned();
+    let get = |url: &str| world.node.run("curl", &["-sf", "--max-time", "20", url]);
+    assert_eq!(get(&format!("http://{address}:8080/")).ok(), "hello from web-node");
+    let first = container(&status, "web").clone();
+    assert_eq!(first["restartCount"], 0);
+
+    // Not ready while the page is missing, and nothing restarts for it.
+    pod.run("web", &["mv", "/www/index.html", "/www/away"]);
+    pod.until("it is not Ready", |pod| (!condition(pod, "Ready")).then_some(()));
+    pod.run("web", &["mv", "/www/away", "/www/index.html"]);
+    let again = pod.ready();
+    assert_eq!(container(&again, "web")["containerID"], first["containerID"]);
+
+    // Dead when the liveness probe says so: another container, of the same pod.
+    pod.run("web", &["rm", "/www/alive"]);
+    let second = pod.until("it was restarted", |pod| {
+        let web = container(pod, "web");
+        (web["restartCount"] == 1 && condition(pod, "Ready")).then(|| pod.clone())
+    });
+    assert_eq!(container(&second, "web")["lastState"]["terminated"]["containerID"], first["containerID"]);
+    assert_eq!(second["status"]["podIP"], address.as_str());
+    assert_eq!(get(&format!("http://{address}:8080/")).ok(), "hello from web-node");
+    pod.remove();
+    assert_ne!(get(&format!("http://{address}:8080/")).code, 0, "the server answers after its end");
+    Outcome::Passed
+}
+
+pub fn init_container_and_sidecar(world: &World) -> Outcome {
+    let pod = StaticPod::example(world, "init-and-sidecar");
+    let status = pod.ready();
+    assert_eq!(pod.log("main"), "prepared\nclock\nmain");
+    let prepare = &container(&status, "prepare")["state"]["terminated"];
+    assert_eq!((&prepare["exitCode"], &prepare["reason"]), (&0.into(), &"Completed".into()));
+    assert_eq!(container(&status, "clock")["ready"], true);
+
+    // A sidecar that ends comes again; the main container does not notice.
+    let main = container(&status, "main")["containerID"].clone();
+    pod.try_run("clock", &["kill", "1"]);
+    let after = pod.until("the sidecar came again", |pod| {
+        let clock = container(pod, "clock");
+        (clock["restartCount"] == 1 && clock["ready"] == true).then(|| pod.clone())
+    });
+    assert_eq!(container(&after, "main")["containerID"], main);
+    pod.remove();
+    Outcome::Passed
+}
+
+pub fn another_manifest(world: &World) -> Outcome {
+    let manifest = |word: &str| waiting("changes", "", &format!("    env: [{{name: WORD, value: {word}}}]\n"));
+    let pod = StaticPod::new(world, "changes", &manifest("first"));
+    let first = pod.ready();
+    assert_eq!(pod.shell("main", "echo $WORD", b"").stdout, "first\n");
+    pod.change(&manifest("second"));
+    pod.until("it is another pod", |now| {
+        let other = now["metadata"]["uid"] != first["metadata"]["uid"];
+        (other && condition(now, "Ready")).then_some(())
+    });
+    assert_eq!(pod.shell("main", "echo $WORD", b"").stdout, "second\n");
+    let name = pod.full_name();
+    wait("one pod is left", || {
+        let pods = world.node.crictl.call(["pods", "-q", "--state", "Ready", "--name", &name]);
+        (pods.lines().count() == 1).then_some(())
+    });
+    pod.remove();
+    Outcome::Passed
+}
+
+pub fn a_missing_image(world: &World) -> Outcome {
+    let manifest = waiting("missing-image", "", "").replace("busybox:1.36", "nowhere:7");
+    let pod = StaticPod::new(world, "missing-image", &manifest);
+    pod.until("it says why", |pod| {
+        let waiting = &container(pod, "main")["state"]["waiting"];
+        let why = waiting["reason"].as_str()?;
+        let backs_off = why == "ImagePullBackOff" && waiting["message"].as_str()?.contains("nowhere:7");
+        backs_off.then_some(())
+    });
+    // Once it is there, the pod comes up.
+    world.node.registry.push(&nacelle_e2e::Image::busybox(), "library/nowhere:7");
+    pod.ready();
+    pod.remove();
+    Outcome::Passed
+}
+
+pub fn host_network(world: &World) -> Outcome {
+    let pod = StaticPod::example(world, "host-network");
+    let status = pod.ready();
+    assert!(pod.log("agent").contains("cni0") || pod.run("agent", &["ip", "link"]).contains("lo"));
+    let here = |program: &str, arguments: &[&str]| world.node.run(program, arguments).ok();
+    assert_eq!(pod.run("agent", &["readlink", "/proc/self/ns/net"]), here("readlink", &["/proc/self/ns/net"]));
+    assert_eq!(status["status"]["podIP"], status["status"]["hostIP"]);
+    pod.remove();
+    Outcome::Passed
+}
+
+pub fn restricted(world: &World) -> Outcome {
+    let pod = StaticPod::example(world, "restricted");
+    pod.ready();
+    let says = |script: &str| pod.shell("main", script, b"");
+    assert_eq!(says("id -u; id -g; id -G").stdout, "1000\n1000\n1000 2000 3000\n");
+    assert_eq!(says("touch /data/file && stat -c %g /data/file").stdout, "2000\n");
+    assert_ne!(says("touch /file").code(), Some(0));
+    let status = says("grep -E '^(CapEff|CapBnd|NoNewPrivs|Seccomp):' /proc/self/status").stdout;
+    let values: Vec<&str> = status.lines().filter_map(|line| line.split_whitespace().nth(1)).collect();
+    assert_eq!(values, ["0000000000000000", "0000000000000000", "1", "2"], "{status}");
+    pod.remove();
+    Outcome::Passed
+}
+
+pub fn user_namespace(world: &World) -> Outcome {
+    let pod = StaticPod::example(world, "user-namespace");
+    pod.ready();
+    let map = pod.log("main");
+    let numbers: Vec<u64> = map.split_whitespace().filter_map(|word| word.parse().ok()).collect();
+    assert!(matches!(numbers[..], [0, outside, 65536] if outside >= 65536), "{map}");
+    assert_eq!(pod.shell("main", "id -u; stat -c %u /data/mine", b"").stdout, "0\n0\n");
+    pod.remove();
+    Outcome::Passed
+}
+
+pub fn what_a_pod_knows_of_itself(world: &World) -> Outcome {
+    let pod = StaticPod::example(world, "itself");
+    let status = pod.ready();
+    let says = |script: &str| pod.shell("main", script, b"").stdout;
+    let address = status["status"]["podIP"].as_str().expect("a Ready pod has an address");
+    assert_eq!(says("hostname; echo $POD $ADDRESS $CPUS"), format!("known\nitself-node {address} 20\n"));
+    assert_eq!(says("cat /about/labels; echo; cat /about/memory"), "app=\"itself\"\ntier=\"test\"\n48");
+    let hosts = says("cat /etc/hosts");
+    assert!(hosts.contains("192.0.2.7\tdatabase.example") && hosts.contains(&format!("{address}\tknown")), "{hosts}");
+    let resolver = says("cat /etc/resolv.conf");
+    for line in ["nameserver 192.0.2.53", "search example", "options ndots:3"] {
+        assert!(resolver.contains(line), "{line}: {resolver}");
+    }
+    let processes = says("ps -o args");
+    assert!(processes.contains("sleep 1000000") && processes.contains("sleep 2000000"), "{processes}");
+    pod.remove();
+    Outcome::Passed
+}
+
+/// The example with another folder of the node.
+pub fn with_folder(name: &str, from: &str, to: &std::path::Path) -> String {
+    example(name).replace(from, &to.display().to_string())
+}

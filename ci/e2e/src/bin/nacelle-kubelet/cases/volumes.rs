@@ -1,0 +1,59 @@
+//! Owns: cases of volumes.
+
+use super::Outcome;
+use super::runs::{waiting, with_folder};
+use crate::pods::StaticPod;
+use crate::world::World;
+use std::fs;
+
+pub fn scratch(world: &World) -> Outcome {
+    let pod = StaticPod::example(world, "scratch");
+    pod.ready();
+    let reader = |script: &str| pod.shell("reader", script, b"");
+    assert_eq!(reader("cat /disk/word /memory/word").stdout, "on disk\nin memory\n");
+    assert_eq!(reader("stat -f -c %T /memory").stdout, "tmpfs\n");
+    assert_ne!(reader("touch /disk/file").code(), Some(0), "a read-only volume");
+    // What one writes the other sees, also below a part of it.
+    assert_eq!(reader("echo mine >/seen/part").code(), Some(0));
+    assert_eq!(pod.run("writer", &["cat", "/disk/sub/part"]), "mine");
+    // The limit of the one in memory is the file system's.
+    let full = reader("dd if=/dev/zero of=/memory/much bs=1M count=16");
+    assert!(full.code() != Some(0) && full.stderr.contains("No space left"), "{full:?}");
+    pod.remove();
+    Outcome::Passed
+}
+
+pub fn folders_of_the_node(world: &World) -> Outcome {
+    let folder = world.folder("data");
+    fs::write(folder.join("from-node"), "word of the node\n").expect("writable");
+    let pod = StaticPod::new(world, "node-folder", &with_folder("node-folder", "/srv/data", &folder));
+    pod.ready();
+    let main = |script: &str| pod.shell("main", script, b"");
+    crate::pods::wait("the pod's word is on the node", || {
+        let word = fs::read_to_string(folder.join("from-pod")).unwrap_or_default();
+        (word == "word of the node\n").then_some(())
+    });
+    fs::write(folder.join("later"), "later\n").expect("writable");
+    assert_eq!(main("cat /data/later /data-ro/later").stdout, "later\nlater\n");
+    assert_ne!(main("touch /data-ro/file").code(), Some(0));
+    assert_eq!(main("echo deep >/part/file").code(), Some(0));
+    assert_eq!(fs::read_to_string(folder.join("part/of/it/file")).expect("it is there"), "deep\n");
+    assert_eq!(main("cat /etc/os-release").stdout, fs::read_to_string("/etc/os-release").expect("Debian"));
+    pod.remove();
+    assert_eq!(fs::read_to_string(folder.join("from-pod")).expect("it stays"), "word of the node\n");
+    Outcome::Passed
+}
+
+pub fn an_image_as_a_volume(world: &World) -> Outcome {
+    let image = nacelle_e2e::Image::busybox().layer(|layer| layer.file("model/weights", b"0 1 1 2 3 5", 0o644));
+    world.node.registry.push(&image, "library/model:1");
+    let volume = "  volumes: [{name: model, image: {reference: \"model:1\", pullPolicy: IfNotPresent}}]\n";
+    let mounts = "    volumeMounts:\n    - {name: model, mountPath: /image}\n    \
+                  - {name: model, mountPath: /model, subPath: model}\n";
+    let pod = StaticPod::new(world, "image-volume", &waiting("image-volume", volume, mounts));
+    pod.ready();
+    assert_eq!(pod.run("main", &["cat", "/image/model/weights", "/model/weights"]), "0 1 1 2 3 50 1 1 2 3 5");
+    assert_ne!(pod.try_run("main", &["touch", "/image/file"]).code, 0);
+    pod.remove();
+    Outcome::Passed
+}

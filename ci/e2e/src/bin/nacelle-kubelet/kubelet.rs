@@ -1,0 +1,158 @@
+//! Owns: the kubelet process: its configuration, its start and end, its HTTP APIs.
+
+use nacelle_e2e::node::Netns;
+use nacelle_e2e::run::{Output, run};
+use nacelle_e2e::{Node, eventually, part};
+use serde_json::{Value, json};
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+
+/// The node's name; the names of static pods end with it.
+pub const NODE: &str = "node";
+/// What everybody may read.
+const OPEN: u16 = 10255;
+/// What this kubelet lets everybody on its loopback interface do.
+pub const CLOSED: u16 = 10250;
+
+/// A kubelet without an API server: it runs the pods whose manifests lie in a folder.
+pub struct Kubelet {
+    netns: Netns,
+    folder: PathBuf,
+    process: Option<Child>,
+}
+
+impl Kubelet {
+    /// Starts one on this node and waits until it is well.
+    pub fn start(node: &Node) -> Self {
+        let folder = node.folder().join("kubelet");
+        fs::create_dir_all(folder.join("manifests")).expect("the node's folder is writable");
+        let config = configuration(&folder, &node.folder().join("nacelle.sock"));
+        fs::write(folder.join("config.yaml"), config.to_string()).expect("the node's folder is writable");
+        let mut kubelet = Self { netns: node.netns.clone(), folder, process: None };
+        kubelet.again();
+        kubelet
+    }
+
+    /// Starts it again after [`kill`](Self::kill).
+    pub fn again(&mut self) {
+        let log = File::options().create(true).append(true).open(self.log_file()).expect("the folder is writable");
+        let process = self
+            .netns
+            .command(part("KUBELET"))
+            .arg(format!("--config={}", self.folder.join("config.yaml").display()))
+            .arg(format!("--hostname-override={NODE}"))
+            .arg("--v=2")
+            .stdin(Stdio::null())
+            .stdout(log.try_clone().expect("a file can be duplicated"))
+            .stderr(log)
+            .spawn()
+            .expect("nsenter is installed");
+        self.process = Some(process);
+        eventually("kubelet is well", || {
+            let ended = self.process.as_mut().and_then(|process| process.try_wait().ok().flatten());
+            assert!(ended.is_none(), "kubelet ended: {}", self.log_of(""));
+            (self.curl(&["-f", &format!("http://127.0.0.1:{OPEN}/healthz")]).stdout == "ok").then_some(())
+        });
+    }
+
+    /// Kills it with SIGKILL.
+    pub fn kill(&mut self) {
+        if let Some(mut process) = self.process.take() {
+            process.kill().expect("kubelet is our child");
+            process.wait().expect("kubelet is our child");
+        }
+    }
+
+    /// Its process id. nsenter has become kubelet by exec.
+    pub fn pid(&self) -> u32 {
+        self.process.as_ref().map_or(0, Child::id)
+    }
+
+    /// The folder in which manifests of pods lie.
+    pub fn manifests(&self) -> PathBuf {
+        self.folder.join("manifests")
+    }
+
+    fn log_file(&self) -> PathBuf {
+        self.folder.join("kubelet.log")
+    }
+
+    /// The last lines of its log that say `word`.
+    pub fn log_of(&self, word: &str) -> String {
+        let log = fs::read_to_string(self.log_file()).unwrap_or_default();
+        let mut lines: Vec<&str> = log.lines().rev().filter(|line| line.contains(word)).take(40).collect();
+        lines.reverse();
+        lines.join("\n")
+    }
+
+    fn curl(&self, arguments: &[&str]) -> Output {
+        run(self.netns.command("curl").args(["-sS", "--max-time", "120"]).args(arguments))
+    }
+
+    /// What its open port answers.
+    #[track_caller]
+    pub fn get(&self, path: &str) -> String {
+        self.curl(&["-f", &format!("http://127.0.0.1:{OPEN}{path}")]).ok()
+    }
+
+    /// The same as JSON.
+    #[track_caller]
+    pub fn json(&self, path: &str) -> Value {
+        let text = self.get(path);
+        serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"))
+    }
+
+    /// What its own port answers, with method and path.
+    pub fn ask(&self, method: &str, path: &str) -> Output {
+        self.curl(&["-k", "--fail-with-body", "-X", method, &format!("https://127.0.0.1:{CLOSED}{path}")])
+    }
+
+    /// A command in the node's network.
+    pub fn netns(&self) -> &Netns {
+        &self.netns
+    }
+}
+
+impl Drop for Kubelet {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// As on a node of one's own, but for what makes tests quick, and what must not fire in them.
+fn configuration(folder: &Path, socket: &Path) -> Value {
+    let endpoint = format!("unix://{}", socket.display());
+    let mut config = json!({
+        "apiVersion": "kubelet.config.k8s.io/v1beta1",
+        "kind": "KubeletConfiguration",
+        "containerRuntimeEndpoint": endpoint,
+        "staticPodPath": folder.join("manifests"),
+        "volumePluginDir": folder.join("plugins"),
+        "fileCheckFrequency": "1s",
+        "syncFrequency": "5s",
+        "address": "127.0.0.1",
+        "readOnlyPort": OPEN,
+        "authentication": {"anonymous": {"enabled": true}, "webhook": {"enabled": false}},
+        "authorization": {"mode": "AlwaysAllow"},
+        "failSwapOn": false,
+        "serializeImagePulls": false,
+        "containerLogMaxSize": "64Ki",
+        "containerLogMaxFiles": 3,
+        "containerLogMonitorInterval": "3s",
+        "evictionHard": {"memory.available": "1Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
+        "imageGCHighThresholdPercent": 100,
+        "imageGCLowThresholdPercent": 99,
+        "crashLoopBackOff": {"maxContainerRestartPeriod": "4s"},
+        "featureGates": {"EventedPLEG": true, "PodAndContainerStatsFromCRI": true, "KubeletCrashLoopBackOffMax": true},
+    });
+    if Path::new("/sys/fs/cgroup/cgroup.controllers").exists() {
+        config["cgroupRoot"] = json!(nacelle_e2e::census::cgroup_parent(folder.parent().unwrap_or(folder)));
+    } else {
+        // cgroup v1: kubelet leaves the node's trees alone.
+        config["failCgroupV1"] = json!(false);
+        config["cgroupsPerQOS"] = json!(false);
+        config["enforceNodeAllocatable"] = json!([]);
+    }
+    config
+}

@@ -1,0 +1,183 @@
+//! Owns: a static pod as a case sees it: its manifest, what kubelet says of it, what it does when asked.
+
+use crate::kubelet::{Kubelet, NODE};
+use crate::websocket::Exec;
+use crate::world::World;
+use nacelle_e2e::run::{LIMIT, Output};
+use serde_json::Value;
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// The manifests that a user may copy.
+const EXAMPLES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/examples");
+
+/// The text of `docs/examples/NAME.yaml`.
+pub fn example(name: &str) -> String {
+    fs::read_to_string(Path::new(EXAMPLES).join(format!("{name}.yaml"))).expect("the repository is here")
+}
+
+/// Asks `question` until it has an answer; each time it costs kubelet a little.
+#[track_caller]
+pub fn wait<T>(what: &str, mut question: impl FnMut() -> Option<T>) -> T {
+    let end = Instant::now() + LIMIT;
+    loop {
+        if let Some(answer) = question() {
+            return answer;
+        }
+        assert!(Instant::now() < end, "waited {LIMIT:?} in vain for: {what}");
+        std::thread::sleep(Duration::from_millis(250));
+    }
+}
+
+/// A pod whose manifest is there until this is dropped.
+pub struct StaticPod<'w> {
+    kubelet: &'w Kubelet,
+    world: &'w World,
+    name: String,
+    /// The manifest outlives this.
+    stays: bool,
+}
+
+impl<'w> StaticPod<'w> {
+    /// Puts a manifest where kubelet finds it; the pod's name must be `name`.
+    pub fn new(world: &'w World, name: &str, manifest: &str) -> Self {
+        let pod = Self { kubelet: &world.kubelet, world, name: name.to_owned(), stays: false };
+        pod.change(manifest);
+        pod
+    }
+
+    /// The example of this name.
+    pub fn example(world: &'w World, name: &str) -> Self {
+        Self::new(world, name, &example(name))
+    }
+
+    /// Another manifest in place of the one that is there.
+    pub fn change(&self, manifest: &str) {
+        let draft = self.world.node.folder().join(format!("{}.yaml", self.name));
+        fs::write(&draft, manifest).expect("the node's folder is writable");
+        fs::rename(draft, self.manifest()).expect("the node's folder is writable");
+    }
+
+    fn manifest(&self) -> PathBuf {
+        self.kubelet.manifests().join(format!("{}.yaml", self.name))
+    }
+
+    /// The pod's name in kubelet's API.
+    pub fn full_name(&self) -> String {
+        format!("{}-{NODE}", self.name)
+    }
+
+    /// The pod as kubelet has it.
+    pub fn object(&self) -> Option<Value> {
+        let pods = self.kubelet.json("/pods");
+        let all = pods["items"].as_array()?;
+        all.iter().find(|pod| pod["metadata"]["name"] == self.full_name().as_str()).cloned()
+    }
+
+    /// Waits until kubelet says of the pod what `question` looks for.
+    #[track_caller]
+    pub fn until<T>(&self, what: &str, mut question: impl FnMut(&Value) -> Option<T>) -> T {
+        wait(&format!("pod {}: {what}", self.name), || question(&self.object()?))
+    }
+
+    /// Waits until the pod is Ready.
+    #[track_caller]
+    pub fn ready(&self) -> Value {
+        self.until("it is Ready", |pod| condition(pod, "Ready").then(|| pod.clone()))
+    }
+
+    /// Waits until the pod's phase is this.
+    #[track_caller]
+    pub fn phase(&self, phase: &str) -> Value {
+        self.until(phase, |pod| (pod["status"]["phase"] == phase).then(|| pod.clone()))
+    }
+
+    /// What a command in a container prints, through kubelet.
+    #[track_caller]
+    pub fn run(&self, container: &str, command: &[&str]) -> String {
+        self.try_run(container, command).ok()
+    }
+
+    /// The same, however it ends.
+    pub fn try_run(&self, container: &str, command: &[&str]) -> Output {
+        let path = format!("/run/default/{}/{container}?cmd={}", self.full_name(), encoded(&command.join(" ")));
+        self.kubelet.ask("POST", &path)
+    }
+
+    /// What a shell in a container prints, and how it ends: streamed, through kubelet.
+    pub fn shell(&self, container: &str, script: &str, input: &[u8]) -> Exec {
+        let mut path = format!("/exec/default/{}/{container}?output=1&error=1&input=1", self.full_name());
+        for word in ["sh", "-c", script] {
+            write!(path, "&command={}", encoded(word)).expect("a String");
+        }
+        Exec::run(self.kubelet.netns(), &path, input)
+    }
+
+    /// A container's log, through kubelet.
+    #[track_caller]
+    pub fn log(&self, container: &str) -> String {
+        self.kubelet.ask("GET", &format!("/containerLogs/default/{}/{container}", self.full_name())).ok()
+    }
+
+    /// Removes the manifest and waits until kubelet has forgotten the pod and nothing of it runs.
+    #[track_caller]
+    pub fn remove(self) {
+        self.withdraw();
+        wait(&format!("pod {} is gone", self.name), || self.object().is_none().then_some(()));
+        wait(&format!("nothing of pod {} runs", self.name), || {
+            let ready = self.world.node.crictl.call(["pods", "-q", "--state", "Ready", "--name", &self.full_name()]);
+            ready.is_empty().then_some(())
+        });
+    }
+
+    /// Removes the manifest; kubelet takes the pod down.
+    pub fn withdraw(&self) {
+        // Twice is as good as once.
+        let _ = fs::remove_file(self.manifest());
+    }
+
+    /// Leaves the pod to itself.
+    pub fn stays(mut self) {
+        self.stays = true;
+    }
+}
+
+impl Drop for StaticPod<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let status = self.object().map(|pod| pod["status"].clone()).unwrap_or_default();
+            eprintln!("--- pod {}: {status:#}", self.name);
+            eprintln!("--- kubelet of {}:\n{}", self.name, self.kubelet.log_of(&self.full_name()));
+        }
+        if !self.stays {
+            self.withdraw();
+        }
+    }
+}
+
+/// Whether a condition of a pod is true.
+pub fn condition(pod: &Value, kind: &str) -> bool {
+    let conditions = pod["status"]["conditions"].as_array();
+    conditions.is_some_and(|all| all.iter().any(|one| one["type"] == kind && one["status"] == "True"))
+}
+
+/// The status of a container, or of an init container.
+pub fn container<'p>(pod: &'p Value, name: &str) -> &'p Value {
+    let lists = ["containerStatuses", "initContainerStatuses"].map(|list| pod["status"][list].as_array());
+    let found = lists.into_iter().flatten().flatten().find(|status| status["name"] == name);
+    found.unwrap_or(&Value::Null)
+}
+
+/// A word as a URL's query holds it.
+fn encoded(word: &str) -> String {
+    word.bytes().fold(String::new(), |mut text, byte| {
+        if byte.is_ascii_alphanumeric() {
+            text.push(char::from(byte));
+        } else {
+            write!(text, "%{byte:02X}").expect("a String");
+        }
+        text
+    })
+}

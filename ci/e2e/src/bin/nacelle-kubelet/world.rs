@@ -1,0 +1,72 @@
+//! Owns: a node with Nacelle and a kubelet on it, and its end.
+
+use crate::kubelet::Kubelet;
+use nacelle_e2e::node::Options;
+use nacelle_e2e::{Image, Node, eventually};
+use std::fs;
+use std::path::PathBuf;
+
+/// All images of the examples are this one; a registry on loopback has it in place of Docker's.
+const IMAGE: &str = "library/busybox:1.36";
+
+/// A node whose kubelet runs its pods on Nacelle.
+pub struct World {
+    /// Nacelle, the registry, the network.
+    pub node: Node,
+    /// kubelet.
+    pub kubelet: Kubelet,
+}
+
+impl World {
+    /// Starts everything and waits until kubelet is well.
+    pub fn new() -> Self {
+        let extra = "[sandbox]\nhost_namespaces = \"run-on-host\"\n\n\
+             [images.registries.\"docker.io\"]\nmirrors = [\"http://127.0.0.1:5000\"]\n";
+        let node = Node::with(Options { extra: extra.to_owned(), ipv6: false, ..Options::default() });
+        node.registry.push(&Image::busybox(), IMAGE);
+        let kubelet = Kubelet::start(&node);
+        Self { node, kubelet }
+    }
+
+    /// A folder of the node that pods are given, made anew.
+    pub fn folder(&self, name: &str) -> PathBuf {
+        let folder = self.node.folder().join(name);
+        fs::create_dir_all(&folder).expect("the node's folder is writable");
+        folder
+    }
+
+    /// Copies the logs of both to where `KUBELET_LOGS` says.
+    fn keep_logs(&self) {
+        let Some(place) = std::env::var_os("KUBELET_LOGS").map(PathBuf::from) else { return };
+        let engine = nacelle_e2e::node::engine();
+        for (log, name) in [("kubelet/kubelet.log", "kubelet"), ("daemon.log", "daemon")] {
+            let kept = fs::copy(self.node.folder().join(log), place.join(format!("kubelet-{engine}-{name}.log")));
+            kept.expect("the folder for logs is writable");
+        }
+    }
+
+    /// Takes kubelet down when it has cleaned up after all pods, and looks at what it left.
+    pub fn end(mut self, keep: bool, all_well: bool) {
+        if keep {
+            let (folder, pid) = (self.node.folder().display(), self.node.daemon_pid());
+            eprintln!("kept: {folder}, daemon {pid}, kubelet {}; end with ctrl-c, or kill this", self.kubelet.pid());
+            loop {
+                std::thread::park();
+            }
+        }
+        if all_well {
+            eventually("kubelet has removed all pods", || {
+                let pods = self.node.crictl.call(["pods", "-q"]);
+                (pods.is_empty()).then_some(())
+            });
+            eventually("kubelet has removed all pods' folders", || {
+                let pods = fs::read_dir("/var/lib/kubelet/pods").expect("kubelet made it").count();
+                (pods == 0).then_some(())
+            });
+        }
+        self.kubelet.kill();
+        self.keep_logs();
+        // The node's own end fails if anything of a pod is left.
+        drop(self.node);
+    }
+}
