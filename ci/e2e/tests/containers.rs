@@ -27,8 +27,12 @@ fn ends_are_told_as_they_were() {
     node.crictl.call(["stop", "--timeout", "60", &polite.id]);
     assert_eq!(polite.exited()["exitCode"], 7);
 
-    let missing = pod.try_create(Container::new("missing", &image, &["/no/such/program"])).err();
-    assert!(missing.contains("NotFound") && missing.contains("/no/such/program"), "{missing}");
+    let missing = pod.create(Container::new("missing", &image, &["/no/such/program"]));
+    let refused = node.crictl.try_call(["start", &missing.id]).err();
+    assert!(refused.contains("NotFound") && refused.contains("/no/such/program"), "{refused}");
+    let status = missing.exited();
+    assert_eq!((&status["reason"], &status["exitCode"]), (&json!("StartError"), &json!(128)), "{status}");
+    assert!(status["message"].as_str().unwrap_or_default().contains("/no/such/program"), "{status}");
     pod.remove();
 }
 

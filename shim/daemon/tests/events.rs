@@ -131,7 +131,7 @@ fn what_was_undone_is_not_told() {
         daemon.run_pod("a").await.unwrap_err();
         let pod = daemon.run_pod("a").await.unwrap();
         world.script.fail_named("create", 1);
-        daemon.create(&pod, "c").await.unwrap_err();
+        daemon.create_named(&pod, "c").await.unwrap_err();
         world.script.fail_named("start", 1);
         let id = daemon.create(&pod, "c").await.unwrap();
         daemon.start(&id).await.unwrap_err();
@@ -139,6 +139,12 @@ fn what_was_undone_is_not_told() {
         subscriber.expect(STARTED, &pod).await;
         subscriber.expect(CREATED, &id).await;
         // It never ran, and never will.
+        let event = subscriber.expect(STOPPED, &id).await;
+        assert_eq!(state(&event, &id), Some((cri::ContainerState::ContainerExited, 128)));
+        // Nor will one of which the guest said too late that it cannot make it.
+        world.script.fail_named("create", 1);
+        let id = daemon.create(&pod, "e").await.unwrap();
+        subscriber.expect(CREATED, &id).await;
         let event = subscriber.expect(STOPPED, &id).await;
         assert_eq!(state(&event, &id), Some((cri::ContainerState::ContainerExited, 128)));
         // Removed while it runs: it ends first.

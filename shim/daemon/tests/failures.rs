@@ -110,7 +110,7 @@ fn a_container_that_cannot_be_made_is_not_there_and_one_that_cannot_start_has_en
     world.run(async {
         let pod = daemon.run_pod("a").await.unwrap();
         world.script.fail_named("create", 1);
-        let error = daemon.create(&pod, "c").await.unwrap_err();
+        let error = daemon.create_named(&pod, "c").await.unwrap_err();
         assert!(error.message().contains("scripted create"), "{error}");
         assert!(daemon.containers().await.is_empty());
         let id = daemon.create(&pod, "c").await.unwrap();
@@ -182,7 +182,7 @@ fn a_guest_that_hangs_keeps_nobody_waiting_but_those_who_asked_it() {
     world.script.hang_at("create");
     let mut other = common::Daemon { runtime: None, cri: daemon.cri.clone(), images: daemon.images.clone() };
     let name = pod.clone();
-    let create = world.spawn(async move { other.create(&name, "c").await });
+    let create = world.spawn(async move { other.create_named(&name, "c").await });
     world.eventually("the guest is asked", || world.script.seen("create"));
     world.run(async {
         assert_eq!(daemon.pod_status(&pod).await.unwrap().state(), cri::PodSandboxState::SandboxReady);
@@ -192,6 +192,79 @@ fn a_guest_that_hangs_keeps_nobody_waiting_but_those_who_asked_it() {
         daemon.remove_pod(&pod).await.unwrap();
     });
     world.script.release();
+    assert_eq!(world.left(), Vec::<String>::new());
+}
+
+#[test]
+fn a_container_counts_as_created_while_the_guest_makes_it() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    let pod = world.run(daemon.run_pod("a")).unwrap();
+    world.script.hang_at("create");
+    let (id, removed) = world.run(async {
+        let id = daemon.create(&pod, "c").await.unwrap();
+        assert_eq!(daemon.create(&pod, "c").await.unwrap(), id);
+        let status = daemon.status(&id).await.unwrap();
+        assert_eq!((status.state(), status.user), (cri::ContainerState::ContainerCreated, None));
+        assert_eq!(daemon.containers().await.len(), 1);
+        daemon.stop(&id).await.unwrap();
+        (id, daemon.create(&pod, "removed").await.unwrap())
+    });
+    // What is asked of it meanwhile waits for the guest.
+    let other = || common::Daemon { runtime: None, cri: daemon.cri.clone(), images: daemon.images.clone() };
+    let (mut starter, mut changer, mut remover) = (other(), other(), other());
+    let (started, changed) = (id.clone(), id.clone());
+    let start = world.spawn(async move { starter.start(&started).await });
+    let change = world.spawn(async move {
+        let linux = Some(cri::LinuxContainerResources { cpu_shares: 77, ..Default::default() });
+        let request = cri::UpdateContainerResourcesRequest { container_id: changed, linux, ..Default::default() };
+        changer.cri.update_container_resources(request).await.map(drop)
+    });
+    let remove = world.spawn(async move { remover.remove(&removed).await });
+    world.eventually("both are asked of the guest", || world.pods.only().made.lock().unwrap().len() == 2);
+    assert!(!start.is_finished() && !change.is_finished() && !remove.is_finished());
+    assert!(!world.script.seen("start") && !world.script.seen("update") && !world.script.seen("remove"));
+    world.script.release();
+    world.run(async {
+        start.await.unwrap().unwrap();
+        change.await.unwrap().unwrap();
+        remove.await.unwrap().unwrap();
+        let status = daemon.status(&id).await.unwrap();
+        assert_eq!(status.state(), cri::ContainerState::ContainerRunning);
+        assert_eq!(status.user.unwrap().linux.unwrap().uid, 7);
+        assert_eq!(status.resources.unwrap().linux.unwrap().cpu_shares, 77);
+        assert_eq!(daemon.containers().await.len(), 1);
+        daemon.remove_pod(&pod).await.unwrap();
+    });
+    assert_eq!(world.left(), Vec::<String>::new());
+}
+
+#[test]
+fn one_that_was_created_and_cannot_be_made_has_ended_and_says_why() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    let pod = world.run(daemon.run_pod("a")).unwrap();
+    world.script.hang_at("create");
+    world.script.fail_named("create", 1);
+    let id = world.run(daemon.create(&pod, "c")).unwrap();
+    let mut starter = common::Daemon { runtime: None, cri: daemon.cri.clone(), images: daemon.images.clone() };
+    let started = id.clone();
+    let start = world.spawn(async move { starter.start(&started).await });
+    world.script.release();
+    world.run(async {
+        for answer in [start.await.unwrap(), daemon.start(&id).await] {
+            let error = answer.unwrap_err();
+            assert!(error.message().contains("scripted create"), "{error}");
+        }
+        let status = daemon.status(&id).await.unwrap();
+        assert_eq!((status.state(), status.reason.as_str()), (cri::ContainerState::ContainerExited, "StartError"));
+        assert_eq!((status.exit_code, status.started_at), (128, 0));
+        assert!(status.finished_at >= status.created_at && status.message.contains("scripted create"));
+        daemon.remove(&id).await.unwrap();
+        let id = daemon.create(&pod, "c").await.unwrap();
+        daemon.start(&id).await.unwrap();
+        daemon.remove_pod(&pod).await.unwrap();
+    });
     assert_eq!(world.left(), Vec::<String>::new());
 }
 

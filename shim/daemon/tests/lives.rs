@@ -20,8 +20,8 @@ fn a_pod_and_its_container_from_birth_to_end_with_every_verb_twice() {
         let asked = world.pods.only().configured.lock().unwrap().clone().unwrap();
         assert_eq!(asked.interfaces[0].addresses, ["10.1.2.3/24", "fd00::3/64"]);
 
-        let id = daemon.create(&pod, "c").await.unwrap();
-        assert_eq!(daemon.create(&pod, "c").await.unwrap(), id);
+        let id = daemon.create_named(&pod, "c").await.unwrap();
+        assert_eq!(daemon.create_named(&pod, "c").await.unwrap(), id);
         let status = daemon.status(&id).await.unwrap();
         assert_eq!((status.state(), status.started_at), (cri::ContainerState::ContainerCreated, 0));
         let user = status.user.unwrap().linux.unwrap();

@@ -9,6 +9,7 @@ mod update;
 use super::boot::{self, Undone, Up};
 use super::error::{LifecycleError, left_line};
 use super::events::EventKind;
+use super::make::Prepared;
 use super::shown::Told;
 use super::state::{self, PodAct, PodAsk};
 use super::{Parts, Table, View, clip};
@@ -56,6 +57,8 @@ pub(super) enum Message {
     Report(proto::PodState),
     Lost,
     Gone(Option<proto::PodState>),
+    MakeAgain(ContainerId),
+    Prepared(ContainerId, Result<Box<Prepared>, LifecycleError>),
     Made(ContainerId, Result<User, LifecycleError>),
     Started(ContainerId, Result<(), LifecycleError>),
     Stopped(ContainerId, Result<Option<proto::PodState>, LifecycleError>, Answer<()>),
@@ -234,6 +237,8 @@ impl Actor {
             Message::Updated(id, next, result) => self.updated(id, *next, result).await,
             Message::StopContainer(id, grace, answer) => self.stop_container(id, grace, answer).await,
             Message::RemoveContainer(id, answer) => self.remove_container(id, Some(answer)).await,
+            Message::MakeAgain(id) => self.make_again(id),
+            Message::Prepared(id, result) => self.prepared(id, result).await,
             Message::Made(id, result) => self.made(id, result).await,
             Message::Started(id, result) => self.started(id, result).await,
             Message::Stopped(id, result, answer) => self.stopped(id, result, answer).await,

@@ -40,17 +40,31 @@ fn is_unknown(error: &LifecycleError) -> bool {
     matches!(error, LifecycleError::Step { source: StepError::Pod(_), .. }) && error.kind() == Kind::NotFound
 }
 
-/// Makes the container in the guest, with its volumes of the node; they are taken back if it cannot be made.
-pub(super) async fn make(
-    parts: Arc<Parts>,
+/// A container of which all that the node can know is known, with its volumes shared: what is left is the guest's.
+pub(super) struct Prepared {
+    request: proto::CreateContainerRequest,
     client: PodClient,
-    pod: PodRecord,
-    record: ContainerRecord,
-) -> Result<User, LifecycleError> {
+}
+
+impl Prepared {
+    /// Whether nothing that was asked for depends on what is in its images: names of users, paths in volumes.
+    pub(super) fn is_certain(&self) -> bool {
+        let numbers = |user: &str| user.chars().all(|c| c.is_ascii_digit() || c == ':');
+        numbers(&self.request.user) && self.request.volumes.iter().all(|volume| volume.sub_path.is_empty())
+    }
+}
+
+/// Prepares the container on the node; its volumes are taken back if it cannot be made.
+pub(super) async fn prepare(
+    parts: &Parts,
+    client: PodClient,
+    pod: &PodRecord,
+    record: &ContainerRecord,
+) -> Result<Prepared, LifecycleError> {
     let asked = Arc::clone(&record.config);
     let mut found =
         blocking(move || resolve(&asked)).await.map_err(at("find the volumes of the container on the node"))?;
-    let taker = taker(&parts, &pod);
+    let taker = taker(parts, pod);
     let nodes = if taker == Taker::Share {
         // Processors of the node are not the guest's.
         found.resources = found.resources.in_guest();
@@ -60,30 +74,60 @@ pub(super) async fn make(
         let privileged = (found.privileged && pod.config.user_namespace.is_none()).then_some(Path::new("/dev"));
         devices::of_node(&found, privileged)?
     };
-    if found.node_volumes.is_empty() {
-        return make_with(&parts, client, pod, &record, &found, &nodes).await;
+    if !found.node_volumes.is_empty() {
+        let volumes = found.node_volumes.iter().map(|volume| shared(volume, &pod.config)).collect();
+        let attached = parts.pods.attach(&parts.pod_dir(&pod.id), taker, record.id.as_str(), volumes).await;
+        attached.map_err(at("share the volumes of the container with the pod"))?;
+        found = as_found(found, &record.id);
     }
-    let (dir, id) = (parts.pod_dir(&pod.id), record.id.clone());
-    let volumes = found.node_volumes.iter().map(|volume| shared(volume, &pod.config)).collect();
-    let attached = parts.pods.attach(&dir, taker, id.as_str(), volumes).await;
-    attached.map_err(at("share the volumes of the container with the pod"))?;
-    let made = make_with(&parts, client, pod, &record, &as_found(found, &id), &nodes).await;
-    if made.is_err()
-        && let Err(error) = parts.pods.detach(&dir, taker, id.as_str()).await
-    {
-        tracing::warn!(container = %id, "its volumes could not be taken back: {}", Chain(&error));
+    match request(parts, pod, record, &found, &nodes).await {
+        Ok(request) => Ok(Prepared { request, client }),
+        Err(error) => {
+            take_back(parts, pod, record).await;
+            Err(error)
+        }
     }
-    made
 }
 
-async fn make_with(
-    parts: &Parts,
-    client: PodClient,
+/// Makes the container in the guest; its volumes are taken back if it cannot be made.
+pub(super) async fn make(
+    parts: Arc<Parts>,
     pod: PodRecord,
+    record: ContainerRecord,
+    prepared: Prepared,
+) -> Result<User, LifecycleError> {
+    let Prepared { request, client } = prepared;
+    match ask("make the container", parts.answer_limit(), client.create_container(request)).await {
+        Ok(made) => {
+            let groups = made.supplemental_groups.into_iter().take(MAX_GROUPS).collect();
+            Ok(User { uid: made.uid, gid: made.gid, groups })
+        }
+        Err(error) => {
+            take_back(&parts, &pod, &record).await;
+            Err(error)
+        }
+    }
+}
+
+/// Takes back the volumes of a container that is not made.
+async fn take_back(parts: &Parts, pod: &PodRecord, record: &ContainerRecord) {
+    if record.config.node_volumes.is_empty() {
+        return;
+    }
+    let detached = parts.pods.detach(&parts.pod_dir(&pod.id), taker(parts, pod), record.id.as_str()).await;
+    if let Err(error) = detached {
+        tracing::warn!(container = %record.id, "its volumes could not be taken back: {}", Chain(&error));
+    }
+}
+
+/// What the pod process is asked for.
+async fn request(
+    parts: &Parts,
+    pod: &PodRecord,
     record: &ContainerRecord,
     config: &ContainerConfig,
     devices: &[DeviceNode],
-) -> Result<User, LifecycleError> {
+) -> Result<proto::CreateContainerRequest, LifecycleError> {
     let root = parts.images.rootfs(&record.image.id).await.map_err(at("read the image of the container"))?;
     let spec = oci::spec(&pod.config, config, &root.config, &pod.kernel_release, devices);
     let spec = spec.map_err(at("describe the container"))?;
@@ -99,7 +143,7 @@ async fn make_with(
             noexec: volume.options.contains(&MountOption::Noexec),
         });
     }
-    let request = proto::CreateContainerRequest {
+    Ok(proto::CreateContainerRequest {
         id: record.id.to_string(),
         oci_spec: spec,
         image_key: record.image.id.to_string(),
@@ -117,10 +161,7 @@ async fn make_with(
         },
         own_pid_namespace: config.pid == PidMode::Own,
         volumes,
-    };
-    let made = ask("make the container", parts.answer_limit(), client.create_container(request)).await?;
-    let groups = made.supplemental_groups.into_iter().take(MAX_GROUPS).collect();
-    Ok(User { uid: made.uid, gid: made.gid, groups })
+    })
 }
 
 /// The volumes of the node without links, which would lead elsewhere where the agent finds them; a folder is made for what is not

@@ -68,7 +68,9 @@ pub fn plan(state: Pod, was_ready: bool, found: Found) -> Plan {
 pub enum ContainerPlan {
     /// In this state; the pod process tells the rest.
     As(Container),
-    /// It is removed: nobody knows it, or it was being removed.
+    /// The guest makes it anew: whoever asked for it may know it.
+    Make,
+    /// It is removed: it was being removed.
     Remove,
     /// The pod process does not know it: it ended, nobody knows how.
     Lost,
@@ -77,7 +79,8 @@ pub enum ContainerPlan {
 /// How a container in this state goes on, if its pod process says this of it; none: that it does not know it.
 pub fn container_plan(state: Container, told: Option<proto::ContainerPhase>) -> ContainerPlan {
     match (state, told) {
-        (Container::Creating | Container::Removing, _) => ContainerPlan::Remove,
+        (Container::Creating, _) => ContainerPlan::Make,
+        (Container::Removing, _) => ContainerPlan::Remove,
         (Container::Starting, Some(proto::ContainerPhase::Created)) => ContainerPlan::As(Container::Created),
         (Container::Created | Container::Starting | Container::Running, None) => ContainerPlan::Lost,
         (state, _) => ContainerPlan::As(state),
@@ -87,7 +90,8 @@ pub fn container_plan(state: Container, told: Option<proto::ContainerPhase>) -> 
 /// The same if there is no pod process to ask: what is in no effect's hands must not look as if it were.
 pub fn container_plan_unasked(state: Container) -> ContainerPlan {
     match state {
-        Container::Creating | Container::Removing => ContainerPlan::Remove,
+        Container::Creating => ContainerPlan::Lost,
+        Container::Removing => ContainerPlan::Remove,
         Container::Starting => ContainerPlan::As(Container::Created),
         state => ContainerPlan::As(state),
     }
@@ -132,7 +136,7 @@ impl Node {
         let (found, client, last) = look(&self.parts, &pod).await;
         let plan = plan(pod.state, pod.was_ready, found);
         tracing::info!(pod = %pod.id, state = ?pod.state, ?found, ?plan, "found again");
-        let mut remove = Vec::new();
+        let (mut remove, mut make) = (Vec::new(), Vec::new());
         for container in &mut containers {
             let how = match (plan, &last) {
                 (Plan::Adopt, Some(state)) => {
@@ -143,8 +147,12 @@ impl Node {
             };
             match how {
                 ContainerPlan::As(state) => container.state = state,
+                ContainerPlan::Make => {
+                    container.answered = true;
+                    make.push(container.id.clone());
+                }
                 ContainerPlan::Remove => {
-                    lose(container, "the daemon ended while it was made or removed");
+                    lose(container, "the daemon ended while it was removed");
                     remove.push(container.id.clone());
                 }
                 ContainerPlan::Lost => lose(container, "the pod process does not know the container"),
@@ -166,6 +174,10 @@ impl Node {
         let id = pod.id.as_str();
         let done = match plan {
             Plan::Adopt => {
+                for id in make {
+                    // A closed inbox: the pod is gone already.
+                    let _ = inbox.send(Message::MakeAgain(id)).await;
+                }
                 catch_up(&inbox, last).await;
                 Ok(())
             }
@@ -316,7 +328,7 @@ mod tests {
         assert_eq!(starting(Some(Phase::Running)), ContainerPlan::As(Container::Starting));
         assert_eq!(starting(None), ContainerPlan::Lost);
         for told in [None, Some(Phase::Created), Some(Phase::Running)] {
-            assert_eq!(container_plan(Container::Creating, told), ContainerPlan::Remove);
+            assert_eq!(container_plan(Container::Creating, told), ContainerPlan::Make);
             assert_eq!(container_plan(Container::Exited, told), ContainerPlan::As(Container::Exited));
         }
         assert_eq!(container_plan(Container::Running, Some(Phase::Exited)), ContainerPlan::As(Container::Running));

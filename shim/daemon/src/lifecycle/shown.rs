@@ -29,15 +29,14 @@ pub fn pod(pod: &PodRecord) -> Option<Shown> {
     }
 }
 
-/// What is seen of a container; none: one that is being made is nobody's yet.
+/// What is seen of a container; none: one of which nobody was told is nobody's yet.
 pub fn container(container: &ContainerRecord) -> Option<Shown> {
     match container.state {
-        Container::Creating => None,
-        Container::Created | Container::Starting => Some(Shown::Created),
+        Container::Creating | Container::Removing if !container.is_known() => None,
+        Container::Creating | Container::Created | Container::Starting => Some(Shown::Created),
         Container::Running => Some(Shown::Running),
         Container::Exited => Some(Shown::Exited),
         // That it is going is no state that others know: it is as it was.
-        Container::Removing if container.user.is_none() => None,
         Container::Removing if container.finished_at != 0 => Some(Shown::Exited),
         Container::Removing if container.started_at != 0 => Some(Shown::Running),
         Container::Removing => Some(Shown::Created),
@@ -104,7 +103,7 @@ impl Told {
 
     fn container_due(&mut self, record: &ContainerRecord, due: &mut Vec<(EventKind, String)>) {
         let known = self.containers.get(&record.id).copied();
-        let Some(is) = container(record).filter(|_| record.user.is_some() || known.is_some()) else { return };
+        let Some(is) = container(record).filter(|_| record.is_known() || known.is_some()) else { return };
         let mut tell = |kind| due.push((kind, record.id.to_string()));
         if known.is_none() {
             tell(EventKind::Created);

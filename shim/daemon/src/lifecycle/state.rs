@@ -8,10 +8,14 @@
 //!                                                    Unclean
 //!
 //! container   Creating ──made──▶ Created ──start──▶ Starting ──started──▶ Running ──exit──▶ Exited
-//!                │                  │                   └──start failed───────────────────────▲
-//!                └──failed──┐       └──remove (as from every state)──▶ Removing ─▶ (forgotten)
-//!                           └─────────────────────────────────────────────▲
+//!              │    │               │                   └──start failed───────────────────────▲
+//!              │    └──not made─────┼─────────────────────────────────────────────────────────┘
+//!              └──failed──┐         └──remove (as from every state)──▶ Removing ─▶ (forgotten)
+//!                         └───────────────────────────────────────────────▲
 //! ```
+//!
+//! A container that could not be made is undone (`MakeFailed`) if nobody knows it, and has ended without a start (`NotMade`)
+//! if whoever asked for it was answered already.
 //!
 //! Every ask has three answers: go on to a state and act; it is already so (same state, act `Nothing`); refused.
 
@@ -92,8 +96,10 @@ pub enum Container {
 pub enum ContainerAsk {
     /// The guest has made it.
     Made,
-    /// It could not be made.
+    /// It could not be made, and nobody knows it.
     MakeFailed,
+    /// It could not be made, though it counts as created.
+    NotMade,
     /// Start it.
     Start,
     /// It runs.
@@ -235,6 +241,9 @@ impl Container {
         Ok(match (self, ask) {
             (Creating, Ask::Made) => (Created, Act::Nothing),
             (Creating, Ask::MakeFailed) => (Removing, Act::Remove),
+            (Creating, Ask::NotMade) => (Exited, Act::Nothing),
+            // Started when it is made.
+            (Creating, Ask::Start) => (Creating, Act::Nothing),
             (Created, Ask::Start) => (Starting, Act::Start),
             // A watch may tell of the start before the answer to the ask does.
             (Created | Starting, Ask::Started) => (Running, Act::Nothing),
@@ -260,9 +269,10 @@ impl Container {
 
 impl ContainerAsk {
     /// All asks.
-    pub const ALL: [ContainerAsk; 9] = [
+    pub const ALL: [ContainerAsk; 10] = [
         ContainerAsk::Made,
         ContainerAsk::MakeFailed,
+        ContainerAsk::NotMade,
         ContainerAsk::Start,
         ContainerAsk::Started,
         ContainerAsk::StartFailed,
@@ -276,6 +286,7 @@ impl ContainerAsk {
         match self {
             ContainerAsk::Made => "made",
             ContainerAsk::MakeFailed => "make failed",
+            ContainerAsk::NotMade => "not made",
             ContainerAsk::Start => "start",
             ContainerAsk::Started => "started",
             ContainerAsk::StartFailed => "start failed",

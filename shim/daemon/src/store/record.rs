@@ -94,7 +94,10 @@ pub struct ContainerRecord {
     /// Why it could not be started or was lost.
     #[serde(default)]
     pub message: String,
-    /// Who it runs as.
+    /// Whoever asked for it may know its id, though the guest still makes it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub answered: bool,
+    /// Who it runs as; none: not made yet.
     #[serde(default)]
     pub user: Option<User>,
 }
@@ -103,6 +106,11 @@ impl ContainerRecord {
     /// Its limits as they are.
     pub fn resources(&self) -> &Resources {
         self.resources.as_ref().unwrap_or(&self.config.resources)
+    }
+
+    /// Whether anybody but us can know its id.
+    pub fn is_known(&self) -> bool {
+        self.answered || self.user.is_some()
     }
 }
 
@@ -247,6 +255,7 @@ pub(crate) mod tests {
             oom_killed: false,
             start_failed: false,
             message: String::new(),
+            answered: false,
             user: Some(User { uid: 1000, gid: 1000, groups: vec![5] }),
         }
     }

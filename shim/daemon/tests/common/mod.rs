@@ -385,11 +385,20 @@ impl Daemon {
     }
 
     pub async fn create(&mut self, pod: &str, name: &str) -> Result<String, Status> {
-        let request = cri::CreateContainerRequest {
-            pod_sandbox_id: pod.into(),
-            config: Some(container_config(name)),
-            sandbox_config: None,
-        };
+        self.create_from(pod, container_config(name)).await
+    }
+
+    /// Only the guest can look up the name of a user, so this is answered when it has made the container.
+    pub async fn create_named(&mut self, pod: &str, name: &str) -> Result<String, Status> {
+        let mut config = container_config(name);
+        let linux = config.linux.get_or_insert_default();
+        linux.security_context.get_or_insert_default().run_as_username = "app".into();
+        self.create_from(pod, config).await
+    }
+
+    async fn create_from(&mut self, pod: &str, config: cri::ContainerConfig) -> Result<String, Status> {
+        let request =
+            cri::CreateContainerRequest { pod_sandbox_id: pod.into(), config: Some(config), sandbox_config: None };
         Ok(self.cri.create_container(request).await?.into_inner().container_id)
     }
 

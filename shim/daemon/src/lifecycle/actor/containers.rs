@@ -1,7 +1,7 @@
 //! Owns: the containers of a pod's actor: what is asked of them and what happens to them.
 
 use super::super::error::LifecycleError;
-use super::super::make::{self, Told, told};
+use super::super::make::{self, Prepared, Told, told};
 use super::super::processors;
 use super::super::state::{self, Container, ContainerAct, ContainerAsk};
 use super::super::{clip, new_id, now};
@@ -40,8 +40,10 @@ impl Actor {
                 && entry.record.image.id == image.id
                 && ids(&entry.record.volumes) == ids(&volumes);
             match entry.record.state {
-                Container::Creating if same => return entry.made.push(answer),
-                Container::Created if same => return drop(answer.send(Ok(entry.record.id.clone()))),
+                Container::Creating if same && !entry.record.answered => return entry.made.push(answer),
+                Container::Creating | Container::Created if same => {
+                    return drop(answer.send(Ok(entry.record.id.clone())));
+                }
                 _ => {}
             }
             let name = format!("{} (attempt {})", config.name, config.attempt);
@@ -65,7 +67,45 @@ impl Actor {
         entry.made.push(answer);
         self.containers.insert(id.clone(), entry);
         self.publish();
-        let making = make::make(Arc::clone(&self.parts), client, self.pod.clone(), record);
+        let (parts, pod) = (Arc::clone(&self.parts), self.pod.clone());
+        self.effect(
+            async move { Message::Prepared(id, make::prepare(&parts, client, &pod, &record).await.map(Box::new)) },
+        );
+    }
+
+    /// Makes one that a daemon before this one may have begun with.
+    pub(super) fn make_again(&self, id: ContainerId) {
+        let Some(entry) = self.containers.get(&id).filter(|entry| entry.record.state == Container::Creating) else {
+            return;
+        };
+        let (parts, pod, record) = (Arc::clone(&self.parts), self.pod.clone(), entry.record.clone());
+        let (client, not_ready) = (self.client.clone(), self.not_ready());
+        self.effect(async move {
+            let prepared = async {
+                let client = client.ok_or(not_ready)?;
+                let config = Arc::clone(&record.config);
+                make::remove(Arc::clone(&parts), Some(client.clone()), pod.clone(), config, record.id.clone()).await?;
+                make::prepare(&parts, client, &pod, &record).await.map(Box::new)
+            };
+            Message::Prepared(id, prepared.await)
+        });
+    }
+
+    /// Answers as soon as only the guest's work is left, which then goes on beside whatever the caller does next.
+    pub(super) async fn prepared(&mut self, id: ContainerId, result: Result<Box<Prepared>, LifecycleError>) {
+        let prepared = match result {
+            Ok(prepared) => prepared,
+            Err(error) => return self.made(id, Err(error)).await,
+        };
+        // A container that is being removed stays until this is answered.
+        let Some(entry) = self.containers.get_mut(&id) else { return };
+        if entry.record.state == Container::Creating && prepared.is_certain() {
+            entry.record.answered = true;
+            tell(&mut entry.made, &Ok(id.clone()));
+        }
+        let record = entry.record.clone();
+        self.publish();
+        let making = make::make(Arc::clone(&self.parts), self.pod.clone(), record, *prepared);
         self.effect(async move { Message::Made(id, making.await) });
     }
 
@@ -116,6 +156,7 @@ impl Actor {
             oom_killed: false,
             start_failed: false,
             message: String::new(),
+            answered: false,
             user: None,
         })
     }
@@ -126,6 +167,7 @@ impl Actor {
             Ok(user) => {
                 // One that is removed already was never anybody's.
                 if entry.record.state == Container::Creating {
+                    entry.record.answered = true;
                     entry.record.user = Some(user);
                 }
                 ContainerAsk::Made
@@ -135,43 +177,71 @@ impl Actor {
                 entry.record.message = clip(&Chain(&error).to_string());
                 // Told when what was half made is gone, so that asking again meets nothing of it.
                 entry.make_error = Some(error);
-                ContainerAsk::MakeFailed
+                if entry.record.answered && entry.record.state == Container::Creating {
+                    entry.record.start_failed = true;
+                    entry.record.exit_code = START_FAILED;
+                    entry.record.finished_at = now();
+                    ContainerAsk::NotMade
+                } else {
+                    ContainerAsk::MakeFailed
+                }
             }
         };
         if self.step_container(&id, ask).await == Some(ContainerAct::Remove) {
             return self.begin_remove(id);
         }
-        if let Some(entry) = self.containers.get_mut(&id) {
-            tell(&mut entry.made, &Ok(id));
+        let Some(entry) = self.containers.get_mut(&id) else { return };
+        tell(&mut entry.made, &Ok(id.clone()));
+        // What was asked of it meanwhile.
+        let (start, update) = (!entry.started.is_empty(), !entry.updates.is_empty());
+        if let Some(error) = &entry.make_error {
+            tell(&mut entry.started, &Err(error.clone()));
+        } else if start {
+            self.begin_start(&id).await;
+        }
+        if update {
+            self.begin_update(&id).await;
         }
     }
 
     pub(super) async fn start(&mut self, id: ContainerId, answer: Answer<()>) {
-        let client = self.client.clone();
         let Some(entry) = self.containers.get_mut(&id) else {
             return drop(answer.send(Err(LifecycleError::NotFound { what: "container", id: id.to_string() })));
         };
-        match (entry.record.state.step(ContainerAsk::Start), client) {
-            (Err(source), _) => {
-                let error = LifecycleError::Refused { whose: "container", id: id.to_string(), source };
-                drop(answer.send(Err(error)));
+        match entry.record.state.step(ContainerAsk::Start) {
+            Err(source) => {
+                let refused = LifecycleError::Refused { whose: "container", id: id.to_string(), source };
+                // One that was never made says why.
+                drop(answer.send(Err(entry.make_error.clone().unwrap_or(refused))));
             }
-            (Ok((Container::Running, _)), _) => drop(answer.send(Ok(()))),
-            (Ok((_, ContainerAct::Start)), Some(client)) => {
-                let mut next = entry.record.clone();
-                next.state = Container::Starting;
-                if let Err(error) = self.commit(vec![Change::Container(next.clone().into())]).await {
-                    return drop(answer.send(Err(error)));
-                }
-                let Some(entry) = self.containers.get_mut(&id) else { return };
-                entry.record = next;
+            Ok((Container::Running, _)) => drop(answer.send(Ok(()))),
+            Ok((_, act)) => {
                 entry.started.push(answer);
+                if act == ContainerAct::Start {
+                    self.begin_start(&id).await;
+                }
+            }
+        }
+    }
+
+    /// Has a container that was made started, for all who wait for that.
+    async fn begin_start(&mut self, id: &ContainerId) {
+        let Some(entry) = self.containers.get(id) else { return };
+        let mut next = entry.record.clone();
+        next.state = Container::Starting;
+        let begun = match self.client.clone() {
+            Some(client) => self.commit(vec![Change::Container(next.clone().into())]).await.map(|()| client),
+            None => Err(self.not_ready()),
+        };
+        let Some(entry) = self.containers.get_mut(id) else { return };
+        match begun {
+            Ok(client) => {
+                entry.record = next;
                 self.publish();
-                let starting = make::start(Arc::clone(&self.parts), client, id.clone());
+                let (starting, id) = (make::start(Arc::clone(&self.parts), client, id.clone()), id.clone());
                 self.effect(async move { Message::Started(id, starting.await) });
             }
-            (Ok((_, ContainerAct::Start)), None) => drop(answer.send(Err(self.not_ready()))),
-            (Ok(_), _) => entry.started.push(answer),
+            Err(error) => tell(&mut entry.started, &Err(error)),
         }
     }
 

@@ -21,7 +21,8 @@ impl Actor {
             return drop(answer.send(Err(LifecycleError::NotFound { what: "container", id: id.to_string() })));
         };
         entry.updates.push_back((change, answer));
-        if entry.updates.len() == 1 {
+        // One that is being made is changed when it is made.
+        if entry.updates.len() == 1 && entry.record.state != Container::Creating {
             self.begin_update(&id).await;
         }
     }
@@ -52,7 +53,7 @@ impl Actor {
     }
 
     /// Begins with the first change that waits; those that cannot be are answered.
-    async fn begin_update(&mut self, id: &ContainerId) {
+    pub(super) async fn begin_update(&mut self, id: &ContainerId) {
         let not_ready = self.not_ready();
         let confined = self.confine(None).await;
         let guest = self.parts.has_guest(&self.pod);
