@@ -127,12 +127,15 @@ pub fn close_all(first: u32) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// A descriptor of a process.
+/// A descriptor of a process; ESRCH: there is none of that number (any more).
 pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
     // SAFETY: no memory is passed.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
     if fd < 0 {
-        return Err(io::Error::last_os_error());
+        let error = io::Error::last_os_error();
+        // pidfd_open(2): so it says of a thread, and of a process that is being reaped.
+        let gone = matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOENT));
+        return Err(if gone { io::Error::from_raw_os_error(libc::ESRCH) } else { error });
     }
     // SAFETY: the descriptor is new and nobody else's; the kernel's descriptors fit an int.
     Ok(unsafe { OwnedFd::from_raw_fd(fd as c_int) })

@@ -184,7 +184,10 @@ mod tests {
         let mut child = std::process::Command::new("true").spawn().unwrap();
         let pid = i32::try_from(child.id()).unwrap();
         child.wait().unwrap();
-        assert!(!Identity { pid, ..own }.is_alive().unwrap());
+        assert!(!Identity { pid, ..own.clone() }.is_alive().unwrap());
+        // The number of a process that is gone may be a thread's by now.
+        let thread = || Identity { pid: nix::unistd::gettid().as_raw(), ..own.clone() }.is_alive();
+        assert!(!std::thread::scope(|scope| scope.spawn(thread).join().unwrap()).unwrap());
     }
 
     #[test]

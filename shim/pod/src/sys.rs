@@ -24,13 +24,17 @@ pub(crate) fn detach(command: &mut tokio::process::Command) {
     unsafe { command.pre_exec(steps) };
 }
 
-/// A handle on the process that has this pid now; none if there is none.
+/// A handle on the process that has this pid now; none if there is none, or if the number is a thread's: then the process
+/// that had it is gone.
 pub(crate) fn pidfd_open(pid: i32) -> io::Result<Option<OwnedFd>> {
     // SAFETY: pidfd_open takes two integers and touches no memory.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0u32) };
     if fd < 0 {
         let error = io::Error::last_os_error();
-        return if error.raw_os_error() == Some(libc::ESRCH) { Ok(None) } else { Err(error) };
+        // pidfd_open(2): EINVAL (since Linux 6.15 ENOENT) for what leads no thread group, which a process that is being reaped
+        // does not either.
+        let gone = matches!(error.raw_os_error(), Some(libc::ESRCH | libc::EINVAL | libc::ENOENT));
+        return if gone { Ok(None) } else { Err(error) };
     }
     let fd = i32::try_from(fd).map_err(io::Error::other)?;
     // SAFETY: the kernel has just made this descriptor for us and nobody else knows it.
