@@ -9,7 +9,7 @@ export CARGO_TERM_COLOR=never CARGO_INCREMENTAL=${CARGO_INCREMENTAL:-0}
 export DEBIAN_FRONTEND=noninteractive
 export PATH=$PATH:$HOME/.cargo/bin:/usr/local/go/bin:/usr/sbin:/sbin
 crictl_version=1.36.0
-kubelet_version=1.36.3 # as in ci/kubelet.d/go.mod
+kubernetes_version=1.36.3 # as in ci/kubelet.d/go.mod
 mkdir -p "$cache/tools" "$cache/logs"
 
 say() { echo "== $*" >&2; }
@@ -128,18 +128,28 @@ need_critest() {
     export CRITEST=$file
 }
 
-# Sets KUBELET to upstream's kubelet, unmodified, building it once (some minutes).
-need_kubelet() {
-    local file=$cache/tools/kubelet-$kubelet_version of=k8s.io/component-base/version
-    if [ ! -x "$file" ]; then
-        need_go
-        (cd "$repo/ci/kubelet.d" && GOTOOLCHAIN=auto GOFLAGS=-mod=readonly CGO_ENABLED=0 \
-            long "building kubelet $kubelet_version" go build -trimpath -o "$file.$$" \
-            -ldflags "-s -w -X $of.gitVersion=v$kubelet_version -X $of.gitMajor=1 -X $of.gitMinor=36 -X $of.gitTreeState=clean" \
-            k8s.io/kubernetes/cmd/kubelet) || die "cannot build kubelet"
-        mv "$file.$$" "$file"
-    fi
-    export KUBELET=$file
+# Sets KUBELET, APISERVER, KUBECTL and ETCD to upstream's programs, unmodified, building each once (some minutes).
+need_kubernetes() {
+    local of=k8s.io/component-base/version name file
+    for name in kubelet kube-apiserver kubectl etcd; do
+        file=$cache/tools/$name-$kubernetes_version
+        if [ ! -x "$file" ]; then
+            need_go
+            (cd "$repo/ci/kubelet.d" && GOTOOLCHAIN=auto GOFLAGS=-mod=readonly CGO_ENABLED=0 \
+                long "building $name $kubernetes_version" go build -trimpath -o "$file.$$" -ldflags "-s -w \
+                -X $of.gitVersion=v$kubernetes_version -X $of.gitMajor=1 -X $of.gitMinor=36 -X $of.gitTreeState=clean" \
+                "$(case $name in etcd) echo go.etcd.io/etcd/server/v3 ;; *) echo "k8s.io/kubernetes/cmd/$name" ;; esac)") ||
+                die "cannot build $name"
+            mv "$file.$$" "$file"
+        fi
+    done
+    kubernetes_programs
+}
+
+# The same where they are built already.
+kubernetes_programs() {
+    export KUBELET=$cache/tools/kubelet-$kubernetes_version APISERVER=$cache/tools/kube-apiserver-$kubernetes_version
+    export KUBECTL=$cache/tools/kubectl-$kubernetes_version ETCD=$cache/tools/etcd-$kubernetes_version
 }
 
 # Sets NACELLE_BIN: what the environment names, or a build of this tree.

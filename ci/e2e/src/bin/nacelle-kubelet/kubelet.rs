@@ -10,16 +10,20 @@ use std::process::{Child, Stdio};
 
 /// The node's name; the names of static pods end with it.
 pub const NODE: &str = "node";
+/// The node's address, on an interface of its own.
+pub const ADDRESS: &str = "192.0.2.10";
 /// What everybody may read.
 const OPEN: u16 = 10255;
 /// What this kubelet lets everybody on its loopback interface do.
 pub const CLOSED: u16 = 10250;
+const INTERFACE: &str = "node0";
 
 /// A kubelet without an API server: it runs the pods whose manifests lie in a folder.
 pub struct Kubelet {
     netns: Netns,
     folder: PathBuf,
     process: Option<Child>,
+    kubeconfig: Option<PathBuf>,
 }
 
 impl Kubelet {
@@ -29,7 +33,15 @@ impl Kubelet {
         fs::create_dir_all(folder.join("manifests")).expect("the node's folder is writable");
         let config = configuration(&folder, &node.folder().join("nacelle.sock"));
         fs::write(folder.join("config.yaml"), config.to_string()).expect("the node's folder is writable");
-        let mut kubelet = Self { netns: node.netns.clone(), folder, process: None };
+        for arguments in [
+            &["link", "add", INTERFACE, "type", "bridge"][..],
+            &["addr", "add", &format!("{ADDRESS}/24"), "dev", INTERFACE],
+            &["link", "set", INTERFACE, "up"],
+            &["route", "add", "default", "dev", INTERFACE],
+        ] {
+            node.run("ip", arguments).ok();
+        }
+        let mut kubelet = Self { netns: node.netns.clone(), folder, process: None, kubeconfig: None };
         kubelet.again();
         kubelet
     }
@@ -42,6 +54,8 @@ impl Kubelet {
             .command(part("KUBELET"))
             .arg(format!("--config={}", self.folder.join("config.yaml").display()))
             .arg(format!("--hostname-override={NODE}"))
+            .arg(format!("--node-ip={ADDRESS}"))
+            .args(self.kubeconfig.iter().map(|path| format!("--kubeconfig={}", path.display())))
             .arg("--v=2")
             .stdin(Stdio::null())
             .stdout(log.try_clone().expect("a file can be duplicated"))
@@ -54,6 +68,13 @@ impl Kubelet {
             assert!(ended.is_none(), "kubelet ended: {}", self.log_of(""));
             (self.curl(&["-f", &format!("http://127.0.0.1:{OPEN}/healthz")]).stdout == "ok").then_some(())
         });
+    }
+
+    /// Starts it anew, for the API server that this file tells of.
+    pub fn join(&mut self, kubeconfig: PathBuf) {
+        self.kubeconfig = Some(kubeconfig);
+        self.kill();
+        self.again();
     }
 
     /// Kills it with SIGKILL.
@@ -117,6 +138,7 @@ impl Kubelet {
 impl Drop for Kubelet {
     fn drop(&mut self) {
         self.kill();
+        run(self.netns.command("ip").args(["link", "delete", INTERFACE]));
     }
 }
 
@@ -131,7 +153,6 @@ fn configuration(folder: &Path, socket: &Path) -> Value {
         "volumePluginDir": folder.join("plugins"),
         "fileCheckFrequency": "1s",
         "syncFrequency": "5s",
-        "address": "127.0.0.1",
         "readOnlyPort": OPEN,
         "authentication": {"anonymous": {"enabled": true}, "webhook": {"enabled": false}},
         "authorization": {"mode": "AlwaysAllow"},

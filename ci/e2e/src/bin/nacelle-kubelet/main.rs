@@ -4,6 +4,7 @@
 //! Cases that share the node run beside each other; those that kill daemons have it for themselves, one after the other.
 
 mod cases;
+mod cluster;
 mod kubelet;
 mod pods;
 mod websocket;
@@ -49,19 +50,25 @@ fn main() -> ExitCode {
     let named = |name: &str| wanted.is_empty() || wanted.iter().any(|word| name.contains(word.as_str()));
     let shared: Vec<Shared> = cases::SHARED.iter().copied().filter(|(name, _)| named(name)).collect();
     let alone: Vec<Alone> = cases::ALONE.iter().copied().filter(|(name, _)| named(name)).collect();
-    if shared.is_empty() && alone.is_empty() {
+    let cluster: Vec<Shared> = cases::CLUSTER.iter().copied().filter(|(name, _)| named(name)).collect();
+    if shared.is_empty() && alone.is_empty() && cluster.is_empty() {
         eprintln!("no case of that name; there are:");
-        cases::SHARED.iter().map(|case| case.0).chain(cases::ALONE.iter().map(|case| case.0)).for_each(|name| {
-            eprintln!("  {name}");
-        });
+        let (shared, cluster) = (cases::SHARED.iter(), cases::CLUSTER.iter());
+        let all = shared.chain(cluster).map(|case| case.0).chain(cases::ALONE.iter().map(|case| case.0));
+        all.for_each(|name| eprintln!("  {name}"));
         return ExitCode::from(2);
     }
     let mut world = World::new();
-    let mut count = beside(&world, shared);
+    let mut count = Count::default();
+    beside(&world, shared, &mut count);
     for (name, case) in alone {
         let started = Instant::now();
         let outcome = catch_unwind(AssertUnwindSafe(|| case(&mut world)));
         count.add(name, started.elapsed().as_secs_f32(), outcome);
+    }
+    if !cluster.is_empty() {
+        world.join();
+        beside(&world, cluster, &mut count);
     }
     let started = Instant::now();
     let keep = std::env::var_os("KUBELET_KEEP").is_some();
@@ -76,8 +83,8 @@ fn main() -> ExitCode {
 }
 
 /// Runs cases on a few threads, each named after its case: so its panic is.
-fn beside(world: &World, cases: Vec<Shared>) -> Count {
-    let (queue, count) = (Mutex::new(VecDeque::from(cases)), Mutex::new(Count::default()));
+fn beside(world: &World, cases: Vec<Shared>, count: &mut Count) {
+    let (queue, count) = (Mutex::new(VecDeque::from(cases)), Mutex::new(count));
     let next = || queue.lock().expect("no case panics with the queue").pop_front();
     std::thread::scope(|scope| {
         for _ in 0..workers() {
@@ -95,7 +102,6 @@ fn beside(world: &World, cases: Vec<Shared>) -> Count {
             });
         }
     });
-    count.into_inner().expect("no case panics with the count")
 }
 
 /// Cases at the same time: kubelet mostly waits, emulated machines do not.

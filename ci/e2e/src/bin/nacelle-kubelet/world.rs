@@ -1,12 +1,14 @@
 //! Owns: a node with Nacelle and a kubelet on it, and its end.
 
+use crate::cluster::Cluster;
 use crate::kubelet::Kubelet;
+use crate::pods::{condition, wait};
 use nacelle_e2e::node::Options;
 use nacelle_e2e::{Image, Node, eventually};
 use std::fs;
 use std::path::PathBuf;
 
-/// All images of the examples are this one; a registry on loopback has it in place of Docker's.
+/// Nearly all images of the examples are this one; a registry on loopback has it in place of Docker's.
 const IMAGE: &str = "library/busybox:1.36";
 
 /// A node whose kubelet runs its pods on Nacelle.
@@ -15,17 +17,28 @@ pub struct World {
     pub node: Node,
     /// kubelet.
     pub kubelet: Kubelet,
+    /// The cluster of which the node is a part, once it has joined.
+    pub cluster: Option<Cluster>,
 }
 
 impl World {
     /// Starts everything and waits until kubelet is well.
     pub fn new() -> Self {
-        let extra = "[sandbox]\nhost_namespaces = \"run-on-host\"\n\n\
-             [images.registries.\"docker.io\"]\nmirrors = [\"http://127.0.0.1:5000\"]\n";
-        let node = Node::with(Options { extra: extra.to_owned(), ipv6: false, ..Options::default() });
+        let mirror = |host: &str| format!("[images.registries.{host:?}]\nmirrors = [\"http://127.0.0.1:5000\"]\n\n");
+        let policy = "[sandbox]\nhost_namespaces = \"run-on-host\"\n\n";
+        let extra = [policy.to_owned(), mirror("docker.io"), mirror("registry.k8s.io")].concat();
+        let node = Node::with(Options { extra, ipv6: false, ..Options::default() });
         node.registry.push(&Image::busybox(), IMAGE);
         let kubelet = Kubelet::start(&node);
-        Self { node, kubelet }
+        Self { node, kubelet, cluster: None }
+    }
+
+    /// Starts a cluster, and kubelet as its node.
+    pub fn join(&mut self) {
+        let cluster = Cluster::start(&self.node);
+        self.kubelet.join(cluster.kubeconfig());
+        wait("the node is Ready", || condition(&cluster.node()?, "Ready").then_some(()));
+        self.cluster = Some(cluster);
     }
 
     /// A folder of the node that pods are given, made anew.
@@ -46,7 +59,7 @@ impl World {
     }
 
     /// Takes kubelet down when it has cleaned up after all pods, and looks at what it left.
-    pub fn end(mut self, keep: bool, all_well: bool) {
+    pub fn end(self, keep: bool, all_well: bool) {
         if keep {
             let (folder, pid) = (self.node.folder().display(), self.node.daemon_pid());
             eprintln!("kept: {folder}, daemon {pid}, kubelet {}; end with ctrl-c, or kill this", self.kubelet.pid());
@@ -64,8 +77,9 @@ impl World {
                 (pods == 0).then_some(())
             });
         }
-        self.kubelet.kill();
         self.keep_logs();
+        drop(self.kubelet);
+        drop(self.cluster);
         // The node's own end fails if anything of a pod is left.
         drop(self.node);
     }

@@ -1,5 +1,6 @@
 //! Owns: the list of cases.
 
+mod cluster;
 mod ends;
 mod restarts;
 mod runs;
@@ -43,6 +44,21 @@ pub const SHARED: &[Shared] = &[
     ("exec, attach and logs", shows::exec_attach_and_logs),
     ("statistics and metrics", shows::statistics_and_metrics),
     ("evented PLEG", shows::evented_pleg),
+];
+
+/// Those that need an API server: the node joins it when all others are done.
+pub const CLUSTER: &[Shared] = &[
+    ("eviction", cluster::eviction),
+    ("a database with a claim", cluster::a_database_with_a_claim),
+    ("configuration that changes", cluster::configuration_that_changes),
+    ("what the node says", cluster::what_the_node_says),
+    ("two handlers side by side", cluster::two_handlers_side_by_side),
+    ("a raw block volume", cluster::a_raw_block_volume),
+    ("an ephemeral container", cluster::an_ephemeral_container),
+    ("kubectl by hand", cluster::kubectl_by_hand),
+    ("a size that changes", cluster::a_size_that_changes),
+    ("deleted at once", cluster::deleted_at_once),
+    ("a host port", cluster::a_host_port),
 ];
 
 /// In this order.

@@ -1,0 +1,298 @@
+//! Owns: cases that need an API server: what kubelet takes from it, and what kubectl does with a pod.
+
+use super::Outcome;
+use super::runs::waiting;
+use crate::cluster::Cluster;
+use crate::kubelet::ADDRESS;
+use crate::pods::{container, example, wait};
+use crate::world::World;
+use nacelle_e2e::Image;
+use nacelle_e2e::run::{call, feed};
+use serde_json::{Value, json};
+use std::process::Stdio;
+
+fn cluster(world: &World) -> &Cluster {
+    world.cluster.as_ref().expect("the node has joined")
+}
+
+/// The documents of an example: its pod, and all else.
+fn documents(name: &str) -> (String, String) {
+    let text = example(name);
+    let (pods, others): (Vec<_>, Vec<_>) = text.split("\n---\n").partition(|part| part.contains("\nkind: Pod\n"));
+    (pods.join("\n---\n"), others.join("\n---\n"))
+}
+
+pub fn what_the_node_says(world: &World) -> Outcome {
+    let node = wait("the node is Ready", || {
+        let node = cluster(world).node()?;
+        crate::pods::condition(&node, "Ready").then_some(node)
+    });
+    let info = &node["status"]["nodeInfo"];
+    assert!(info["containerRuntimeVersion"].as_str().is_some_and(|text| text.starts_with("nacelle://")), "{info}");
+    let handlers = node["status"]["runtimeHandlers"].as_array().cloned().unwrap_or_default();
+    for name in ["", "nacelle", "other", "host"] {
+        let handler = handlers.iter().find(|handler| handler["name"].as_str().unwrap_or_default() == name);
+        let features = &handler.unwrap_or_else(|| panic!("no handler {name:?}: {handlers:?}"))["features"];
+        assert_eq!((&features["userNamespaces"], &features["recursiveReadOnlyMounts"]), (&true.into(), &true.into()));
+    }
+    let images = node["status"]["images"].to_string();
+    assert!(images.contains("docker.io/library/busybox:1.36"), "{images}");
+    Outcome::Passed
+}
+
+pub fn configuration_that_changes(world: &World) -> Outcome {
+    let cluster = cluster(world);
+    let (pod, others) = documents("configured");
+    let pod = cluster.pod("configured", &pod);
+    // It waits for what does not exist yet.
+    pod.waits("main", "ContainerCreating");
+    cluster.apply(&others);
+    pod.ready();
+    assert_eq!(pod.shell("echo $COLOUR; cat /settings/colour /secret/password /part"), "blue\nbluehunter2blue");
+    assert_eq!(pod.shell("cat /all/password; stat -L -c %a /secret/password"), "hunter2400");
+    let token = pod.shell("cat /var/run/secrets/kubernetes.io/serviceaccount/token");
+    assert_eq!(token.split('.').count(), 3, "{token}");
+    // What kubelet swaps in is there for the pod, but for subPath.
+    cluster.apply(&others.replace("blue", "green"));
+    wait("the pod sees the new settings", || (pod.shell("cat /settings/colour") == "green").then_some(()));
+    assert_eq!(pod.shell("cat /part; ls -A /settings | sort | tail -1"), "bluecolour");
+    pod.delete();
+    Outcome::Passed
+}
+
+pub fn two_handlers_side_by_side(world: &World) -> Outcome {
+    let cluster = cluster(world);
+    let (_, classes) = documents("runtime-classes");
+    cluster.apply(&classes);
+    let of = |name: &str, class: &str| cluster.pod(name, &waiting(name, &format!("  runtimeClassName: {class}\n"), ""));
+    let (inside, beside) = (of("in-machine", "nacelle"), of("beside-machine", "nacelle-host"));
+    let (object, _) = (inside.ready(), beside.ready());
+    assert_eq!(object["spec"]["overhead"]["memory"], "160Mi");
+    let here = call("uname", ["-r"]).ok();
+    assert_eq!(beside.shell("uname -r"), here);
+    if nacelle_e2e::node::engine() != "host" {
+        assert_ne!(inside.shell("uname -r"), here);
+    }
+    beside.delete();
+    inside.delete();
+    let missing = waiting("no-class", "  runtimeClassName: nothing\n", "");
+    let refused = feed(&mut cluster.command(&["apply", "-f", "-"]), missing.as_bytes()).err();
+    assert!(refused.contains("RuntimeClass \"nothing\" not found"), "{refused}");
+    Outcome::Passed
+}
+
+/// A PersistentVolume and a claim that are each other's, as the controller would have made them.
+fn claim(cluster: &Cluster, manifest: &str, name: &str) {
+    cluster.apply(manifest);
+    let patch = |kind: &str, patch: Value, further: &[&str]| {
+        let patch = patch.to_string();
+        cluster.kubectl(&[&["patch", kind, name, "--type=merge", "-p", &patch][..], further].concat()).ok();
+    };
+    let uid = cluster.kubectl(&["get", "pvc", name, "-o", "jsonpath={.metadata.uid}"]).ok();
+    patch("pv", json!({"spec": {"claimRef": {"uid": uid}}}), &[]);
+    patch("pvc", json!({"metadata": {"annotations": {"pv.kubernetes.io/bind-completed": "yes"}}}), &[]);
+    let size = cluster.kubectl(&["get", "pvc", name, "-o", "jsonpath={.spec.resources.requests.storage}"]).ok();
+    patch("pv", json!({"status": {"phase": "Bound"}}), &["--subresource=status"]);
+    patch("pvc", json!({"status": {"phase": "Bound", "capacity": {"storage": size}}}), &["--subresource=status"]);
+}
+
+pub fn a_database_with_a_claim(world: &World) -> Outcome {
+    let cluster = cluster(world);
+    let program = std::fs::read(nacelle_e2e::part("ETCD")).expect("ci/kubelet built it");
+    let image = Image::busybox().layer(|layer| layer.file("bin/etcd", &program, 0o755));
+    world.node.registry.push(&image, "etcd:3.6");
+    let folder = world.folder("database");
+    let (pod_manifest, others) = documents("database");
+    claim(cluster, &others.replace("/srv/database", &folder.display().to_string()), "database");
+    let put = |address: &Value, what: &str, body: &str| {
+        let url = format!("http://{}:2379/v3/kv/{what}", address.as_str().expect("a Ready pod has an address"));
+        world.node.run("curl", &["-sf", "--max-time", "60", "-d", body, &url]).ok()
+    };
+    // Its probes ask over gRPC.
+    let pod = cluster.pod("database", &pod_manifest);
+    let status = pod.ready();
+    put(&status["status"]["podIP"], "put", "{\"key\": \"Zm9v\", \"value\": \"YmFy\"}");
+    pod.delete();
+    let pod = cluster.pod("database", &pod_manifest);
+    let status = pod.ready();
+    let answer = put(&status["status"]["podIP"], "range", "{\"key\": \"Zm9v\"}");
+    assert!(answer.contains("\"YmFy\""), "{answer}");
+    pod.delete();
+    cluster.kubectl(&["delete", "pvc,pv", "database", "--wait=false"]).ok();
+    Outcome::Passed
+}
+
+pub fn a_raw_block_volume(world: &World) -> Outcome {
+    let cluster = cluster(world);
+    let disk = world.node.folder().join("disk.raw");
+    call("truncate", ["--size=16M".as_ref(), disk.as_os_str()]).ok();
+    let device = call("losetup", ["--find".as_ref(), "--show".as_ref(), disk.as_os_str()]).ok();
+    let (pod, others) = documents("block");
+    claim(cluster, &others.replace("/dev/the-disk", &device), "disk");
+    let pod = cluster.pod("block", &pod);
+    let outcome = if nacelle_e2e::node::engine() == "host" {
+        pod.ready();
+        pod.shell("echo written by the pod | dd of=/dev/data conv=notrunc,fsync");
+        let written = call("head", ["-c".as_ref(), "18".as_ref(), disk.as_os_str()]).stdout;
+        assert_eq!(written, "written by the pod");
+        Outcome::Passed
+    } else {
+        let message = pod.waits("main", "CreateContainerError");
+        assert!(message.contains("devices"), "{message}");
+        Outcome::Skipped("machines have no devices of the node yet: refused by name")
+    };
+    pod.delete();
+    cluster.kubectl(&["delete", "pvc,pv", "disk", "--wait=false"]).ok();
+    wait("kubelet has let go of the device", || {
+        call("losetup", ["--detach", &device]);
+        (!call("losetup", ["--associated".as_ref(), disk.as_os_str()]).stdout.contains(&device)).then_some(())
+    });
+    outcome
+}
+
+pub fn an_ephemeral_container(world: &World) -> Outcome {
+    let cluster = cluster(world);
+    let pod = cluster.pod("debugged", &waiting("debugged", "", ""));
+    let before = pod.ready();
+    let script = "ps -o args; cat /proc/1/root/etc/hostname";
+    cluster
+        .kubectl(&[
+            "debug",
+            "debugged",
+            "--image=busybox:1.36",
+            "-c",
+            "debugger",
+            "--target=main",
+            "--profile=general",
+            "--",
+            "sh",
+            "-c",
+            script,
+        ])
+        .ok();
+    let ended = pod.until("the debugger has ended", |pod| {
+        let all = pod["status"]["ephemeralContainerStatuses"].as_array()?;
+        all.first()?["state"]["terminated"].as_object().cloned()
+    });
+    assert_eq!(ended["exitCode"], 0);
+    let log = cluster.kubectl(&["logs", "debugged", "-c", "debugger"]).ok();
+    assert!(log.contains("sleep 1000000") && log.ends_with("debugged"), "{log}");
+    assert_eq!(container(&pod.ready(), "main")["containerID"], container(&before, "main")["containerID"]);
+    pod.delete();
+    Outcome::Passed
+}
+
+pub fn kubectl_by_hand(world: &World) -> Outcome {
+    let cluster = cluster(world);
+    let (web, _) = documents("web");
+    let pod = cluster.pod("web", &web.replace(", hostPort: 18080", ""));
+    pod.ready();
+    let exec = feed(&mut cluster.command(&["exec", "-i", "web", "--", "sh", "-c", "cat; exit 4"]), b"through kubectl");
+    assert_eq!((exec.stdout.as_str(), exec.code), ("through kubectl", 4));
+    let words: Vec<String> = std::iter::once(cluster.command(&[
+        "exec",
+        "-it",
+        "web",
+        "--",
+        "sh",
+        "-c",
+        "tty; until stty size | grep 77; do sleep 0.1; done",
+    ]))
+    .flat_map(|command| {
+        let words = [command.get_program().to_owned()].into_iter().chain(command.get_args().map(ToOwned::to_owned));
+        words.map(|word| format!("'{}'", word.to_string_lossy())).collect::<Vec<_>>()
+    })
+    .collect();
+    let line = format!("stty cols 77 rows 33; exec {}", words.join(" "));
+    let terminal = call("script", ["-qec", &line, "/dev/null"]).ok();
+    assert!(terminal.contains("/dev/pts/") && terminal.contains("33 77"), "{terminal}");
+
+    let mut forward = cluster.command(&["port-forward", "pod/web", "18081:8080"]);
+    let mut forward = forward.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("kubectl can be started");
+    wait("the port is forwarded", || {
+        let answer = world.node.run("curl", &["-sf", "--max-time", "20", "http://127.0.0.1:18081/"]);
+        (answer.stdout == "hello from web").then_some(())
+    });
+    forward.kill().expect("kubectl is our child");
+    forward.wait().expect("kubectl is our child");
+    let log = cluster.kubectl(&["logs", "web", "--tail=1"]).ok();
+    assert!(log.contains("response:200"), "{log}");
+    let top = cluster.kubectl(&["get", "--raw", "/api/v1/nodes/node/proxy/stats/summary"]).ok();
+    assert!(top.contains("\"name\": \"web\""), "the summary through the API server");
+    pod.delete();
+    Outcome::Passed
+}
+
+pub fn eviction(world: &World) -> Outcome {
+    let cluster = cluster(world);
+    let limits = "    resources: {limits: {ephemeral-storage: 8Mi}}\n";
+    let volume = "  volumes: [{name: data, emptyDir: {sizeLimit: 8Mi}}]\n";
+    let mounts = "    volumeMounts: [{name: data, mountPath: /data}]\n";
+    let evicted = |name: &str, manifest: &str, file: &str, word: &str| {
+        let pod = cluster.pod(name, manifest);
+        pod.ready();
+        pod.shell(&format!("dd if=/dev/zero of={file} bs=1M count=20"));
+        let status = pod.phase("Failed");
+        assert_eq!(status["status"]["reason"], "Evicted");
+        let message = status["status"]["message"].as_str().unwrap_or_default();
+        assert!(message.contains(word), "{message}");
+        pod.delete();
+    };
+    evicted("full-root", &waiting("full-root", "", limits), "/much", "ephemeral local storage");
+    evicted("full-volume", &waiting("full-volume", volume, mounts), "/data/much", "EmptyDir volume \"data\"");
+    Outcome::Passed
+}
+
+pub fn a_size_that_changes(world: &World) -> Outcome {
+    if !nacelle_e2e::node::limits() {
+        return Outcome::Skipped("limits of engine host need cgroup v2 with the memory controller");
+    }
+    let cluster = cluster(world);
+    let limits = "    resources: {requests: {cpu: 50m, memory: 32Mi}, limits: {cpu: 200m, memory: 64Mi}}\n";
+    let pod = cluster.pod("resized", &waiting("resized", "", limits));
+    let before = pod.ready();
+    let patch =
+        r#"{"spec": {"containers": [{"name": "main", "resources": {"limits": {"cpu": "400m", "memory": "48Mi"}}}]}}"#;
+    cluster.kubectl(&["patch", "pod", "resized", "--subresource=resize", "-p", patch]).ok();
+    let after = pod.until("the new size is in force", |pod| {
+        let limits = &container(pod, "main")["resources"]["limits"];
+        (limits["cpu"] == "400m" && limits["memory"] == "48Mi").then(|| pod.clone())
+    });
+    assert_eq!(container(&after, "main")["containerID"], container(&before, "main")["containerID"]);
+    assert_eq!(container(&after, "main")["restartCount"], 0);
+    pod.delete();
+    Outcome::Passed
+}
+
+pub fn deleted_at_once(world: &World) -> Outcome {
+    let cluster = cluster(world);
+    let stubborn = waiting("stubborn", "", "").replace("trap 'exit 0' TERM; sleep", "trap '' TERM; sleep");
+    let pod = cluster.pod("stubborn", &stubborn);
+    pod.ready();
+    cluster.kubectl(&["delete", "pod", "stubborn", "--grace-period=0", "--force"]).ok();
+    wait("nothing of it runs", || {
+        let ready = world.node.crictl.call(["pods", "-q", "--state", "Ready", "--name", "stubborn"]);
+        ready.is_empty().then_some(())
+    });
+    assert!(pod.object().is_none());
+    Outcome::Passed
+}
+
+pub fn a_host_port(world: &World) -> Outcome {
+    let cluster = cluster(world);
+    let (web, _) = documents("web");
+    let pod = cluster.pod(
+        "web-port",
+        &web.replace("name: web\n  namespace", "name: web-port\n  namespace").replace("18080", "18082"),
+    );
+    pod.ready();
+    let url = format!("http://{ADDRESS}:18082/");
+    assert_eq!(world.node.run("curl", &["-sf", "--max-time", "20", &url]).ok(), "hello from web-port");
+    pod.delete();
+    assert_ne!(
+        world.node.run("curl", &["-sf", "--max-time", "5", &url]).code,
+        0,
+        "the port is open after its pod's end"
+    );
+    Outcome::Passed
+}

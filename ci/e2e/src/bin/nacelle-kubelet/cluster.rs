@@ -1,0 +1,230 @@
+//! Owns: the rest of a cluster, as small as it can be: etcd, an API server that lets everybody in, kubectl. There are no
+//! controllers and no scheduler: cases make what those would have made.
+
+use crate::kubelet::{ADDRESS, NODE};
+use crate::pods::{condition, container, wait};
+use nacelle_e2e::node::Netns;
+use nacelle_e2e::run::{Output, feed, run};
+use nacelle_e2e::{Node, part};
+use serde_json::{Value, json};
+use std::fs::{self, File};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+
+const ETCD: &str = "http://127.0.0.1:2379";
+const SERVER: &str = "https://127.0.0.1:6443";
+/// Of somebody who may do everything, in a network of its own.
+const TOKEN: &str = "nobody-else-is-here";
+
+/// An API server and its store.
+pub struct Cluster {
+    netns: Netns,
+    folder: PathBuf,
+    processes: Vec<Child>,
+}
+
+impl Cluster {
+    /// Starts both and waits until they answer.
+    pub fn start(node: &Node) -> Self {
+        let folder = node.folder().join("cluster");
+        fs::create_dir_all(&folder).expect("the node's folder is writable");
+        let mut cluster = Self { netns: node.netns.clone(), folder, processes: Vec::new() };
+        cluster.spawn("ETCD", |etcd, folder| {
+            etcd.arg("--data-dir").arg(folder.join("etcd")).arg("--unsafe-no-fsync").args([
+                "--listen-client-urls",
+                ETCD,
+                "--advertise-client-urls",
+                ETCD,
+                "--listen-peer-urls",
+                "http://127.0.0.1:2380",
+            ]);
+        });
+        let key = cluster.folder.join("tokens.key");
+        run(Command::new("openssl").args(["genrsa", "-out"]).arg(&key).arg("2048")).ok();
+        let users = cluster.folder.join("users.csv");
+        fs::write(&users, format!("{TOKEN},all,all,system:masters\n")).expect("the folder is writable");
+        cluster.spawn("APISERVER", |server, folder| {
+            server
+                .args([&format!("--etcd-servers={ETCD}"), "--bind-address=127.0.0.1", "--secure-port=6443"])
+                .arg(format!("--advertise-address={ADDRESS}"))
+                .arg(format!("--cert-dir={}", folder.join("certificates").display()))
+                .arg(format!("--token-auth-file={}", users.display()))
+                .args([
+                    "--authorization-mode=AlwaysAllow",
+                    "--allow-privileged",
+                    "--service-cluster-ip-range=10.96.0.0/16",
+                ])
+                .args([
+                    "--kubelet-preferred-address-types=InternalIP",
+                    "--service-account-issuer=https://cluster.example",
+                ])
+                .arg(format!("--service-account-key-file={}", key.display()))
+                .arg(format!("--service-account-signing-key-file={}", key.display()));
+        });
+        cluster.write_kubeconfig();
+        wait("the API server is ready", || {
+            for process in &mut cluster.processes {
+                let ended = process.try_wait().ok().flatten();
+                assert!(ended.is_none(), "{ended:?}: {}", cluster.folder.display());
+            }
+            (cluster.ask("/readyz").stdout == "ok").then_some(())
+        });
+        // What controllers would have made.
+        cluster
+            .apply(&json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}}).to_string());
+        let ca = json!({
+            "apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "kube-root-ca.crt"}, "data": {"ca.crt": "none"},
+        });
+        cluster.apply(&ca.to_string());
+        cluster
+    }
+
+    fn spawn(&mut self, name: &str, with: impl FnOnce(&mut Command, &PathBuf)) {
+        let log = File::create(self.folder.join(format!("{name}.log"))).expect("the folder is writable");
+        let mut command = self.netns.command(part(name));
+        with(&mut command, &self.folder);
+        let log_too = log.try_clone().expect("a file can be duplicated");
+        let child = command.stdin(Stdio::null()).stdout(log_too).stderr(log).spawn().expect("nsenter is installed");
+        self.processes.push(child);
+    }
+
+    /// The file with which kubelet finds the API server.
+    pub fn kubeconfig(&self) -> PathBuf {
+        self.folder.join("kubeconfig")
+    }
+
+    fn write_kubeconfig(&self) {
+        let config = json!({
+            "apiVersion": "v1", "kind": "Config", "current-context": "here",
+            "clusters": [{"name": "here", "cluster": {"server": SERVER, "insecure-skip-tls-verify": true}}],
+            "users": [{"name": "all", "user": {"token": TOKEN}}],
+            "contexts": [{"name": "here", "context": {"cluster": "here", "user": "all"}}],
+        });
+        fs::write(self.kubeconfig(), config.to_string()).expect("the folder is writable");
+    }
+
+    /// kubectl, to be run.
+    pub fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = self.netns.command(part("KUBECTL"));
+        command.arg(format!("--kubeconfig={}", self.kubeconfig().display())).args(arguments).env("HOME", &self.folder);
+        command
+    }
+
+    /// What kubectl prints, however it ends.
+    pub fn kubectl(&self, arguments: &[&str]) -> Output {
+        run(&mut self.command(arguments))
+    }
+
+    /// Makes or changes what a manifest describes.
+    #[track_caller]
+    pub fn apply(&self, manifest: &str) {
+        feed(&mut self.command(&["apply", "-f", "-"]), manifest.as_bytes()).ok();
+    }
+
+    /// What the API server answers to a GET.
+    fn ask(&self, path: &str) -> Output {
+        let token = format!("Authorization: Bearer {TOKEN}");
+        run(self.netns.command("curl").args(["-ksf", "--max-time", "60", "-H", &token, &format!("{SERVER}{path}")]))
+    }
+
+    /// An object; none: there is none.
+    pub fn object(&self, path: &str) -> Option<Value> {
+        serde_json::from_str(&self.ask(path).stdout).ok()
+    }
+
+    /// The node as the API server has it.
+    pub fn node(&self) -> Option<Value> {
+        self.object(&format!("/api/v1/nodes/{NODE}"))
+    }
+
+    /// Makes the pod of a manifest and, in the scheduler's place, gives it to the node.
+    #[track_caller]
+    pub fn pod(&self, name: &str, manifest: &str) -> ApiPod<'_> {
+        let pod = ApiPod { cluster: self, name: name.to_owned() };
+        self.apply(manifest);
+        let binding = json!({
+            "apiVersion": "v1", "kind": "Binding", "metadata": {"name": name},
+            "target": {"apiVersion": "v1", "kind": "Node", "name": NODE},
+        });
+        let path = format!("/api/v1/namespaces/default/pods/{name}/binding");
+        feed(&mut self.command(&["create", "--raw", &path, "-f", "-"]), binding.to_string().as_bytes()).ok();
+        pod
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        for process in self.processes.iter_mut().rev() {
+            // One that has ended already is what we want.
+            let _ = process.kill();
+            let _ = process.wait();
+        }
+    }
+}
+
+/// A pod of the API server; it is deleted with this.
+pub struct ApiPod<'c> {
+    cluster: &'c Cluster,
+    name: String,
+}
+
+impl ApiPod<'_> {
+    /// The pod as the API server has it.
+    pub fn object(&self) -> Option<Value> {
+        self.cluster.object(&format!("/api/v1/namespaces/default/pods/{}", self.name))
+    }
+
+    /// Waits until it is what `question` looks for.
+    #[track_caller]
+    pub fn until<T>(&self, what: &str, mut question: impl FnMut(&Value) -> Option<T>) -> T {
+        wait(&format!("pod {}: {what}", self.name), || question(&self.object()?))
+    }
+
+    /// Waits until it is Ready.
+    #[track_caller]
+    pub fn ready(&self) -> Value {
+        self.until("it is Ready", |pod| condition(pod, "Ready").then(|| pod.clone()))
+    }
+
+    /// Waits until its phase is this.
+    #[track_caller]
+    pub fn phase(&self, phase: &str) -> Value {
+        self.until(phase, |pod| (pod["status"]["phase"] == phase).then(|| pod.clone()))
+    }
+
+    /// Waits until a container of it waits for this reason, and returns the message.
+    #[track_caller]
+    pub fn waits(&self, name: &str, reason: &str) -> String {
+        self.until(reason, |pod| {
+            let waiting = &container(pod, name)["state"]["waiting"];
+            (waiting["reason"] == reason).then(|| waiting["message"].as_str().unwrap_or_default().to_owned())
+        })
+    }
+
+    /// What a shell in its first container prints, by `kubectl exec`.
+    #[track_caller]
+    pub fn shell(&self, script: &str) -> String {
+        self.try_shell(script).ok()
+    }
+
+    /// The same, however it ends.
+    pub fn try_shell(&self, script: &str) -> Output {
+        self.cluster.kubectl(&["exec", &self.name, "--", "sh", "-c", script])
+    }
+
+    /// Deletes it and waits until it is gone.
+    #[track_caller]
+    pub fn delete(self) {
+        self.cluster.kubectl(&["delete", "pod", &self.name, "--timeout=240s"]).ok();
+    }
+}
+
+impl Drop for ApiPod<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let described = self.cluster.kubectl(&["describe", "pod", &self.name]);
+            eprintln!("--- {}{}", described.stdout, described.stderr);
+        }
+        self.cluster.kubectl(&["delete", "pod", &self.name, "--ignore-not-found", "--wait=false"]);
+    }
+}
