@@ -7,6 +7,7 @@ pub mod image;
 pub mod listener;
 pub mod log;
 pub mod paths;
+pub mod pushed;
 pub mod rpc;
 pub mod serve;
 pub mod stats;

@@ -3,19 +3,20 @@
 use nacelle_base::{Chain, Classify};
 use nacelle_proto::agent::agent_server::Agent;
 use nacelle_proto::agent::{
-    AttachImageRequest, ContainerRef, CreateContainerRequest, CreateContainerResponse, DetachImageRequest, Empty,
-    ExecRequest, ImageVolume, ListContainersResponse, RenewRequest, ResizeRequest, SignalRequest, StatsResponse,
-    UpdateContainerRequest, WaitRequest, WaitResponse,
+    AttachImageRequest, ContainerRef, CreateContainerRequest, CreateContainerResponse, DetachImageRequest,
+    DropVolumeRequest, Empty, ExecRequest, ImageVolume, ListContainersResponse, PushVolumeRequest, RenewRequest,
+    ResizeRequest, SignalRequest, StatsResponse, UpdateContainerRequest, WaitRequest, WaitResponse,
 };
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::Notify;
-use tonic::{Code, Request, Response, Status};
+use tonic::{Code, Request, Response, Status, Streaming};
 
 use crate::boot::apply;
 use crate::container::volumes::Volume;
 use crate::container::{CreateOptions, ExecOptions, Pod, PodError};
+use crate::pushed::{Draft, PushError, Volumes};
 use crate::stats::Asked;
 
 /// No request takes longer; a caller's own deadline may be nearer.
@@ -56,6 +57,33 @@ async fn whole<T: Send + 'static>(
 ) -> Result<T, Status> {
     let done = tokio::spawn(verb).await.map_err(PodError::from);
     done.and_then(|result| result).map_err(|error| status(&error))
+}
+
+/// Writes a volume as it comes, and shows it when it is whole.
+async fn take(volumes: Volumes, mut parts: Streaming<PushVolumeRequest>) -> Result<(), PodError> {
+    let mut draft: Option<Draft> = None;
+    loop {
+        // If the host has gone, or was refused, there is no next part.
+        let part = parts.message().await.unwrap_or_else(|status| {
+            tracing::info!("a volume is not pushed to its end: {status}");
+            None
+        });
+        let Some(PushVolumeRequest { name, tree, whole }) = part else {
+            // Dropped where it may block.
+            tokio::task::spawn_blocking(move || drop(draft)).await?;
+            return Err(PushError::Short { name: String::new() }.into());
+        };
+        let (volumes, begun) = (volumes.clone(), draft.take());
+        let write = move || -> Result<Option<Draft>, PushError> {
+            let mut draft = begun.map_or_else(|| volumes.begin(&name), Ok)?;
+            draft.add(tree.unwrap_or_default().entries)?;
+            if whole { draft.show().map(|()| None) } else { Ok(Some(draft)) }
+        };
+        draft = tokio::task::spawn_blocking(write).await??;
+        if draft.is_none() {
+            return Ok(());
+        }
+    }
 }
 
 /// Runs a verb that blocks.
@@ -118,6 +146,16 @@ impl Agent for Service {
         let process = self.pod.process(&request.id, &request.exec_id).map_err(|error| status(&error))?;
         let limit = Duration::from_millis(request.timeout_ms.into()).min(LONGEST_WAIT);
         Ok(Response::new(WaitResponse { exit: process.wait(limit).await }))
+    }
+
+    async fn push_volume(&self, request: Request<Streaming<PushVolumeRequest>>) -> Result<Response<Empty>, Status> {
+        whole(take(self.pod.volumes.clone(), request.into_inner())).await?;
+        Ok(Response::new(Empty {}))
+    }
+
+    async fn drop_volume(&self, request: Request<DropVolumeRequest>) -> Result<Response<Empty>, Status> {
+        let (name, volumes) = (request.into_inner().name, self.pod.volumes.clone());
+        blocking(move || volumes.remove(&name)).await
     }
 
     async fn remove_container(&self, request: Request<ContainerRef>) -> Result<Response<Empty>, Status> {

@@ -28,6 +28,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::{OnceCell, watch};
 
 use crate::image::{DiskError, Disks};
+use crate::pushed::{PushError, Volumes};
 use crate::stats::Layers;
 use crate::stdio::Stdio;
 use crate::sys;
@@ -70,6 +71,8 @@ pub enum PodError {
     Zygote { id: String, source: ZygoteError },
     #[error("cannot {what} of container {id}")]
     Io { what: &'static str, id: String, source: io::Error },
+    #[error(transparent)]
+    Push(#[from] PushError),
     #[error("cannot use the disk")]
     Disk {
         #[from]
@@ -103,6 +106,7 @@ impl Classify for PodError {
             PodError::Limits { source, .. } => source.kind(),
             PodError::Zygote { source, .. } => source.kind(),
             PodError::Io { .. } | PodError::Task { .. } => Kind::Internal,
+            PodError::Push(source) => source.kind(),
             PodError::Disk { source } => source.kind(),
         }
     }
@@ -208,6 +212,8 @@ pub struct Pod {
     pub disks: Disks,
     /// What its containers wrote.
     pub layers: Arc<Layers>,
+    /// What was pushed for them.
+    pub volumes: Volumes,
     shared_pid: bool,
     node_pid: bool,
     users: Option<UserNs>,
@@ -236,6 +242,7 @@ impl Pod {
             zygote,
             disks,
             layers: Arc::default(),
+            volumes: Volumes::default(),
             shared_pid,
             node_pid,
             users,

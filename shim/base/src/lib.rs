@@ -7,6 +7,7 @@ pub mod id;
 pub mod machine;
 pub mod mounts;
 pub mod net;
+pub mod push;
 pub mod random;
 pub mod share;
 pub mod undo;

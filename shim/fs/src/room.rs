@@ -3,6 +3,7 @@
 //! Threads: one.
 
 use crate::error::ShareError;
+use crate::pusher::Pusher;
 use crate::server::Server;
 use crate::sys;
 use nacelle_base::Chain;
@@ -20,16 +21,18 @@ use nix::sys::stat::{Mode as FileMode, umask};
 use nix::unistd::{Pid, chdir, chroot, getppid, mkdir, pivot_root};
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Where the volumes are mounted: the share's root, which cannot be written.
 pub(crate) const SHOWN: &str = "/shown";
 /// The same folder, where places for them are made.
 pub(crate) const PLACES: &str = "/places";
+/// Where the daemon mounts volumes that are pushed: out of the guest's reach.
+pub(crate) const PUSHED: &str = "/pushed";
 /// What it may take to be ready: it makes five mounts.
 const START_LIMIT: Duration = Duration::from_secs(60);
 /// What it says then.
@@ -42,7 +45,16 @@ const CAPABILITIES: u64 = 1 | 1 << 1 | 1 << 3 | 1 << 4 | 1 << 6 | 1 << 7 | 1 << 
 #[derive(Debug)]
 pub struct Share {
     process: Pid,
-    streams: [UnixStream; QUEUES],
+    ways: Ways,
+}
+
+/// The ways to the process.
+#[derive(Debug)]
+pub struct Ways {
+    /// One for each queue of the device: the guest's requests for files.
+    pub files: [UnixStream; QUEUES],
+    /// The pod process's questions about volumes that are pushed (`nacelle_base::push`).
+    pub pushed: UnixStream,
 }
 
 impl Share {
@@ -51,14 +63,14 @@ impl Share {
         self.process
     }
 
-    /// Waits until it is ready; then its streams, one for each queue of the device.
-    pub fn ready(self) -> Result<[UnixStream; QUEUES], ShareError> {
+    /// Waits until it is ready; then the ways to it.
+    pub fn ready(self) -> Result<Ways, ShareError> {
         let silent = |source| ShareError::Silent { source };
-        let mut first = &self.streams[0];
+        let mut first = &self.ways.files[0];
         let mut word = [0];
         first.set_read_timeout(Some(START_LIMIT)).and_then(|()| first.read_exact(&mut word)).map_err(silent)?;
         first.set_read_timeout(None).map_err(silent)?;
-        Ok(self.streams)
+        Ok(self.ways)
     }
 }
 
@@ -67,14 +79,14 @@ impl Share {
 pub fn start(scaffold: &Path, seccomp: Mode) -> Result<Share, ShareError> {
     let failed = |source| ShareError::Step { what: "be started", source };
     let pair = || UnixStream::pair().map_err(failed);
-    let ((first, its_first), (second, its_second)) = (pair()?, pair()?);
+    let ((first, its_first), (second, its_second), (pushed, its_pushed)) = (pair()?, pair()?, pair()?);
     let parent = nix::unistd::getpid();
     match sys::fork().map_err(failed)? {
-        Some(process) => Ok(Share { process, streams: [first, second] }),
+        Some(process) => Ok(Share { process, ways: Ways { files: [first, second], pushed } }),
         None => {
             // It hears of their end.
-            drop((first, second));
-            match live(parent, scaffold, seccomp, [its_first, its_second]) {
+            drop((first, second, pushed));
+            match live(parent, scaffold, seccomp, Ways { files: [its_first, its_second], pushed: its_pushed }) {
                 Ok(()) => sys::exit(0),
                 Err(error) => {
                     tracing::error!("{}", Chain(&error));
@@ -86,7 +98,8 @@ pub fn start(scaffold: &Path, seccomp: Mode) -> Result<Share, ShareError> {
 }
 
 /// The life of the process.
-fn live(parent: Pid, scaffold: &Path, seccomp: Mode, mut streams: [UnixStream; QUEUES]) -> Result<(), ShareError> {
+fn live(parent: Pid, scaffold: &Path, seccomp: Mode, ways: Ways) -> Result<(), ShareError> {
+    let Ways { files: mut streams, pushed } = ways;
     let step = |what| move |errno: Errno| ShareError::Step { what, source: errno.into() };
     let bound = "be bound to the pod process";
     // Until it acts as another user for the first time; afterwards it hears of the end by its streams.
@@ -102,13 +115,14 @@ fn live(parent: Pid, scaffold: &Path, seccomp: Mode, mut streams: [UnixStream; Q
     umask(FileMode::empty());
     let fds =
         open("/proc/self/fd", OFlag::O_PATH | OFlag::O_CLOEXEC, FileMode::empty()).map_err(step("find its files"))?;
-    build(scaffold).map_err(step("leave the node's files"))?;
+    let places = build(scaffold).map_err(step("leave the node's files"))?;
     nacelle_jail::confine(seccomp, CAPABILITIES)?;
     let (files, _) = getrlimit(Resource::RLIMIT_NOFILE).map_err(step("find its limits"))?;
     let serve = |source| ShareError::Step { what: "serve", source };
     let mut server = Server::new("/", File::from(fds), files).map_err(serve)?;
+    let mut pusher = Pusher::new(pushed, places).map_err(serve)?;
     streams.first_mut().map_or(Ok(()), |first| first.write_all(&[READY])).map_err(serve)?;
-    match answer_all(&mut server, &mut streams) {
+    match answer_all(&mut server, &mut streams, &mut pusher) {
         // The pod process has ended, or wants no more.
         Err(error) if matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::BrokenPipe) => Ok(()),
         other => other.map_err(serve),
@@ -127,8 +141,9 @@ fn be_named() -> io::Result<()> {
     File::options().write(true).open("/proc/self/mem")?.write_all_at(NAMES[1], start + at as u64)
 }
 
-/// A root with nothing but the place for volumes, and the same place where it can be written; then a root in that.
-fn build(scaffold: &Path) -> nix::Result<()> {
+/// A root with nothing but the place for volumes, and the same place where it can be written; then a root in that. What
+/// stays open is the place for volumes that are pushed.
+fn build(scaffold: &Path) -> nix::Result<OwnedFd> {
     let none = None::<&str>;
     let mode = FileMode::from_bits_truncate(0o755);
     unshare(CloneFlags::CLONE_NEWNS)?;
@@ -136,29 +151,43 @@ fn build(scaffold: &Path) -> nix::Result<()> {
     let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
     mount(Some("nacelle"), scaffold, Some("tmpfs"), flags, Some("mode=0755,size=1m,nr_inodes=64k"))?;
     chdir(scaffold)?;
-    let [shown, places] = [SHOWN, PLACES].map(|path| path.trim_start_matches('/'));
-    mkdir(shown, mode)?;
-    mkdir(places, mode)?;
+    let [shown, places, pushed] = [SHOWN, PLACES, PUSHED].map(|path| path.trim_start_matches('/'));
+    for folder in [shown, places, pushed] {
+        mkdir(folder, mode)?;
+    }
     mount(Some(places), shown, none, MsFlags::MS_BIND, none)?;
     mount(none, shown, none, flags | MsFlags::MS_REMOUNT | MsFlags::MS_BIND | MsFlags::MS_RDONLY, none)?;
     // The old root lands on the new one, and is taken off.
     pivot_root(".", ".")?;
     umount2(".", MntFlags::MNT_DETACH)?;
+    let pushed = open(PUSHED, OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, FileMode::empty())?;
     chroot(SHOWN)?;
-    chdir("/")
+    chdir("/")?;
+    Ok(pushed)
 }
 
-/// Answers requests, those of high priority first, until a stream ends.
-fn answer_all(server: &mut Server, streams: &mut [UnixStream; QUEUES]) -> io::Result<()> {
+/// Answers requests, those of high priority first and the pod process's last, until a stream ends.
+fn answer_all(server: &mut Server, streams: &mut [UnixStream; QUEUES], pusher: &mut Pusher) -> io::Result<()> {
     loop {
-        let mut events = streams.each_ref().map(|stream| PollFd::new(stream.as_fd(), PollFlags::POLLIN));
-        match poll(&mut events, PollTimeout::NONE) {
+        let limit = pusher.due().map(|due| due.saturating_duration_since(Instant::now()));
+        // A millisecond more: too early would be once more.
+        let limit = limit.map(|left| u16::try_from(left.as_millis() + 1).unwrap_or(u16::MAX));
+        let [first, second] = streams.each_ref().map(|stream| PollFd::new(stream.as_fd(), PollFlags::POLLIN));
+        let [asked, news] = [pusher.stream(), pusher.watcher()].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
+        let mut events = [first, second, asked, news];
+        match poll(&mut events, limit.map_or(PollTimeout::NONE, PollTimeout::from)) {
             Ok(_) | Err(Errno::EINTR) => {}
             Err(error) => return Err(error.into()),
         }
-        let ready = events.map(|event| event.any().unwrap_or(false));
-        if let Some((stream, _)) = streams.iter_mut().zip(ready).find(|(_, ready)| *ready) {
+        let [first, second, asked, news] = events.map(|event| event.any().unwrap_or(false));
+        if news {
+            pusher.hear()?;
+        }
+        pusher.tell()?;
+        if let Some((stream, _)) = streams.iter_mut().zip([first, second]).find(|(_, ready)| *ready) {
             answer(server, stream)?;
+        } else if asked {
+            pusher.answer()?;
         }
     }
 }

@@ -3,7 +3,7 @@
 //! Threads: each call enters the other mount namespace on a thread of its own, which ends with it. They block.
 
 use crate::error::ShareError;
-use crate::room::{PLACES, SHOWN};
+use crate::room::{PLACES, PUSHED, SHOWN};
 use crate::sys;
 use nacelle_base::mounts::{self, Change};
 use nacelle_base::share::FOLDER;
@@ -20,6 +20,9 @@ use std::path::{Path, PathBuf};
 pub enum Taker {
     /// The one that answers a guest: the n-th volume of a container is `CONTAINER/n` below the share's root.
     Share,
+    /// The same, for volumes that the pod process pushes: the n-th of a container is at the place `CONTAINER/n`, and nowhere
+    /// for the guest. What is read stays read when they are taken back.
+    Pushed,
     /// The agent of a pod without a guest, which finds them where a guest does: in `nacelle_base::share::FOLDER`.
     Agent,
 }
@@ -66,6 +69,7 @@ impl Taker {
     fn folders(self) -> (&'static Path, &'static Path) {
         let (shown, places) = match self {
             Taker::Share => (SHOWN, PLACES),
+            Taker::Pushed => (PUSHED, PUSHED),
             Taker::Agent => (FOLDER, FOLDER),
         };
         (Path::new(shown), Path::new(places))
@@ -75,6 +79,7 @@ impl Taker {
     fn attributes(self) -> u64 {
         match self {
             Taker::Share => libc::MOUNT_ATTR_NODEV,
+            Taker::Pushed => libc::MOUNT_ATTR_NODEV | libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NOEXEC,
             Taker::Agent => 0,
         }
     }

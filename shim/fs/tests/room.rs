@@ -3,11 +3,14 @@
 
 #![allow(missing_docs, reason = "a program of tests")]
 
-use nacelle_fs::{Owners, Propagation, Share, ShareError, Taker, Volume, attach, detach};
+use nacelle_base::push::{Ask, Told, Why};
+use nacelle_fs::{Owners, Propagation, Share, ShareError, Taker, Volume, Ways, attach, detach};
 use nacelle_jail::Mode;
+use nacelle_proto::agent::{Tree, TreeEntry};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
 use nix::sys::wait::{WaitStatus, waitpid};
+use prost::Message;
 use std::ffi::CString;
 use std::fs::{self, File};
 use std::io::{Read, Write};
@@ -35,6 +38,7 @@ const AS_AGENT: &str = "--as-agent";
 struct Guest {
     _scaffold: tempfile::TempDir,
     streams: [UnixStream; 2],
+    pushed: UnixStream,
     pid: nix::unistd::Pid,
     user: u32,
     group: u32,
@@ -45,7 +49,8 @@ impl Guest {
         let scaffold = tempfile::tempdir().unwrap();
         let share: Share = nacelle_fs::start(scaffold.path(), Mode::Kill).unwrap();
         let pid = share.process();
-        let mut guest = Guest { _scaffold: scaffold, streams: share.ready().unwrap(), pid, user: 0, group: 0 };
+        let Ways { files: streams, pushed } = share.ready().unwrap();
+        let mut guest = Guest { _scaffold: scaffold, streams, pushed, pid, user: 0, group: 0 };
         // The oldest protocol with what is needed; all that Linux 6.12 can do, submounts among it.
         let init = [7u32, 38, 1 << 20, 0x3fff_ffff].map(u32::to_le_bytes).concat();
         guest.ask(INIT, 0, &init).unwrap();
@@ -53,8 +58,45 @@ impl Guest {
     }
 
     fn attach(&self, container: &str, volumes: &[Volume]) -> Result<(), ShareError> {
+        self.attach_as(Taker::Share, container, volumes)
+    }
+
+    fn attach_as(&self, taker: Taker, container: &str, volumes: &[Volume]) -> Result<(), ShareError> {
         let namespace = File::open(format!("/proc/{}/ns/mnt", self.pid)).unwrap();
-        attach(namespace.as_fd(), Taker::Share, container, volumes)
+        attach(namespace.as_fd(), taker, container, volumes)
+    }
+
+    /// The next word about volumes that are pushed.
+    fn told(&mut self) -> Told {
+        let mut length = [0; 4];
+        self.pushed.read_exact(&mut length).unwrap();
+        let mut word = vec![0; u32::from_le_bytes(length) as usize];
+        self.pushed.read_exact(&mut word).unwrap();
+        Told::decode(&word).unwrap()
+    }
+
+    fn ask_for(&mut self, ask: Ask) -> Told {
+        let word = ask.encode();
+        let length = u32::try_from(word.len()).unwrap();
+        self.pushed.write_all(&[length.to_le_bytes().as_slice(), &word].concat()).unwrap();
+        self.told()
+    }
+
+    /// The files of a volume that is pushed, with what is in them.
+    fn files(&mut self, id: u32) -> Vec<(String, String)> {
+        let mut ask = Ask::Begin { id, afresh: true };
+        let mut files = Vec::new();
+        loop {
+            let Told::Part { last, tree, .. } = self.ask_for(ask) else { panic!("it is not read") };
+            let text = |bytes| String::from_utf8(bytes).unwrap();
+            let regular = |entry: &TreeEntry| entry.mode & libc::S_IFMT == libc::S_IFREG;
+            let entries = Tree::decode(tree.as_slice()).unwrap().entries.into_iter().filter(regular);
+            files.extend(entries.map(|entry| (text(entry.path), text(entry.data))));
+            if last {
+                return files;
+            }
+            ask = Ask::Next { id };
+        }
     }
 
     fn detach(&self, container: &str) {
@@ -193,6 +235,66 @@ fn folders_and_files_are_shared_as_asked() {
     assert_eq!(guest.read("c/0/file").unwrap(), "of the node");
     drop(guest);
     umount2(dir.path(), MntFlags::empty()).unwrap();
+}
+
+fn what_is_pushed_is_read_and_watched_and_out_of_the_guests_reach() {
+    let (dir, folder) = folder();
+    let one = |name: &str, text: &str| {
+        fs::create_dir(folder.join(name)).unwrap();
+        fs::write(folder.join(name).join("key"), text).unwrap();
+        symlink(name, folder.join("..data_tmp")).unwrap();
+        fs::rename(folder.join("..data_tmp"), folder.join("..data")).unwrap();
+    };
+    fs::remove_file(folder.join("file")).unwrap();
+    one("..1", "one");
+    symlink("..data/key", folder.join("key")).unwrap();
+    let mut guest = Guest::new();
+    guest.attach_as(Taker::Pushed, "c", &[volume(&folder), volume(&folder.join("..1/key"))]).unwrap();
+    let pair = |path: &str, text: &str| vec![(path.to_owned(), text.to_owned())];
+    let open = |id, live, n: u32| Ask::Open { id, live, place: format!("c/{n}") };
+    for (id, live) in [(7, true), (8, true), (9, false)] {
+        assert_eq!(guest.ask_for(open(id, live, u32::from(!live))), Told::Done { id });
+    }
+    assert_eq!(guest.files(7), pair("..1/key", "one"));
+    assert_eq!(guest.files(9), pair("", "one"));
+    for path in ["c", "c/0", "pushed"] {
+        assert_eq!(guest.find(path), Err(libc::ENOENT), "{path}");
+    }
+    for place in ["c/2", "../places", "/c/0", "c/0/../../..", "d"] {
+        let told = guest.ask_for(Ask::Open { id: 10, live: false, place: place.into() });
+        assert!(matches!(told, Told::Failed { id: 10, .. }), "{place}: {told:?}");
+    }
+    // What is open stays open when the daemon takes it back; it cannot be opened again.
+    let namespace = File::open(format!("/proc/{}/ns/mnt", guest.pid)).unwrap();
+    detach(namespace.as_fd(), Taker::Pushed, "c").unwrap();
+    assert!(matches!(guest.ask_for(open(10, true, 0)), Told::Failed { why: Why::Missing, .. }));
+    one("..2", "two");
+    let mut told = [guest.told(), guest.told()];
+    told.sort_by_key(|told| format!("{told:?}"));
+    assert_eq!(told, [Told::Changed { id: 7 }, Told::Changed { id: 8 }]);
+    assert_eq!(guest.files(7), pair("..2/key", "two"));
+    // The other one is still watched, and told once until it is read.
+    assert_eq!(guest.ask_for(Ask::Close { id: 7 }), Told::Done { id: 7 });
+    assert_eq!(guest.files(8), pair("..2/key", "two"));
+    one("..3", "three");
+    assert_eq!(guest.told(), Told::Changed { id: 8 });
+    one("..4", "four");
+    let told = guest.ask_for(Ask::Begin { id: 8, afresh: false });
+    assert!(matches!(told, Told::Part { last: true, .. }), "{told:?}");
+    assert_eq!(
+        guest.ask_for(Ask::Next { id: 8 }),
+        Told::Failed { id: 8, why: Why::Missing, text: "it is not open".into() }
+    );
+    assert_eq!(guest.files(9), pair("", "one"));
+    umount2(dir.path(), MntFlags::MNT_DETACH).unwrap();
+}
+
+fn words_that_mean_nothing_end_it() {
+    for word in [&b"\x02\0\0\0xx"[..], b"\xff\xff\xff\xff", b"\0\0\0\0"] {
+        let mut guest = Guest::new();
+        guest.pushed.write_all(word).unwrap();
+        assert_eq!(waitpid(guest.pid, None).unwrap(), WaitStatus::Exited(guest.pid, 1));
+    }
 }
 
 fn nobody_walks_out() {
@@ -436,8 +538,13 @@ fn it_ends_with_the_pod_process() {
 }
 
 fn main() -> ExitCode {
-    let tests: [(&str, fn()); 10] = [
+    let tests: [(&str, fn()); 12] = [
         ("folders_and_files_are_shared_as_asked", folders_and_files_are_shared_as_asked),
+        (
+            "what_is_pushed_is_read_and_watched_and_out_of_the_guests_reach",
+            what_is_pushed_is_read_and_watched_and_out_of_the_guests_reach,
+        ),
+        ("words_that_mean_nothing_end_it", words_that_mean_nothing_end_it),
         ("nobody_walks_out", nobody_walks_out),
         ("mounts_of_the_node_are_heard_of_where_that_is_asked", mounts_of_the_node_are_heard_of_where_that_is_asked),
         ("reading_changes_no_times_where_that_is_asked", reading_changes_no_times_where_that_is_asked),

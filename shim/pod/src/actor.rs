@@ -11,6 +11,7 @@ use crate::error::{Failure, PodError};
 use crate::images::{Images, Placement};
 use crate::log::LogPath;
 use crate::machine::{self, Assembled, IMAGE_DISK, blocking};
+use crate::pushed::Pushed;
 use crate::record::{Phase, PodRecord};
 use crate::spec::PodSpec;
 use crate::state::{self, Container, ContainerAsk, PodAct, PodAsk};
@@ -123,6 +124,7 @@ pub struct Actor {
     containers: BTreeMap<String, Entry>,
     images: Images,
     attached: BTreeMap<String, Attached>,
+    pushed: Pushed,
 }
 
 /// The actor's other ends.
@@ -158,13 +160,15 @@ impl Actor {
             containers: BTreeMap::new(),
             images: Images::default(),
             attached: BTreeMap::new(),
+            pushed: Pushed::default(),
         };
         (actor, handles)
     }
 
     /// Boots the machine and serves until the pod has been stopped.
-    pub async fn run(mut self, engine: Arc<dyn Engine>, prepared: machine::Prepared) {
+    pub async fn run(mut self, engine: Arc<dyn Engine>, mut prepared: machine::Prepared) {
         self.write().await;
+        self.pushed = Pushed::new(prepared.pushed.take(), self.spec.timeouts.call());
         let (spec, dir, own) = (Arc::clone(&self.spec), self.dir.clone(), self.own.clone());
         tokio::spawn(async move {
             let assembled = machine::assemble(&spec, &dir, engine, prepared).await;

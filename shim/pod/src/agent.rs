@@ -16,7 +16,8 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
+use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::{Channel, Endpoint, Uri};
 use tonic::{Code, Response, Status};
 
@@ -142,6 +143,18 @@ impl Agent {
             tokio::time::sleep(EARLY).await;
         }
         Ok(exit)
+    }
+
+    /// Pushes a volume, part by part. If the parts end before the volume is whole, nothing of it is seen.
+    pub async fn push_volume(&self, parts: mpsc::Receiver<proto::PushVolumeRequest>) -> Result<(), PodError> {
+        let parts = ReceiverStream::new(parts);
+        self.call("push a volume", self.limit, self.rpc.clone().push_volume(parts)).await.map(drop)
+    }
+
+    /// Removes a volume that was pushed.
+    pub async fn drop_volume(&self, name: &str) -> Result<(), PodError> {
+        let request = proto::DropVolumeRequest { name: name.to_owned() };
+        self.call("remove a pushed volume", self.limit, self.rpc.clone().drop_volume(request)).await.map(drop)
     }
 
     /// Kills what is left of a container and removes it.

@@ -7,6 +7,7 @@ use crate::fan::Fan;
 use crate::images::Placement;
 use crate::log::{LogFile, LogPath, Source, pump};
 use crate::machine::blocking;
+use crate::pushed::Pushed;
 use crate::record::{ContainerPhase, ContainerRecord, LOST, PodRecord};
 use nacelle_base::machine::ImageDisk;
 use nacelle_base::{Chain, Classify, Kind};
@@ -54,11 +55,12 @@ pub struct Attach {
     pub tell: watch::Sender<Option<Result<(), Failure>>>,
 }
 
-/// Attaches the images that nobody did (the root's is the first), and has the agent make the container.
+/// Attaches the images that nobody did (the root's is the first), pushes its volumes, and has the agent make the container.
 pub async fn make(
     agent: Agent,
     request: Arc<pod::CreateContainerRequest>,
     mut images: Vec<ImageUse>,
+    pushed: Pushed,
 ) -> Result<pod::CreateContainerResponse, Failure> {
     // All of them, before it waits for others: nobody waits for a container that waits.
     for image in &mut images {
@@ -70,6 +72,9 @@ pub async fn make(
     for image in &mut images {
         let attached = image.attached.wait_for(Option::is_some).await.map_err(|_closed| PodError::Ending)?.clone();
         attached.unwrap_or_else(|| Err(PodError::Ending.into()))?;
+    }
+    for volume in &request.pushed {
+        pushed.bring(&agent, volume).await?;
     }
     let mut partitions = images.iter().map(|image| image.placement.partition);
     let partition = partitions.next().ok_or(PodError::Ending)?;

@@ -7,6 +7,7 @@ use crate::scratch::ScratchError;
 use crate::spec::SpecError;
 use crate::state::{Container, ContainerAsk, Refused};
 use nacelle_base::files::FileError;
+use nacelle_base::push::Why;
 use nacelle_base::{Chain, Classify, Kind};
 use nacelle_engine::{BlockError, EngineError, LinkError};
 use nacelle_net::NetError;
@@ -110,6 +111,30 @@ pub enum PodError {
         /// The agent's text, cut.
         message: String,
     },
+    /// A volume of the node could not be read, to be pushed.
+    #[error("cannot push the volume {path}: {text}")]
+    Unread {
+        /// On the node.
+        path: String,
+        /// What it means.
+        why: Why,
+        /// Why.
+        text: String,
+    },
+    /// The guest does not take a volume.
+    #[error("cannot push the volume {path}")]
+    Untaken {
+        /// On the node.
+        path: String,
+        /// Why.
+        source: Box<PodError>,
+    },
+    /// There is nobody who could read it.
+    #[error("cannot push the volume {path}: the process for volumes of the node is gone")]
+    NoReader {
+        /// On the node.
+        path: String,
+    },
     /// The machine has ended.
     #[error("the machine is gone: {why}")]
     Died {
@@ -190,6 +215,15 @@ impl Classify for PodError {
             PodError::Log(error) => error.kind(),
             PodError::Link { source, .. } => source.kind(),
             PodError::Agent { kind, .. } => *kind,
+            PodError::Unread { why, .. } => match why {
+                Why::Changed => Kind::Unavailable,
+                Why::TooMuch => Kind::Exhausted,
+                Why::Odd => Kind::Conflict,
+                Why::Missing => Kind::NotFound,
+                Why::Failed => Kind::Internal,
+            },
+            PodError::Untaken { source, .. } => source.kind(),
+            PodError::NoReader { .. } => Kind::Unavailable,
             PodError::TooSlow { .. } => Kind::Timeout,
             PodError::Field { .. } => Kind::Invalid,
             PodError::NoContainer { .. } => Kind::NotFound,

@@ -21,6 +21,7 @@ mod log;
 mod machine;
 mod process;
 pub mod processors;
+mod pushed;
 pub mod record;
 pub mod scratch;
 mod server;

@@ -69,6 +69,8 @@ pub struct Prepared {
     pub named: bool,
     /// The way to the volumes of the node.
     pub share: Option<[UnixStream; QUEUES]>,
+    /// The way to those that are pushed.
+    pub pushed: Option<UnixStream>,
 }
 
 /// Makes taps and scratch disk; without a guest there is neither. If it fails, nothing is left behind. Blocks for a few
@@ -76,7 +78,7 @@ pub struct Prepared {
 pub fn prepare(spec: &PodSpec) -> Result<Prepared, PodError> {
     let disk = spec.scratch_file();
     if matches!(spec.engine, EngineSpec::Host { .. }) {
-        return Ok(Prepared { taps: Vec::new(), disk, named: false, share: None });
+        return Ok(Prepared { taps: Vec::new(), disk, named: false, share: None, pushed: None });
     }
     let (taps, copied) = std::thread::scope(|scope| {
         let copied = scope.spawn(|| {
@@ -87,7 +89,7 @@ pub fn prepare(spec: &PodSpec) -> Result<Prepared, PodError> {
     });
     let copied = copied.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     match (taps, copied) {
-        (Ok(taps), Ok(())) => Ok(Prepared { taps, disk, named: true, share: None }),
+        (Ok(taps), Ok(())) => Ok(Prepared { taps, disk, named: true, share: None, pushed: None }),
         (Err(error), _) => {
             // The first error is the one that matters.
             let _ = remove_if_there(&disk);
@@ -105,7 +107,7 @@ pub async fn assemble(
     engine: Arc<dyn Engine>,
     prepared: Prepared,
 ) -> Result<Assembled, PodError> {
-    let Prepared { taps, disk, named, share } = prepared;
+    let Prepared { taps, disk, named, share, pushed: _ } = prepared;
     let mut undo = UndoStack::new();
     if named {
         undo.push("scratch disk", {

@@ -44,7 +44,9 @@ pub fn run(dir: &Path, engine: impl FnOnce(&PodSpec) -> Result<Arc<dyn Engine>, 
     let share = share::start(&spec, dir)?;
     let engine = engine(&spec)?;
     let mut prepared = machine::prepare(&spec)?;
-    prepared.share = share.map(nacelle_fs::Share::ready).transpose()?;
+    if let Some(ways) = share.map(nacelle_fs::Share::ready).transpose()? {
+        (prepared.share, prepared.pushed) = (Some(ways.files), Some(ways.pushed));
+    }
     if let Some(jail) = &spec.jail {
         jail::enter(&spec, jail, dir)?;
         prepared.named = false;

@@ -2,9 +2,9 @@
 //! Threads: run as tasks of their own; they answer to the pod's actor.
 
 use super::boot::blocking;
-use super::devices;
 use super::error::{LifecycleError, StepError, at};
 use super::{Parts, clip};
+use super::{devices, pushed};
 use crate::nouns::{ContainerConfig, MountOption, NodeVolume, PidMode, PodConfig, Propagation, User};
 use crate::oci::{self, DeviceNode};
 use crate::store::{ContainerRecord, PodRecord};
@@ -74,13 +74,27 @@ pub(super) async fn prepare(
         let privileged = (found.privileged && pod.config.user_namespace.is_none()).then_some(Path::new("/dev"));
         devices::of_node(&found, privileged)?
     };
-    if !found.node_volumes.is_empty() {
-        let volumes = found.node_volumes.iter().map(|volume| shared(volume, &pod.config)).collect();
-        let attached = parts.pods.attach(&parts.pod_dir(&pod.id), taker, record.id.as_str(), volumes).await;
-        attached.map_err(at("share the volumes of the container with the pod"))?;
-        found = as_found(found, &record.id);
-    }
-    match request(parts, pod, record, &found, &nodes).await {
+    let (id, looked) = (record.id.clone(), found.node_volumes.clone());
+    let plan = match taker {
+        Taker::Share if !looked.is_empty() => {
+            let plan = blocking(move || Ok::<_, FileError>(pushed::plan(&id, &looked))).await;
+            plan.map_err(at("look at the volumes of the container"))?
+        }
+        _ => looked.iter().map(|_shared| None).collect(),
+    };
+    let prepared = async {
+        for (taker, pushed) in [(taker, false), (Taker::Pushed, true)] {
+            let volumes = found.node_volumes.iter().zip(&plan).filter(|(_, plan)| plan.is_some() == pushed);
+            let volumes: Vec<_> = volumes.map(|(volume, _)| shared(volume, &pod.config)).collect();
+            if !volumes.is_empty() {
+                let attached = parts.pods.attach(&parts.pod_dir(&pod.id), taker, record.id.as_str(), volumes).await;
+                attached.map_err(at("share the volumes of the container with the pod"))?;
+            }
+        }
+        let found = as_found(found, &record.id, &plan);
+        request(parts, pod, record, &found, &nodes, plan.into_iter().flatten().collect()).await
+    };
+    match prepared.await {
         Ok(request) => Ok(Prepared { request, client }),
         Err(error) => {
             take_back(parts, pod, record).await;
@@ -97,8 +111,13 @@ pub(super) async fn make(
     prepared: Prepared,
 ) -> Result<User, LifecycleError> {
     let Prepared { request, client } = prepared;
+    let pushed = !request.pushed.is_empty();
     match ask("make the container", parts.answer_limit(), client.create_container(request)).await {
         Ok(made) => {
+            if pushed {
+                // It was read, or is kept open by whoever reads it.
+                take_back_from(&parts, &pod, &record, Taker::Pushed).await;
+            }
             let groups = made.supplemental_groups.into_iter().take(MAX_GROUPS).collect();
             Ok(User { uid: made.uid, gid: made.gid, groups })
         }
@@ -111,12 +130,23 @@ pub(super) async fn make(
 
 /// Takes back the volumes of a container that is not made.
 async fn take_back(parts: &Parts, pod: &PodRecord, record: &ContainerRecord) {
-    if record.config.node_volumes.is_empty() {
-        return;
+    for taker in takers(parts, pod, &record.config) {
+        take_back_from(parts, pod, record, *taker).await;
     }
-    let detached = parts.pods.detach(&parts.pod_dir(&pod.id), taker(parts, pod), record.id.as_str()).await;
-    if let Err(error) = detached {
+}
+
+async fn take_back_from(parts: &Parts, pod: &PodRecord, record: &ContainerRecord, taker: Taker) {
+    if let Err(error) = parts.pods.detach(&parts.pod_dir(&pod.id), taker, record.id.as_str()).await {
         tracing::warn!(container = %record.id, "its volumes could not be taken back: {}", Chain(&error));
+    }
+}
+
+/// Where a container may have volumes.
+fn takers(parts: &Parts, pod: &PodRecord, config: &ContainerConfig) -> &'static [Taker] {
+    match taker(parts, pod) {
+        _ if config.node_volumes.is_empty() => &[],
+        Taker::Share | Taker::Pushed => &[Taker::Share, Taker::Pushed],
+        Taker::Agent => &[Taker::Agent],
     }
 }
 
@@ -127,6 +157,7 @@ async fn request(
     record: &ContainerRecord,
     config: &ContainerConfig,
     devices: &[DeviceNode],
+    pushed: Vec<proto::PushedVolume>,
 ) -> Result<proto::CreateContainerRequest, LifecycleError> {
     let root = parts.images.rootfs(&record.image.id).await.map_err(at("read the image of the container"))?;
     let spec = oci::spec(&pod.config, config, &root.config, &pod.kernel_release, devices);
@@ -161,6 +192,7 @@ async fn request(
         },
         own_pid_namespace: config.pid == PidMode::Own,
         volumes,
+        pushed,
     })
 }
 
@@ -186,12 +218,17 @@ fn taker(parts: &Parts, pod: &PodRecord) -> Taker {
     if parts.has_guest(pod) { Taker::Share } else { Taker::Agent }
 }
 
-/// Volumes as the agent finds them. What is mounted below a mount that cannot be written cannot be written in a guest either:
-/// where only the volume itself is read-only, it is the node's kernel that refuses.
-fn as_found(mut config: ContainerConfig, id: &ContainerId) -> ContainerConfig {
-    for (number, volume) in config.node_volumes.iter_mut().enumerate() {
-        volume.host_path = format!("{}/{id}/{number}", share::FOLDER);
-        volume.readonly = volume.recursive_read_only;
+/// Volumes as the agent finds them, pushed or shared. What is mounted below a mount that cannot be written cannot be written
+/// in a guest either: where only the volume itself of a shared one is read-only, it is the node's kernel that refuses.
+fn as_found(mut config: ContainerConfig, id: &ContainerId, plan: &[Option<proto::PushedVolume>]) -> ContainerConfig {
+    let mut numbers = 0..;
+    for (volume, plan) in config.node_volumes.iter_mut().zip(plan) {
+        if let Some(pushed) = plan {
+            volume.host_path = pushed::in_guest(pushed);
+        } else if let Some(number) = numbers.next() {
+            volume.host_path = format!("{}/{id}/{number}", share::FOLDER);
+            volume.readonly = volume.recursive_read_only;
+        }
     }
     config
 }
@@ -259,11 +296,12 @@ pub(super) async fn remove(
     // Without a machine there is nothing in a guest to remove.
     let Some(client) = client else { return Ok(()) };
     remove_from_guest(&parts, client, &id).await?;
-    if record.node_volumes.is_empty() {
-        return Ok(());
+    // Of what is pushed there is something only if a daemon died while it made the container.
+    for taker in takers(&parts, &pod, &record) {
+        let detached = parts.pods.detach(&parts.pod_dir(&pod.id), *taker, id.as_str()).await;
+        detached.map_err(at("take back the volumes of the container"))?;
     }
-    let detached = parts.pods.detach(&parts.pod_dir(&pod.id), taker(&parts, &pod), id.as_str()).await;
-    detached.map_err(at("take back the volumes of the container"))
+    Ok(())
 }
 
 async fn remove_from_guest(parts: &Parts, client: PodClient, id: &ContainerId) -> Result<(), LifecycleError> {
@@ -364,7 +402,8 @@ mod tests {
         let paths: Vec<_> = resolved.node_volumes.iter().map(|volume| volume.host_path.clone()).collect();
         assert_eq!(paths, [base.join("file"), base.join("new/deep")].map(|path| path.to_str().unwrap().to_owned()));
         assert!(base.join("new/deep").is_dir());
-        let found = as_found(resolved, &ContainerId::from_bytes([1; 32])).node_volumes[0].host_path.clone();
+        let found =
+            as_found(resolved, &ContainerId::from_bytes([1; 32]), &[None, None]).node_volumes[0].host_path.clone();
         assert_eq!(found, format!("/run/nacelle/volumes/{}/0", "01".repeat(32)));
         config.node_volumes = vec![volume("file/x")];
         assert!(resolve(&config).is_err());

@@ -10,6 +10,7 @@ mod error;
 pub mod events;
 mod make;
 mod processors;
+mod pushed;
 pub mod recover;
 pub mod seams;
 pub mod shown;

@@ -62,8 +62,9 @@ impl Actor {
         let images = self.acquire(self.image_disk().as_ref(), &request)?;
         let request = Arc::new(request);
         let (name, own, asked) = (id.to_owned(), self.own.clone(), Arc::clone(&request));
+        let pushed = self.pushed.clone();
         tokio::spawn(async move {
-            let made = container::make(agent, asked, images).await;
+            let made = container::make(agent, asked, images, pushed).await;
             send(&own, News::Made(name, made));
         });
         Ok(Entry {
@@ -333,10 +334,13 @@ impl Actor {
         });
     }
 
-    /// A container less that uses these images.
+    /// A container less that uses these images, and has these copies.
     fn release_all(&mut self, request: &pod::CreateContainerRequest) {
         for (key, _) in images_of(request) {
             self.release(key);
+        }
+        if let Some(agent) = self.agent.clone() {
+            self.pushed.drop_copies(agent, &request.pushed);
         }
     }
 

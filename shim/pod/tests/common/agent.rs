@@ -265,6 +265,22 @@ impl Agent for Service {
         Ok(Response::new(proto::WaitResponse { exit }))
     }
 
+    async fn push_volume(&self, request: Request<tonic::Streaming<proto::PushVolumeRequest>>) -> Answer<proto::Empty> {
+        self.gate("push").await?;
+        let mut parts = request.into_inner();
+        while let Some(part) = parts.message().await? {
+            if part.whole {
+                return empty();
+            }
+        }
+        Err(Status::unavailable("the volume was not pushed to its end"))
+    }
+
+    async fn drop_volume(&self, _: Request<proto::DropVolumeRequest>) -> Answer<proto::Empty> {
+        self.gate("drop").await?;
+        empty()
+    }
+
     async fn remove_container(&self, request: Request<proto::ContainerRef>) -> Answer<proto::Empty> {
         self.gate("remove").await?;
         self.0.processes.lock().unwrap().remove(&(request.into_inner().id, String::new()));

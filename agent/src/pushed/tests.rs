@@ -1,0 +1,237 @@
+//! Owns: the tests of writing and showing a volume: what containers see at each moment, and what is refused.
+
+use super::*;
+use nacelle_base::push::DATA;
+use nacelle_proto::agent::TreeEntry;
+use proptest::prelude::*;
+use std::os::unix::fs::{MetadataExt, symlink};
+use std::path::Path;
+
+fn owner() -> (u32, u32) {
+    (nix::unistd::getuid().as_raw(), nix::unistd::getgid().as_raw())
+}
+
+fn entry(path: &str, mode: u32, data: &str) -> TreeEntry {
+    let (uid, gid) = owner();
+    TreeEntry { path: path.into(), mode, uid, gid, data: data.into(), more: false }
+}
+
+fn folder(path: &str) -> TreeEntry {
+    entry(path, 0o40755, "")
+}
+
+fn file(path: &str, text: &str) -> TreeEntry {
+    entry(path, 0o100640, text)
+}
+
+fn link(path: &str, to: &str) -> TreeEntry {
+    entry(path, 0o120777, to)
+}
+
+/// A volume as kubelet has it, with the files in the folder `data`.
+fn live(data: &str, files: &[(&str, &str)]) -> Vec<TreeEntry> {
+    let mut entries = vec![folder(""), link(DATA, data)];
+    entries.extend(files.iter().map(|(name, _)| link(name, &format!("..data/{name}"))));
+    entries.push(folder(data));
+    entries.extend(files.iter().map(|(name, text)| file(&format!("{data}/{name}"), text)));
+    entries
+}
+
+fn push(volumes: &Volumes, name: &str, entries: Vec<TreeEntry>) -> Result<(), PushError> {
+    let mut draft = volumes.begin(name)?;
+    for entry in entries {
+        draft.add(vec![entry])?;
+    }
+    draft.show()
+}
+
+fn volumes() -> (tempfile::TempDir, Volumes) {
+    let folder = tempfile::tempdir().unwrap();
+    let volumes = Volumes::below(folder.path());
+    (folder, volumes)
+}
+
+fn names(path: &Path) -> Vec<String> {
+    let mut names: Vec<_> =
+        fs::read_dir(path).unwrap().map(|name| name.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn a_volume_is_shown_whole_and_changes_whole() {
+    let (home, volumes) = volumes();
+    let at = home.path().join("conf");
+    push(&volumes, "conf", live("..1", &[("a", "one"), ("gone", "soon"), ("same", "same")])).unwrap();
+    assert_eq!(names(&at), ["..1", DATA, "a", "gone", "same"]);
+    assert_eq!(fs::read_to_string(at.join("a")).unwrap(), "one");
+    assert_eq!(fs::metadata(at.join("a")).unwrap().mode(), 0o100640);
+    let (same, root) = (fs::metadata(at.join("same")).unwrap().ino(), fs::metadata(&at).unwrap().ino());
+    push(&volumes, "conf", live("..2", &[("a", "two"), ("new", "new"), ("same", "same")])).unwrap();
+    assert_eq!(names(&at), ["..2", DATA, "a", "new", "same"]);
+    assert_eq!(fs::read_to_string(at.join("a")).unwrap(), "two");
+    assert_eq!(fs::metadata(at.join("same")).unwrap().ino(), same, "what is the same takes no room twice");
+    assert_eq!(fs::metadata(&at).unwrap().ino(), root, "containers have this folder mounted");
+    // The same again, also without its files: they are there.
+    push(&volumes, "conf", live("..2", &[("a", "two"), ("new", "new"), ("same", "same")])).unwrap();
+    push(&volumes, "conf", vec![folder(""), link(DATA, "..2"), link("a", "..data/a")]).unwrap();
+    assert_eq!(names(&at), ["..2", DATA, "a"]);
+    assert_eq!(names(home.path()), ["conf"]);
+    volumes.remove("conf").unwrap();
+    volumes.remove("conf").unwrap();
+    assert_eq!(names(home.path()), [""; 0]);
+}
+
+#[test]
+fn whoever_watches_the_folder_hears_of_the_change() {
+    use rustix::fs::inotify::{self, CreateFlags, ReadFlags, Reader, WatchFlags};
+    let (home, volumes) = volumes();
+    push(&volumes, "conf", live("..1", &[("a", "one")])).unwrap();
+    let watcher = inotify::init(CreateFlags::NONBLOCK).unwrap();
+    inotify::add_watch(&watcher, home.path().join("conf"), WatchFlags::MOVED_TO | WatchFlags::CREATE).unwrap();
+    push(&volumes, "conf", live("..2", &[("a", "two"), ("b", "two")])).unwrap();
+    let mut room = [std::mem::MaybeUninit::uninit(); 4096];
+    let mut news = Reader::new(&watcher, &mut room);
+    let mut heard = Vec::new();
+    while let Ok(event) = news.next() {
+        if event.events().contains(ReadFlags::MOVED_TO) {
+            heard.push(event.file_name().unwrap().to_str().unwrap().to_owned());
+        }
+    }
+    // The new files are there before the link leads to them.
+    assert_eq!(heard, ["..2", DATA, "b"]);
+}
+
+#[test]
+fn another_owner_mode_or_size_is_another_file() {
+    let (home, volumes) = volumes();
+    push(&volumes, "conf", live("..1", &[("a", "one")])).unwrap();
+    let before = fs::metadata(home.path().join("conf/a")).unwrap().ino();
+    let mut changed = live("..2", &[("a", "one")]);
+    changed.last_mut().unwrap().mode = 0o100600;
+    push(&volumes, "conf", changed).unwrap();
+    let after = fs::metadata(home.path().join("conf/a")).unwrap();
+    assert_eq!((after.ino() == before, after.mode()), (false, 0o100600));
+}
+
+#[test]
+fn half_a_volume_is_none() {
+    let (home, volumes) = volumes();
+    push(&volumes, "conf", live("..1", &[("a", "one")])).unwrap();
+    let mut draft = volumes.begin("conf").unwrap();
+    draft.add(live("..2", &[("a", "two")])).unwrap();
+    assert!(matches!(volumes.begin("conf"), Err(PushError::Busy { .. })));
+    drop(draft);
+    assert_eq!(
+        (names(home.path()), names(&home.path().join("conf"))),
+        (vec!["conf".into()], vec!["..1".into(), DATA.into(), "a".to_owned()])
+    );
+    // Not to its end: no root, half a file, a link to files that did not come.
+    assert!(matches!(volumes.begin("x").unwrap().show(), Err(PushError::Short { .. })));
+    let half = TreeEntry { more: true, ..file("", "half") };
+    assert!(matches!(push(&volumes, "x", vec![half]), Err(PushError::Short { .. })));
+    for name in ["x", "conf"] {
+        let error = push(&volumes, name, vec![folder(""), link(DATA, "..3")]).unwrap_err();
+        assert!(matches!(error, PushError::NoData { .. }), "{error}");
+    }
+    assert_eq!(names(home.path()), ["conf"]);
+}
+
+#[test]
+fn copies_are_files_and_folders() {
+    let (home, volumes) = volumes();
+    let parts = || vec![TreeEntry { more: true, ..file("", "one ") }, file("", "two")];
+    push(&volumes, "c.0", parts()).unwrap();
+    assert_eq!(fs::read_to_string(home.path().join("c.0")).unwrap(), "one two");
+    push(&volumes, "c.0", parts()).unwrap();
+    push(&volumes, "c.1", vec![folder(""), folder("d"), file("d/f", "deep"), link("l", "/d/f")]).unwrap();
+    assert_eq!(fs::read_to_string(home.path().join("c.1/d/f")).unwrap(), "deep");
+    let error = push(&volumes, "c.1", live("..1", &[])).unwrap_err();
+    assert!(matches!(error, PushError::There { .. }), "{error}");
+    assert_eq!(names(home.path()), ["c.0", "c.1"]);
+}
+
+#[test]
+fn nothing_is_written_elsewhere() {
+    let (home, volumes) = volumes();
+    let out = tempfile::tempdir().unwrap();
+    for name in ["", ".x", "..", "a/b", "ä"] {
+        assert!(matches!(volumes.begin(name), Err(PushError::Name { .. })), "{name:?}");
+    }
+    let to = out.path().to_str().unwrap();
+    for (bad, kind) in [
+        (file("/abs", ""), Kind::Invalid),
+        (file("../x", ""), Kind::Invalid),
+        (file("a//b", ""), Kind::Invalid),
+        (file("./x", ""), Kind::Invalid),
+        (file("..", ""), Kind::Invalid),
+        (file("l/x", ""), Kind::Invalid),
+        (folder("l/x"), Kind::Invalid),
+        (file("none/x", ""), Kind::Invalid),
+        (file("l", ""), Kind::Invalid),
+        (folder(""), Kind::Invalid),
+        (entry("fifo", 0o10644, ""), Kind::Invalid),
+        (entry("device", 0o20644, ""), Kind::Invalid),
+        (file(&"x/".repeat(MAX_DEPTH + 1), ""), Kind::Invalid),
+        (file("nul\0", ""), Kind::Invalid),
+    ] {
+        let what = format!("{bad:?}");
+        let error = push(&volumes, "v", vec![folder(""), link("l", to), bad]).unwrap_err();
+        assert_eq!(error.kind(), kind, "{what}: {error}");
+    }
+    assert_eq!((names(out.path()), names(home.path())), (vec![], vec![]));
+    // A container with many rights may change what it sees.
+    push(&volumes, "v", live("..1", &[("a", "one")])).unwrap();
+    let seen = home.path().join("v");
+    fs::remove_dir_all(seen.join("..1")).unwrap();
+    symlink(out.path(), seen.join("..1")).unwrap();
+    symlink(out.path(), seen.join("..data_tmp")).unwrap();
+    fs::write(out.path().join("a"), "one").unwrap();
+    push(&volumes, "v", live("..2", &[("a", "one")])).unwrap();
+    assert_eq!((names(&seen), names(out.path())), (vec!["..2".into(), DATA.into(), "a".into()], vec!["a".to_owned()]));
+    assert_eq!(fs::symlink_metadata(seen.join("..2/a")).unwrap().nlink(), 1, "not the file outside");
+}
+
+#[test]
+fn there_is_a_limit_to_everything() {
+    let (home, volumes) = volumes();
+    let mut draft = volumes.begin("v").unwrap();
+    draft.add(vec![folder("")]).unwrap();
+    let many = (0..=MAX_ENTRIES).map(|n| link(&n.to_string(), "x")).collect();
+    assert!(matches!(draft.add(many), Err(PushError::TooMuch)));
+    drop(draft);
+    let mut draft = volumes.begin("v").unwrap();
+    draft.add(vec![folder("")]).unwrap();
+    let mebibyte = "x".repeat(1 << 20);
+    let large = (0..=MAX_BYTES >> 20).map(|_| TreeEntry { more: true, ..file("f", &mebibyte) });
+    assert!(matches!(large.map(|part| draft.add(vec![part])).find(Result::is_err), Some(Err(PushError::TooMuch))));
+    drop(draft);
+    assert_eq!(names(home.path()), [""; 0]);
+}
+
+/// Names, types and texts that may well meet.
+fn any_entry() -> impl Strategy<Value = TreeEntry> {
+    let path = "(\\.\\.1|\\.\\.data|\\.\\.|a|b|)(/(\\.\\.|a|b)){0,2}";
+    let mode = prop::sample::select(vec![0o40755, 0o100644, 0o120777, 0o10644, 0]);
+    let data = prop::sample::select(vec!["", "..1", "a", "/", "../.."]);
+    (path, mode, data, any::<bool>())
+        .prop_map(|(path, mode, data, more)| TreeEntry { more, ..entry(&path, mode, data) })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(256))]
+    /// Whatever comes, nothing is left of it but what is shown, and nothing lies outside.
+    #[test]
+    fn no_entries_make_it_leave_its_place(pushes in prop::collection::vec(prop::collection::vec(any_entry(), 0..8), 1..4)) {
+        let outer = tempfile::tempdir().unwrap();
+        let home = outer.path().join("home");
+        fs::create_dir(&home).unwrap();
+        let volumes = Volumes::below(&home);
+        for entries in pushes {
+            let _ = push(&volumes, "v", [vec![folder("")], entries].concat());
+        }
+        prop_assert_eq!(names(outer.path()), ["home"]);
+        let left = names(&home);
+        prop_assert!(left.is_empty() || left == ["v"], "{:?}", left);
+    }
+}

@@ -1,0 +1,201 @@
+//! Owns: volumes that kubelet writes for its pods (configMap, secret and the like), with the test in kubelet's place: a
+//! machine has copies of them, which change when they change, at once and as a whole.
+
+use nacelle_e2e::node::engine;
+use nacelle_e2e::{Container, Image, Node, Pod, eventually};
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, chown, symlink};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// A volume in kubelet's folder of a pod.
+struct Volume(PathBuf);
+
+impl Volume {
+    fn new(node: &Node, plugin: &str, name: &str) -> Volume {
+        let folder = node.folder().join("kubelet/pods/0d3c/volumes").join(plugin).join(name);
+        fs::create_dir_all(&folder).expect("the node's folder is writable");
+        fs::set_permissions(&folder, fs::Permissions::from_mode(0o777)).expect("it is ours");
+        Volume(folder)
+    }
+
+    /// Gives it these files in kubelet's way: a new folder, one rename, then the links that people see.
+    fn write(&self, stamp: &str, files: &[(String, String)]) {
+        let ours = "the volume is ours";
+        let old = fs::read_link(self.0.join("..data")).ok();
+        let data = self.0.join(stamp);
+        fs::create_dir(&data).expect(ours);
+        for (name, text) in files {
+            fs::write(data.join(name), text).expect(ours);
+            fs::set_permissions(data.join(name), fs::Permissions::from_mode(0o440)).expect(ours);
+            chown(data.join(name), Some(0), Some(2000)).expect(ours);
+        }
+        symlink(stamp, self.0.join("..data_tmp")).expect(ours);
+        fs::rename(self.0.join("..data_tmp"), self.0.join("..data")).expect(ours);
+        let names: BTreeSet<&str> = files.iter().map(|(name, _)| name.as_str()).collect();
+        for name in &names {
+            if fs::symlink_metadata(self.0.join(name)).is_err() {
+                symlink(format!("..data/{name}"), self.0.join(name)).expect(ours);
+            }
+        }
+        for entry in fs::read_dir(&self.0).expect(ours) {
+            let name = entry.expect(ours).file_name().into_string().expect("plain names");
+            if !name.starts_with("..") && !names.contains(name.as_str()) {
+                fs::remove_file(self.0.join(name)).expect(ours);
+            }
+        }
+        if let Some(old) = old {
+            fs::remove_dir_all(self.0.join(old)).expect(ours);
+        }
+    }
+
+    fn at(&self, place: &str) -> Value {
+        json!({"host_path": self.0, "container_path": place, "readonly": true})
+    }
+}
+
+fn files(files: &[(&str, &str)]) -> Vec<(String, String)> {
+    files.iter().map(|(name, text)| ((*name).to_owned(), (*text).to_owned())).collect()
+}
+
+/// Says what is new in /conf, and whether it ever sees files of two states together.
+const WATCH: &str = r#"
+while :; do
+    sleep 0.02
+    one= two=
+    cd -P /conf/..data && { read -r one <a; read -r two <b; }
+    [ -n "$one" ] && [ -n "$two" ] || continue
+    [ "$one" = "$two" ] || echo "mixed $one $two"
+    [ "$one" = "$last" ] || echo "now $one"
+    last=$one
+done 2>/dev/null
+"#;
+
+/// How long it takes until the container says so.
+fn seen(log: &Path, words: &str) -> Duration {
+    let begin = Instant::now();
+    eventually(words, || fs::read_to_string(log).is_ok_and(|text| text.contains(words)).then(|| begin.elapsed()))
+}
+
+#[test]
+fn changes_reach_containers_at_once_and_whole_with_or_without_a_daemon() {
+    let mut node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let machine = engine() != "host";
+    let conf = Volume::new(&node, "kubernetes.io~configmap", "conf");
+    conf.write("..1", &files(&[("a", "one"), ("b", "one"), ("gone", "soon")]));
+    let part = node.folder().join("kubelet/pods/0d3c/volume-subpaths/conf/c/0");
+    fs::create_dir_all(part.parent().expect("it has one")).expect("the node's folder is writable");
+    fs::write(&part, "a part").expect("the node's folder is writable");
+    let (id, second, log) = {
+        let pod = node.crictl.run_pod(Pod::new("pushed", node.folder()));
+        let single = json!({"host_path": part, "container_path": "/etc/part", "readonly": true});
+        let mounts = json!([conf.at("/conf"), conf.at("/again"), single]);
+        let one = pod.start(Container::sh("one", &image, WATCH).set("mounts", mounts));
+        one.says("now one");
+        assert_eq!(one.exec("cat /conf/a /again/b /conf/gone /etc/part").ok(), "oneonesoona part");
+        assert_eq!(one.exec("stat -L -c '%a %u %g' /conf /conf/a").ok(), "777 0 0\n440 0 2000");
+        assert_eq!(one.exec("readlink /conf/a; readlink /conf/..data").ok(), "..data/a\n..1");
+        for write in ["echo x >/conf/a", "touch /conf/new", "rm /conf/..data", "echo x >/etc/part"] {
+            let refused = one.exec(write).err();
+            assert!(refused.contains("Read-only file system"), "{write}: {refused}");
+        }
+        let kinds = one.exec("grep -E ' (/conf|/again|/etc/part) ' /proc/mounts | cut -d' ' -f1,3").ok();
+        if machine {
+            assert_eq!(kinds, ["pushed tmpfs"; 3].join("\n"));
+            let share = node.processes("nacelle-fs ").first().copied().expect("it is there");
+            let mounts = fs::read_to_string(format!("/proc/{share}/mountinfo")).expect("it runs");
+            assert!(!mounts.contains("kubelet"), "nothing is shared: {mounts}");
+        }
+        let two = pod.start(Container::sh("two", &image, "sleep 600").set("mounts", json!([conf.at("/mine")])));
+        let inode = two.exec("stat -L -c %i /mine/a").ok();
+        assert_eq!(one.exec("stat -L -c %i /conf/a /again/a").ok(), format!("{inode}\n{inode}"), "there is one copy");
+        (one.id.clone(), two.id.clone(), one.log.clone())
+    };
+    let exec = |node: &Node, id: &str, script: &str| {
+        node.crictl.try_call(["exec", "--sync", id, "/bin/sh", "-c", script]).ok()
+    };
+    let mut times = Vec::new();
+    for n in 2..7 {
+        let text = format!("state-{n}");
+        conf.write(&format!("..{n}"), &files(&[("a", &text), ("b", &text), ("new", "came")]));
+        times.push(seen(&log, &format!("now {text}\n")));
+    }
+    times.sort();
+    println!("changes were seen after {times:?}");
+    assert!(times[2] < Duration::from_secs(1), "{times:?}");
+    assert_eq!(exec(&node, &id, "ls -A /conf"), "..6\n..data\na\nb\nnew");
+    assert_eq!(exec(&node, &second, "cat /mine/b /mine/new"), "state-6came");
+    assert_eq!(exec(&node, &id, "cat /etc/part"), "a part");
+    // Nobody but the pod's own processes has a part in it.
+    node.kill();
+    conf.write("..7", &files(&[("a", "alone"), ("b", "alone")]));
+    seen(&log, "now alone\n");
+    node.start();
+    conf.write("..8", &files(&[("a", "after"), ("b", "after")]));
+    seen(&log, "now after\n");
+    let said = fs::read_to_string(&log).expect("it is there");
+    assert!(!said.contains("mixed"), "{said}");
+    for id in [&id, &second] {
+        node.crictl.call(["rm", "-f", id]);
+    }
+    let pod = node.crictl.call(["pods", "-q"]);
+    node.crictl.call(["stopp", pod.trim()]);
+    node.crictl.call(["rmp", pod.trim()]);
+    assert_eq!(node.left(), Vec::<String>::new());
+}
+
+#[test]
+fn ten_thousand_files_are_a_volume_and_odd_ones_are_refused() {
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let many = Volume::new(&node, "kubernetes.io~secret", "many");
+    let mut all: Vec<_> = (0..10_000).map(|n| (format!("key-{n}"), format!("secret {n}\n"))).collect();
+    many.write("..1", &all);
+    let pod = node.crictl.run_pod(Pod::new("many", node.folder()));
+    let begin = Instant::now();
+    let container = pod.start(Container::sh("c", &image, "sleep 600").set("mounts", json!([many.at("/many")])));
+    println!("a container with 10,000 files was there after {:?}", begin.elapsed());
+    assert_eq!(container.exec("ls /many | wc -l; cat /many/key-0 /many/key-9999").ok(), "10000\nsecret 0\nsecret 9999");
+    let room = |what: &str| container.exec(what).ok().split_whitespace().last().map(str::to_owned);
+    let used = "df -k /many | tail -n 1 | tr -s ' ' | cut -d' ' -f3";
+    let before = room(used);
+    all[9_999].1 = "changed\n".to_owned();
+    all.remove(0);
+    let begin = Instant::now();
+    many.write("..2", &all);
+    let written = begin.elapsed();
+    eventually("the change", || (container.exec("cat /many/key-9999").ok() == "changed").then_some(()));
+    println!("one of them was changed after {:?}, of which writing took {written:?}", begin.elapsed());
+    eventually("a key goes", || (container.exec("ls /many | wc -l").ok() == "9999").then_some(()));
+    if engine() != "host" {
+        let number = |text: Option<String>| text.and_then(|text| text.parse::<u64>().ok()).expect("a number");
+        let (before, after) = (number(before), number(room(used)));
+        assert!(after <= before + 64, "files that are the same take no room twice: {before} and {after} KiB");
+        for (name, code, words) in
+            [("fifo", "FailedPrecondition", "neither file"), ("huge", "ResourceExhausted", "bytes")]
+        {
+            let odd = Volume::new(&node, "kubernetes.io~projected", name);
+            odd.write("..1", &files(&[("a", "one")]));
+            let file = odd.0.join("..1/odd");
+            match name {
+                "fifo" => drop(node.run("mkfifo", &[&file.display().to_string()]).ok()),
+                _ => drop(node.run("truncate", &["--size=1T", &file.display().to_string()]).ok()),
+            }
+            // Said when it is created or, if that was answered before the guest had it, when it is started.
+            let config = Container::sh(name, &image, "true").set("mounts", json!([odd.at("/odd")]));
+            let created = pod.try_create(config);
+            let refused = match created.code {
+                0 => node.crictl.try_call(["start", created.stdout.trim()]).err(),
+                _ => created.err(),
+            };
+            assert!(refused.contains(code) && refused.contains(words), "{name}: {refused}");
+            assert!(refused.contains(&odd.0.display().to_string()), "{refused}");
+        }
+        assert_eq!(container.exec("cat /many/key-9999").ok(), "changed");
+    }
+    pod.remove();
+    assert_eq!(node.left(), Vec::<String>::new());
+}

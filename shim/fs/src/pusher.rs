@@ -1,0 +1,224 @@
+//! Owns: what the process with the volumes answers the pod process: volumes to be pushed, read part by part, and the news
+//! that one has changed. Between two parts the guest's requests for files get their turn.
+//! Threads: the one of the process. It waits for nobody: an answer is asked for before it is written.
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use crate::tree::{TreeError, Walk};
+use nacelle_base::Chain;
+use nacelle_base::push::{Ask, DATA, MAX_WORD, Told, Why};
+use nacelle_proto::agent::Tree;
+use nix::unistd::{chdir, fchdir};
+use prost::Message;
+use rustix::fs::inotify::{self, CreateFlags, ReadFlags, Reader, WatchFlags};
+use rustix::fs::{Mode, OFlags, ResolveFlags, openat2};
+use rustix::io::Errno;
+use std::collections::BTreeMap;
+use std::io::{self, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+/// More volumes than any pod has.
+const MAX_VOLUMES: usize = 4096;
+/// From the first sign of a change to its news: whoever changes a volume does several things at once.
+const SETTLE: Duration = Duration::from_millis(20);
+/// Room for news of the kernel: some dozens.
+const NEWS: usize = 4096;
+
+struct Volume {
+    root: OwnedFd,
+    live: bool,
+    /// The kernel's number of the watch.
+    watch: Option<i32>,
+    walk: Option<Walk>,
+    /// The folder that was read to its end.
+    read: Option<Vec<u8>>,
+    /// When its change is to be told.
+    due: Option<Instant>,
+    /// It was told.
+    told: bool,
+}
+
+/// The volumes that are pushed.
+pub(crate) struct Pusher {
+    stream: UnixStream,
+    places: OwnedFd,
+    watcher: OwnedFd,
+    volumes: BTreeMap<u32, Volume>,
+}
+
+impl Pusher {
+    /// Answers on this stream; volumes are mounted below the folder `places`.
+    pub fn new(stream: UnixStream, places: OwnedFd) -> io::Result<Pusher> {
+        let watcher = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)?;
+        Ok(Pusher { stream, places, watcher, volumes: BTreeMap::new() })
+    }
+
+    /// Where the pod process asks.
+    pub fn stream(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
+
+    /// Where the kernel tells of changes.
+    pub fn watcher(&self) -> BorrowedFd<'_> {
+        self.watcher.as_fd()
+    }
+
+    /// When [`Pusher::tell`] has something to tell.
+    pub fn due(&self) -> Option<Instant> {
+        self.volumes.values().filter_map(|volume| volume.due).min()
+    }
+
+    /// Tells of the changes that are due.
+    pub fn tell(&mut self) -> io::Result<()> {
+        let now = Instant::now();
+        for (id, volume) in &mut self.volumes {
+            if volume.due.is_some_and(|due| due <= now) {
+                volume.due = None;
+                volume.told = true;
+                say(&mut self.stream, &Told::Changed { id: *id })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Hears of changes.
+    pub fn hear(&mut self) -> io::Result<()> {
+        let mut room = [MaybeUninit::uninit(); NEWS];
+        let mut news = Reader::new(&self.watcher, &mut room);
+        loop {
+            let event = match news.next() {
+                Ok(event) => event,
+                Err(Errno::AGAIN) => return Ok(()),
+                Err(Errno::INTR) => continue,
+                Err(error) => return Err(error.into()),
+            };
+            let lost = event.events().contains(ReadFlags::QUEUE_OVERFLOW);
+            // Folders beside the link are written before it leads to them, and taken away later.
+            let other = event.file_name().is_none_or(|name| {
+                let name = name.to_bytes();
+                name.starts_with(b"..") && name != DATA.as_bytes()
+            });
+            if other && !lost {
+                continue;
+            }
+            for volume in self.volumes.values_mut() {
+                if (lost || volume.watch == Some(event.wd())) && volume.live && !volume.told {
+                    volume.due.get_or_insert_with(|| Instant::now() + SETTLE);
+                }
+            }
+        }
+    }
+
+    /// Answers one question.
+    pub fn answer(&mut self) -> io::Result<()> {
+        let mut length = [0; 4];
+        self.stream.read_exact(&mut length)?;
+        let length = u32::from_le_bytes(length) as usize;
+        if length > MAX_WORD {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        let mut word = vec![0; length];
+        self.stream.read_exact(&mut word)?;
+        let ask = Ask::decode(&word).ok_or(io::ErrorKind::InvalidData)?;
+        let told = self.told(ask);
+        say(&mut self.stream, &told)
+    }
+
+    fn told(&mut self, ask: Ask) -> Told {
+        match ask {
+            Ask::Open { id, live, place } => match self.open(id, live, &place) {
+                Ok(()) => Told::Done { id },
+                Err((why, text)) => Told::Failed { id, why, text },
+            },
+            Ask::Begin { id, afresh } => self.part(id, Some(afresh)),
+            Ask::Next { id } => self.part(id, None),
+            Ask::Close { id } => {
+                self.close(id);
+                Told::Done { id }
+            }
+        }
+    }
+
+    fn open(&mut self, id: u32, live: bool, place: &str) -> Result<(), (Why, String)> {
+        if self.volumes.len() >= MAX_VOLUMES {
+            return Err((Why::TooMuch, format!("the pod has {MAX_VOLUMES} volumes")));
+        }
+        self.close(id);
+        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+        let failed = |what: &str, error: io::Error| {
+            let why = if error.kind() == io::ErrorKind::NotFound { Why::Missing } else { Why::Failed };
+            (why, format!("cannot {what} it: {error}"))
+        };
+        let root = openat2(&self.places, place, flags, Mode::empty(), resolve);
+        let root = root.map_err(|error| failed("open", error.into()))?;
+        let watch = if live { Some(self.watch(&root).map_err(|error| failed("watch", error))?) } else { None };
+        let volume = Volume { root, live, watch, walk: None, read: None, due: None, told: false };
+        self.volumes.insert(id, volume);
+        Ok(())
+    }
+
+    /// Watches a folder, which has no name here: as the working directory, for as long as that takes.
+    fn watch(&self, root: &OwnedFd) -> io::Result<i32> {
+        let what = WatchFlags::CREATE
+            | WatchFlags::DELETE
+            | WatchFlags::MOVED_TO
+            | WatchFlags::MOVED_FROM
+            | WatchFlags::ONLYDIR
+            | WatchFlags::EXCL_UNLINK;
+        fchdir(root)?;
+        let watch = inotify::add_watch(&self.watcher, ".", what);
+        chdir("/")?;
+        Ok(watch?)
+    }
+
+    fn close(&mut self, id: u32) {
+        let Some(volume) = self.volumes.remove(&id) else { return };
+        let Some(watch) = volume.watch else { return };
+        // The same folder has the same watch.
+        if self.volumes.values().all(|other| other.watch != Some(watch))
+            && let Err(error) = inotify::remove_watch(&self.watcher, watch)
+        {
+            tracing::debug!("a watch that was not there: {error}");
+        }
+    }
+
+    /// A part of a volume: the first, if it begins.
+    fn part(&mut self, id: u32, begin: Option<bool>) -> Told {
+        let missing = || Told::Failed { id, why: Why::Missing, text: "it is not open".into() };
+        let Some(volume) = self.volumes.get_mut(&id) else { return missing() };
+        match read(volume, begin) {
+            Ok(Some((tree, last))) => Told::Part { id, last, tree },
+            Ok(None) => missing(),
+            Err(error) => {
+                volume.walk = None;
+                Told::Failed { id, why: error.why(), text: Chain(&error).to_string() }
+            }
+        }
+    }
+}
+
+fn read(volume: &mut Volume, begin: Option<bool>) -> Result<Option<(Vec<u8>, bool)>, TreeError> {
+    if let Some(afresh) = begin {
+        // What happens from here on is news.
+        (volume.due, volume.told) = (None, false);
+        let known = volume.read.take().filter(|_| !afresh);
+        volume.walk = Some(Walk::begin(volume.root.as_fd(), volume.live, known.as_deref())?);
+    }
+    let Some(walk) = &mut volume.walk else { return Ok(None) };
+    let (entries, last) = walk.part()?;
+    if last {
+        volume.read = walk.data().map(<[u8]>::to_vec);
+        volume.walk = None;
+    }
+    Ok(Some((Tree { entries }.encode_to_vec(), last)))
+}
+
+fn say(stream: &mut UnixStream, told: &Told) -> io::Result<()> {
+    let word = told.encode();
+    let length = u32::try_from(word.len()).ok().filter(|length| *length as usize <= MAX_WORD);
+    let length = length.ok_or(io::ErrorKind::InvalidData)?;
+    stream.write_all(&[length.to_le_bytes().as_slice(), &word].concat())
+}

@@ -1,0 +1,219 @@
+//! Owns: volumes of the node that the guest gets copies of (configMap, secret, projected, downwardAPI): one task for each
+//! that is written as kubelet writes, which pushes it for every container that mounts it, and again whenever it has changed,
+//! until the pod ends; and copies that are one container's. The daemon has no part in it once a container is made.
+//! docs/volumes.md is the map.
+//! Threads: tasks of the runtime; [`Pushed`] is cheap to clone.
+
+mod room;
+
+use crate::agent::Agent;
+use crate::error::{Failure, PodError, guest_text};
+use nacelle_base::Chain;
+use nacelle_base::push::{Ask, Told, Why};
+use nacelle_proto::{agent as proto, pod};
+use prost::Message;
+use room::{Room, Volume};
+use std::collections::BTreeMap;
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+use tokio::sync::{mpsc, oneshot};
+
+/// Parts that wait for the guest.
+const AHEAD: usize = 2;
+/// How often a volume is read anew that changes while it is read, and the pause before.
+const AGAIN: (u32, Duration) = (50, Duration::from_millis(20));
+/// After a push that failed; the second is the longest.
+const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
+/// The longest text of the other process that is passed on.
+const MAX_TEXT: usize = 1024;
+
+/// A container that wants a volume: where it lies, and who waits for it.
+type Wish = (pod::PushedVolume, oneshot::Sender<Result<(), Failure>>);
+
+/// The volumes of the pod that are pushed.
+#[derive(Clone, Default)]
+pub struct Pushed {
+    room: Option<Room>,
+    live: Arc<Mutex<BTreeMap<String, mpsc::UnboundedSender<Wish>>>>,
+}
+
+impl Pushed {
+    /// Asking through this stream, if there is one; each answer may take `limit`.
+    pub fn new(stream: Option<UnixStream>, limit: Duration) -> Pushed {
+        let room = stream.map(|stream| Room::new(stream, limit)).transpose();
+        let room = room.unwrap_or_else(|error| {
+            tracing::error!("no volume will be pushed: {}", Chain(&error));
+            None
+        });
+        Pushed { room, live: Arc::default() }
+    }
+
+    /// Has the guest know this volume as it is now.
+    pub async fn bring(&self, agent: &Agent, volume: &pod::PushedVolume) -> Result<(), Failure> {
+        let gone = || Failure::from(PodError::NoReader { path: volume.path.clone() });
+        let room = self.room.clone().ok_or_else(gone)?;
+        let mut push = Push { agent: agent.clone(), room, name: volume.name.clone() };
+        if !volume.live {
+            let (opened, done) = push.first(volume).await;
+            push.room.close(&opened).await;
+            return done.map_err(Failure::from);
+        }
+        let (tell, told) = oneshot::channel();
+        {
+            let mut live = self.live.lock().unwrap_or_else(PoisonError::into_inner);
+            let wishes = live.entry(volume.name.clone()).or_insert_with(|| {
+                let (wishes, wished) = mpsc::unbounded_channel();
+                tokio::spawn(push.follow(wished));
+                wishes
+            });
+            wishes.send((volume.clone(), tell)).map_err(|_task_is_gone| gone())?;
+        }
+        told.await.unwrap_or_else(|_task_is_gone| Err(gone()))
+    }
+
+    /// Takes what is a container's own out of the guest, when that is gone.
+    pub fn drop_copies(&self, agent: Agent, volumes: &[pod::PushedVolume]) {
+        let names: Vec<String> =
+            volumes.iter().filter(|volume| !volume.live).map(|volume| volume.name.clone()).collect();
+        if names.is_empty() {
+            return;
+        }
+        tokio::spawn(async move {
+            for name in names {
+                if let Err(error) = agent.drop_volume(&name).await {
+                    tracing::warn!("a copy stays in the guest: {}", Chain(&error));
+                }
+            }
+        });
+    }
+}
+
+/// The pushing of one volume.
+struct Push {
+    agent: Agent,
+    room: Room,
+    name: String,
+}
+
+impl Push {
+    /// Opens the volume and pushes it. It is to be closed.
+    async fn first(&mut self, volume: &pod::PushedVolume) -> (Volume, Result<(), PodError>) {
+        let opened = self.room.number();
+        let ask = Ask::Open { id: opened.id, live: volume.live, place: volume.place.clone() };
+        let done = match self.room.ask(ask).await {
+            Some(Told::Done { .. }) => self.push(&opened, &volume.path, true).await,
+            other => Err(unread(&volume.path, other)),
+        };
+        (opened, done)
+    }
+
+    /// Pushes the volume whenever a container wants it, and whenever it has changed.
+    async fn follow(mut self, mut wished: mpsc::UnboundedReceiver<Wish>) {
+        let mut current: Option<(Volume, String)> = None;
+        let mut pause: Option<Duration> = None;
+        loop {
+            let changed = current.as_ref().map(|(volume, _)| Arc::clone(&volume.changed));
+            let news = async {
+                match (changed, pause) {
+                    (None, _) => std::future::pending().await,
+                    (Some(changed), None) => changed.notified().await,
+                    // News or not, it is tried again.
+                    (Some(changed), Some(pause)) => drop(tokio::time::timeout(pause, changed.notified()).await),
+                }
+            };
+            tokio::select! {
+                wish = wished.recv() => {
+                    let Some((volume, tell)) = wish else { return };
+                    let (opened, done) = self.first(&volume).await;
+                    let old = if done.is_ok() {
+                        pause = None;
+                        current.replace((opened, volume.path)).map(|(old, _)| old)
+                    } else {
+                        Some(opened)
+                    };
+                    if let Some(old) = old {
+                        self.room.close(&old).await;
+                    }
+                    // Who has given up is not there any more.
+                    let _ = tell.send(done.map_err(Failure::from));
+                }
+                () = news => {
+                    let Some((volume, path)) = &current else { continue };
+                    match self.push(volume, path, pause.is_some()).await {
+                        Ok(()) => {
+                            tracing::debug!(path, "a change was pushed");
+                            pause = None;
+                        }
+                        // What ends the machine ends this.
+                        Err(PodError::Died { .. } | PodError::Ending | PodError::NoReader { .. }) => return,
+                        Err(error) => {
+                            tracing::warn!("a change of a volume does not reach the guest: {}", Chain(&error));
+                            pause = Some(pause.map_or(RETRY.0, |pause| (pause * 2).min(RETRY.1)));
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Pushes what the volume is now. While it changes it is read anew.
+    async fn push(&mut self, volume: &Volume, path: &str, mut afresh: bool) -> Result<(), PodError> {
+        let mut tries = 0;
+        loop {
+            match self.push_once(volume.id, path, afresh).await {
+                Err(PodError::Unread { why: Why::Changed, .. }) if tries < AGAIN.0 => {
+                    tries += 1;
+                    afresh = true;
+                    tokio::time::sleep(AGAIN.1).await;
+                }
+                other => return other,
+            }
+        }
+    }
+
+    async fn push_once(&mut self, id: u32, path: &str, afresh: bool) -> Result<(), PodError> {
+        let (send, parts) = mpsc::channel(AHEAD);
+        let (pushed, read) = tokio::join!(self.agent.push_volume(parts), self.read(id, path, afresh, send));
+        match (pushed, read) {
+            // It broke off because the reading did.
+            (_, Err(error)) => Err(error),
+            (Err(error @ (PodError::Died { .. } | PodError::Ending)), _) => Err(error),
+            (Err(source), Ok(())) => Err(PodError::Untaken { path: path.to_owned(), source: Box::new(source) }),
+            (Ok(()), Ok(())) => Ok(()),
+        }
+    }
+
+    /// Reads the volume, part by part, as long as the guest takes them.
+    async fn read(
+        &self,
+        id: u32,
+        path: &str,
+        afresh: bool,
+        send: mpsc::Sender<proto::PushVolumeRequest>,
+    ) -> Result<(), PodError> {
+        let (mut ask, mut name) = (Ask::Begin { id, afresh }, self.name.clone());
+        loop {
+            let (last, tree) = match self.room.ask(ask).await {
+                Some(Told::Part { last, tree, .. }) => (last, tree),
+                other => return Err(unread(path, other)),
+            };
+            let tree = proto::Tree::decode(tree.as_slice());
+            let tree = tree.map_err(|_not_protobuf| PodError::NoReader { path: path.to_owned() })?;
+            let part = proto::PushVolumeRequest { name: std::mem::take(&mut name), tree: Some(tree), whole: last };
+            if send.send(part).await.is_err() || last {
+                return Ok(());
+            }
+            ask = Ask::Next { id };
+        }
+    }
+}
+
+/// Why there is no answer, or another one.
+fn unread(path: &str, told: Option<Told>) -> PodError {
+    let path = path.to_owned();
+    match told {
+        Some(Told::Failed { why, text, .. }) => PodError::Unread { path, why, text: guest_text(&text, MAX_TEXT) },
+        _ => PodError::NoReader { path },
+    }
+}

@@ -1,0 +1,135 @@
+//! Owns: the pod process's end of its conversation with the process that has the files (`nacelle-fs`): questions and their
+//! answers, in order, and the news that a volume has changed. That process answers a guest's requests too, so it is not
+//! believed: words are bounded, and waits end.
+//! Threads: two tasks, one that reads and one that writes; a [`Room`] is cheap to clone.
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use crate::agent::tokio_stream_of;
+use crate::error::PodError;
+use nacelle_base::Chain;
+use nacelle_base::push::{Ask, MAX_WORD, Told};
+use std::collections::{BTreeMap, VecDeque};
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::sync::{Notify, mpsc, oneshot};
+
+#[derive(Default)]
+struct State {
+    /// Who waits for an answer, the first for the next one.
+    waiting: VecDeque<oneshot::Sender<Told>>,
+    /// Who wants to know of changes.
+    watching: BTreeMap<u32, Arc<Notify>>,
+    over: bool,
+}
+
+type Question = (Ask, oneshot::Sender<Told>);
+
+/// The conversation.
+#[derive(Clone)]
+pub struct Room {
+    state: Arc<Mutex<State>>,
+    questions: mpsc::UnboundedSender<Question>,
+    next: Arc<AtomicU32>,
+    limit: Duration,
+}
+
+/// A volume that is open for reading; to be closed.
+pub struct Volume {
+    /// Its number.
+    pub id: u32,
+    /// Says that it has changed.
+    pub changed: Arc<Notify>,
+}
+
+fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
+    state.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Room {
+    /// Through this stream; each answer may take `limit`.
+    pub fn new(stream: UnixStream, limit: Duration) -> Result<Room, PodError> {
+        let (read, write) = tokio_stream_of(stream)?.into_split();
+        let state = Arc::<Mutex<State>>::default();
+        let (questions, asked) = mpsc::unbounded_channel();
+        tokio::spawn(write_all(write, asked, Arc::clone(&state)));
+        tokio::spawn(listen(read, Arc::clone(&state)));
+        Ok(Room { state, questions, next: Arc::default(), limit })
+    }
+
+    /// Asks; none: nobody answers any more, or not in time.
+    pub async fn ask(&self, ask: Ask) -> Option<Told> {
+        let (tell, told) = oneshot::channel();
+        self.questions.send((ask, tell)).ok()?;
+        tokio::time::timeout(self.limit, told).await.ok()?.ok()
+    }
+
+    /// A number for a volume, and the news of its changes from now on.
+    pub fn number(&self) -> Volume {
+        let id = self.next.fetch_add(1, Ordering::Relaxed);
+        let changed = Arc::<Notify>::default();
+        lock(&self.state).watching.insert(id, Arc::clone(&changed));
+        Volume { id, changed }
+    }
+
+    /// Closes a volume.
+    pub async fn close(&self, volume: &Volume) {
+        lock(&self.state).watching.remove(&volume.id);
+        // If nobody answers there is nothing left to close.
+        let _ = self.ask(Ask::Close { id: volume.id }).await;
+    }
+}
+
+async fn write_all(mut stream: OwnedWriteHalf, mut asked: mpsc::UnboundedReceiver<Question>, state: Arc<Mutex<State>>) {
+    while let Some((ask, tell)) = asked.recv().await {
+        {
+            let mut state = lock(&state);
+            if state.over {
+                continue;
+            }
+            state.waiting.push_back(tell);
+        }
+        let word = ask.encode();
+        let length = u32::try_from(word.len()).unwrap_or(u32::MAX);
+        if let Err(error) = stream.write_all(&[length.to_le_bytes().as_slice(), &word].concat()).await {
+            tracing::warn!("the process for volumes hears nothing: {error}");
+            return;
+        }
+    }
+}
+
+async fn listen(mut stream: OwnedReadHalf, state: Arc<Mutex<State>>) {
+    let why = loop {
+        let told = match hear(&mut stream).await {
+            Ok(told) => told,
+            Err(error) => break error,
+        };
+        let mut state = lock(&state);
+        if let Told::Changed { id } = told {
+            if let Some(watching) = state.watching.get(&id) {
+                watching.notify_one();
+            }
+        } else if let Some(waiting) = state.waiting.pop_front() {
+            // Who has waited long enough is not there any more.
+            let _ = waiting.send(told);
+        }
+    };
+    tracing::warn!("volumes are not pushed any more: {}", Chain(&why));
+    let mut state = lock(&state);
+    state.over = true;
+    state.waiting.clear();
+}
+
+async fn hear(stream: &mut OwnedReadHalf) -> io::Result<Told> {
+    let length = usize::try_from(stream.read_u32_le().await?).unwrap_or(usize::MAX);
+    if length > MAX_WORD {
+        return Err(io::ErrorKind::InvalidData.into());
+    }
+    let mut word = vec![0; length];
+    stream.read_exact(&mut word).await?;
+    Told::decode(&word).ok_or_else(|| io::ErrorKind::InvalidData.into())
+}
