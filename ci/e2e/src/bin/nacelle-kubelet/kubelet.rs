@@ -41,6 +41,13 @@ impl Kubelet {
         ] {
             node.run("ip", arguments).ok();
         }
+        if let Some(group) = cgroup(&folder) {
+            fs::create_dir(&group).expect("control groups can be made");
+            // One after the other: those that the node keeps for itself are not needed.
+            for controller in ["cpu", "cpuset", "memory", "pids", "io", "hugetlb"] {
+                let _ = fs::write("/sys/fs/cgroup/cgroup.subtree_control", format!("+{controller}"));
+            }
+        }
         let mut kubelet = Self { netns: node.netns.clone(), folder, process: None, kubeconfig: None };
         kubelet.again();
         kubelet
@@ -139,7 +146,30 @@ impl Drop for Kubelet {
     fn drop(&mut self) {
         self.kill();
         run(self.netns.command("ip").args(["link", "delete", INTERFACE]));
+        if let Some(group) = cgroup(&self.folder) {
+            remove_groups(&group);
+        }
     }
+}
+
+/// Whether this kubelet makes control groups for pods.
+pub fn makes_groups() -> bool {
+    Path::new("/sys/fs/cgroup/cgroup.controllers").exists()
+}
+
+/// The control group in which kubelet makes those of its pods; none: the node has cgroup v1.
+fn cgroup(folder: &Path) -> Option<PathBuf> {
+    let root = Path::new("/sys/fs/cgroup");
+    let name = nacelle_e2e::census::cgroup_parent(folder.parent()?);
+    makes_groups().then(|| root.join(name.trim_start_matches('/')))
+}
+
+/// Removes what kubelet leaves of its groups: they are empty, or in use, which the node's end finds.
+fn remove_groups(group: &Path) {
+    for entry in fs::read_dir(group).into_iter().flatten().flatten().filter(|entry| entry.path().is_dir()) {
+        remove_groups(&entry.path());
+    }
+    let _ = fs::remove_dir(group);
 }
 
 /// As on a node of one's own, but for what makes tests quick, and what must not fire in them.
@@ -167,8 +197,8 @@ fn configuration(folder: &Path, socket: &Path) -> Value {
         "crashLoopBackOff": {"maxContainerRestartPeriod": "4s"},
         "featureGates": {"EventedPLEG": true, "PodAndContainerStatsFromCRI": true, "KubeletCrashLoopBackOffMax": true},
     });
-    if Path::new("/sys/fs/cgroup/cgroup.controllers").exists() {
-        config["cgroupRoot"] = json!(nacelle_e2e::census::cgroup_parent(folder.parent().unwrap_or(folder)));
+    if let Some(group) = cgroup(folder) {
+        config["cgroupRoot"] = json!(format!("/{}", group.file_name().unwrap_or_default().to_string_lossy()));
     } else {
         // cgroup v1: kubelet leaves the node's trees alone.
         config["failCgroupV1"] = json!(false);

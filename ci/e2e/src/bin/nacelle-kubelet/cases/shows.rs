@@ -115,9 +115,11 @@ pub fn statistics_and_metrics(world: &World) -> Outcome {
 }
 
 pub fn evented_pleg(world: &World) -> Outcome {
-    let pod = StaticPod::new(world, "events", &waiting("events", "  restartPolicy: Never\n", ""));
+    let manifest = waiting("events", "  restartPolicy: Never\n", "")
+        .replace("trap 'exit 0' TERM; sleep 1000000 & wait", "until [ -e /go ]; do sleep 0.2; done");
+    let pod = StaticPod::new(world, "events", &manifest);
     pod.ready();
-    pod.try_run("main", &["kill", "1"]);
+    pod.run("main", &["touch", "/go"]);
     pod.phase("Succeeded");
     pod.remove();
     let metrics = world.kubelet.ask("GET", "/metrics").ok();
