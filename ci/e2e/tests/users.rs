@@ -50,6 +50,19 @@ fn volumes_of_the_node(pod: &RunningPod, image: &str) {
     for (name, of) in [("written", (0, 0)), ("given", (5, 6)), ("deep/er", (0, 0))] {
         assert_eq!(owner(name), of, "{name}");
     }
+    // What kubelet writes for the pod: a copy, in a machine.
+    let conf = folder.path().join("pods/u/volumes/kubernetes.io~configmap/conf");
+    fs::create_dir_all(conf.join("..1")).expect("it is ours");
+    fs::write(conf.join("..1/key"), "value").expect("it is ours");
+    fs::set_permissions(conf.join("..1/key"), fs::Permissions::from_mode(0o400)).expect("it is ours");
+    std::os::unix::fs::symlink("..1", conf.join("..data")).expect("it is ours");
+    std::os::unix::fs::symlink("..data/key", conf.join("key")).expect("it is ours");
+    let mut mount = json!({"container_path": "/conf", "host_path": conf, "readonly": true});
+    (mount["uidMappings"], mount["gidMappings"]) = (mapping(OUTSIDE), mapping(OUTSIDE));
+    let reader = Container::sh("r", image, "sleep 600").set("linux", linux(OUTSIDE, false));
+    let reader = pod.start(reader.set("mounts", json!([mount])));
+    assert_eq!(reader.exec("cat /conf/key; stat -L -c ' %u %g %a' /conf/key").ok(), "value 0 0 400");
+    assert_ne!(reader.exec("touch /conf/new || chmod 600 /conf/key").code, 0, "it is read-only");
     let mut other = of_node("/mapped");
     (other["uidMappings"], other["gidMappings"]) = (mapping(0), mapping(0));
     let other = Container::sh("w", image, "true").set("linux", linux(OUTSIDE, false)).set("mounts", json!([other]));

@@ -2,7 +2,7 @@
 //! answers, in order, and the news that a volume has changed. That process answers a guest's requests too, so it is not
 //! believed: words are bounded, and waits end.
 //! Threads: two tasks, one that reads and one that writes; a [`Room`] is cheap to clone.
-#![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing))]
 
 use crate::agent::tokio_stream_of;
 use crate::error::PodError;
@@ -132,4 +132,84 @@ async fn hear(stream: &mut OwnedReadHalf) -> io::Result<Told> {
     let mut word = vec![0; length];
     stream.read_exact(&mut word).await?;
     Told::decode(&word).ok_or_else(|| io::ErrorKind::InvalidData.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Read, Write};
+
+    /// The other end: reads questions, and says what it is told to say.
+    struct Other(UnixStream);
+
+    impl Other {
+        fn asked(&mut self) -> Ask {
+            let mut length = [0; 4];
+            self.0.read_exact(&mut length).unwrap();
+            let mut word = vec![0; u32::from_le_bytes(length) as usize];
+            self.0.read_exact(&mut word).unwrap();
+            Ask::decode(&word).unwrap()
+        }
+
+        fn says(&mut self, told: &Told) {
+            let word = told.encode();
+            let length = u32::try_from(word.len()).unwrap().to_le_bytes();
+            self.0.write_all(&[length.as_slice(), &word].concat()).unwrap();
+        }
+    }
+
+    fn room(limit: Duration) -> (Room, Other) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        (Room::new(ours, limit).unwrap(), Other(theirs))
+    }
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    #[tokio::test]
+    async fn answers_come_to_those_who_asked_and_news_to_those_who_watch() {
+        let (room, mut other) = room(LONG);
+        let (one, two) = (room.number(), room.number());
+        let answering = std::thread::spawn(move || {
+            let asked = [other.asked(), other.asked()];
+            other.says(&Told::Changed { id: 1 });
+            other.says(&Told::Changed { id: 9 });
+            for ask in asked {
+                let Ask::Next { id } = ask else { panic!("{ask:?}") };
+                other.says(&Told::Part { id, last: true, tree: vec![] });
+            }
+            other
+        });
+        let asked = tokio::join!(room.ask(Ask::Next { id: one.id }), room.ask(Ask::Next { id: two.id }));
+        let part = |id| Some(Told::Part { id, last: true, tree: vec![] });
+        assert_eq!(asked, (part(one.id), part(two.id)));
+        tokio::time::timeout(LONG, two.changed.notified()).await.unwrap();
+        assert!(tokio::time::timeout(Duration::from_millis(1), one.changed.notified()).await.is_err());
+        drop(answering.join().unwrap());
+        assert_eq!(room.ask(Ask::Close { id: 0 }).await, None, "nobody answers any more");
+    }
+
+    #[tokio::test]
+    async fn nobody_waits_for_ever() {
+        let (room, mut other) = room(Duration::from_millis(50));
+        assert_eq!(room.ask(Ask::Next { id: 0 }).await, None);
+        // The late answer is not taken for that of the next question.
+        let late = std::thread::spawn(move || {
+            for id in 0..2 {
+                other.asked();
+                other.says(&Told::Done { id });
+            }
+            other
+        });
+        let (room, _other) = (Room { limit: LONG, ..room }, late);
+        assert_eq!(room.ask(Ask::Next { id: 1 }).await, Some(Told::Done { id: 1 }));
+    }
+
+    #[tokio::test]
+    async fn what_is_no_word_ends_it() {
+        for bytes in [&[255; 4][..], &[0; 4], &[1, 0, 0, 0, 77], &[6, 0, 0, 0, 3, 0, 0, 0, 0, 99]] {
+            let (room, mut other) = room(LONG);
+            other.0.write_all(bytes).unwrap();
+            assert_eq!(room.ask(Ask::Next { id: 0 }).await, None, "{bytes:?}");
+        }
+    }
 }
