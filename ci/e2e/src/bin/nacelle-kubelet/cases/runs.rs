@@ -46,7 +46,7 @@ pub fn web_server_with_probes(world: &World) -> Outcome {
 pub fn init_container_and_sidecar(world: &World) -> Outcome {
     let pod = StaticPod::example(world, "init-and-sidecar");
     let status = pod.ready();
-    assert_eq!(pod.log("main"), "prepared\nclock\nmain");
+    wait("all have said their word", || (pod.log("main") == "prepared\nclock\nmain").then_some(()));
     let prepare = &container(&status, "prepare")["state"]["terminated"];
     assert_eq!((&prepare["exitCode"], &prepare["reason"]), (&0.into(), &"Completed".into()));
     assert_eq!(container(&status, "clock")["ready"], true);
@@ -127,6 +127,8 @@ pub fn restricted(world: &World) -> Outcome {
 pub fn user_namespace(world: &World) -> Outcome {
     let pod = StaticPod::example(world, "user-namespace");
     pod.ready();
+    // Ready says that it was started, no more.
+    wait("it has made its file", || (pod.try_run("main", &["stat", "/data/mine"]).code == 0).then_some(()));
     let map = pod.log("main");
     let numbers: Vec<u64> = map.split_whitespace().filter_map(|word| word.parse().ok()).collect();
     assert!(matches!(numbers[..], [0, outside, 65536] if outside >= 65536), "{map}");

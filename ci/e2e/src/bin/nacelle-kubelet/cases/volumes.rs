@@ -10,7 +10,9 @@ pub fn scratch(world: &World) -> Outcome {
     let pod = StaticPod::example(world, "scratch");
     pod.ready();
     let reader = |script: &str| pod.shell("reader", script, b"");
-    assert_eq!(reader("cat /disk/word /memory/word").stdout, "on disk\nin memory\n");
+    // Ready says that both were started, no more.
+    let words = || reader("cat /disk/word /memory/word").stdout;
+    crate::pods::wait("the writer's words", || (words() == "on disk\nin memory\n").then_some(()));
     assert_ne!(reader("touch /disk/file").code(), Some(0), "a read-only volume");
     // What one writes the other sees, also below a part of it.
     assert_eq!(reader("echo mine >/seen/part").code(), Some(0));
