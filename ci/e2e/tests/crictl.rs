@@ -1,7 +1,7 @@
 //! Owns: what the README promises: crictl runs a pod, and the pod is a machine.
 
 use nacelle_e2e::{Container, Image, Node, Pod, eventually, run};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::fs;
 
 #[test]
@@ -115,4 +115,43 @@ fn the_other_commands_of_crictl_answer() {
     node.crictl.call(["exec", "--sync", &id, "touch", "/tmp/go"]);
     assert!(follower.wait().unwrap().success(), "{}", node.crictl.complaints());
     assert!(text().contains("two"), "it ends with the container, having said all: {}", text());
+}
+
+/// The flight recorder: what took how long, and what the guest printed, is told by inspectp and drawn by `nacelle pods`.
+#[test]
+fn how_a_pod_came_up_is_told_and_drawn() {
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(Pod::new("flight", node.folder()));
+    let container = pod.start(Container::sh("c", &image, "sleep 600"));
+    let guest = nacelle_e2e::node::engine() != "host";
+    let info = node.crictl.json(["inspectp", "-o", "json", &pod.id])["info"].take();
+    let steps = |info: &Value| -> Vec<String> {
+        let steps = info["timeline"].as_array().cloned().unwrap_or_default();
+        assert!(steps.iter().all(|step| step["failed"] != true && step["at"].as_i64() > Some(0)), "{steps:?}");
+        steps.iter().map(|step| step["what"].as_str().unwrap_or_default().to_owned()).collect()
+    };
+    let of_pod = steps(&info);
+    let both = ["network namespace", "pod process", "CNI", "machine", "guest ready"];
+    let wanted =
+        if guest { [&both[..], &["taps and scratch disk", "kernel", "agent"]].concat() } else { both.to_vec() };
+    assert!(wanted.iter().all(|step| of_pod.iter().any(|known| known == step)), "{of_pod:?}");
+    assert!(info["console"].is_string(), "{info}");
+    let info = node.crictl.json(["inspect", "-o", "json", &container.id])["info"].take();
+    assert_eq!(steps(&info), ["prepared", "made", "started"]);
+
+    let nacelle = |arguments: &[&str]| {
+        let mut command = node.netns.command(nacelle_e2e::part("NACELLE_BIN"));
+        command.arg("pods").args(arguments).arg("--config").arg(node.folder().join("config.toml"));
+        run::run(&mut command).ok()
+    };
+    let list = nacelle(&[]);
+    let line = list.lines().find(|line| line.starts_with(&pod.id[..13])).unwrap_or_else(|| panic!("{list}"));
+    assert!(line.contains("/flight") && line.contains("Ready") && line.contains("1/1"), "{list}");
+    assert!(line.contains("MiB"), "{list}");
+    let drawing = nacelle(&["--timeline", &pod.id[..13]]);
+    println!("{drawing}");
+    assert!(of_pod.iter().all(|step| drawing.contains(step.as_str())) && drawing.contains('█'), "{drawing}");
+    assert!(drawing.contains("started"), "{drawing}");
+    pod.remove();
 }

@@ -10,6 +10,7 @@ pub mod net;
 pub mod push;
 pub mod random;
 pub mod share;
+pub mod timeline;
 pub mod undo;
 
 pub use error::{Chain, Classify, Kind};

@@ -94,6 +94,18 @@ fn last(bytes: &[u8], count: usize) -> &[u8] {
     bytes.get(bytes.len().saturating_sub(count)..).unwrap_or_default()
 }
 
+/// The newest lines of a console's log, at most `limit` bytes, made printable.
+pub fn log_tail(path: &Path, limit: usize) -> io::Result<String> {
+    let mut log = File::open(path)?;
+    let length = log.metadata()?.len();
+    // One more than is shown tells that there is more.
+    let wanted = limit as u64 + 1;
+    log.seek(SeekFrom::Start(length.saturating_sub(wanted)))?;
+    let mut bytes = Vec::new();
+    log.take(wanted).read_to_end(&mut bytes)?;
+    Ok(printable_tail(&bytes, limit))
+}
+
 /// The last `limit` bytes as text without control characters, from the start of a line if it is not all.
 pub(crate) fn printable_tail(bytes: &[u8], limit: usize) -> String {
     let newest = last(bytes, limit);
@@ -121,6 +133,16 @@ mod tests {
         assert_eq!(printable_tail(b"one\ntwo\nthree", 9), "three");
         assert_eq!(printable_tail(b"one long line", 4), "line");
         assert_eq!(printable_tail(b"", 4), "");
+    }
+
+    #[test]
+    fn the_log_of_a_machine_is_read_from_its_end() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), "one\ntwo\nthree\n").unwrap();
+        assert_eq!(log_tail(file.path(), 100).unwrap(), "one\ntwo\nthree");
+        assert_eq!(log_tail(file.path(), 11).unwrap(), "two\nthree");
+        assert_eq!(log_tail(file.path(), 10).unwrap(), "three");
+        assert!(log_tail(Path::new("/nowhere"), 9).is_err());
     }
 
     #[test]

@@ -23,6 +23,7 @@ mod process;
 pub mod qemu;
 mod spec;
 
+pub use console::log_tail;
 pub use error::{EngineError, LinkError};
 pub use machine::{
     BOOT_PORT, Engine, ExitKind, GuestLink, Incoming, Machine, MachineExit, MachineStatus, Pausable, Restorer,

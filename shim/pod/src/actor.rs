@@ -273,7 +273,7 @@ impl Actor {
     }
 
     fn assembled(&mut self, assembled: Assembled) {
-        let Assembled { machine, mut gone, incoming, undo } = assembled;
+        let Assembled { machine, mut gone, incoming, undo, timeline } = assembled;
         let (own, end) = (self.own.clone(), gone.clone());
         tokio::spawn(async move {
             if let Ok(exit) = gone.wait_for(Option::is_some).await
@@ -291,7 +291,7 @@ impl Actor {
         }
         let (spec, network, own) = (Arc::clone(&self.spec), self.network.subscribe(), self.own.clone());
         let greeting = tokio::spawn(async move {
-            let greeted = boot::greet(&spec, incoming, link, end, network).await;
+            let greeted = boot::greet(&spec, incoming, link, end, network, &timeline).await;
             send(&own, News::Greeted(greeted));
         });
         self.boot = Some(greeting.abort_handle());

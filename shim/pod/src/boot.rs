@@ -4,7 +4,8 @@
 use crate::agent::{self, Agent, Gone, read_frame, tokio_stream_of, write_frame};
 use crate::error::{PodError, guest_text};
 use crate::machine::{IMAGE_DISK, SCRATCH_DISK, blocking, random};
-use crate::spec::{IdRange, PodSpec};
+use crate::spec::{EngineSpec, IdRange, PodSpec};
+use nacelle_base::timeline::{self, Step, Timeline};
 use nacelle_engine::{GuestLink, Incoming};
 use nacelle_proto::{agent as proto, pod};
 use std::sync::Arc;
@@ -54,8 +55,9 @@ pub async fn greet(
     link: Arc<dyn GuestLink>,
     gone: Gone,
     network: Network,
+    timeline: &Timeline,
 ) -> Result<Ready, PodError> {
-    let greeted = shake(spec, incoming, network).await;
+    let greeted = shake(spec, incoming, network, timeline).await;
     match greeted {
         Ok(answer) => Ok(Ready { agent: Agent::new(link, gone, spec.timeouts.call()), answer }),
         // A connection that breaks, or never comes, is mostly a machine that died.
@@ -89,6 +91,7 @@ async fn shake(
     spec: &PodSpec,
     incoming: Box<dyn Incoming>,
     mut network: Network,
+    timeline: &Timeline,
 ) -> Result<pod::ConfigureResponse, PodError> {
     let hello = async {
         let (stream, hello) = hello(incoming, spec.timeouts.boot()).await?;
@@ -102,6 +105,10 @@ async fn shake(
             guest_ms = millis(hello.sent_nanos),
             "the agent says hello"
         );
+        // Without a guest its clock is the node's.
+        if !matches!(spec.engine, EngineSpec::Host { .. }) {
+            timeline.add(guest_steps(&hello, timeline::now(), spec.timeouts.boot()));
+        }
         Ok((stream, hello))
     };
     let network = async {
@@ -110,15 +117,34 @@ async fn shake(
     };
     let ((mut stream, hello), network) = tokio::try_join!(hello, network)?;
 
+    let running = timeline.begin("configuration of the guest");
     write_frame(&mut stream, &config(spec, &network)?, spec.timeouts.configure()).await?;
     let report: proto::BootReport = read_frame(&mut stream, "report", spec.timeouts.configure()).await?;
     if !report.error.is_empty() {
         return Err(PodError::Guest { message: guest_text(&report.error, 1024) });
     }
+    running.done();
+    let step = |step: Step| pod::Step { what: step.what, at: step.at, micros: step.micros };
     Ok(pod::ConfigureResponse {
+        steps: timeline.steps().into_iter().map(step).collect(),
         kernel_release: guest_text(&hello.kernel_release, MAX_NAME),
         agent_version: guest_text(&hello.agent_version, MAX_NAME),
     })
+}
+
+/// What the guest says of the time before its hello, by its own clock, which began with its kernel: no more than the `limit`
+/// of a boot.
+fn guest_steps(hello: &proto::AgentHello, now: i64, limit: Duration) -> [Step; 2] {
+    let limit = u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
+    let sent = hello.sent_nanos.min(limit);
+    let started = hello.started_nanos.min(sent);
+    let step = |what: &str, from: u64, to: u64| Step {
+        what: what.to_owned(),
+        at: now.saturating_sub(i64::try_from(sent - from).unwrap_or(i64::MAX)),
+        micros: (to - from) / 1000,
+        failed: false,
+    };
+    [step("kernel", 0, started), step("agent", started, sent)]
 }
 
 fn config(spec: &PodSpec, network: &pod::ConfigureRequest) -> Result<proto::BootConfig, PodError> {
@@ -168,6 +194,17 @@ mod tests {
     use super::*;
     use crate::spec::UserNamespace;
     use crate::spec::tests::sample;
+
+    #[test]
+    fn what_a_guest_says_of_its_start_stays_in_bounds() {
+        let steps = |started_nanos, sent_nanos| {
+            let hello = proto::AgentHello { started_nanos, sent_nanos, ..Default::default() };
+            guest_steps(&hello, 10_000_000, Duration::from_millis(8)).map(|step| (step.at, step.micros))
+        };
+        assert_eq!(steps(4_000_000, 5_000_000), [(5_000_000, 4_000), (9_000_000, 1_000)]);
+        assert_eq!(steps(u64::MAX, u64::MAX), [(2_000_000, 8_000), (10_000_000, 0)]);
+        assert_eq!(steps(u64::MAX, 0), [(10_000_000, 0), (10_000_000, 0)]);
+    }
 
     #[test]
     fn a_network_must_fit_the_machine() {

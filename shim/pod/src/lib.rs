@@ -34,7 +34,7 @@ mod sys;
 mod teardown;
 
 pub use error::PodError;
-pub use machine::tap_name;
+pub use machine::{CONSOLE_FILE, tap_name};
 
 use nacelle_base::Chain;
 use nacelle_engine::Engine;

@@ -11,6 +11,7 @@ use nacelle_base::files::remove_if_there;
 use nacelle_base::machine::{ConsoleKind, MemoryPages};
 use nacelle_base::net::Mac;
 use nacelle_base::share::QUEUES;
+use nacelle_base::timeline::Timeline;
 use nacelle_base::undo::UndoStack;
 use nacelle_engine::{DiskSpec, Engine, Incoming, Machine, MachineExit, MachineSpec, NicSpec, Slot, Stop};
 use nacelle_jail::ThreadKind;
@@ -45,6 +46,8 @@ pub struct Assembled {
     pub incoming: Box<dyn Incoming>,
     /// How to give back what was taken.
     pub undo: UndoStack,
+    /// What took how long so far.
+    pub timeline: Timeline,
 }
 
 /// The name of the n-th tap, in the pod's namespace.
@@ -71,15 +74,19 @@ pub struct Prepared {
     pub share: Option<[UnixStream; QUEUES]>,
     /// The way to those that are pushed.
     pub pushed: Option<UnixStream>,
+    /// What took how long so far.
+    pub timeline: Timeline,
 }
 
 /// Makes taps and scratch disk; without a guest there is neither. If it fails, nothing is left behind. Blocks for a few
 /// milliseconds.
 pub fn prepare(spec: &PodSpec) -> Result<Prepared, PodError> {
     let disk = spec.scratch_file();
+    let timeline = Timeline::default();
     if matches!(spec.engine, EngineSpec::Host { .. }) {
-        return Ok(Prepared { taps: Vec::new(), disk, named: false, share: None, pushed: None });
+        return Ok(Prepared { taps: Vec::new(), disk, named: false, share: None, pushed: None, timeline });
     }
+    let running = timeline.begin("taps and scratch disk");
     let (taps, copied) = std::thread::scope(|scope| {
         let copied = scope.spawn(|| {
             remove_if_there(&disk)?;
@@ -89,7 +96,10 @@ pub fn prepare(spec: &PodSpec) -> Result<Prepared, PodError> {
     });
     let copied = copied.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     match (taps, copied) {
-        (Ok(taps), Ok(())) => Ok(Prepared { taps, disk, named: true, share: None, pushed: None }),
+        (Ok(taps), Ok(())) => {
+            running.done();
+            Ok(Prepared { taps, disk, named: true, share: None, pushed: None, timeline })
+        }
         (Err(error), _) => {
             // The first error is the one that matters.
             let _ = remove_if_there(&disk);
@@ -107,7 +117,7 @@ pub async fn assemble(
     engine: Arc<dyn Engine>,
     prepared: Prepared,
 ) -> Result<Assembled, PodError> {
-    let Prepared { taps, disk, named, share, pushed: _ } = prepared;
+    let Prepared { taps, disk, named, share, pushed: _, timeline } = prepared;
     let mut undo = UndoStack::new();
     if named {
         undo.push("scratch disk", {
@@ -143,7 +153,7 @@ pub async fn assemble(
         guest_cid: GUEST_CID,
         share,
     };
-    let (machine, gone) = start(engine, machine).await?;
+    let (machine, gone) = timeline.measure("machine", start(engine, machine)).await?;
     // The machine has it open. Without a name it goes with this process, however that ends.
     if named && let Err(error) = remove_if_there(&disk) {
         tracing::warn!(disk = %disk.display(), "{}", Chain(&error));
@@ -158,7 +168,7 @@ pub async fn assemble(
             return Err(error);
         }
     };
-    Ok(Assembled { machine, gone, incoming, undo })
+    Ok(Assembled { machine, gone, incoming, undo, timeline })
 }
 
 fn make_taps(spec: &PodSpec) -> Result<Vec<Tap>, PodError> {

@@ -1,18 +1,18 @@
 //! Owns: `nacelle image`: load, pull, list and remove images: through the daemon if it runs, otherwise in the store
 //! itself.
 
+use super::{connect, told};
 use crate::config::Config;
 use anyhow::Context;
 use clap::Subcommand;
-use hyper_util::rt::TokioIo;
 use nacelle_image::{Reference, Store};
 use nacelle_proto::cri::image_service_client::ImageServiceClient;
 use nacelle_proto::node::node_client::NodeClient;
 use nacelle_proto::{cri, node};
 use std::collections::HashSet;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
-use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::transport::Channel;
 
 #[derive(Subcommand)]
 pub(super) enum Image {
@@ -47,23 +47,6 @@ pub(super) fn run(config: Config, command: Image) -> anyhow::Result<ExitCode> {
         }
     })?;
     Ok(ExitCode::SUCCESS)
-}
-
-/// A channel to the daemon, if one serves.
-async fn connect(socket: &Path) -> Option<Channel> {
-    let path = socket.to_owned();
-    let connector = tower::service_fn(move |_: Uri| {
-        let path = path.clone();
-        async move { Ok::<_, std::io::Error>(TokioIo::new(tokio::net::UnixStream::connect(path).await?)) }
-    });
-    // The address is never looked at: the connector knows where to go.
-    let endpoint = Endpoint::from_static("http://nacelle");
-    endpoint.connect_with_connector(connector).await.ok()
-}
-
-/// Code and message of a status, as a person reads them.
-fn told(status: tonic::Status) -> anyhow::Error {
-    anyhow::anyhow!("{:?}: {}", status.code(), status.message())
 }
 
 async fn through_daemon(channel: Channel, command: Image) -> anyhow::Result<()> {

@@ -2,12 +2,15 @@
 
 mod check;
 mod image;
+mod pods;
 mod serve;
 
 use crate::program::{LogFormat, log, more_files};
 use clap::{Parser, Subcommand};
-use std::path::PathBuf;
+use hyper_util::rt::TokioIo;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use tonic::transport::{Channel, Endpoint, Uri};
 
 /// The Kubernetes container runtime in which every pod is a virtual machine.
 #[derive(Parser)]
@@ -32,6 +35,14 @@ enum Command {
         config: Config,
         #[command(subcommand)]
         command: image::Image,
+    },
+    /// Lists the pods of this node and what they use and cost.
+    Pods {
+        #[command(flatten)]
+        config: Config,
+        /// Draws what took how long at the start of this pod and its containers.
+        #[arg(long, value_name = "ID")]
+        timeline: Option<String>,
     },
     /// Prints the version.
     Version,
@@ -61,6 +72,7 @@ pub fn run() -> ExitCode {
         Command::Serve(config) => config.load().and_then(serve::serve),
         Command::Check(config) => config.load().and_then(check::check),
         Command::Image { config, command } => config.load().and_then(|config| image::run(config, command)),
+        Command::Pods { config, timeline } => config.load().and_then(|config| pods::run(&config, timeline)),
         Command::Version => {
             println!("nacelle {}", env!("CARGO_PKG_VERSION"));
             Ok(ExitCode::SUCCESS)
@@ -75,4 +87,21 @@ pub fn run() -> ExitCode {
 
 fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
     Ok(tokio::runtime::Builder::new_multi_thread().enable_all().build()?)
+}
+
+/// A channel to the daemon, if one serves.
+async fn connect(socket: &Path) -> Option<Channel> {
+    let path = socket.to_owned();
+    let connector = tower::service_fn(move |_: Uri| {
+        let path = path.clone();
+        async move { Ok::<_, std::io::Error>(TokioIo::new(tokio::net::UnixStream::connect(path).await?)) }
+    });
+    // The address is never looked at: the connector knows where to go.
+    let endpoint = Endpoint::from_static("http://nacelle");
+    endpoint.connect_with_connector(connector).await.ok()
+}
+
+/// Code and message of a status, as a person reads them.
+fn told(status: tonic::Status) -> anyhow::Error {
+    anyhow::anyhow!("{:?}: {}", status.code(), status.message())
 }

@@ -121,8 +121,14 @@ impl Cri {
         let (id, view) = self.node.container(asked).map_err(status)?;
         let gone = || refuse(Kind::NotFound, &format!("container {asked} does not exist"));
         let container = view.containers.get(&id).ok_or_else(gone)?;
-        let info =
-            || serde_json::json!({ "sandboxID": container.pod, "state": container.state, "config": container.config });
+        let info = || {
+            serde_json::json!({
+                "sandboxID": container.pod,
+                "state": container.state,
+                "config": container.config,
+                "timeline": container.timeline,
+            })
+        };
         Ok(cri::ContainerStatusResponse {
             status: Some(report::container_status(container)),
             info: match request.verbose {

@@ -70,7 +70,8 @@ impl Cri {
         let view = self.node.pod(needed("pod_sandbox_id", &request.pod_sandbox_id)?).map_err(status)?;
         let mut info = HashMap::new();
         if request.verbose {
-            info.insert("info".to_owned(), report::pod_info(&view).to_string());
+            let console = self.node.console(&view.pod.id).await;
+            info.insert("info".to_owned(), report::pod_info(&view, &console).to_string());
             info.insert("accounts".to_owned(), self.accounts(&view.pod.id).await.to_string());
         }
         Ok(cri::PodSandboxStatusResponse {

@@ -15,6 +15,7 @@ use super::state::{self, PodAct, PodAsk};
 use super::{Parts, Table, View, clip};
 use crate::nouns::{ContainerConfig, ImageOf, PodResources, Resources, User};
 use crate::store::{Change, ContainerRecord, PodRecord, StoreError};
+use nacelle_base::timeline::Timeline;
 use nacelle_base::{Chain, ContainerId};
 use nacelle_pod::client::{ClientError, PodClient};
 use nacelle_proto::pod as proto;
@@ -73,6 +74,8 @@ struct Entry {
     make_error: Option<LifecycleError>,
     started: Vec<Answer<()>>,
     removed: Vec<Answer<()>>,
+    /// How it is made and started.
+    timeline: Timeline,
     /// Changes of its limits, one after the other; the first is under way.
     updates: VecDeque<(Box<Resources>, Answer<()>)>,
 }
@@ -80,6 +83,7 @@ struct Entry {
 impl Entry {
     fn new(record: ContainerRecord) -> Entry {
         Entry {
+            timeline: Timeline::after(record.timeline.clone()),
             record,
             made: Vec::new(),
             make_error: None,
@@ -116,6 +120,8 @@ pub(super) struct Actor {
     wait_removed: Vec<Answer<()>>,
     /// What events have told.
     told: Told,
+    /// How the pod comes up.
+    timeline: Timeline,
     /// The processors on which the machine was told to run, none: on all; if that is known.
     confined: Option<BTreeSet<u32>>,
     ended: bool,
@@ -150,6 +156,7 @@ pub(super) fn new(
         wait_stopped: Vec::new(),
         wait_removed: Vec::new(),
         told,
+        timeline: Timeline::default(),
         ended: false,
     };
     (actor, me, seen)
@@ -198,6 +205,7 @@ impl Actor {
             self.pod.config.clone(),
             handler.clone(),
             self.cancel_boot.clone(),
+            self.timeline.clone(),
         );
         self.effect(async move { Message::Booted(Box::new(boot.await)) });
     }
@@ -307,6 +315,7 @@ impl Actor {
     }
 
     async fn booted(&mut self, result: Result<Up, LifecycleError>) {
+        self.pod.timeline = self.timeline.steps();
         match result {
             Ok(up) => {
                 if self.pod.state == state::Pod::Booting {
@@ -321,7 +330,7 @@ impl Actor {
                 self.step(PodAsk::Up).await;
             }
             Err(error) => {
-                tracing::warn!(pod = %self.pod.id, "the pod could not start: {}", Chain(&error));
+                tracing::warn!(pod = %self.pod.id, timeline = %self.timeline, "the pod could not start: {}", Chain(&error));
                 self.boot_error = Some(error);
                 self.step(PodAsk::BootFailed).await;
             }

@@ -10,6 +10,7 @@ use crate::nouns::{MachineSize, PodConfig};
 use crate::store::Left;
 use nacelle_base::machine::MemoryPages;
 use nacelle_base::net::PodNetwork;
+use nacelle_base::timeline::{Step, Timeline};
 use nacelle_base::{Chain, PodId, files};
 use nacelle_net::{Attachment, Dns, PodRef};
 use nacelle_pod::client::PodClient;
@@ -32,6 +33,9 @@ pub(super) struct Up {
     pub machine: MachineSize,
 }
 
+/// Of a pod process, which may say anything: the longest name of a step.
+const STEP_NAME: usize = 64;
+
 /// The name of the interface that CNI makes first.
 const INTERFACE: &str = "eth0";
 
@@ -43,6 +47,7 @@ pub(super) async fn boot(
     config: Arc<PodConfig>,
     handler: Handler,
     cancel: CancellationToken,
+    timeline: Timeline,
 ) -> Result<Up, LifecycleError> {
     let dir = parts.pod_dir(&id);
     if handler.memory_pages == MemoryPages::Hugetlb {
@@ -51,7 +56,10 @@ pub(super) async fn boot(
     make_folders(dir.clone(), config.log_directory.clone()).await?;
     let netns = match config.node_namespaces.network {
         true => None,
-        false => Some(parts.networks.create(&id).await.map_err(at("make the network namespace of the pod"))?),
+        false => {
+            let created = timeline.measure("network namespace", parts.networks.create(&id)).await;
+            Some(created.map_err(at("make the network namespace of the pod"))?)
+        }
     };
     if cancel.is_cancelled() {
         return Err(LifecycleError::Cancelled);
@@ -69,9 +77,9 @@ pub(super) async fn boot(
     };
     // The machine boots while the plugins run. Both are awaited to their end, so that undoing meets nothing half-done.
     let limit = Duration::from_secs(parts.config.sandbox.boot_seconds);
-    let (client, attached) = tokio::join!(parts.pods.spawn(&dir, &spec), async {
+    let (client, attached) = tokio::join!(timeline.measure("pod process", parts.pods.spawn(&dir, &spec)), async {
         match spec.network {
-            Some(_) => timeout(limit, parts.networks.setup(&pod)).await,
+            Some(_) => timeout(limit, timeline.measure("CNI", parts.networks.setup(&pod))).await,
             None => Ok(Ok(of_node())),
         }
     });
@@ -83,16 +91,24 @@ pub(super) async fn boot(
     if !matches!(spec.engine, EngineSpec::Host { .. }) {
         let known = spec.network.iter().flat_map(|network| &network.interfaces);
         let pairs = known.enumerate().map(|(n, interface)| (nacelle_pod::tap_name(n), interface.clone())).collect();
-        parts.networks.join(&id, pairs).await.map_err(at("join the machine of the pod to its network"))?;
+        let joined = timeline.measure("taps joined to the network", parts.networks.join(&id, pairs)).await;
+        joined.map_err(at("join the machine of the pod to its network"))?;
     }
     let node = blocking(|| std::fs::read_to_string("/etc/resolv.conf")).await.unwrap_or_default();
     let request = configuration(&config, &attached, &node);
     let step = "boot the machine of the pod";
     let configured = tokio::select! {
         () = cancel.cancelled() => return Err(LifecycleError::Cancelled),
-        configured = timeout(limit, client.configure(request)) => configured,
+        configured = timeout(limit, timeline.measure("guest ready", client.configure(request))) => configured,
     };
     let configured = configured.map_err(|_elapsed| LifecycleError::TooSlow { step, limit })?.map_err(at(step))?;
+    // What the pod process has measured; its times are its own word.
+    timeline.add(configured.steps.into_iter().map(|step| Step {
+        what: clip(&step.what).chars().take(STEP_NAME).collect(),
+        at: step.at,
+        micros: step.micros,
+        failed: false,
+    }));
     let machine = match spec.engine {
         // It is the node.
         EngineSpec::Host { .. } => MachineSize { vcpus: u32::MAX, memory: u64::MAX },

@@ -27,6 +27,7 @@ use crate::store::{ContainerRecord, PodRecord, Store};
 use actor::{Answer, Begin, Message};
 use ipnet::IpNet;
 use nacelle_base::machine::EngineKind;
+pub(crate) use nacelle_base::timeline::now;
 use nacelle_base::{Chain, ContainerId, PodId};
 use nacelle_image::ImageId;
 use nacelle_pod::client::{ClientError, PodClient};
@@ -43,6 +44,8 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 /// Texts of pod processes are cut after this many bytes.
 pub(crate) const CLIP: usize = 2000;
+/// What is shown of a console, in bytes.
+const CONSOLE_SHOWN: usize = 4 << 10;
 
 /// What runs machines on this node.
 #[derive(Clone, Debug)]
@@ -324,6 +327,7 @@ impl Node {
             kernel_release: String::new(),
             failure: String::new(),
             left: Vec::new(),
+            timeline: Vec::new(),
             machine: None,
             resources: None,
         };
@@ -441,6 +445,12 @@ impl Node {
         }
     }
 
+    /// The end of the console of a pod's guest; nothing if there is none.
+    pub async fn console(&self, pod: &PodId) -> String {
+        let log = self.parts.pod_dir(pod).join(nacelle_pod::CONSOLE_FILE);
+        boot::blocking(move || nacelle_engine::log_tail(&log, CONSOLE_SHOWN)).await.unwrap_or_default()
+    }
+
     /// Remembers the node's pod CIDRs.
     pub async fn set_pod_cidrs(&self, cidrs: Vec<IpNet>) -> Result<(), LifecycleError> {
         let text: Vec<String> = cidrs.iter().map(ToString::to_string).collect();
@@ -470,12 +480,6 @@ fn fine_if_gone(error: LifecycleError) -> Result<(), LifecycleError> {
         LifecycleError::NotFound { .. } | LifecycleError::Ended => Ok(()),
         error => Err(error),
     }
-}
-
-/// Now, in nanoseconds since 1970.
-pub(crate) fn now() -> i64 {
-    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
-    i64::try_from(since.as_nanos()).unwrap_or(i64::MAX)
 }
 
 /// The bytes of an id.

@@ -3,6 +3,7 @@
 
 use crate::lifecycle::state;
 use crate::nouns::{ContainerConfig, ImageOf, MachineSize, PodConfig, PodResources, Resources, User};
+use nacelle_base::timeline::Step;
 use nacelle_base::{ContainerId, PodId};
 use serde::{Deserialize, Serialize};
 use std::net::IpAddr;
@@ -45,6 +46,9 @@ pub struct PodRecord {
     /// In state Unclean: what is still there.
     #[serde(default)]
     pub left: Vec<Left>,
+    /// How it came up.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub timeline: Vec<Step>,
     /// What its machine was made with; none: before that was recorded.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub machine: Option<MachineSize>,
@@ -94,6 +98,9 @@ pub struct ContainerRecord {
     /// Why it could not be started or was lost.
     #[serde(default)]
     pub message: String,
+    /// How it was made and started.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub timeline: Vec<Step>,
     /// Whoever asked for it may know its id, though the guest still makes it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub answered: bool,
@@ -204,6 +211,7 @@ pub(crate) mod tests {
             kernel_release: "6.12.0".into(),
             failure: String::new(),
             left: vec![],
+            timeline: vec![],
             machine: None,
             resources: None,
         }
@@ -255,6 +263,7 @@ pub(crate) mod tests {
             oom_killed: false,
             start_failed: false,
             message: String::new(),
+            timeline: vec![],
             answered: false,
             user: Some(User { uid: 1000, gid: 1000, groups: vec![5] }),
         }

@@ -224,7 +224,11 @@ impl proto::pod_server::Pod for Service {
         self.0.step("configure").await?;
         *self.0.configured.lock().unwrap() = Some(request.into_inner());
         self.0.change(|record| record.phase = Phase::Ready);
-        Ok(Response::new(proto::ConfigureResponse { kernel_release: "6.12-fake".into(), agent_version: "1".into() }))
+        Ok(Response::new(proto::ConfigureResponse {
+            kernel_release: "6.12-fake".into(),
+            agent_version: "1".into(),
+            steps: vec![],
+        }))
     }
 
     async fn state(&self, _: Request<proto::Empty>) -> Answer<proto::PodState> {

@@ -120,8 +120,8 @@ pub fn event(event: &Event) -> cri::ContainerEventResponse {
     }
 }
 
-/// What `crictl inspectp` shows beside the status: JSON.
-pub fn pod_info(view: &View) -> serde_json::Value {
+/// What `crictl inspectp` shows beside the status: JSON. `console`: the end of the guest's console.
+pub fn pod_info(view: &View, console: &str) -> serde_json::Value {
     let pod = &view.pod;
     let left: Vec<_> = pod.left.iter().map(|left| serde_json::json!({ "what": left.what, "why": left.why })).collect();
     serde_json::json!({
@@ -129,6 +129,8 @@ pub fn pod_info(view: &View) -> serde_json::Value {
         "handler": pod.handler,
         "kernelRelease": pod.kernel_release,
         "failure": pod.failure,
+        "timeline": pod.timeline,
+        "console": console,
         "left": left,
         "hostname": pod.config.hostname,
         "containers": view.containers.len(),

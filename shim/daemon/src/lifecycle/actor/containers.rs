@@ -64,13 +64,15 @@ impl Actor {
         }
         let id = record.id.clone();
         let mut entry = Entry::new(record.clone());
+        let timeline = entry.timeline.clone();
         entry.made.push(answer);
         self.containers.insert(id.clone(), entry);
         self.publish();
         let (parts, pod) = (Arc::clone(&self.parts), self.pod.clone());
-        self.effect(
-            async move { Message::Prepared(id, make::prepare(&parts, client, &pod, &record).await.map(Box::new)) },
-        );
+        self.effect(async move {
+            let prepared = timeline.measure("prepared", make::prepare(&parts, client, &pod, &record)).await;
+            Message::Prepared(id, prepared.map(Box::new))
+        });
     }
 
     /// Makes one that a daemon before this one may have begun with.
@@ -103,10 +105,10 @@ impl Actor {
             entry.record.answered = true;
             tell(&mut entry.made, &Ok(id.clone()));
         }
-        let record = entry.record.clone();
+        let (record, timeline) = (entry.record.clone(), entry.timeline.clone());
         self.publish();
         let making = make::make(Arc::clone(&self.parts), self.pod.clone(), record, *prepared);
-        self.effect(async move { Message::Made(id, making.await) });
+        self.effect(async move { Message::Made(id, timeline.measure("made", making).await) });
     }
 
     /// The record of a container that may be made.
@@ -156,6 +158,7 @@ impl Actor {
             oom_killed: false,
             start_failed: false,
             message: String::new(),
+            timeline: Vec::new(),
             answered: false,
             user: None,
         })
@@ -163,6 +166,7 @@ impl Actor {
 
     pub(super) async fn made(&mut self, id: ContainerId, result: Result<User, LifecycleError>) {
         let Some(entry) = self.containers.get_mut(&id) else { return };
+        entry.record.timeline = entry.timeline.steps();
         let ask = match result {
             Ok(user) => {
                 // One that is removed already was never anybody's.
@@ -237,9 +241,10 @@ impl Actor {
         match begun {
             Ok(client) => {
                 entry.record = next;
+                let timeline = entry.timeline.clone();
                 self.publish();
                 let (starting, id) = (make::start(Arc::clone(&self.parts), client, id.clone()), id.clone());
-                self.effect(async move { Message::Started(id, starting.await) });
+                self.effect(async move { Message::Started(id, timeline.measure("started", starting).await) });
             }
             Err(error) => tell(&mut entry.started, &Err(error)),
         }
@@ -247,6 +252,7 @@ impl Actor {
 
     pub(super) async fn started(&mut self, id: ContainerId, result: Result<(), LifecycleError>) {
         let Some(entry) = self.containers.get_mut(&id) else { return };
+        entry.record.timeline = entry.timeline.steps();
         let ask = match &result {
             Ok(()) => {
                 if entry.record.started_at == 0 {

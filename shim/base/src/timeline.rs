@@ -1,0 +1,147 @@
+//! Owns: what took how long, step by step: the flight recorder of a pod's and a container's start.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+/// The most steps that are kept of one thing.
+pub const MAX_STEPS: usize = 64;
+
+/// One step.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Step {
+    /// "network namespace", "kernel", ...
+    pub what: String,
+    /// When it began, in nanoseconds since 1970.
+    pub at: i64,
+    /// How long it took.
+    pub micros: u64,
+    /// It came to no good end.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub failed: bool,
+}
+
+/// Steps as they end; clones write to the same.
+#[derive(Clone, Debug, Default)]
+pub struct Timeline(Arc<Mutex<Vec<Step>>>);
+
+impl Timeline {
+    /// One that goes on after these steps.
+    pub fn after(steps: Vec<Step>) -> Timeline {
+        Timeline(Arc::new(Mutex::new(steps)))
+    }
+
+    /// Does this, and keeps how long it took. Dropped before its end, it has failed.
+    pub async fn measure<T, E>(&self, what: &'static str, work: impl Future<Output = Result<T, E>>) -> Result<T, E> {
+        let mut running = self.begin(what);
+        let done = work.await;
+        running.failed = done.is_err();
+        done
+    }
+
+    /// A step that ends when this is dropped; well, if `done` was said.
+    pub fn begin(&self, what: &'static str) -> Running {
+        Running { timeline: self.clone(), what, at: now(), since: Instant::now(), failed: true }
+    }
+
+    /// Adds steps that somebody else has measured; those beyond `MAX_STEPS` are left out.
+    pub fn add(&self, steps: impl IntoIterator<Item = Step>) {
+        let mut own = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let room = MAX_STEPS.saturating_sub(own.len());
+        own.extend(steps.into_iter().take(room));
+    }
+
+    /// The steps, in the order of their beginnings.
+    pub fn steps(&self) -> Vec<Step> {
+        let mut steps = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        steps.sort_by_key(|step| step.at);
+        steps
+    }
+}
+
+/// On one line: "network namespace 1.2 ms, machine 30.4 ms (failed)".
+impl fmt::Display for Timeline {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (n, step) in self.steps().iter().enumerate() {
+            let comma = if n == 0 { "" } else { ", " };
+            let failed = if step.failed { " (failed)" } else { "" };
+            write!(f, "{comma}{} {}{failed}", step.what, Millis(step.micros))?;
+        }
+        Ok(())
+    }
+}
+
+/// Microseconds as people read them: "1.2 ms".
+pub struct Millis(pub u64);
+
+impl fmt::Display for Millis {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{} ms", self.0 / 1000, self.0 % 1000 / 100)
+    }
+}
+
+/// A step that goes on.
+pub struct Running {
+    timeline: Timeline,
+    what: &'static str,
+    at: i64,
+    since: Instant,
+    failed: bool,
+}
+
+impl Running {
+    /// It ends well, now.
+    pub fn done(mut self) {
+        self.failed = false;
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let micros = u64::try_from(self.since.elapsed().as_micros()).unwrap_or(u64::MAX);
+        let step = Step { what: self.what.to_owned(), at: self.at, micros, failed: self.failed };
+        self.timeline.add([step]);
+    }
+}
+
+/// Nanoseconds since 1970.
+pub fn now() -> i64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(since.as_nanos()).unwrap_or(i64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn step(what: &str, at: i64) -> Step {
+        Step { what: what.into(), at, micros: 1_250, failed: false }
+    }
+
+    #[test]
+    fn steps_are_kept_in_the_order_in_which_they_began() {
+        let timeline = Timeline::default();
+        timeline.add([step("second", 2), step("first", 1)]);
+        assert_eq!(timeline.to_string(), "first 1.2 ms, second 1.2 ms");
+        assert_eq!(Timeline::after(timeline.steps()).steps(), timeline.steps());
+    }
+
+    #[test]
+    fn what_is_not_brought_to_an_end_has_failed() {
+        let timeline = Timeline::default();
+        drop(timeline.begin("given up"));
+        timeline.begin("good").done();
+        let failed: Vec<_> = timeline.steps().into_iter().map(|step| step.failed).collect();
+        assert_eq!(failed, [true, false]);
+        assert!(timeline.to_string().starts_with("given up 0.0 ms (failed), good"), "{timeline}");
+    }
+
+    #[test]
+    fn there_is_an_end_to_them() {
+        let timeline = Timeline::default();
+        timeline.add((0..).map(|n| step("x", n)).take(10_000));
+        timeline.begin("one more").done();
+        assert_eq!(timeline.steps().len(), MAX_STEPS);
+    }
+}
