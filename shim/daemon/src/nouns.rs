@@ -68,6 +68,9 @@ pub struct PodConfig {
     pub privileged: bool,
     /// Memory that all containers together may use, in bytes, if it is limited.
     pub memory_limit: Option<u64>,
+    /// What kubelet adds to that in the pod's control group, in bytes: the RuntimeClass's overhead, if it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub overhead_memory: Option<u64>,
     /// Processors that all containers together may use, in thousandths, if they are limited.
     pub cpu_limit_milli: Option<u64>,
     /// The control group in which the pod's processes on the node shall be, as kubelet names it.

@@ -40,6 +40,27 @@ fn folders_below(root: &Path, group: &Path) -> Vec<PathBuf> {
     trees.filter(|tree| tree.join("cgroup.procs").exists()).map(|tree| tree.join(&below)).collect()
 }
 
+/// The memory, in bytes, that a group and those above it leave to what is in it; none: no limit, or no such group.
+pub fn memory_limit(group: &Path) -> Option<u64> {
+    memory_limit_below(Path::new(ROOT), group)
+}
+
+fn memory_limit_below(root: &Path, group: &Path) -> Option<u64> {
+    let mut least = None;
+    for folder in folders_below(root, group) {
+        let within = folder.ancestors().take_while(|folder| folder.starts_with(root) && *folder != root);
+        for folder in within {
+            for file in ["memory.max", "memory.limit_in_bytes"] {
+                let limit = fs::read_to_string(folder.join(file)).ok().and_then(|text| text.trim().parse::<u64>().ok());
+                // Of cgroup v1, which says so of a group without a limit: all pages that there could be.
+                let limit = limit.filter(|limit| *limit < i64::MAX as u64 / 2);
+                least = [least, limit].into_iter().flatten().min();
+            }
+        }
+    }
+    least
+}
+
 /// Makes the group where it is missing, and moves the calling process into it. Goes on after a failure, and returns
 /// the first one.
 pub fn join(group: &Path) -> Result<(), FileError> {
@@ -143,6 +164,28 @@ mod tests {
         assert_eq!(folders("a/b"), [root.path().join("a/b")]);
         for bad in ["../a", "a/../../b", "", "/"] {
             assert_eq!(folders(bad), Vec::<PathBuf>::new(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn the_least_limit_on_the_way_counts() {
+        let root = tempfile::tempdir().unwrap();
+        let limit = |group: &str| memory_limit_below(root.path(), Path::new(group));
+        fs::write(root.path().join("cgroup.controllers"), "memory").unwrap();
+        for (group, text) in [("a", "max\n"), ("a/b", "300\n"), ("a/b/c", "500\n"), ("a/d", "max\n")] {
+            fs::create_dir_all(root.path().join(group)).unwrap();
+            fs::write(root.path().join(group).join("memory.max"), text).unwrap();
+        }
+        assert_eq!(
+            ["a/b/c", "a/b", "a/b/c/gone", "a/d", "a", "../a"].map(limit),
+            [Some(300), Some(300), Some(300), None, None, None]
+        );
+        let v1 = tempfile::tempdir().unwrap();
+        fs::create_dir_all(v1.path().join("memory/a")).unwrap();
+        fs::write(v1.path().join("memory/cgroup.procs"), "").unwrap();
+        for (text, known) in [("9223372036854771712\n", None), ("7\n", Some(7))] {
+            fs::write(v1.path().join("memory/a/memory.limit_in_bytes"), text).unwrap();
+            assert_eq!(memory_limit_below(v1.path(), Path::new("a")), known);
         }
     }
 

@@ -35,6 +35,7 @@ mod teardown;
 
 pub use error::PodError;
 pub use machine::{CONSOLE_FILE, tap_name};
+pub use nacelle_jail::cgroup::memory_limit;
 
 use nacelle_base::Chain;
 use nacelle_engine::Engine;

@@ -64,7 +64,8 @@ pub(super) async fn boot(
     if cancel.is_cancelled() {
         return Err(LifecycleError::Cancelled);
     }
-    let spec = pod_spec(&parts, &id, &config, &handler, netns);
+    let group = choose_group(&parts, &id, &config, &handler).await;
+    let spec = pod_spec(&parts, &id, &config, &handler, netns, group);
     let pod = PodRef {
         id: id.clone(),
         name: config.name.name.clone(),
@@ -170,7 +171,14 @@ fn narrow(value: u64) -> u32 {
     u32::try_from(value).unwrap_or(u32::MAX)
 }
 
-fn pod_spec(parts: &Parts, id: &PodId, config: &PodConfig, handler: &Handler, netns: Option<PathBuf>) -> PodSpec {
+fn pod_spec(
+    parts: &Parts,
+    id: &PodId,
+    config: &PodConfig,
+    handler: &Handler,
+    netns: Option<PathBuf>,
+    group: PathBuf,
+) -> PodSpec {
     PodSpec {
         version: spec::VERSION,
         id: id.clone(),
@@ -194,8 +202,28 @@ fn pod_spec(parts: &Parts, id: &PodId, config: &PodConfig, handler: &Handler, ne
         jail: Some(JailSpec {
             seccomp: parts.config.jail.seccomp,
             images: vec![parts.config.paths.images()],
-            cgroup: Some(cgroup(config.cgroup_parent.as_deref(), parts.config.sandbox.cgroup_driver, id)),
+            cgroup: Some(group),
         }),
+    }
+}
+
+/// The control group of the pod's process: kubelet's, unless that would kill the machine. Without an overhead kubelet limits it to
+/// what the containers may use together; the machine, which may grow to all of its memory, is beside the others then.
+async fn choose_group(parts: &Parts, id: &PodId, config: &PodConfig, handler: &Handler) -> PathBuf {
+    let driver = parts.config.sandbox.cgroup_driver;
+    let group = cgroup(config.cgroup_parent.as_deref(), driver, id);
+    let guest = !matches!(parts.engine.spec(handler.engine, config), EngineSpec::Host { .. });
+    if !guest || config.cgroup_parent.is_none() || config.overhead_memory.is_some() {
+        return group;
+    }
+    let (asked, needed) = (group.clone(), memory_mib(config, handler).saturating_mul(1 << 20));
+    match blocking(move || nacelle_pod::memory_limit(&asked)).await {
+        Some(limit) if limit < needed => {
+            let why = "its control group has room for its containers alone, and its machine is beside it: give its RuntimeClass an overhead";
+            tracing::warn!(pod = %id, group = %group.display(), limit, needed, why);
+            cgroup(None, driver, id)
+        }
+        _ => group,
     }
 }
 

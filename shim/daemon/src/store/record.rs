@@ -200,6 +200,7 @@ pub(crate) mod tests {
                 user_namespace: None,
                 privileged: false,
                 memory_limit: Some(1 << 28),
+                overhead_memory: None,
                 cpu_limit_milli: None,
                 cgroup_parent: None,
             }),

@@ -52,13 +52,18 @@ pub fn pod_config(
         on_host,
         user_namespace,
         privileged: security.privileged,
-        memory_limit: u64::try_from(resources.memory_limit_in_bytes).ok().filter(|limit| *limit > 0),
+        memory_limit: positive(resources.memory_limit_in_bytes),
+        overhead_memory: positive(linux.overhead.unwrap_or_default().memory_limit_in_bytes),
         cpu_limit_milli: cpu_milli(resources.cpu_period, resources.cpu_quota),
         cgroup_parent: cgroup_parent(&linux.cgroup_parent)?,
     })
 }
 
 /// The namespaces of the node that a pod shall have, if that is allowed.
+fn positive(bytes: i64) -> Option<u64> {
+    u64::try_from(bytes).ok().filter(|bytes| *bytes > 0)
+}
+
 fn node_namespaces(namespaces: &cri::NamespaceOption, policy: HostNamespaces) -> Result<Shares, FieldError> {
     use cri::NamespaceMode::{Container, Node, Pod};
     for (field, mode, allowed) in [
@@ -255,6 +260,8 @@ pub(crate) mod tests {
                 memory_limit_in_bytes: 1 << 28,
                 ..Default::default()
             });
+            linux.overhead =
+                Some(cri::LinuxContainerResources { memory_limit_in_bytes: 1 << 20, ..Default::default() });
         })
         .unwrap();
         assert_eq!((pod.name.attempt, pod.handler.as_str(), pod.hostname.as_str()), (2, "h", "web-0"));
@@ -263,6 +270,7 @@ pub(crate) mod tests {
         assert_eq!((pod.ports[0].protocol, pod.ports[0].container_port), (Protocol::Udp, 53));
         assert_eq!(pod.sysctls["net.ipv4.ip_forward"], "1");
         assert_eq!((pod.memory_limit, pod.cpu_limit_milli), (Some(1 << 28), Some(1500)));
+        assert_eq!(pod.overhead_memory, Some(1 << 20));
         assert_eq!(pod.cgroup_parent, None);
         assert!(pod.shared_pid);
         assert_eq!(pod.annotations["a"], "b\nc");
