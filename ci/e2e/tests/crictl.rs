@@ -152,6 +152,10 @@ fn how_a_pod_came_up_is_told_and_drawn() {
     let drawing = nacelle(&["--timeline", &pod.id[..13]]);
     println!("{drawing}");
     assert!(of_pod.iter().all(|step| drawing.contains(step.as_str())) && drawing.contains('█'), "{drawing}");
-    assert!(drawing.contains("started"), "{drawing}");
+    assert!(drawing.contains("started") && !drawing.contains("its end"), "{drawing}");
+    node.crictl.call(["stopp", &pod.id]);
+    let drawing = nacelle(&["--timeline", &pod.id]);
+    println!("{drawing}");
+    assert!(drawing.contains("its end") && drawing.contains("end of the network"), "{drawing}");
     pod.remove();
 }

@@ -116,7 +116,12 @@ async fn started(client: &mut Client, id: String) -> anyhow::Result<String> {
     let pod = status.status.unwrap_or_default();
     let metadata = pod.metadata.unwrap_or_default();
     let mut text = format!("pod {} {}/{}\n", short(&pod.id), metadata.namespace, metadata.name);
-    text += &drawn(&steps(&info.pod));
+    text += &drawn(&steps(&info.pod, "timeline"));
+    let ending = steps(&info.pod, "ending");
+    if !ending.is_empty() {
+        text += "its end\n";
+        text += &drawn(&ending);
+    }
     // The oldest first, as they were started.
     for container in status.containers_statuses.iter().rev() {
         let request = cri::ContainerStatusRequest { container_id: container.id.clone(), verbose: true };
@@ -124,13 +129,13 @@ async fn started(client: &mut Client, id: String) -> anyhow::Result<String> {
         let info = answer.info.get("info").and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default();
         let name = container.metadata.clone().unwrap_or_default().name;
         writeln!(text, "container {} {name}", short(&container.id))?;
-        text += &drawn(&steps(&info));
+        text += &drawn(&steps(&info, "timeline"));
     }
     Ok(text)
 }
 
-fn steps(info: &Value) -> Vec<Step> {
-    serde_json::from_value(info["timeline"].clone()).unwrap_or_default()
+fn steps(info: &Value, which: &str) -> Vec<Step> {
+    serde_json::from_value(info[which].clone()).unwrap_or_default()
 }
 
 /// A line for each step: its name, a bar where it lies in the time of all of them, and how long it took.
@@ -138,7 +143,7 @@ fn drawn(steps: &[Step]) -> String {
     let micros = |step: &Step| u64::try_from(step.at / 1000).unwrap_or(0);
     let end = |step: &Step| micros(step).saturating_add(step.micros);
     let (Some(first), Some(last)) = (steps.iter().map(micros).min(), steps.iter().map(end).max()) else {
-        return "  nothing is known of its start\n".to_owned();
+        return "  nothing is known of it\n".to_owned();
     };
     let whole = last.saturating_sub(first).max(1);
     let names = steps.iter().map(|step| step.what.chars().count()).max().unwrap_or(0);
@@ -179,7 +184,7 @@ mod tests {
             ""
         );
         assert_eq!(text, expected);
-        assert_eq!(drawn(&[]), "  nothing is known of its start\n");
+        assert_eq!(drawn(&[]), "  nothing is known of it\n");
     }
 
     #[test]

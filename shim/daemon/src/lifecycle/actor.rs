@@ -339,6 +339,7 @@ impl Actor {
 
     async fn undone(&mut self, undone: Undone) {
         self.pod.left = undone.left;
+        self.pod.ending = undone.timeline.steps();
         if let Some(last) = undone.last {
             self.apply(&proto::PodState::from(&last)).await;
         }

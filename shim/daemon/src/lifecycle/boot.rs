@@ -295,18 +295,23 @@ pub(super) struct Undone {
     pub last: Option<LastRecord>,
     /// What is still there.
     pub left: Vec<Left>,
+    /// How long it took.
+    pub timeline: Timeline,
 }
 
 /// Gives machine and network back. Every step is tried, whatever came of those before, and all can be tried again.
 pub(super) async fn undo(parts: Arc<Parts>, id: PodId, client: Option<PodClient>) -> Undone {
     let limit = Duration::from_secs(parts.config.sandbox.undo_seconds);
+    let timeline = Timeline::default();
     // What runs in the pod is killed in any case: its network need not wait for its end.
-    let (machine, network) = tokio::join!(end_machine(&parts, &id, client, limit), async {
+    let machine = timeline.measure("end of the pod process", end_machine(&parts, &id, client, limit));
+    let network = timeline.measure("end of the network", async {
         match timeout(limit, parts.networks.teardown(&id)).await {
             Ok(torn) => torn.map_err(|error| Chain(&error).to_string()),
             Err(_elapsed) => Err(format!("no end after {} s", limit.as_secs())),
         }
     });
+    let (machine, network) = tokio::join!(machine, network);
     let mut left = Vec::new();
     let mut failed = |what: &str, why: String| {
         tracing::error!(pod = %id, what, why, "could not be given back; the next stop tries again");
@@ -319,7 +324,7 @@ pub(super) async fn undo(parts: Arc<Parts>, id: PodId, client: Option<PodClient>
     if let Err(why) = network {
         failed("network", why);
     }
-    Undone { last, left }
+    Undone { last, left, timeline }
 }
 
 /// Stops the pod process in good order, and kills what has not stopped by itself. Answers what it last said, or why it

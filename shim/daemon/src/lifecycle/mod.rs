@@ -328,6 +328,7 @@ impl Node {
             failure: String::new(),
             left: Vec::new(),
             timeline: Vec::new(),
+            ending: Vec::new(),
             machine: None,
             resources: None,
         };

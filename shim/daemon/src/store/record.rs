@@ -49,6 +49,9 @@ pub struct PodRecord {
     /// How it came up.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub timeline: Vec<Step>,
+    /// How it was given back.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ending: Vec<Step>,
     /// What its machine was made with; none: before that was recorded.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub machine: Option<MachineSize>,
@@ -213,6 +216,7 @@ pub(crate) mod tests {
             failure: String::new(),
             left: vec![],
             timeline: vec![],
+            ending: vec![],
             machine: None,
             resources: None,
         }

@@ -130,6 +130,7 @@ pub fn pod_info(view: &View, console: &str) -> serde_json::Value {
         "kernelRelease": pod.kernel_release,
         "failure": pod.failure,
         "timeline": pod.timeline,
+        "ending": pod.ending,
         "console": console,
         "left": left,
         "hostname": pod.config.hostname,
