@@ -7,12 +7,14 @@
 pub mod census;
 pub mod crictl;
 pub mod image;
+pub mod manager;
 pub mod node;
 pub mod registry;
 pub mod run;
 
 pub use crictl::{Container, Pod};
 pub use image::Image;
+pub use manager::Manager;
 pub use node::Node;
 pub use run::{Output, eventually};
 

@@ -4,10 +4,11 @@
 
 use crate::census::Census;
 use crate::crictl::Crictl;
+use crate::manager::Manager;
 use crate::registry::{Kind, Registry};
 use crate::run::{Output, call, eventually, run};
 use serde_json::json;
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::fmt::Write as _;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -124,23 +125,49 @@ impl Node {
 
     /// Starts the daemon and waits until it answers.
     pub fn start(&mut self) {
+        let [program, words @ ..] = &self.words();
+        let mut command = self.netns.command(program);
+        command.args(words).stdin(Stdio::null());
+        self.daemon = Some(self.spawn(command));
+        self.answers();
+    }
+
+    /// The same by a service manager.
+    pub fn start_by(&mut self, manager: &Manager) {
+        self.daemon = Some(self.spawn_by(manager));
+        self.answers();
+    }
+
+    /// Starts a daemon by a service manager and leaves it to the caller.
+    pub fn spawn_by(&self, manager: &Manager) -> Child {
+        self.spawn(manager.wrap(|program| self.netns.command(program), &self.words()))
+    }
+
+    /// The daemon's command line.
+    fn words(&self) -> [OsString; 4] {
+        let config = self.folder.join("config.toml");
+        [crate::part("NACELLE_BIN").into(), "serve".into(), "--config".into(), config.into()]
+    }
+
+    fn spawn(&self, mut command: Command) -> Child {
         let log = File::options().create(true).append(true).open(self.folder.join("daemon.log")).expect("writable");
-        let daemon = self
-            .netns
-            .command(crate::part("NACELLE_BIN"))
-            .args(["serve", "--config"])
-            .arg(self.folder.join("config.toml"))
-            .stdin(Stdio::null())
-            .stdout(log.try_clone().expect("a file can be duplicated"))
-            .stderr(log)
-            .spawn()
-            .expect("nsenter is installed");
-        self.daemon = Some(daemon);
+        command.stdout(log.try_clone().expect("a file can be duplicated")).stderr(log);
+        command.spawn().expect("nsenter is installed")
+    }
+
+    fn answers(&mut self) {
         eventually("the daemon answers", || {
             let ended = self.daemon.as_mut().and_then(|daemon| daemon.try_wait().ok().flatten());
             assert!(ended.is_none(), "the daemon ended: {}", self.log());
             (self.crictl.try_call(["version"]).code == 0).then_some(())
         });
+    }
+
+    /// Tells the daemon to end, waits for that, and returns whether it ended in order.
+    pub fn end(&mut self) -> bool {
+        call("kill", ["-TERM", &self.daemon_pid().to_string()]).ok();
+        let daemon = self.daemon.take();
+        daemon.is_some_and(|mut daemon| daemon.wait().expect("the daemon is our child").success())
     }
 
     /// Kills the daemon with SIGKILL and waits for its end.

@@ -20,4 +20,5 @@ pub mod server;
 mod signals;
 pub mod store;
 mod streaming;
+pub mod supervision;
 mod sys;

@@ -9,6 +9,7 @@ use crate::lifecycle::{EngineChoice, Events, Node, Parts};
 use crate::node_service::NodeService;
 use crate::store::{Observer, Store, StoreError};
 use crate::streaming::Guests;
+use crate::supervision::{SupervisionError, Supervisor};
 use nacelle_base::files::{FileError, at, remove_if_there};
 use nacelle_base::{Classify, Kind};
 use nacelle_image::ImageError;
@@ -64,6 +65,9 @@ pub enum ServeError {
     /// The streaming server.
     #[error(transparent)]
     Streaming(#[from] nacelle_stream::ServerError),
+    /// What the service manager hands over.
+    #[error(transparent)]
+    Supervision(#[from] SupervisionError),
     /// The server.
     #[error("cannot serve on {socket}")]
     Serve {
@@ -87,6 +91,7 @@ impl Classify for ServeError {
             ServeError::Store(error) => error.kind(),
             ServeError::Images(error) => error.kind(),
             ServeError::Streaming(error) => error.kind(),
+            ServeError::Supervision(error) => error.kind(),
             ServeError::Serve { .. } | ServeError::GivenUp { .. } => Kind::Internal,
         }
     }
@@ -123,11 +128,21 @@ fn open_images(config: &Config) -> Result<nacelle_image::Store, ImageError> {
     }
 }
 
-/// Serves the node until `end`.
-pub async fn serve(node: Node, end: impl Future<Output = ()> + Send + 'static) -> Result<(), ServeError> {
+/// Serves the node until `end`, and tells whoever started the daemon.
+pub async fn serve(
+    node: Node,
+    mut supervisor: Supervisor,
+    end: impl Future<Output = ()> + Send + 'static,
+) -> Result<(), ServeError> {
     let socket = node.parts().config.paths.socket.clone();
-    let listener = listen(&socket)?;
-    tracing::info!(socket = %socket.display(), "serving CRI v1");
+    let handed = supervisor.take_listener(&socket)?;
+    // A socket of the manager's stays when the daemon ends: clients wait there for the next one.
+    let own = handed.is_none();
+    let listener = match handed {
+        Some(listener) => UnixListener::from_std(listener).map_err(at("listen on", &socket))?,
+        None => listen(&socket)?,
+    };
+    tracing::info!(socket = %socket.display(), handed_over = !own, "serving CRI v1");
     let (ending, ended) = tokio::sync::oneshot::channel();
     let (streams, streaming) = nacelle_stream::Server::bind(&node.parts().config.streaming_options()).await?;
     let guests = Arc::new(Guests::new(node.clone()));
@@ -135,6 +150,9 @@ pub async fn serve(node: Node, end: impl Future<Output = ()> + Send + 'static) -
     let _streaming = AbortOnDropHandle::new(tokio::spawn(streaming.serve(guests)));
     let cri = Cri::new(node.clone(), streams);
     let events_of = node.clone();
+    let supervisor = Arc::new(supervisor);
+    let (watching, watched, watched_socket) = (Arc::clone(&supervisor), node.clone(), socket.clone());
+    let watch = AbortOnDropHandle::new(tokio::spawn(async move { watching.watch(&watched_socket, &watched).await }));
     let server = Server::builder()
         .layer(Deadlines)
         .add_service(
@@ -146,6 +164,8 @@ pub async fn serve(node: Node, end: impl Future<Output = ()> + Send + 'static) -
         .add_service(NodeServer::new(NodeService::new(node)))
         .serve_with_incoming_shutdown(UnixListenerStream::new(listener), async move {
             end.await;
+            drop(watch);
+            supervisor.stopping();
             // Subscribers would keep their connections, and with them this server, for ever.
             events_of.parts().events.close();
             let _ = ending.send(());
@@ -160,7 +180,9 @@ pub async fn serve(node: Node, end: impl Future<Output = ()> + Send + 'static) -
         served = server => served,
         () = limit => Ok(()),
     };
-    remove_if_there(&socket)?;
+    if own {
+        remove_if_there(&socket)?;
+    }
     served.map_err(|source| ServeError::Serve { socket: socket.display().to_string(), source })
 }
 

@@ -12,12 +12,28 @@ use std::path::{Path, PathBuf};
 const PROGRAMS: [&str; 6] = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"];
 const LINKER: [&str; 2] = ["/etc/ld.so.cache", "/etc/alternatives"];
 
+/// How likely the node's OOM killer takes this process; what it starts inherits it.
+const OOM_SCORE: &str = "/proc/self/oom_score_adj";
+
 /// Shuts the process in, with what the pod of `dir` needs. What is open stays open. There must be one thread only.
 pub(crate) fn enter(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Result<(), PodError> {
     if let Some(logs) = &spec.log_directory {
         std::fs::create_dir_all(logs).map_err(at("create", logs))?;
     }
+    if !matches!(spec.engine, EngineSpec::Host { .. }) {
+        expose(Path::new(OOM_SCORE));
+    }
     Ok(nacelle_jail::enter(plan(spec, jail, dir))?)
+}
+
+/// A machine is no part of the node: it does not keep what protects the daemon from the node's OOM killer.
+fn expose(file: &Path) {
+    let score = std::fs::read_to_string(file).ok().and_then(|text| text.trim().parse::<i32>().ok());
+    if score.is_some_and(|score| score < 0)
+        && let Err(error) = std::fs::write(file, "0")
+    {
+        tracing::warn!(%error, "this pod is protected from the OOM killer as the daemon is");
+    }
 }
 
 fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Plan {
@@ -122,5 +138,15 @@ mod tests {
         assert_eq!(home("/opt/qemu/bin/qemu").as_deref(), Some("/opt/qemu"));
         assert_eq!(home("/opt/qemu/qemu").as_deref(), Some("/opt/qemu"));
         assert_eq!(home("/qemu"), None);
+    }
+
+    #[test]
+    fn a_machine_loses_the_protection_of_the_daemon_and_nothing_else() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        for (before, after) in [("-999\n", "0"), ("0\n", "0\n"), ("300\n", "300\n")] {
+            std::fs::write(file.path(), before).unwrap();
+            expose(file.path());
+            assert_eq!(std::fs::read_to_string(file.path()).unwrap(), after);
+        }
     }
 }

@@ -6,6 +6,7 @@ mod pods;
 mod serve;
 
 use crate::program::{LogFormat, log, more_files};
+use crate::supervision::Supervisor;
 use clap::{Parser, Subcommand};
 use hyper_util::rt::TokioIo;
 use std::path::{Path, PathBuf};
@@ -65,11 +66,13 @@ impl Config {
 pub fn run() -> ExitCode {
     let cli = Cli::parse();
     log(cli.log_format);
-    if matches!(cli.command, Command::Serve(_)) {
-        more_files();
-    }
     let done = match cli.command {
-        Command::Serve(config) => config.load().and_then(serve::serve),
+        Command::Serve(config) => {
+            more_files();
+            // Before anything is opened and any thread started.
+            let supervisor = Supervisor::of_environment();
+            config.load().and_then(|config| serve::serve(config, supervisor?))
+        }
         Command::Check(config) => config.load().and_then(check::check),
         Command::Image { config, command } => config.load().and_then(|config| image::run(config, command)),
         Command::Pods { config, timeline } => config.load().and_then(|config| pods::run(&config, timeline)),

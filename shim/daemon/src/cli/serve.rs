@@ -5,6 +5,7 @@ use crate::lifecycle::seams::Processes;
 use crate::lifecycle::{EngineChoice, Events};
 use crate::program;
 use crate::server::{self, Setup};
+use crate::supervision::Supervisor;
 use crate::sys;
 use anyhow::Context;
 use nacelle_engine::probe;
@@ -30,8 +31,9 @@ pub(super) fn engine() -> (EngineChoice, probe::KvmVerdict) {
     (choice, verdict)
 }
 
-pub(super) fn serve(config: Config) -> anyhow::Result<ExitCode> {
+pub(super) fn serve(config: Config, supervisor: Supervisor) -> anyhow::Result<ExitCode> {
     sys::give_memory_back();
+    supervisor.status("bringing the pods of this node in order");
     let (engine, verdict) = engine();
     tracing::info!(engine = %engine.fitting, "{verdict}");
     let exe = program::pod_program().context("cannot find the path of this program, beside which that of pods is")?;
@@ -55,7 +57,7 @@ pub(super) fn serve(config: Config) -> anyhow::Result<ExitCode> {
             }
             tracing::info!("ending; pods run on");
         };
-        server::serve(node, end).await?;
+        server::serve(node, supervisor, end).await?;
         Ok(ExitCode::SUCCESS)
     })
 }

@@ -16,6 +16,7 @@ use nacelle_daemon::lifecycle::seams::Networks;
 use nacelle_daemon::lifecycle::{EngineChoice, Events};
 use nacelle_daemon::server::{self, Setup};
 use nacelle_daemon::store::Observer;
+use nacelle_daemon::supervision::Supervisor;
 use nacelle_net::{Attachment, NetError, PodRef};
 use nacelle_pod::spec::Accelerator;
 use nacelle_proto::cri;
@@ -258,7 +259,7 @@ impl World {
         runtime.spawn(async move {
             let node = server::open(setup).await.expect("the daemon starts");
             let _ = serving.send(());
-            server::serve(node, std::future::pending()).await.expect("the daemon serves");
+            server::serve(node, Supervisor::default(), std::future::pending()).await.expect("the daemon serves");
         });
         let channel = self.run(async move {
             served.await.expect("the daemon starts");

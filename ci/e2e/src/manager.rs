@@ -1,0 +1,79 @@
+//! Owns: a service manager for one daemon, as systemd would be: it holds the daemon's socket and hears what it says of itself.
+
+use std::ffi::OsString;
+use std::fs;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::{UnixDatagram, UnixListener};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// Becomes the program, with the standard input as descriptor 3 and the variables that say so.
+const HAND_OVER: &str = r#"exec 3<&0 0</dev/null; export LISTEN_PID=$$ LISTEN_FDS=1 WATCHDOG_PID=$$; exec "$@""#;
+
+/// Holds the socket and the other end of NOTIFY_SOCKET.
+pub struct Manager {
+    socket: UnixListener,
+    notify: UnixDatagram,
+    path: PathBuf,
+    watchdog: Duration,
+}
+
+impl Manager {
+    /// Listens in this folder of a node; wants to hear from the daemon within `watchdog`.
+    ///
+    /// # Panics
+    /// When the folder is not writable.
+    pub fn new(folder: &Path, watchdog: Duration) -> Self {
+        let (socket, path) = (folder.join("nacelle.sock"), folder.join("notify.sock"));
+        // As a manager does that is started anew.
+        let _ = fs::remove_file(&socket);
+        let socket = UnixListener::bind(socket).expect("the node's folder is writable");
+        let notify = UnixDatagram::bind(&path).expect("the node's folder is writable");
+        Self { socket, notify, path, watchdog }
+    }
+
+    /// The program and its arguments as the manager starts them, without nsenter.
+    pub fn wrap(&self, netns: impl FnOnce(&str) -> Command, words: &[OsString]) -> Command {
+        let mut command = netns("sh");
+        command.args(["-c", HAND_OVER, "sh"]).args(words);
+        let handed: OwnedFd = self.socket.try_clone().expect("a socket can be duplicated").into();
+        command.stdin(Stdio::from(handed));
+        command.env("NOTIFY_SOCKET", &self.path).env("WATCHDOG_USEC", self.watchdog.as_micros().to_string());
+        command
+    }
+
+    /// The next thing that the daemon says; none if it says nothing for so long.
+    ///
+    /// # Panics
+    /// When the socket fails.
+    pub fn hears(&self, within: Duration) -> Option<String> {
+        self.notify.set_read_timeout(Some(within)).expect("a time-out of more than nothing");
+        let mut text = [0; 4096];
+        let length = self.notify.recv(&mut text).ok()?;
+        Some(String::from_utf8_lossy(&text[..length]).into_owned())
+    }
+
+    /// Waits until the daemon says this.
+    ///
+    /// # Panics
+    /// When it does not.
+    #[track_caller]
+    pub fn hears_of(&self, wanted: &str) -> String {
+        let (mut all, end) = (Vec::new(), Instant::now() + crate::run::LIMIT);
+        while Instant::now() < end {
+            if let Some(said) = self.hears(Duration::from_millis(200)) {
+                if said.lines().any(|line| line == wanted) {
+                    return said;
+                }
+                all.push(said);
+            }
+        }
+        panic!("the daemon did not say {wanted}, but {all:?}");
+    }
+
+    /// Forgets what was said until now.
+    pub fn forgets(&self) {
+        while self.hears(Duration::from_millis(1)).is_some() {}
+    }
+}

@@ -1,0 +1,355 @@
+//! Owns: what the daemon and the service manager that started it (systemd, or whoever speaks its protocol) tell each other:
+//! the socket that is handed over, and that the daemon is ready, works, and ends.
+//! May use: the daemon's own socket, as a client. Without a manager all of it does nothing.
+
+use crate::lifecycle::Node;
+use crate::sys;
+use hyper_util::rt::TokioIo;
+use nacelle_base::{Chain, Classify, Kind};
+use nacelle_proto::cri::VersionRequest;
+use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
+use nix::sys::socket::{getsockopt, sockopt};
+use std::ffi::OsString;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram, UnixListener};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use tokio::time::{sleep, timeout};
+use tonic::transport::{Endpoint, Uri};
+
+/// Who is to be told.
+const NOTIFY: &str = "NOTIFY_SOCKET";
+/// Microseconds within which it wants to hear that the daemon works, and from whom.
+const WATCHDOG: [&str; 2] = ["WATCHDOG_USEC", "WATCHDOG_PID"];
+/// How many descriptors are handed over, and to whom. Their names are of no use to one that takes a single socket.
+const LISTEN: [&str; 3] = ["LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES"];
+/// The first descriptor that is handed over.
+const FIRST: i32 = 3;
+
+/// Between two looks at a daemon whose manager has no watchdog: its status text shall not be old.
+const LOOK: Duration = Duration::from_secs(30);
+/// Between two looks if the last one failed.
+const LOOK_AGAIN: Duration = Duration::from_millis(500);
+
+/// What a manager hands over or wants, and it cannot be.
+#[derive(Debug, thiserror::Error)]
+pub enum SupervisionError {
+    /// A variable of the environment has no such value.
+    #[error("{name} is {value:?}: {rule}")]
+    Variable {
+        /// Its name.
+        name: &'static str,
+        /// Its value.
+        value: OsString,
+        /// What is allowed.
+        rule: &'static str,
+    },
+    /// There is no socket that can be read from or written to.
+    #[error("cannot {what}")]
+    Io {
+        /// What was attempted.
+        what: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+    /// The descriptor is something else.
+    #[error("descriptor {FIRST}, which the service manager hands over, is no unix socket that listens")]
+    NoListener,
+    /// It is another socket.
+    #[error(
+        "the service manager hands over {}, and paths.socket is {}: make them the same",
+        handed.display(), wanted.display()
+    )]
+    OtherSocket {
+        /// The one that is handed over.
+        handed: PathBuf,
+        /// The one that the configuration names.
+        wanted: PathBuf,
+    },
+}
+
+impl Classify for SupervisionError {
+    fn kind(&self) -> Kind {
+        match self {
+            SupervisionError::Io { source, .. } => source.kind().into(),
+            _ => Kind::Invalid,
+        }
+    }
+}
+
+fn io_error(what: &'static str) -> impl FnOnce(io::Error) -> SupervisionError {
+    move |source| SupervisionError::Io { what, source }
+}
+
+/// The one who started this daemon, as far as it wants to be told something.
+#[derive(Default)]
+pub struct Supervisor {
+    notify: Option<(UnixDatagram, SocketAddr)>,
+    watchdog: Option<Duration>,
+    handed: Option<UnixListener>,
+}
+
+/// What the environment says.
+#[derive(Debug, Default)]
+struct Wishes {
+    notify: Option<SocketAddr>,
+    watchdog: Option<Duration>,
+    handed: bool,
+}
+
+impl Wishes {
+    fn read(variable: impl Fn(&str) -> Option<OsString>, pid: u32) -> Result<Wishes, SupervisionError> {
+        let bad = |name, value, rule| SupervisionError::Variable { name, value, rule };
+        let number = |name: &'static str| -> Result<Option<u64>, SupervisionError> {
+            let Some(value) = variable(name) else { return Ok(None) };
+            match value.to_str().and_then(|text| text.parse().ok()) {
+                Some(number) => Ok(Some(number)),
+                None => Err(bad(name, value, "a number is needed")),
+            }
+        };
+        let ours = |name| Ok(number(name)?.is_none_or(|of| of == u64::from(pid)));
+        let mut wishes = Wishes::default();
+        if let Some(value) = variable(NOTIFY).filter(|value| !value.is_empty()) {
+            let address = match value.as_bytes() {
+                [b'/', ..] => SocketAddr::from_pathname(&value),
+                [b'@', name @ ..] => SocketAddr::from_abstract_name(name),
+                _ => return Err(bad(NOTIFY, value, "an absolute path, or @ and a name, is needed")),
+            };
+            wishes.notify = Some(address.map_err(io_error("use NOTIFY_SOCKET"))?);
+        }
+        if let Some(micros) = number(WATCHDOG[0])? {
+            if micros == 0 {
+                return Err(bad(WATCHDOG[0], "0".into(), "microseconds, at least one, are needed"));
+            }
+            wishes.watchdog = ours(WATCHDOG[1])?.then_some(Duration::from_micros(micros));
+        }
+        // Without a pid they are somebody else's, who did not clear his environment.
+        if variable(LISTEN[1]).is_some() && ours(LISTEN[1])? {
+            wishes.handed = match number(LISTEN[0])? {
+                None | Some(0) => false,
+                Some(1) => true,
+                Some(more) => {
+                    return Err(bad(LISTEN[0], more.to_string().into(), "one socket can be handed over: paths.socket"));
+                }
+            };
+        }
+        Ok(wishes)
+    }
+}
+
+impl Supervisor {
+    /// Takes what the environment says and the descriptor that comes with it, and keeps both from the programs that are
+    /// started from now on. To be called once, while there is one thread only and nothing else was opened.
+    pub(crate) fn of_environment() -> Result<Supervisor, SupervisionError> {
+        let wishes = Wishes::read(|name| std::env::var_os(name), std::process::id())?;
+        sys::forget_variables(&[&[NOTIFY], &WATCHDOG[..], &LISTEN[..]].concat());
+        let notify = match wishes.notify {
+            Some(address) => Some((sender().map_err(io_error("open a socket for NOTIFY_SOCKET"))?, address)),
+            None => None,
+        };
+        let handed = match wishes.handed {
+            true => Some(listener(sys::inherited(FIRST).map_err(io_error("take descriptor 3, named by LISTEN_FDS"))?)?),
+            false => None,
+        };
+        Ok(Supervisor { notify, watchdog: wishes.watchdog, handed })
+    }
+
+    /// The socket that the manager holds open, if it does: it must be the one that the configuration names.
+    pub(crate) fn take_listener(&mut self, wanted: &Path) -> Result<Option<UnixListener>, SupervisionError> {
+        let Some(listener) = self.handed.take() else { return Ok(None) };
+        let name = listener.local_addr().map_err(io_error("read the name of the socket that is handed over"))?;
+        let handed = name.as_pathname().unwrap_or(Path::new("")).to_owned();
+        let real = |path: &Path| path.canonicalize().ok();
+        if handed != wanted && (real(&handed).is_none() || real(&handed) != real(wanted)) {
+            return Err(SupervisionError::OtherSocket { handed, wanted: wanted.to_owned() });
+        }
+        Ok(Some(listener))
+    }
+
+    /// A daemon on its way tells what it does.
+    pub(crate) fn status(&self, text: &str) {
+        self.tell(&format!("STATUS={text}"));
+    }
+
+    /// The daemon ends.
+    pub(crate) fn stopping(&self) {
+        self.tell("STOPPING=1\nSTATUS=ending; pods run on");
+    }
+
+    /// Whether it arrived. Never waits: a manager that does not read must not hold up the daemon.
+    fn tell(&self, text: &str) -> bool {
+        let Some((socket, address)) = &self.notify else { return true };
+        match socket.send_to_addr(text.as_bytes(), address) {
+            Ok(_) => true,
+            Err(error) => {
+                tracing::warn!(%error, "the service manager cannot be told {:?}", text.lines().next().unwrap_or_default());
+                false
+            }
+        }
+    }
+
+    /// Tells the manager that the daemon is ready as soon as it answers on its own socket, and then again and again that it
+    /// still does. Runs until it is dropped.
+    pub(crate) async fn watch(&self, socket: &Path, node: &Node) {
+        if self.notify.is_none() {
+            return;
+        }
+        let pause = self.watchdog.map_or(LOOK, |limit| limit / 2);
+        let mut first = "READY=1";
+        loop {
+            // Half of a pause for an answer: then even one that comes late comes in time.
+            let told = match timeout(pause / 2, ask(socket)).await {
+                Ok(Ok(())) => self.tell(&format!("{first}\nSTATUS=serving CRI; pods: {}", node.views().len())),
+                Ok(Err(status)) => {
+                    tracing::warn!(%status, "the daemon does not answer itself");
+                    false
+                }
+                Err(_elapsed) => {
+                    tracing::warn!(limit = ?pause / 2, "the daemon does not answer itself in time");
+                    false
+                }
+            };
+            if told {
+                first = "WATCHDOG=1";
+                sleep(pause).await;
+            } else {
+                sleep(LOOK_AGAIN.min(pause / 4)).await;
+            }
+        }
+    }
+}
+
+/// What any client would have to go through: the socket, a connection, the server's threads.
+async fn ask(socket: &Path) -> Result<(), tonic::Status> {
+    let path = socket.to_owned();
+    let connector = tower::service_fn(move |_: Uri| {
+        let path = path.clone();
+        async move { Ok::<_, io::Error>(TokioIo::new(tokio::net::UnixStream::connect(path).await?)) }
+    });
+    // The address is never looked at: the connector knows where to go.
+    let channel = Endpoint::from_static("http://nacelle").connect_with_connector_lazy(connector);
+    RuntimeServiceClient::new(channel).version(VersionRequest::default()).await.map(drop)
+}
+
+fn sender() -> io::Result<UnixDatagram> {
+    let socket = UnixDatagram::unbound()?;
+    socket.set_nonblocking(true)?;
+    Ok(socket)
+}
+
+/// The descriptor, if it is what it should be.
+fn listener(descriptor: OwnedFd) -> Result<UnixListener, SupervisionError> {
+    if getsockopt(&descriptor, sockopt::AcceptConn) != Ok(true) {
+        return Err(SupervisionError::NoListener);
+    }
+    let listener = UnixListener::from(descriptor);
+    // Of another family it has no such name.
+    listener.local_addr().map_err(|source| {
+        tracing::debug!(error = %Chain(&source), "the socket that is handed over");
+        SupervisionError::NoListener
+    })?;
+    listener.set_nonblocking(true).map_err(io_error("prepare the socket that is handed over"))?;
+    Ok(listener)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PID: u32 = 77;
+
+    fn read(variables: &[(&str, &str)]) -> Result<Wishes, SupervisionError> {
+        let find = |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.into());
+        Wishes::read(find, PID)
+    }
+
+    #[test]
+    fn without_a_manager_nothing_is_wanted() {
+        let wishes = read(&[]).unwrap();
+        assert!(wishes.notify.is_none() && wishes.watchdog.is_none() && !wishes.handed);
+        assert!(Supervisor::default().tell("READY=1"));
+    }
+
+    #[test]
+    fn what_is_meant_for_another_process_is_not_taken() {
+        let of = |pid| {
+            read(&[("WATCHDOG_USEC", "5000000"), ("WATCHDOG_PID", pid), ("LISTEN_FDS", "1"), ("LISTEN_PID", pid)])
+        };
+        let ours = of("77").unwrap();
+        assert_eq!((ours.watchdog, ours.handed), (Some(Duration::from_secs(5)), true));
+        let others = of("78").unwrap();
+        assert_eq!((others.watchdog, others.handed), (None, false));
+        assert!(!read(&[("LISTEN_FDS", "1")]).unwrap().handed);
+        assert!(!read(&[("LISTEN_FDS", "0"), ("LISTEN_PID", "77")]).unwrap().handed);
+        assert_eq!(read(&[("WATCHDOG_USEC", "7")]).unwrap().watchdog, Some(Duration::from_micros(7)));
+    }
+
+    #[test]
+    fn the_manager_is_found_by_path_or_by_name() {
+        let address = |value| read(&[("NOTIFY_SOCKET", value)]).unwrap().notify;
+        assert_eq!(address("/run/n").unwrap().as_pathname(), Some(Path::new("/run/n")));
+        assert_eq!(address("@n").unwrap().as_abstract_name(), Some(&b"n"[..]));
+        assert!(address("").is_none());
+    }
+
+    #[test]
+    fn a_value_that_cannot_be_is_named() {
+        for (name, value) in [
+            ("NOTIFY_SOCKET", "vsock:2:1"),
+            ("WATCHDOG_USEC", "soon"),
+            ("WATCHDOG_USEC", "0"),
+            ("LISTEN_FDS", "2"),
+            ("LISTEN_FDS", "-1"),
+        ] {
+            let error = read(&[(name, value), ("LISTEN_PID", "77")]).unwrap_err();
+            assert_eq!(error.kind(), Kind::Invalid);
+            assert!(error.to_string().starts_with(&format!("{name} is {value:?}: ")), "{error}");
+        }
+        assert!(read(&[("NOTIFY_SOCKET", &format!("/{}", "n".repeat(200)))]).is_err());
+    }
+
+    #[test]
+    fn only_the_socket_of_the_configuration_is_taken() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let hand = || {
+            let _ = std::fs::remove_file(&path);
+            let handed = listener(UnixListener::bind(&path).unwrap().into()).unwrap();
+            Supervisor { handed: Some(handed), ..Supervisor::default() }
+        };
+        assert!(hand().take_listener(&path).unwrap().is_some());
+        assert!(hand().take_listener(&folder.path().join("./s")).unwrap().is_some());
+        let other = hand().take_listener(Path::new("/run/other.sock")).unwrap_err();
+        assert!(other.to_string().ends_with("and paths.socket is /run/other.sock: make them the same"), "{other}");
+        assert!(Supervisor::default().take_listener(&path).unwrap().is_none());
+    }
+
+    #[test]
+    fn what_does_not_listen_is_no_listener() {
+        let (end, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+        let file = tempfile::tempfile().unwrap();
+        let inet = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        for descriptor in [OwnedFd::from(end), file.into(), inet.into()] {
+            assert!(matches!(listener(descriptor), Err(SupervisionError::NoListener)));
+        }
+    }
+
+    #[test]
+    fn a_manager_that_does_not_read_holds_nobody_up() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("notify");
+        let manager = UnixDatagram::bind(&path).unwrap();
+        let address = SocketAddr::from_pathname(&path).unwrap();
+        let supervisor = Supervisor { notify: Some((sender().unwrap(), address)), ..Supervisor::default() };
+        supervisor.stopping();
+        let mut text = [0; 100];
+        let length = manager.recv(&mut text).unwrap();
+        assert_eq!(&text[..length], b"STOPPING=1\nSTATUS=ending; pods run on");
+        assert!((0..100_000).any(|_| !supervisor.tell("STATUS=x")));
+        drop(manager);
+        assert!(!supervisor.tell("STATUS=x"));
+    }
+}
