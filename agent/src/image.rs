@@ -1,5 +1,5 @@
 //! Owns: the images of the pod, mounted as EROFS: partitions of the image disk that come and go while the machine runs, or
-//! files of the node; the scratch disk; and the volumes of the node.
+//! files of the node; the scratch disk; block devices of the node, which are partitions, too; and the volumes of the node.
 //! Threads: `Disks` serialises; its methods block and are for blocking threads.
 
 use nacelle_base::{Classify, Kind, share};
@@ -7,6 +7,7 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -32,6 +33,14 @@ pub enum DiskError {
     Taken { number: u8, there: Source },
     #[error("an image needs at least one file")]
     NoFiles,
+    #[error("offset {offset} and length {length} of a device are not multiples of 512 above 0")]
+    DeviceShape { offset: u64, length: u64 },
+    #[error("device {number} is attached already, at offset {offset}")]
+    DeviceTaken { number: u8, offset: u64 },
+    #[error("there is no device at partition {number}")]
+    NoDevice { number: u32 },
+    #[error("device {number} is in use")]
+    DeviceBusy { number: u8 },
     #[error("there is no image at partition {number}")]
     NoImage { number: u32 },
     #[error("{number} is no disk of this machine")]
@@ -47,11 +56,13 @@ pub enum DiskError {
 impl Classify for DiskError {
     fn kind(&self) -> Kind {
         match self {
-            DiskError::Number { .. } | DiskError::Shape { .. } | DiskError::NoFiles => Kind::Invalid,
-            DiskError::Taken { .. } => Kind::AlreadyExists,
-            DiskError::NoImage { .. } | DiskError::NoDisk { .. } => Kind::NotFound,
+            DiskError::Number { .. } | DiskError::Shape { .. } | DiskError::DeviceShape { .. } | DiskError::NoFiles => {
+                Kind::Invalid
+            }
+            DiskError::Taken { .. } | DiskError::DeviceTaken { .. } => Kind::AlreadyExists,
+            DiskError::NoImage { .. } | DiskError::NoDevice { .. } | DiskError::NoDisk { .. } => Kind::NotFound,
             DiskError::TooSmall { .. } => Kind::Timeout,
-            DiskError::Busy { .. } => Kind::Conflict,
+            DiskError::Busy { .. } | DiskError::DeviceBusy { .. } => Kind::Conflict,
             DiskError::Io { .. } => Kind::Internal,
         }
     }
@@ -99,23 +110,35 @@ impl std::fmt::Display for Source {
     }
 }
 
+/// A block device of the node, as a partition.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Device {
+    offset: u64,
+    length: u64,
+    writable: bool,
+}
+
 /// The machine's disks.
 #[derive(Debug)]
 pub struct Disks {
     image_disk: u32,
     scratch_disk: u32,
+    volume_disk: u32,
     attached: Mutex<HashMap<u8, Source>>,
+    devices: Mutex<HashMap<u8, Device>>,
     scratch_mounted: Mutex<bool>,
     share_mounted: Mutex<bool>,
 }
 
 impl Disks {
-    /// The disks by their numbers: 0 is the first.
-    pub fn new(image_disk: u32, scratch_disk: u32) -> Disks {
+    /// The disks by their numbers: 0 is the first. That for volumes: 0 is none.
+    pub fn new(image_disk: u32, scratch_disk: u32, volume_disk: u32) -> Disks {
         Disks {
             image_disk,
             scratch_disk,
+            volume_disk,
             attached: Mutex::default(),
+            devices: Mutex::default(),
             scratch_mounted: Mutex::default(),
             share_mounted: Mutex::default(),
         }
@@ -123,7 +146,7 @@ impl Disks {
 
     /// Of a pod without a machine: there is no disk, and scratch is a folder.
     pub fn on_node() -> Disks {
-        Disks { scratch_mounted: Mutex::new(true), share_mounted: Mutex::new(true), ..Disks::new(0, 0) }
+        Disks { scratch_mounted: Mutex::new(true), share_mounted: Mutex::new(true), ..Disks::new(0, 0, 0) }
     }
 
     /// Mounts an image that lies in files of the node. Said again with the same files it is a success.
@@ -202,23 +225,12 @@ impl Disks {
     /// Takes the partition of an image away that is not mounted any more.
     fn take_away(&self, number: u8) -> Result<(), DiskError> {
         let disk = disk_name(self.image_disk)?;
-        let device = Path::new("/dev").join(&disk);
-        let file = File::open(&device).map_err(at("open", &device))?;
-        let deadline = Instant::now() + RELEASE;
-        loop {
-            match sys::delete_partition(&file, number).map_err(|error| (error.raw_os_error(), error)) {
-                Ok(()) | Err((Some(libc::ENXIO), _)) => return Ok(()),
-                Err((Some(libc::EBUSY), _)) if Instant::now() < deadline => {
-                    std::thread::sleep(Duration::from_millis(5));
-                }
-                // A container's overlay holds it: everything is as before.
-                Err((Some(libc::EBUSY), _)) => {
-                    mount_image(&disk, number)?;
-                    return Err(DiskError::Busy { number });
-                }
-                Err((_, error)) => return Err(at("remove a partition of", &device)(error)),
-            }
+        if delete_partition(&disk, number)? {
+            return Ok(());
         }
+        // A container's overlay holds it: everything is as before.
+        mount_image(&disk, number)?;
+        Err(DiskError::Busy { number })
     }
 
     /// Where the image of a partition is mounted.
@@ -226,6 +238,73 @@ impl Disks {
         let attached = self.attached.lock().unwrap_or_else(PoisonError::into_inner);
         let number = number_of(partition)?;
         attached.get(&number).map(|_| mount_point(number)).ok_or(DiskError::NoImage { number: partition })
+    }
+
+    fn volume_disk(&self) -> Result<String, DiskError> {
+        match self.volume_disk {
+            0 => Err(DiskError::NoDisk { number: 0 }),
+            number => disk_name(number),
+        }
+    }
+
+    /// Adds a partition for a device of the node, or lets it grow, and says whether it may be written.
+    pub fn attach_device(&self, partition: u32, offset: u64, length: u64, writable: bool) -> Result<(), DiskError> {
+        let number = number_of(partition)?;
+        let shape = || DiskError::DeviceShape { offset, length };
+        let fits = length > 0 && offset > 0 && offset.is_multiple_of(512) && length.is_multiple_of(512);
+        let end = offset.checked_add(length).filter(|end| fits && i64::try_from(*end).is_ok()).ok_or_else(shape)?;
+        let numbers = (i64::try_from(offset).ok(), i64::try_from(length).ok());
+        let (Some(start), Some(size)) = numbers else { return Err(shape()) };
+        let mut devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = devices.get(&number).copied();
+        if let Some(there) = before.filter(|there| there.offset != offset) {
+            return Err(DiskError::DeviceTaken { number, offset: there.offset });
+        }
+        let disk = self.volume_disk()?;
+        wait_for_size(&disk, end)?;
+        let whole = Path::new("/dev").join(&disk);
+        let file = File::open(&whole).map_err(at("open", &whole))?;
+        match before {
+            Some(there) if there.length == length => {}
+            Some(_) => {
+                sys::resize_partition(&file, number, start, size).map_err(at("resize a partition of", &whole))?;
+            }
+            None => sys::add_partition(&file, number, start, size).map_err(at("add a partition to", &whole))?,
+        }
+        devices.insert(number, Device { offset, length, writable });
+        let node = PathBuf::from(format!("/dev/{disk}{number}"));
+        if before.is_none_or(|there| there.writable != writable) {
+            let set = File::open(&node).and_then(|device| sys::set_read_only(&device, !writable));
+            set.map_err(at("say who may write to", &node))?;
+        }
+        Ok(())
+    }
+
+    /// Takes a device of the node away. One that is not there is a success.
+    pub fn detach_device(&self, partition: u32) -> Result<(), DiskError> {
+        let number = number_of(partition)?;
+        let mut devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
+        if !devices.contains_key(&number) {
+            return Ok(());
+        }
+        if !delete_partition(&self.volume_disk()?, number)? {
+            return Err(DiskError::DeviceBusy { number });
+        }
+        devices.remove(&number);
+        Ok(())
+    }
+
+    /// Major and minor number of an attached device.
+    pub fn device(&self, partition: u32) -> Result<(i64, i64), DiskError> {
+        let devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
+        let number = number_of(partition)?;
+        if !devices.contains_key(&number) {
+            return Err(DiskError::NoDevice { number: partition });
+        }
+        let node = PathBuf::from(format!("/dev/{}{number}", self.volume_disk()?));
+        let rdev = fs::metadata(&node).map_err(at("look at", &node))?.rdev();
+        let number = |part: u64| i64::try_from(part).unwrap_or(i64::MAX);
+        Ok((number(nix::sys::stat::major(rdev)), number(nix::sys::stat::minor(rdev))))
     }
 
     /// Mounts the volumes of the node, once: those of all containers, also of later ones. Each is a file system of its own
@@ -266,6 +345,23 @@ fn mount_image(disk: &str, number: u8) -> Result<(), DiskError> {
         .map_err(at("mount the image", &node))
 }
 
+/// Takes a partition away, when nobody holds it any more; whether that was soon enough.
+fn delete_partition(disk: &str, number: u8) -> Result<bool, DiskError> {
+    let device = Path::new("/dev").join(disk);
+    let file = File::open(&device).map_err(at("open", &device))?;
+    let deadline = Instant::now() + RELEASE;
+    loop {
+        match sys::delete_partition(&file, number).map_err(|error| (error.raw_os_error(), error)) {
+            Ok(()) | Err((Some(libc::ENXIO), _)) => return Ok(true),
+            Err((Some(libc::EBUSY), _)) if Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            Err((Some(libc::EBUSY), _)) => return Ok(false),
+            Err((_, error)) => return Err(at("remove a partition of", &device)(error)),
+        }
+    }
+}
+
 fn wait_for_size(disk: &str, need: u64) -> Result<(), DiskError> {
     let path = PathBuf::from(format!("/sys/block/{disk}/size"));
     let deadline = Instant::now() + GROWTH;
@@ -291,11 +387,19 @@ mod tests {
         assert_eq!(disk_name(0).unwrap(), "vda");
         assert_eq!(disk_name(25).unwrap(), "vdz");
         assert!(disk_name(26).is_err());
-        let disks = Disks::new(0, 1);
+        let disks = Disks::new(0, 1, 2);
         for (partition, offset, length) in [(0, 0, 4096), (256, 0, 4096), (1, 1, 4096), (1, 0, 0), (1, u64::MAX, 4096)]
         {
             assert_eq!(disks.attach(partition, offset, length).unwrap_err().kind(), Kind::Invalid);
         }
+        for (partition, offset, length) in
+            [(0, 512, 512), (256, 512, 512), (1, 0, 512), (1, 512, 0), (1, 512, 100), (1, 512, u64::MAX - 1023)]
+        {
+            assert_eq!(disks.attach_device(partition, offset, length, true).unwrap_err().kind(), Kind::Invalid);
+        }
+        assert_eq!(disks.device(3).unwrap_err().kind(), Kind::NotFound);
+        assert_eq!(Disks::on_node().attach_device(1, 512, 512, true).unwrap_err().kind(), Kind::NotFound);
+        disks.detach_device(3).unwrap();
         assert_eq!(disks.image(3).unwrap_err().kind(), Kind::NotFound);
         disks.detach(3).unwrap();
     }

@@ -3,9 +3,10 @@
 use nacelle_base::{Chain, Classify};
 use nacelle_proto::agent::agent_server::Agent;
 use nacelle_proto::agent::{
-    AttachImageRequest, ContainerRef, CreateContainerRequest, CreateContainerResponse, DetachImageRequest,
-    DropVolumeRequest, Empty, ExecRequest, ImageVolume, ListContainersResponse, PushVolumeRequest, RenewRequest,
-    ResizeRequest, SignalRequest, StatsResponse, UpdateContainerRequest, WaitRequest, WaitResponse,
+    AttachDeviceRequest, AttachImageRequest, BlockDevice, ContainerRef, CreateContainerRequest,
+    CreateContainerResponse, DetachDeviceRequest, DetachImageRequest, DropVolumeRequest, Empty, ExecRequest,
+    ImageVolume, ListContainersResponse, PushVolumeRequest, RenewRequest, ResizeRequest, SignalRequest, StatsResponse,
+    UpdateContainerRequest, WaitRequest, WaitResponse,
 };
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -14,6 +15,7 @@ use tokio::sync::Notify;
 use tonic::{Code, Request, Response, Status, Streaming};
 
 use crate::boot::apply;
+use crate::container::devices::Device;
 use crate::container::volumes::Volume;
 use crate::container::{CreateOptions, ExecOptions, Pod, PodError};
 use crate::pushed::{Draft, PushError, Volumes};
@@ -44,6 +46,16 @@ fn volume(volume: ImageVolume) -> Volume {
         sub_path: volume.sub_path,
         container_path: volume.container_path.into(),
         noexec: volume.noexec,
+    }
+}
+
+fn device(device: BlockDevice) -> Device {
+    Device {
+        partition: device.partition,
+        path: device.container_path.into(),
+        access: device.access,
+        mode: device.mode,
+        owner: (device.uid, device.gid),
     }
 }
 
@@ -111,6 +123,17 @@ impl Agent for Service {
         blocking(move || pod.disks.detach(request.partition)).await
     }
 
+    async fn attach_device(&self, request: Request<AttachDeviceRequest>) -> Result<Response<Empty>, Status> {
+        let (request, pod) = (request.into_inner(), Arc::clone(&self.pod));
+        let AttachDeviceRequest { partition, offset, length, writable } = request;
+        blocking(move || pod.disks.attach_device(partition, offset, length, writable)).await
+    }
+
+    async fn detach_device(&self, request: Request<DetachDeviceRequest>) -> Result<Response<Empty>, Status> {
+        let (request, pod) = (request.into_inner(), Arc::clone(&self.pod));
+        blocking(move || pod.disks.detach_device(request.partition)).await
+    }
+
     async fn create_container(
         &self,
         request: Request<CreateContainerRequest>,
@@ -127,6 +150,7 @@ impl Agent for Service {
             pid_of: request.pid_of,
             pid_mode,
             volumes: request.volumes.into_iter().map(volume).collect(),
+            devices: request.devices.into_iter().map(device).collect(),
         };
         whole(Arc::clone(&self.pod).create(options)).await.map(Response::new)
     }

@@ -19,6 +19,8 @@ const RNDRESEEDCRNG: libc::Ioctl = 0x5207;
 const BLKPG: libc::Ioctl = 0x1269;
 const BLKPG_ADD_PARTITION: c_int = 1;
 const BLKPG_DEL_PARTITION: c_int = 2;
+const BLKPG_RESIZE_PARTITION: c_int = 3;
+const BLKROSET: libc::Ioctl = 0x125d;
 const TIOCGPTPEER: libc::Ioctl = 0x5441;
 
 /// The longest seed that `add_entropy` takes, in bytes.
@@ -86,6 +88,18 @@ pub fn add_partition(disk: impl AsFd, number: u8, start: i64, length: i64) -> io
 /// Takes a partition away from an open disk.
 pub fn delete_partition(disk: impl AsFd, number: u8) -> io::Result<()> {
     blkpg(disk, BLKPG_DEL_PARTITION, 0, 0, number)
+}
+
+/// Gives a partition of an open disk another length.
+pub fn resize_partition(disk: impl AsFd, number: u8, start: i64, length: i64) -> io::Result<()> {
+    blkpg(disk, BLKPG_RESIZE_PARTITION, start, length, number)
+}
+
+/// Says whether an open block device may be written by whoever opens it from now on.
+pub fn set_read_only(device: impl AsFd, read_only: bool) -> io::Result<()> {
+    let flag = c_int::from(read_only);
+    // SAFETY: the kernel reads one number, which lives until the call returns.
+    check(unsafe { libc::ioctl(device.as_fd().as_raw_fd(), BLKROSET, &raw const flag) }).map(drop)
 }
 
 /// Sets a terminal's size.

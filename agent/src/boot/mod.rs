@@ -122,7 +122,7 @@ pub fn boot() -> Result<Ready, BootError> {
     drop(host);
     let zygote = Zygote::fork(&[&rpc, &streams]).map_err(|source| BootError::Zygote { source })?;
     crate::sys::limit_files(65_536, 1 << 19).map_err(|source| BootError::Limit { source })?;
-    let disks = Disks::new(config.image_disk, config.scratch_disk);
+    let disks = Disks::new(config.image_disk, config.scratch_disk, config.volume_disk);
     let (rpc, streams) = (Socket::Vsock(rpc), Socket::Vsock(streams));
     Ok(Ready { config, disks, node_pid: false, users, rpc, streams, zygote })
 }

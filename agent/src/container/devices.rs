@@ -1,8 +1,46 @@
-//! Owns: the device rules of a container as a BPF program for its cgroup. Building it is pure.
+//! Owns: the device rules of a container as a BPF program for its cgroup, and what a block device of the node becomes in a
+//! specification. Building both is pure.
 
-use libcontainer::oci_spec::runtime::{LinuxDeviceCgroup, LinuxDeviceType};
+use libcontainer::oci_spec::OciSpecError;
+use libcontainer::oci_spec::runtime::{
+    LinuxDeviceBuilder, LinuxDeviceCgroup, LinuxDeviceCgroupBuilder, LinuxDeviceType, Spec,
+};
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+
+/// A block device of the node in a container.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Device {
+    /// Its partition.
+    pub partition: u32,
+    /// Where, in the container.
+    pub path: PathBuf,
+    /// What the container may: of "r", "w" and "m".
+    pub access: String,
+    /// Permissions of the file.
+    pub mode: u32,
+    /// Its owner and group.
+    pub owner: (u32, u32),
+}
+
+/// Gives a container a block device with these numbers.
+pub fn give(spec: &mut Spec, device: &Device, (major, minor): (i64, i64)) -> Result<(), OciSpecError> {
+    let (uid, gid) = device.owner;
+    let node = LinuxDeviceBuilder::default().path(&device.path).typ(LinuxDeviceType::B).major(major).minor(minor);
+    let node = node.file_mode(device.mode & 0o777).uid(uid).gid(gid).build()?;
+    let rule = LinuxDeviceCgroupBuilder::default().allow(true).typ(LinuxDeviceType::B).major(major).minor(minor);
+    let rule = rule.access(&device.access).build()?;
+    let mut linux = spec.linux().clone().unwrap_or_default();
+    let mut nodes = linux.devices().clone().unwrap_or_default();
+    nodes.push(node);
+    let mut resources = linux.resources().clone().unwrap_or_default();
+    let mut rules = resources.devices().clone().unwrap_or_default();
+    rules.push(rule);
+    resources.set_devices(Some(rules));
+    linux.set_devices(Some(nodes)).set_resources(Some(resources));
+    spec.set_linux(Some(linux));
+    Ok(())
+}
 
 /// The devices that every container may use, as the runtime specification wants them: major, minor.
 const DEFAULT: [(i64, Option<i64>); 9] = [
@@ -186,6 +224,24 @@ mod tests {
         assert!(!allowed(&program, BLOCK, ACCESS_READ, 254, 0));
         assert!(!allowed(&program, CHARACTER, ACCESS_READ, 1, 1));
         assert!(!allowed(&program, BLOCK, ACCESS_READ | ACCESS_MKNOD, 254, 0));
+    }
+
+    #[test]
+    fn a_device_of_the_node_is_a_file_and_a_rule() {
+        let mut spec = Spec::default();
+        let device =
+            Device { partition: 3, path: "/dev/data".into(), access: "r".into(), mode: 0o60660, owner: (1, 6) };
+        give(&mut spec, &device, (254, 35)).unwrap();
+        give(&mut spec, &Device { path: "/dev/more".into(), access: "rwm".into(), ..device }, (259, 1)).unwrap();
+        let linux = spec.linux().as_ref().unwrap();
+        let nodes = linux.devices().as_ref().unwrap();
+        let node = nodes.iter().find(|node| node.path() == Path::new("/dev/data")).unwrap();
+        assert_eq!((node.typ(), node.major(), node.minor()), (LinuxDeviceType::B, 254, 35));
+        assert_eq!((node.file_mode(), node.uid(), node.gid()), (Some(0o660), Some(1), Some(6)));
+        let program = program(linux.resources().as_ref().unwrap().devices().as_ref().unwrap());
+        assert!(allowed(&program, BLOCK, ACCESS_READ, 254, 35));
+        assert!(!allowed(&program, BLOCK, ACCESS_WRITE, 254, 35));
+        assert!(allowed(&program, BLOCK, ACCESS_READ | ACCESS_WRITE, 259, 1));
     }
 
     #[test]

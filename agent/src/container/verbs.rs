@@ -14,9 +14,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::OnceCell;
 
+use super::devices::{self, Device};
 use super::spec::{PidNamespace, Place, adjust, exec_process, own_capabilities, parse};
 use super::volumes::{self, Volume};
-use super::{Container, Pod, PodError, Process, cgroup, check_id, devices, limits, root, shown, user};
+use super::{Container, Pod, PodError, Process, cgroup, check_id, limits, root, shown, user};
 use crate::stdio::Stdio;
 use crate::userns::{self, UserNs};
 use crate::zygote::{Create, Exec, Made, Request, ZygoteError};
@@ -48,6 +49,8 @@ pub struct CreateOptions {
     pub pid_mode: PidMode,
     /// Images that it sees beside its own, in the order in which they are mounted.
     pub volumes: Vec<Volume>,
+    /// Block devices of the node that it has.
+    pub devices: Vec<Device>,
 }
 
 /// What an exec is made of.
@@ -479,6 +482,10 @@ fn prepare(pod: &Pod, options: &CreateOptions, pid: PidNamespace) -> Result<Prep
     let mut spec = adjust(spec, place).map_err(in_spec)?;
     if let (Some(users), Some(mounts)) = (users, spec.mounts_mut()) {
         shown::of_mounts(id, users, mounts).map_err(in_root)?;
+    }
+    for device in &options.devices {
+        let numbers = pod.disks.device(device.partition)?;
+        devices::give(&mut spec, device, numbers).map_err(|source| in_spec(source.into()))?;
     }
     let controllers = Path::new(paths::CGROUP).join("cgroup.controllers");
     limits::leave_out(&mut spec, &std::fs::read_to_string(controllers).unwrap_or_default());

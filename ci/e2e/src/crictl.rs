@@ -129,6 +129,13 @@ impl Crictl {
     }
 }
 
+impl Crictl {
+    /// A pod that runs already, for instance since before the daemon.
+    pub fn pod(&self, id: &str, pod: Pod) -> RunningPod<'_> {
+        RunningPod { crictl: self, id: id.to_owned(), file: self.file("pod", &pod.0), config: pod.0 }
+    }
+}
+
 /// A pod's configuration.
 pub struct Pod(pub Value);
 

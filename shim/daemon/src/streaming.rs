@@ -27,7 +27,7 @@ impl Streams<'_> {
             return Ok(None);
         }
         let (id, exec_id) = (self.id.to_owned(), self.exec_id.to_owned());
-        let open = proto::StreamOpen { id, exec_id, stream: stream.into(), port: 0 };
+        let open = proto::StreamOpen { id, exec_id, stream: stream.into(), ..Default::default() };
         ask("open a stream", self.limit, self.client.open_stream(open)).await.map(Some)
     }
 

@@ -11,8 +11,10 @@ use crate::{DiskSpec, EngineError, Slot};
 /// The slot of a disk as it is when the machine starts.
 pub(crate) fn make_slot(disk: &DiskSpec) -> Result<Slot, EngineError> {
     let failed = |source| EngineError::Disk { serial: disk.serial().to_owned(), source };
-    let DiskSpec::File { path, read_only, serial } = disk else {
-        return Slot::read_only(disk.serial()).map_err(failed);
+    let (path, read_only, serial) = match disk {
+        DiskSpec::Growing { serial } => return Slot::read_only(serial).map_err(failed),
+        DiskSpec::Volumes { serial } => return Slot::volumes(serial).map_err(failed),
+        DiskSpec::File { path, read_only, serial } => (path, read_only, serial),
     };
     let length = length(path).map_err(|source| EngineError::File { what: "open", path: path.clone(), source })?;
     if !read_only {

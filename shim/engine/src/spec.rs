@@ -63,6 +63,11 @@ pub enum DiskSpec {
         /// The serial number that the guest sees (`/sys/block/*/serial`): 1 to 20 bytes of printable ASCII.
         serial: String,
     },
+    /// Empty at the start; volumes that may be written are placed on its slot while the guest runs.
+    Volumes {
+        /// The serial number, as for `Growing`.
+        serial: String,
+    },
     /// A file or block device as a whole.
     File {
         /// The file or block device; its length must be a multiple of 512 bytes.
@@ -77,7 +82,7 @@ pub enum DiskSpec {
 impl DiskSpec {
     /// The serial number that the guest sees.
     pub fn serial(&self) -> &str {
-        let (DiskSpec::Growing { serial } | DiskSpec::File { serial, .. }) = self;
+        let (DiskSpec::Growing { serial } | DiskSpec::Volumes { serial } | DiskSpec::File { serial, .. }) = self;
         serial
     }
 }

@@ -3,14 +3,16 @@
 //! Threads: one task; it waits for nothing but its inbox and the writing of the record. Effects run beside it.
 
 mod containers;
+mod devices;
 
 use crate::agent::{self, Agent};
 use crate::boot::{self, Ready};
 use crate::container::{self, Attached, Ended, Started};
+use crate::devices::Devices;
 use crate::error::{Failure, PodError};
 use crate::images::{Images, Placement};
 use crate::log::LogPath;
-use crate::machine::{self, Assembled, IMAGE_DISK, blocking};
+use crate::machine::{self, Assembled, IMAGE_DISK, VOLUME_DISK, blocking};
 use crate::pushed::Pushed;
 use crate::record::{Phase, PodRecord};
 use crate::spec::PodSpec;
@@ -26,6 +28,8 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::AbortHandle;
+
+pub use devices::Offer;
 
 /// How somebody is answered.
 pub type Reply<T> = oneshot::Sender<Result<T, Failure>>;
@@ -44,6 +48,10 @@ pub enum Ask {
     Remove(String, Reply<()>),
     /// Its log's rotation.
     ReopenLog(String, Reply<()>),
+    /// A device of the node, for a container that is about to be made; answered by a number.
+    Offer(Offer, Reply<u64>),
+    /// The end of that.
+    Withdraw(u64),
     /// A command in it.
     Exec(pod::ExecSyncRequest, Reply<pod::ExecSyncResponse>),
     /// A container that runs.
@@ -74,6 +82,7 @@ enum News {
     Ended(String, Ended),
     Removed(String, Result<(), PodError>),
     Detached(Placement),
+    DeviceDetached(u32),
     Unwound(Vec<Left>),
 }
 
@@ -124,6 +133,10 @@ pub struct Actor {
     containers: BTreeMap<String, Entry>,
     images: Images,
     attached: BTreeMap<String, Attached>,
+    devices: Devices,
+    held: BTreeMap<String, devices::Held>,
+    offers: BTreeMap<u64, Offer>,
+    offered: u64,
     pushed: Pushed,
 }
 
@@ -160,6 +173,10 @@ impl Actor {
             containers: BTreeMap::new(),
             images: Images::default(),
             attached: BTreeMap::new(),
+            devices: Devices::default(),
+            held: BTreeMap::new(),
+            offers: BTreeMap::new(),
+            offered: 0,
             pushed: Pushed::default(),
         };
         (actor, handles)
@@ -211,6 +228,8 @@ impl Actor {
             Ask::Stop(id, grace, reply) => self.stop(&id, grace, reply),
             Ask::Remove(id, reply) => self.remove(&id, reply),
             Ask::ReopenLog(id, reply) => self.reopen_log(&id, reply),
+            Ask::Offer(offer, reply) => self.offer(offer, reply),
+            Ask::Withdraw(number) => drop(self.offers.remove(&number)),
             Ask::Exec(request, reply) => self.exec(request, reply),
             Ask::Running(id, reply) => tell(reply, self.running(&id)),
             Ask::Agent(reply) => tell(reply, self.agent()),
@@ -241,6 +260,7 @@ impl Actor {
             News::Ended(id, end) => self.ended(&id, end),
             News::Removed(id, outcome) => self.removed(&id, outcome, answers),
             News::Detached(placement) => self.images.free(placement),
+            News::DeviceDetached(number) => self.devices.free(number),
             News::Unwound(left) => {
                 for Left { what, why } in left {
                     tracing::error!(what, why, "could not be given back");
@@ -425,6 +445,13 @@ impl Actor {
     fn image_disk(&self) -> Option<Slot> {
         match &self.body {
             Body::Running { machine, .. } => machine::disk(machine, IMAGE_DISK),
+            Body::Assembling | Body::None => None,
+        }
+    }
+
+    fn volume_disk(&self) -> Option<Slot> {
+        match &self.body {
+            Body::Running { machine, .. } => machine::disk(machine, VOLUME_DISK),
             Body::Assembling | Body::None => None,
         }
     }

@@ -112,6 +112,17 @@ impl Agent {
         self.call("detach an image", self.limit, self.rpc.clone().detach_image(request)).await.map(drop)
     }
 
+    /// Adds a device of the node, or says what has become of it.
+    pub async fn attach_device(&self, request: proto::AttachDeviceRequest) -> Result<(), PodError> {
+        self.call("attach a device", self.limit, self.rpc.clone().attach_device(request)).await.map(drop)
+    }
+
+    /// Takes a device of the node away.
+    pub async fn detach_device(&self, partition: u32) -> Result<(), PodError> {
+        let request = proto::DetachDeviceRequest { partition };
+        self.call("detach a device", self.limit, self.rpc.clone().detach_device(request)).await.map(drop)
+    }
+
     /// Makes a container.
     pub async fn create_container(
         &self,

@@ -3,7 +3,7 @@
 
 use crate::agent::{self, Agent, Gone, read_frame, tokio_stream_of, write_frame};
 use crate::error::{PodError, guest_text};
-use crate::machine::{IMAGE_DISK, SCRATCH_DISK, blocking, random};
+use crate::machine::{IMAGE_DISK, SCRATCH_DISK, VOLUME_DISK, blocking, random};
 use crate::spec::{EngineSpec, IdRange, PodSpec};
 use nacelle_base::timeline::{self, Step, Timeline};
 use nacelle_engine::{GuestLink, Incoming};
@@ -184,6 +184,7 @@ fn config(spec: &PodSpec, network: &pod::ConfigureRequest) -> Result<proto::Boot
         shared_pid: spec.shared_pid,
         scratch_disk: number(SCRATCH_DISK),
         image_disk: number(IMAGE_DISK),
+        volume_disk: number(VOLUME_DISK),
         shm_bytes: spec.shm_bytes,
         user_namespace,
     })

@@ -14,13 +14,14 @@ use proto::pod_client::PodClient as Rpc;
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+use tokio::io::Interest;
 use tokio::process::{Child, Command};
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout, timeout_at};
@@ -412,14 +413,36 @@ impl PodClient {
         Ok(rpc.stats(proto::Empty {}).await?.into_inner())
     }
 
+    /// Hands an open block device of the node over, for a container that is to be made and will have it at `path`.
+    /// Until then it belongs to the result.
+    pub async fn offer(&self, id: &str, path: &str, device: OwnedFd) -> Result<Offer, ClientError> {
+        let (id, stream) = (id.to_owned(), proto::Stream::Device.into());
+        let open = proto::StreamOpen { id, stream, device: path.to_owned(), ..Default::default() };
+        Ok(Offer { _stream: self.open(open, Some(device)).await? })
+    }
+
     /// Opens a stream: bytes of a process, without an end to their number.
     pub async fn open_stream(&self, open: proto::StreamOpen) -> Result<tokio::net::UnixStream, ClientError> {
+        self.open(open, None).await
+    }
+
+    async fn open(
+        &self,
+        open: proto::StreamOpen,
+        device: Option<OwnedFd>,
+    ) -> Result<tokio::net::UnixStream, ClientError> {
         let failed = |source| ClientError::Stream { socket: self.streams.clone(), source: Box::new(source) };
         let connected = timeout(CONNECT_LIMIT, tokio::net::UnixStream::connect(&self.streams)).await;
         let connected = connected.map_err(|_elapsed| ClientError::TooSlow { what: "answer", limit: CONNECT_LIMIT })?;
         let connected = connected.map_err(|source| PodError::Stream { what: "connect", source });
         let mut stream = connected.map_err(failed)?;
         agent::write_frame(&mut stream, &open, CONNECT_LIMIT).await.map_err(failed)?;
+        if let Some(device) = device {
+            let sent = stream.async_io(Interest::WRITABLE, || sys::hand_over(stream.as_fd(), device.as_fd()));
+            let sent = timeout(CONNECT_LIMIT, sent).await;
+            let sent = sent.map_err(|_elapsed| ClientError::TooSlow { what: "take a device", limit: CONNECT_LIMIT })?;
+            sent.map_err(|source| failed(PodError::Stream { what: "hand a device over", source }))?;
+        }
         // The process asks the guest, which may be slow.
         let opened = agent::read_frame(&mut stream, "answer to a stream", START_LIMIT).await.map_err(failed)?;
         match opened {
@@ -444,6 +467,12 @@ impl PodClient {
         let failed = |source| IdentityError::Process { what: "wait for", pid, source };
         Ok(ended(pidfd).await?.map_err(failed)?)
     }
+}
+
+/// A block device that was handed over. Dropping it takes it back, unless a container has it.
+#[derive(Debug)]
+pub struct Offer {
+    _stream: tokio::net::UnixStream,
 }
 
 /// A command that runs. Whoever drops it kills the command.

@@ -2,6 +2,7 @@
 //! by the actor, owns no state of the pod, and reports back.
 
 use crate::agent::Agent;
+use crate::devices::{self, Placed};
 use crate::error::{Failure, PodError};
 use crate::fan::Fan;
 use crate::images::Placement;
@@ -14,6 +15,7 @@ use nacelle_base::{Chain, Classify, Kind};
 use nacelle_engine::Slot;
 use nacelle_jail::ThreadKind;
 use nacelle_proto::{agent as proto, pod};
+use std::fs::File;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -55,11 +57,37 @@ pub struct Attach {
     pub tell: watch::Sender<Option<Result<(), Failure>>>,
 }
 
-/// Attaches the images that nobody did (the root's is the first), pushes its volumes, and has the agent make the container.
+/// What one container needs of the disk for volumes for one of its devices.
+pub struct DeviceUse {
+    /// The device's partition.
+    pub number: u32,
+    /// The work, if there is some.
+    pub attach: Option<DeviceAttach>,
+    /// Its outcome, for every user.
+    pub attached: Attached,
+}
+
+/// A device that must be shown to the guest, or may be written from now on.
+pub struct DeviceAttach {
+    /// Where.
+    pub placed: Arc<Placed>,
+    /// Opened.
+    pub file: File,
+    /// For writing, too.
+    pub writable: bool,
+    /// What was to be done with it before.
+    pub before: Option<Attached>,
+    /// Where the outcome is told.
+    pub tell: watch::Sender<Option<Result<(), Failure>>>,
+}
+
+/// Attaches the images that nobody did (the root's is the first), and the devices, pushes its volumes, and has the agent make
+/// the container.
 pub async fn make(
     agent: Agent,
     request: Arc<pod::CreateContainerRequest>,
     mut images: Vec<ImageUse>,
+    devices: Vec<DeviceUse>,
     pushed: Pushed,
 ) -> Result<pod::CreateContainerResponse, Failure> {
     // All of them, before it waits for others: nobody waits for a container that waits.
@@ -69,10 +97,11 @@ pub async fn make(
             attach.tell.send_replace(Some(outcome));
         }
     }
+    let devices = attach(&agent, &request, devices).await;
     for image in &mut images {
-        let attached = image.attached.wait_for(Option::is_some).await.map_err(|_closed| PodError::Ending)?.clone();
-        attached.unwrap_or_else(|| Err(PodError::Ending.into()))?;
+        outcome(&mut image.attached).await?;
     }
+    let devices = devices?;
     for volume in &request.pushed {
         pushed.bring(&agent, volume).await?;
     }
@@ -95,6 +124,7 @@ pub async fn make(
             pid_of: request.pid_of.clone(),
             pid_mode: if request.own_pid_namespace { proto::PidMode::Container } else { proto::PidMode::Pod }.into(),
             volumes: partitions.zip(&request.volumes).map(volume).collect(),
+            devices,
         })
         .await;
     match made {
@@ -111,6 +141,42 @@ pub async fn make(
             Err(error.into())
         }
     }
+}
+
+/// Attaches a container's devices, or waits until others have; as the agent is told of them.
+async fn attach(
+    agent: &Agent,
+    request: &pod::CreateContainerRequest,
+    mut uses: Vec<DeviceUse>,
+) -> Result<Vec<proto::BlockDevice>, Failure> {
+    // As with images: nobody waits for a container that waits.
+    for DeviceAttach { placed, file, writable, before, tell } in uses.iter_mut().filter_map(|one| one.attach.take()) {
+        let attached = async {
+            if let Some(mut before) = before {
+                outcome(&mut before).await?;
+            }
+            Ok(devices::attach(agent, &placed, file, writable).await?)
+        };
+        tell.send_replace(Some(attached.await));
+    }
+    for one in &mut uses {
+        outcome(&mut one.attached).await?;
+    }
+    let told = |(one, device): (&DeviceUse, &pod::BlockDevice)| proto::BlockDevice {
+        partition: one.number,
+        container_path: device.container_path.clone(),
+        access: device.access.clone(),
+        mode: device.mode,
+        uid: device.uid,
+        gid: device.gid,
+    };
+    Ok(uses.iter().zip(&request.devices).map(told).collect())
+}
+
+/// Waits until something is attached.
+async fn outcome(attached: &mut Attached) -> Result<(), Failure> {
+    let attached = attached.wait_for(Option::is_some).await.map_err(|_closed| PodError::Ending)?.clone();
+    attached.unwrap_or_else(|| Err(PodError::Ending.into()))
 }
 
 async fn place(agent: &Agent, attach: &Attach, at: Placement) -> Result<(), PodError> {

@@ -1,5 +1,6 @@
 //! Owns: what can go wrong in a pod process, and the form in which it is told to several waiters.
 
+use crate::devices::DeviceError;
 use crate::images::ImageError;
 use crate::log::LogError;
 use crate::record::{Phase, RecordError};
@@ -53,10 +54,10 @@ pub enum PodError {
     /// The engine did not start or stop it.
     #[error("the engine failed")]
     Engine(#[from] EngineError),
-    /// An image cannot be placed on its disk.
-    #[error("cannot place image {key} on the machine's disk")]
+    /// An image or a device cannot be placed on its disk.
+    #[error("cannot place {key} on the machine's disk")]
     Place {
-        /// The image.
+        /// The image, or the device's path.
         key: String,
         /// Why.
         source: BlockError,
@@ -64,6 +65,9 @@ pub enum PodError {
     /// A request names an image that cannot be.
     #[error(transparent)]
     Image(#[from] ImageError),
+    /// A device of the node that a container cannot have.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
     /// A container's log file.
     #[error(transparent)]
     Log(#[from] LogError),
@@ -212,6 +216,7 @@ impl Classify for PodError {
             PodError::Engine(error) => error.kind(),
             PodError::Place { source, .. } => source.kind(),
             PodError::Image(error) => error.kind(),
+            PodError::Device(error) => error.kind(),
             PodError::Log(error) => error.kind(),
             PodError::Link { source, .. } => source.kind(),
             PodError::Agent { kind, .. } => *kind,

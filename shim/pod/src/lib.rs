@@ -8,6 +8,7 @@ mod boot;
 pub mod client;
 pub mod codes;
 mod container;
+mod devices;
 mod error;
 mod exec;
 mod fan;

@@ -27,6 +27,8 @@ use tokio::sync::{oneshot, watch};
 pub const IMAGE_DISK: usize = 0;
 /// The slot for writable layers: `disks[1]`, /dev/vdb.
 pub const SCRATCH_DISK: usize = 1;
+/// The slot for block devices of the node: `disks[2]`, /dev/vdc.
+pub const VOLUME_DISK: usize = 2;
 /// The guest's console, in the run directory.
 pub const CONSOLE_FILE: &str = "console.log";
 /// The guest's vsock context id: the device is ours alone, so all guests have the same.
@@ -143,6 +145,7 @@ pub async fn assemble(
             vec![
                 DiskSpec::Growing { serial: "images".into() },
                 DiskSpec::File { path: disk.clone(), read_only: false, serial: "scratch".into() },
+                DiskSpec::Volumes { serial: "volumes".into() },
             ]
         } else {
             Vec::new()

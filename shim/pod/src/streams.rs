@@ -1,14 +1,18 @@
 //! Owns: the socket of the streams: one connection per stream, its preamble, and joining it to the guest or to a
 //! container's output.
 
-use crate::actor::{Ask, Live, Message, Reply};
+use crate::actor::{Ask, Live, Message, Offer, Reply};
 use crate::agent::{read_frame, write_frame};
 use crate::error::{Failure, PodError};
 use crate::fan::Fan;
+use crate::sys;
 use nacelle_base::{Chain, Kind};
 use nacelle_proto::{agent, pod};
+use std::fs::File;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::io::{AsyncReadExt, Interest};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{Semaphore, mpsc, oneshot};
 
@@ -52,6 +56,9 @@ enum Far {
 
 async fn join(mut near: UnixStream, inbox: &mpsc::UnboundedSender<Message>) -> Result<(), PodError> {
     let open: pod::StreamOpen = read_frame(&mut near, "preamble of a stream", PREAMBLE).await?;
+    if open.stream() == pod::Stream::Device {
+        return offered(near, open, inbox).await;
+    }
     let (far, answer) = match connect(inbox, open).await {
         Ok(far) => (Some(far), pod::StreamOpened::default()),
         Err(Failure { kind, message }) => (None, pod::StreamOpened { code: kind.grpc_code(), message }),
@@ -72,6 +79,28 @@ async fn join(mut near: UnixStream, inbox: &mpsc::UnboundedSender<Message>) -> R
         None => {}
     }
     Ok(())
+}
+
+/// Takes a device of the node, and gives it back when the connection ends, unless a container has it by then.
+async fn offered(
+    mut near: UnixStream,
+    open: pod::StreamOpen,
+    inbox: &mpsc::UnboundedSender<Message>,
+) -> Result<(), PodError> {
+    let what = "take a device";
+    let received = tokio::time::timeout(PREAMBLE, near.async_io(Interest::READABLE, || sys::receive(near.as_fd())));
+    let received = received.await.map_err(|_elapsed| PodError::TooSlow { what, limit: PREAMBLE })?;
+    let file = File::from(received.map_err(|source| PodError::Stream { what, source })?);
+    let offer = Offer { id: open.id, container_path: open.device, file };
+    let number = asked(inbox, |reply| Ask::Offer(offer, reply)).await.map_err(|_ending| PodError::Ending)?;
+    let answered = write_frame(&mut near, &pod::StreamOpened::default(), PREAMBLE).await;
+    if answered.is_ok() {
+        // Nothing comes; the end does, or an error that means the same.
+        let _ = near.read(&mut [0]).await;
+    }
+    // It may have ended: then all is given back.
+    let _ = inbox.send(Message::Ask(Ask::Withdraw(number)));
+    answered
 }
 
 /// Asks the actor.
@@ -97,7 +126,7 @@ async fn connect(inbox: &mpsc::UnboundedSender<Message>, open: pod::StreamOpen) 
         pod::Stream::Stdin => agent::Stream::Stdin,
         pod::Stream::Stdout => agent::Stream::Stdout,
         pod::Stream::Stderr => agent::Stream::Stderr,
-        pod::Stream::Port | pod::Stream::Unspecified => {
+        pod::Stream::Port | pod::Stream::Device | pod::Stream::Unspecified => {
             return Err(Failure { kind: Kind::Invalid, message: "a stream of no kind".to_owned() });
         }
     };

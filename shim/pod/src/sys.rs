@@ -1,11 +1,13 @@
-//! Owns: the system calls that have no safe wrapper: a child in a session of its own, and process handles.
+//! Owns: the system calls that have no safe wrapper: a child in a session of its own, process handles, and descriptors that
+//! are handed over.
 //! Threads: `detach` runs its closure between fork and exec, where only async-signal-safe calls are allowed.
 
 #![allow(unsafe_code, reason = "pre_exec, close_range and the pidfd calls have no safe wrapper in nix or std")]
 
+use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
@@ -58,6 +60,31 @@ pub(crate) fn pidfd_send(pidfd: &OwnedFd, signal: i32) -> io::Result<()> {
 pub(crate) fn readable(pidfd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
     // SAFETY: an OwnedFd is open and answers with the same descriptor for as long as it lives.
     unsafe { AsyncFd::register_with_interest(pidfd, Interest::READABLE) }.map_err(Into::into)
+}
+
+/// Takes the descriptor that comes with the next byte of a socket; `InvalidData` if there is none.
+pub(crate) fn receive(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    let mut byte = [0; 1];
+    let mut parts = [io::IoSliceMut::new(&mut byte)];
+    let mut space = nix::cmsg_space!([RawFd; 1]);
+    let received = recvmsg::<()>(socket.as_raw_fd(), &mut parts, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC)?;
+    let found = received.cmsgs()?.find_map(|message| match message {
+        ControlMessageOwned::ScmRights(descriptors) => descriptors.first().copied(),
+        _ => None,
+    });
+    let found = found.ok_or(io::ErrorKind::InvalidData)?;
+    // SAFETY: the kernel made this number for this process in the recvmsg call, the only one for which there was room; nobody
+    // else has it.
+    Ok(unsafe { OwnedFd::from_raw_fd(found) })
+}
+
+/// Sends a descriptor with one byte.
+pub(crate) fn hand_over(socket: BorrowedFd<'_>, descriptor: BorrowedFd<'_>) -> io::Result<()> {
+    let descriptors = [descriptor.as_raw_fd()];
+    let rights = [ControlMessage::ScmRights(&descriptors)];
+    let flags = MsgFlags::MSG_NOSIGNAL;
+    sendmsg::<()>(socket.as_raw_fd(), &[io::IoSlice::new(&[0])], &rights, flags, None)?;
+    Ok(())
 }
 
 /// Makes `target` share all blocks of `source`, where the file system can do that.

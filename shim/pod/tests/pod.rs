@@ -94,6 +94,50 @@ async fn every_verb_can_be_said_twice() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_device_belongs_to_the_container_that_it_was_handed_over_for() {
+    let (world, client) = World::ready().await;
+    let request = |id: &str| {
+        let mut request = world.container(id, "hold");
+        request.devices = vec![pod::BlockDevice {
+            key: "8:0".into(),
+            path: "/dev/of-the-node".into(),
+            writable: true,
+            container_path: "/dev/data".into(),
+            access: "rw".into(),
+            ..Default::default()
+        }];
+        request
+    };
+    let refused = |error: &nacelle_pod::client::ClientError, kind: Kind, words: &str| {
+        assert_eq!(error.kind(), kind, "{error}");
+        let text = Chain(error).to_string();
+        assert!(text.contains("/dev/of-the-node") && text.contains(words), "{text}");
+    };
+    let error = client.create_container(request("a")).await.unwrap_err();
+    refused(&error, Kind::Conflict, "handed over");
+
+    // For another container; taken back; at another place.
+    let file = || std::os::fd::OwnedFd::from(tempfile::tempfile().unwrap());
+    let other = client.offer("b", "/dev/data", file()).await.unwrap();
+    drop(client.offer("a", "/dev/data", file()).await.unwrap());
+    let elsewhere = client.offer("a", "/dev/other", file()).await.unwrap();
+    let deadline = std::time::Instant::now() + common::LIMIT;
+    while client.create_container(request("a")).await.unwrap_err().kind() != Kind::Conflict {
+        assert!(std::time::Instant::now() < deadline, "it is taken back");
+    }
+
+    // What was handed over is looked at.
+    let offer = client.offer("a", "/dev/data", file()).await.unwrap();
+    let error = client.create_container(request("a")).await.unwrap_err();
+    refused(&error, Kind::Invalid, "no block device");
+    assert_eq!((world.agent.calls_of("create"), world.agent.calls_of("attach device")), (0, 0));
+    drop((offer, other, elsewhere));
+    world.run(&client, "a", "hold").await;
+    client.stop(GRACE).await.unwrap();
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn stop_signals_waits_and_kills() {
     let (world, client) = World::ready().await;
     let mut request = world.container("polite", "hold");

@@ -17,7 +17,7 @@ fn command(id: &str, script: &str) -> pod::ExecRequest {
 }
 
 async fn open(client: &PodClient, exec_id: &str, stream: pod::Stream) -> UnixStream {
-    let open = pod::StreamOpen { id: "c".into(), exec_id: exec_id.into(), stream: stream.into(), port: 0 };
+    let open = pod::StreamOpen { id: "c".into(), exec_id: exec_id.into(), stream: stream.into(), ..Default::default() };
     client.open_stream(open).await.unwrap()
 }
 

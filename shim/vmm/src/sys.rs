@@ -141,6 +141,16 @@ pub(crate) fn discard(region: &GuestRegionMmap<()>, offset: u64, length: u64) ->
     if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
+/// Tells a block device that these bytes are not needed.
+pub(crate) fn discard_blocks(device: &File, at: u64, length: u64) -> io::Result<()> {
+    /// `_IO(0x12, 119)`.
+    const BLKDISCARD: libc::c_ulong = 0x1277;
+    let range = [at, length];
+    // SAFETY: the descriptor is open, and the kernel reads two numbers, which live until the call returns.
+    let done = unsafe { libc::ioctl(device.as_raw_fd(), BLKDISCARD as _, range.as_ptr()) };
+    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
 /// Another descriptor for the same eventfd.
 pub(crate) fn duplicate(event: &EventFd) -> io::Result<OwnedFd> {
     // SAFETY: `event` is borrowed for the whole call and owns its descriptor, which is open as long.

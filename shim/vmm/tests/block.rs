@@ -110,6 +110,54 @@ fn an_image_of_several_files_appears_while_the_guest_runs() {
 }
 
 #[test]
+fn volumes_are_written_where_they_may_be_and_grow() {
+    let dir = tempfile::tempdir().unwrap();
+    let (one, two) = (file(dir.path(), "one", &[1; 64 << 10]), file(dir.path(), "two", &[2; 4096]));
+    let open = |path: &Path| std::fs::File::options().read(true).write(true).open(path).unwrap();
+    let slot = Slot::volumes("volumes").unwrap();
+    let mut machine = Machine::new(slot.device(), 1);
+    let (first, second) = (1 << 20, 2 << 20);
+    slot.place_volume(first, open(&one), 64 << 10, true, &one).unwrap();
+    machine.wait_config_change();
+    slot.place_volume(second, std::fs::File::open(&two).unwrap(), 4096, false, &two).unwrap();
+    machine.wait_config_change();
+    assert_eq!(capacity(&mut machine), (3 << 20) / 512);
+    let sector = |at: u64| at / 512;
+
+    assert_eq!(request(&mut machine, WRITE, sector(first) + 8, &[9; 1024], 0).0, 0);
+    assert_eq!(request(&mut machine, FLUSH, 0, &[], 0).0, 0);
+    assert_eq!(std::fs::read(&one).unwrap()[4096..5120], [9; 1024]);
+    assert_eq!(request(&mut machine, READ, sector(first) + 9, &[], 1024), (0, [[9; 512], [1; 512]].concat()));
+    let whole = sector(first + (64 << 10));
+    for (at, what) in [(sector(second), "only read"), (0, "nothing there"), (whole - 1, "half beyond it")] {
+        assert_eq!(request(&mut machine, WRITE, at, &[9; 1024], 0).0, 1, "{what}");
+    }
+    assert_eq!(request(&mut machine, READ, sector(second), &[], 512), (0, vec![2; 512]));
+    let range = |sector: u64, sectors: u32| [&sector.to_le_bytes()[..], &sectors.to_le_bytes(), &[0; 4]].concat();
+    assert_eq!(request(&mut machine, DISCARD, 0, &range(sector(first) + 8, 8), 0).0, 0);
+    assert_eq!(request(&mut machine, ZEROES, 0, &range(sector(first) + 16, 8), 0).0, 0);
+    assert_eq!(std::fs::read(&one).unwrap()[4096..12 << 10], [0; 8192]);
+    for kind in [DISCARD, ZEROES] {
+        assert_eq!(request(&mut machine, kind, 0, &range(sector(second), 8), 0).0, 1, "only read");
+        assert_eq!(request(&mut machine, kind, 0, &range(whole - 8, 16), 0).0, 1, "half beyond it");
+    }
+
+    // The second may be written from now on, and has grown.
+    open(&two).set_len(8192).unwrap();
+    slot.place_volume(second, open(&two), 8192, true, &two).unwrap();
+    assert_eq!(request(&mut machine, WRITE, sector(second) + 7, &[7; 1024], 0).0, 0);
+    assert_eq!(std::fs::read(&two).unwrap()[3584..4608], [7; 1024]);
+    let onto = slot.place_volume(second + 4096, open(&one), 512, true, &one);
+    assert!(matches!(onto, Err(BlockError::Overlap { .. })), "{onto:?}");
+    let long = slot.place_volume(8 << 20, open(&two), 16384, true, &two);
+    assert!(matches!(long, Err(BlockError::TooShort { .. })), "{long:?}");
+    assert!(matches!(slot.place(0, &ImageDisk::default()), Err(BlockError::Empty { .. })));
+    assert!(slot.unplace(first) && !slot.unplace(first));
+    assert_eq!(request(&mut machine, WRITE, sector(first), &[9; 512], 0).0, 1, "it was taken away");
+    assert_eq!(request(&mut machine, READ, sector(first), &[], 512), (0, vec![0; 512]));
+}
+
+#[test]
 fn a_disk_is_written_flushed_discarded_and_zeroed() {
     let dir = tempfile::tempdir().unwrap();
     let path = file(dir.path(), "scratch", &[]);
@@ -330,7 +378,7 @@ fn what_cannot_be_placed_is_refused_and_changes_nothing() {
     assert!(matches!(slot.place(0, &image(4096, 512)), Err(BlockError::TooShort { length: 4096, needed: 4608, .. })));
     let missing = ImageDisk { extents: vec![extent(&dir.path().join("missing"), 0, 512)] };
     assert!(matches!(slot.place(0, &missing), Err(BlockError::Open { .. })));
-    assert!(matches!(slot.resize(512), Err(BlockError::WrongSort { read_only: true, .. })));
+    assert!(matches!(slot.resize(512), Err(BlockError::WrongSort { sort: "read-only", .. })));
     assert_eq!(slot.capacity(), 0);
     slot.place(4096, &image(0, 4096)).unwrap();
     for at in [512, 4096, 7680] {
@@ -345,5 +393,5 @@ fn what_cannot_be_placed_is_refused_and_changes_nothing() {
     assert!(matches!(Slot::read_write("x", &path, 100), Err(BlockError::Unaligned { .. })));
     assert!(matches!(Slot::read_write("x", &dir.path().join("missing"), 512), Err(BlockError::Open { .. })));
     let disk = Slot::read_write("x", &path, 4096).unwrap();
-    assert!(matches!(disk.place(0, &image(0, 512)), Err(BlockError::WrongSort { read_only: false, .. })));
+    assert!(matches!(disk.place(0, &image(0, 512)), Err(BlockError::WrongSort { sort: "read-write", .. })));
 }

@@ -1,15 +1,19 @@
-//! Owns: which device nodes a container gets: those of the node, as they are when it is made, or those that every guest's
-//! kernel has of its own.
-//! May use: files of the node, for looking at them.
+//! Owns: which device nodes a container gets: those of the node, as they are when it is made, those that every guest's kernel
+//! has of its own, and the node's block devices, opened here because a pod process sees none.
+//! May use: files of the node, for looking at them and for opening block devices.
 
 use super::error::LifecycleError;
 use crate::nouns::{ContainerConfig, Device};
 use crate::oci::DeviceNode;
+use nacelle_proto::pod as proto;
 use nix::sys::stat::{major, minor};
 use std::collections::BTreeMap;
-use std::fs::{self, Metadata};
+use std::fs::{self, File, Metadata};
+use std::io::{self, Seek, SeekFrom};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Devices of one container.
 const MOST: usize = 4096;
@@ -20,19 +24,69 @@ const OWN: [&str; 6] = ["/dev/pts", "/dev/shm", "/dev/fd", "/dev/mqueue", "/dev/
 /// What the guest's kernel has (guest/kernel), and no hardware is behind: path, major, minor.
 const OF_GUEST: [(&str, u64, u64); 2] = [("/dev/fuse", 10, 229), ("/dev/net/tun", 10, 200)];
 
-/// Whether a guest has the device itself that lies at this path of the node.
-pub(crate) fn guest_has(host_path: &str) -> bool {
-    OF_GUEST.iter().any(|(path, ..)| *path == host_path)
+/// The devices of a container in a machine.
+#[derive(Debug, Default)]
+pub(super) struct OfGuest {
+    /// Those of its kernel.
+    pub nodes: Vec<DeviceNode>,
+    /// Block devices of the node, each as the pod process is told of it, and opened.
+    pub blocks: Vec<(proto::BlockDevice, OwnedFd)>,
 }
 
-/// The devices of a container in a machine; those that its kernel has not were refused before.
-pub(super) fn of_guest(config: &ContainerConfig) -> Vec<DeviceNode> {
-    let node = |device: &Device| {
-        let (_, major, minor) = OF_GUEST.into_iter().find(|(path, ..)| *path == device.host_path)?;
-        let (path, access) = (device.container_path.clone(), device.permissions.clone());
-        Some(DeviceNode { path, block: false, major, minor, mode: 0o666, uid: 0, gid: 0, access })
+/// Finds and opens them.
+pub(super) fn of_guest(config: &ContainerConfig) -> Result<OfGuest, LifecycleError> {
+    let mut found = OfGuest::default();
+    for device in &config.devices {
+        match OF_GUEST.into_iter().find(|(path, ..)| *path == device.host_path) {
+            Some((_, major, minor)) => {
+                let (path, access) = (device.container_path.clone(), device.permissions.clone());
+                let node = DeviceNode { path, block: false, major, minor, mode: 0o666, uid: 0, gid: 0, access };
+                found.nodes.push(node);
+            }
+            None => found.blocks.push(block(device)?),
+        }
+    }
+    Ok(found)
+}
+
+/// A block device of the node, opened as its permissions say. Links lead to it.
+fn block(device: &Device) -> Result<(proto::BlockDevice, OwnedFd), LifecycleError> {
+    let path = || device.host_path.clone();
+    let metadata = fs::metadata(&device.host_path).map_err(|_missing| LifecycleError::NoDevice { path: path() })?;
+    if !metadata.file_type().is_block_device() {
+        let device = metadata.is_dir() || metadata.file_type().is_char_device();
+        let path = path();
+        return Err(if device { LifecycleError::NotForMachines { path } } else { LifecycleError::NoDevice { path } });
+    }
+    let writable = device.permissions.contains('w');
+    let way = if writable { "read and write" } else { "read" };
+    let closed = |source: io::Error| LifecycleError::DeviceClosed { path: path(), way, source: Arc::new(source) };
+    let mut file = File::options().read(true).write(writable).open(&device.host_path).map_err(closed)?;
+    // What was opened counts: the name may lead elsewhere by now.
+    let metadata = file.metadata().map_err(closed)?;
+    if !metadata.file_type().is_block_device() {
+        return Err(LifecycleError::NoDevice { path: path() });
+    }
+    let key = format!("{}:{}", major(metadata.rdev()), minor(metadata.rdev()));
+    // Some kernels open it all the same, and refuses each write.
+    let read_only = fs::read_to_string(format!("/sys/dev/block/{key}/ro")).is_ok_and(|text| text.trim() == "1");
+    if writable && read_only {
+        return Err(closed(io::ErrorKind::ReadOnlyFilesystem.into()));
+    }
+    if file.seek(SeekFrom::End(0)).map_err(closed)? == 0 {
+        return Err(LifecycleError::DeviceEmpty { path: path() });
+    }
+    let told = proto::BlockDevice {
+        key,
+        path: path(),
+        writable,
+        container_path: device.container_path.clone(),
+        access: device.permissions.clone(),
+        mode: metadata.mode() & 0o777,
+        uid: metadata.uid(),
+        gid: metadata.gid(),
     };
-    config.devices.iter().filter_map(node).collect()
+    Ok((told, file.into()))
 }
 
 /// The devices of a container without a guest: those that it asks for; if it is `privileged`, all in this folder, /dev, too.
@@ -136,8 +190,28 @@ mod tests {
 
     #[test]
     fn a_guest_has_devices_of_its_own() {
-        let [tun] = of_guest(&config(&[("/dev/net/tun", "/dev/tun")])).try_into().unwrap();
+        let found = of_guest(&config(&[("/dev/net/tun", "/dev/tun")])).unwrap();
+        let [tun] = found.nodes.try_into().unwrap();
         assert_eq!((tun.path.as_str(), tun.major, tun.minor), ("/dev/tun", 10, 200));
-        assert!(guest_has("/dev/fuse") && !guest_has("/dev/kvm") && !guest_has("/dev/vda"));
+        assert!(found.blocks.is_empty());
+    }
+
+    #[test]
+    fn of_the_node_only_block_devices_reach_a_guest() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+        fs::write(path("file"), "").unwrap();
+        std::os::unix::fs::symlink("/dev/zero", path("link")).unwrap();
+        for (host, kind) in [
+            ("/dev/kmsg".to_owned(), Kind::Unsupported),
+            (path("link"), Kind::Unsupported),
+            (path(""), Kind::Unsupported),
+            (path("file"), Kind::Invalid),
+            (path("none"), Kind::Invalid),
+        ] {
+            let error = of_guest(&config(&[(&host, "/dev/x")])).unwrap_err();
+            assert_eq!(error.kind(), kind, "{error}");
+            assert!(error.to_string().contains(&host), "{error}");
+        }
     }
 }

@@ -137,6 +137,31 @@ pub enum LifecycleError {
         /// The path.
         path: String,
     },
+    /// A device that only a pod without a machine can have.
+    #[error(
+        "config.devices.host_path is {path:?}: of the node's devices only block devices reach a machine, which has /dev/fuse \
+         and /dev/net/tun of its own; leave it out, or run the pod by a handler whose engine is host"
+    )]
+    NotForMachines {
+        /// The path.
+        path: String,
+    },
+    /// A block device that cannot be opened.
+    #[error("config.devices.host_path is {path:?}: the block device cannot be opened to {way}")]
+    DeviceClosed {
+        /// The path.
+        path: String,
+        /// "read", "read and write".
+        way: &'static str,
+        /// Why.
+        source: Arc<std::io::Error>,
+    },
+    /// A block device without a disk behind it.
+    #[error("config.devices.host_path is {path:?}: the block device has no bytes; nothing is behind it")]
+    DeviceEmpty {
+        /// The path.
+        path: String,
+    },
     /// Folders with devices have more than anybody uses.
     #[error("config.devices are more than {most} with those in folders")]
     TooManyDevices {
@@ -238,12 +263,14 @@ impl Classify for LifecycleError {
             | LifecycleError::NoDevice { .. }
             | LifecycleError::TooManyDevices { .. }
             | LifecycleError::NoPodPid { .. } => Kind::Invalid,
-            LifecycleError::MemoryNodes { .. } => Kind::Unsupported,
+            LifecycleError::MemoryNodes { .. } | LifecycleError::NotForMachines { .. } => Kind::Unsupported,
             LifecycleError::NameTaken { .. } => Kind::AlreadyExists,
             LifecycleError::Refused { .. }
             | LifecycleError::NotReady { .. }
             | LifecycleError::NotRunning { .. }
             | LifecycleError::TooSmall { .. }
+            | LifecycleError::DeviceClosed { .. }
+            | LifecycleError::DeviceEmpty { .. }
             | LifecycleError::Cancelled => Kind::Conflict,
             LifecycleError::HugePages(source) => source.kind(),
             LifecycleError::Step { source, .. } => source.kind(),

@@ -11,7 +11,7 @@ use crate::store::{ContainerRecord, PodRecord};
 use nacelle_base::files::{self, FileError};
 use nacelle_base::machine::{Extent, ImageDisk};
 use nacelle_base::{Chain, Classify, ContainerId, Kind, share};
-use nacelle_pod::client::{ClientError, PodClient};
+use nacelle_pod::client::{ClientError, Offer, PodClient};
 use nacelle_pod::share::{self as shares, Owners, Taker, Volume};
 use nacelle_pod::spec::{IdRange, UserNamespace};
 use nacelle_proto::pod as proto;
@@ -44,13 +44,18 @@ fn is_unknown(error: &LifecycleError) -> bool {
 pub(super) struct Prepared {
     request: proto::CreateContainerRequest,
     client: PodClient,
+    /// Its block devices, which the pod process has already.
+    offers: Vec<Offer>,
 }
 
 impl Prepared {
-    /// Whether nothing that was asked for depends on what is in its images: names of users, paths in volumes.
+    /// Whether nothing that was asked for depends on what is in its images (names of users, paths in volumes), or in the machine:
+    /// room for devices.
     pub(super) fn is_certain(&self) -> bool {
         let numbers = |user: &str| user.chars().all(|c| c.is_ascii_digit() || c == ':');
-        numbers(&self.request.user) && self.request.volumes.iter().all(|volume| volume.sub_path.is_empty())
+        self.offers.is_empty()
+            && numbers(&self.request.user)
+            && self.request.volumes.iter().all(|volume| volume.sub_path.is_empty())
     }
 }
 
@@ -65,10 +70,14 @@ pub(super) async fn prepare(
     let mut found =
         blocking(move || resolve(&asked)).await.map_err(at("find the volumes of the container on the node"))?;
     let taker = taker(parts, pod);
+    let mut blocks = Vec::new();
     let nodes = if taker == Taker::Share {
         // Processors of the node are not the guest's.
         found.resources = found.resources.in_guest();
-        devices::of_guest(&found)
+        let asked = found.clone();
+        let of_guest = blocking(move || devices::of_guest(&asked)).await?;
+        blocks = of_guest.blocks;
+        of_guest.nodes
     } else {
         // A user namespace may make no devices.
         let privileged = (found.privileged && pod.config.user_namespace.is_none()).then_some(Path::new("/dev"));
@@ -92,10 +101,18 @@ pub(super) async fn prepare(
             }
         }
         let found = as_found(found, &record.id, &plan);
-        request(parts, pod, record, &found, &nodes, plan.into_iter().flatten().collect()).await
+        let pushed = plan.into_iter().flatten().collect();
+        let mut request = request(parts, pod, record, &found, &nodes, pushed).await?;
+        let mut offers = Vec::with_capacity(blocks.len());
+        for (device, file) in blocks {
+            let call = client.offer(record.id.as_str(), &device.container_path, file);
+            offers.push(ask("hand a device over to the pod", parts.answer_limit(), call).await?);
+            request.devices.push(device);
+        }
+        Ok((request, offers))
     };
     match prepared.await {
-        Ok(request) => Ok(Prepared { request, client }),
+        Ok((request, offers)) => Ok(Prepared { request, client, offers }),
         Err(error) => {
             take_back(parts, pod, record).await;
             Err(error)
@@ -110,9 +127,12 @@ pub(super) async fn make(
     record: ContainerRecord,
     prepared: Prepared,
 ) -> Result<User, LifecycleError> {
-    let Prepared { request, client } = prepared;
+    let Prepared { request, client, offers } = prepared;
     let pushed = !request.pushed.is_empty();
-    match ask("make the container", parts.answer_limit(), client.create_container(request)).await {
+    let made = ask("make the container", parts.answer_limit(), client.create_container(request)).await;
+    // The container has them, or nobody.
+    drop(offers);
+    match made {
         Ok(made) => {
             if pushed {
                 // It was read, or is kept open by whoever reads it.
@@ -193,6 +213,7 @@ async fn request(
         own_pid_namespace: config.pid == PidMode::Own,
         volumes,
         pushed,
+        devices: Vec::new(),
     })
 }
 

@@ -59,12 +59,20 @@ impl Actor {
             "" => None,
             path => Some(LogPath::check(self.spec.log_directory.as_deref(), Path::new(path)).map_err(PodError::from)?),
         };
-        let images = self.acquire(self.image_disk().as_ref(), &request)?;
+        let volume_disk = self.check_devices(&request)?;
+        let devices = self.acquire_devices(volume_disk.as_ref(), &request)?;
+        let images = match self.acquire(self.image_disk().as_ref(), &request) {
+            Ok(images) => images,
+            Err(failure) => {
+                request.devices.iter().for_each(|device| self.forget_device(&device.key));
+                return Err(failure);
+            }
+        };
         let request = Arc::new(request);
         let (name, own, asked) = (id.to_owned(), self.own.clone(), Arc::clone(&request));
         let pushed = self.pushed.clone();
         tokio::spawn(async move {
-            let made = container::make(agent, asked, images, pushed).await;
+            let made = container::make(agent, asked, images, devices, pushed).await;
             send(&own, News::Made(name, made));
         });
         Ok(Entry {
@@ -334,8 +342,11 @@ impl Actor {
         });
     }
 
-    /// A container less that uses these images, and has these copies.
+    /// A container less that uses these images and devices, and has these copies.
     fn release_all(&mut self, request: &pod::CreateContainerRequest) {
+        for device in &request.devices {
+            self.release_device(&device.key);
+        }
         for (key, _) in images_of(request) {
             self.release(key);
         }

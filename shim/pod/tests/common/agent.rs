@@ -61,6 +61,7 @@ pub struct Shared {
     pub calls: Mutex<Vec<String>>,
     pub config: Mutex<Option<proto::BootConfig>>,
     pub images: Mutex<BTreeMap<u32, (u64, u64)>>,
+    pub devices: Mutex<BTreeMap<u32, proto::AttachDeviceRequest>>,
     pub volumes: Mutex<Vec<proto::ImageVolume>>,
     pub opened: Mutex<Vec<proto::StreamOpen>>,
     pub stats: Mutex<proto::StatsResponse>,
@@ -206,6 +207,22 @@ impl Agent for Service {
     async fn detach_image(&self, request: Request<proto::DetachImageRequest>) -> Answer<proto::Empty> {
         self.gate("detach").await?;
         self.0.images.lock().unwrap().remove(&request.into_inner().partition);
+        empty()
+    }
+
+    async fn attach_device(&self, request: Request<proto::AttachDeviceRequest>) -> Answer<proto::Empty> {
+        self.gate("attach device").await?;
+        let request = request.into_inner();
+        if request.offset + request.length > self.0.disk_capacity(2) {
+            return Err(Status::failed_precondition("the disk ends before the device"));
+        }
+        self.0.devices.lock().unwrap().insert(request.partition, request);
+        empty()
+    }
+
+    async fn detach_device(&self, request: Request<proto::DetachDeviceRequest>) -> Answer<proto::Empty> {
+        self.gate("detach device").await?;
+        self.0.devices.lock().unwrap().remove(&request.into_inner().partition);
         empty()
     }
 

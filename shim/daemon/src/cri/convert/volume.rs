@@ -2,7 +2,6 @@
 
 use super::{FieldError, bad, name_of_image, not_yet, users};
 use crate::config::{Config, EngineSetting};
-use crate::lifecycle::devices::guest_has;
 use crate::nouns::{ContainerConfig, ImageVolume, MountOption, NodeVolume, Propagation};
 use nacelle_pod::spec::UserNamespace;
 use nacelle_proto::cri;
@@ -39,13 +38,8 @@ pub fn volumes(
     Ok((of_images, of_node))
 }
 
-/// Refuses what a machine cannot have: devices of the node, and mounts that the node sees.
+/// Refuses what a machine cannot have: mounts that the node sees. Which devices it cannot have is known when they are looked at.
 pub fn for_a_guest(config: &ContainerConfig, node: &Config) -> Result<(), FieldError> {
-    if let Some(device) = config.devices.iter().find(|device| !guest_has(&device.host_path)) {
-        let instead = "devices of the node do not reach a machine, which has /dev/fuse and /dev/net/tun of its own; leave it \
-                       out, or run the pod by a handler whose engine is host";
-        return not_yet("config.devices.host_path", &device.host_path, instead);
-    }
     if config.node_volumes.iter().all(|volume| volume.propagation != Propagation::BothWays) {
         return Ok(());
     }

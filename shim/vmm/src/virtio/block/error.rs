@@ -56,13 +56,13 @@ pub enum BlockError {
         /// Where the extent ends, in bytes.
         needed: u64,
     },
-    /// The operation belongs to the other sort of slot (place: read-only; resize: read-write).
-    #[error("slot {serial} is {}: cannot {operation} it", if *.read_only { "read-only" } else { "read-write" })]
+    /// The operation belongs to another sort of slot (place: read-only; place_volume: for volumes; resize: read-write).
+    #[error("slot {serial} is {sort}: cannot {operation} it")]
     WrongSort {
         /// The slot.
         serial: String,
         /// Its sort.
-        read_only: bool,
+        sort: &'static str,
         /// What was asked.
         operation: &'static str,
     },

@@ -3,7 +3,7 @@
 //! never over I/O. Order: `changing`, then `now`.
 
 use super::device::SlotDevice;
-use super::table::{MAX_CAPACITY, Source, Table};
+use super::table::{MAX_CAPACITY, Source, Table, Writes};
 use super::{BlockError, Metrics, SECTOR};
 use crate::virtio::{Device, Interrupt};
 use nacelle_base::machine::{Extent, ImageDisk};
@@ -41,20 +41,42 @@ struct Now {
 #[derive(Clone, Debug)]
 pub(super) enum View {
     ReadOnly(Arc<Table>),
-    ReadWrite { file: Arc<File>, path: Arc<PathBuf>, size: u64 },
+    /// Some of what is placed may be written.
+    Volumes(Arc<Table>),
+    ReadWrite {
+        file: Arc<File>,
+        path: Arc<PathBuf>,
+        size: u64,
+    },
 }
 
 impl View {
     /// Bytes.
     pub(super) fn capacity(&self) -> u64 {
         match self {
-            View::ReadOnly(table) => table.capacity(),
+            View::ReadOnly(table) | View::Volumes(table) => table.capacity(),
             View::ReadWrite { size, .. } => *size,
         }
     }
 
     pub(super) fn is_read_only(&self) -> bool {
         matches!(self, View::ReadOnly(_))
+    }
+
+    /// The map of what is placed, if this is a slot for that.
+    pub(super) fn table(&self) -> Option<&Arc<Table>> {
+        match self {
+            View::ReadOnly(table) | View::Volumes(table) => Some(table),
+            View::ReadWrite { .. } => None,
+        }
+    }
+
+    /// The same sort of slot with another map.
+    fn with(&self, table: Table) -> View {
+        match self {
+            View::Volumes(_) => View::Volumes(Arc::new(table)),
+            _ => View::ReadOnly(Arc::new(table)),
+        }
     }
 }
 
@@ -71,11 +93,12 @@ impl Shared {
         self.now.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Makes a read-only slot at least so large, in bytes.
+    /// Makes a slot on which things are placed at least so large, in bytes.
     pub(super) fn grow(&self, capacity: u64) {
         let _alone = self.changing.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        if let View::ReadOnly(table) = self.view() {
-            self.show(View::ReadOnly(Arc::new(table.grown(capacity))));
+        let view = self.view();
+        if let Some(table) = view.table() {
+            self.show(view.with(table.grown(capacity)));
         }
     }
 
@@ -107,6 +130,12 @@ impl Slot {
         let file = OpenOptions::new().read(true).write(true).open(path).map_err(open)?;
         make_long(&file, path, size)?;
         Slot::new(serial, View::ReadWrite { file: Arc::new(file), path: Arc::new(path.to_owned()), size })
+    }
+
+    /// A slot that shows nothing yet, as a read-only one, on which [`place_volume`](Slot::place_volume) places what may be
+    /// written.
+    pub fn volumes(serial: &str) -> Result<Slot, BlockError> {
+        Slot::new(serial, View::Volumes(Arc::default()))
     }
 
     fn new(serial: &str, view: View) -> Result<Slot, BlockError> {
@@ -151,13 +180,48 @@ impl Slot {
         Ok(())
     }
 
+    /// Shows the first `length` bytes of a file or block device from byte `at` of a slot for volumes, instead of what was placed
+    /// there before, if anything: then it is the same thing, opened for more, or longer than it was. `name` is for errors.
+    pub fn place_volume(
+        &self,
+        at: u64,
+        file: File,
+        length: u64,
+        writable: bool,
+        name: &Path,
+    ) -> Result<(), BlockError> {
+        aligned("offset", at)?;
+        aligned("length", length)?;
+        aligned("end of the volume", at.saturating_add(length))?;
+        if length == 0 {
+            return Err(BlockError::Empty { at });
+        }
+        let _alone = self.alone();
+        let View::Volumes(table) = self.0.view() else { return Err(self.wrong_sort("place a volume on")) };
+        let there = self::length(&file, name)?;
+        if there < length {
+            return Err(BlockError::TooShort { path: name.to_owned(), length: there, needed: length });
+        }
+        let before = table.source(at).and_then(|source| source.writes.clone());
+        let writes = writable.then(|| before.unwrap_or_else(|| Arc::new(Writes::default())));
+        let source = Source { file: Arc::new(file), offset: 0, length, writes };
+        let table = table.replaced(at, source).map_err(|other| BlockError::Overlap {
+            at,
+            length,
+            other: other.start,
+            other_length: other.end - other.start,
+        })?;
+        self.0.show(View::Volumes(Arc::new(table)));
+        Ok(())
+    }
+
     /// Takes away what was placed at byte `at`; the range reads as zeros from then on (requests in flight may
     /// still read the old bytes). `false`: nothing lay there.
     pub fn unplace(&self, at: u64) -> bool {
         let _alone = self.alone();
-        let View::ReadOnly(table) = self.0.view() else { return false };
-        let Some(table) = table.without(at) else { return false };
-        self.0.show(View::ReadOnly(Arc::new(table)));
+        let view = self.0.view();
+        let Some(table) = view.table().and_then(|table| table.without(at)) else { return false };
+        self.0.show(view.with(table));
         true
     }
 
@@ -202,8 +266,12 @@ impl Slot {
     }
 
     fn wrong_sort(&self, operation: &'static str) -> BlockError {
-        let read_only = self.0.view().is_read_only();
-        BlockError::WrongSort { serial: self.0.serial.clone(), read_only, operation }
+        let sort = match self.0.view() {
+            View::ReadOnly(_) => "read-only",
+            View::Volumes(_) => "for volumes",
+            View::ReadWrite { .. } => "read-write",
+        };
+        BlockError::WrongSort { serial: self.0.serial.clone(), sort, operation }
     }
 }
 
@@ -229,7 +297,7 @@ fn open(extent: &Extent) -> Result<Source, BlockError> {
     if length < needed {
         return Err(BlockError::TooShort { path: path.clone(), length, needed });
     }
-    Ok(Source { file: Arc::new(file), offset: extent.offset, length: extent.length })
+    Ok(Source { file: Arc::new(file), offset: extent.offset, length: extent.length, writes: None })
 }
 
 fn make_long(file: &File, path: &Path, needed: u64) -> Result<(), BlockError> {

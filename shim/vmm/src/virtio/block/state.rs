@@ -22,8 +22,8 @@ impl State {
         State { serial: shared.serial.clone(), read_only: view.is_read_only(), capacity: view.capacity() }
     }
 
-    /// Whether a slot can be as the guest knows it: the same disk; a writable one no smaller than it was. A read-only
-    /// one can be given its old size, and shows zeros where images were until they are placed again.
+    /// Whether a slot can be as the guest knows it: the same disk; a file no smaller than it was. One on
+    /// which things are placed can be given its old size, and shows zeros where they were until they are placed again.
     pub(super) fn check(&self, shared: &Shared) -> Result<(), StateError> {
         let here = State::of(shared);
         let differs = |what, saved: &dyn ToString, now: &dyn ToString| {
@@ -35,7 +35,7 @@ impl State {
         if self.read_only != here.read_only {
             return differs("read_only", &self.read_only, &here.read_only);
         }
-        let most = if here.read_only { MAX_CAPACITY } else { here.capacity };
+        let most = if shared.view().table().is_some() { MAX_CAPACITY } else { here.capacity };
         if self.capacity > most {
             return differs("capacity", &self.capacity, &here.capacity);
         }

@@ -1,9 +1,10 @@
-//! Owns: which bytes of a read-only slot come from where. Pure: no I/O, no locks; a change makes a new table.
+//! Owns: which bytes of a slot on which things are placed come from where. Pure: no I/O, no locks; a change makes a new table.
 
 use super::SECTOR;
 use std::fs::File;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 /// The capacity grows in steps of this many bytes.
 const STEP: u64 = 1 << 20;
@@ -17,6 +18,17 @@ pub(super) struct Source {
     pub file: Arc<File>,
     pub offset: u64,
     pub length: u64,
+    /// None: it is only read.
+    pub writes: Option<Arc<Writes>>,
+}
+
+/// What is known of what was written to a source; it goes on when the source is replaced by another of the same thing.
+#[derive(Debug, Default)]
+pub(super) struct Writes {
+    /// Something was written since the last flush.
+    pub pending: AtomicBool,
+    /// Something that was written was lost: the host says so once, the guest is told for ever.
+    pub lost: AtomicBool,
 }
 
 #[derive(Clone, Debug)]
@@ -36,13 +48,13 @@ impl Mapped {
 /// What lies at some byte of a slot, up to the next change.
 #[derive(Debug)]
 pub(super) enum Here<'t> {
-    /// Bytes of a file, from this offset, so many.
-    File(&'t File, u64, u64),
+    /// Bytes of a source's file, from this offset, so many.
+    File(&'t Source, u64, u64),
     /// Zeros, so many.
     Hole(u64),
 }
 
-/// The map of a read-only slot.
+/// The map of a slot.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Table {
     capacity: u64,
@@ -81,6 +93,24 @@ impl Table {
         (table.mapped.len() < self.mapped.len()).then_some(table)
     }
 
+    /// The table with this source instead of the image at `at`, or beside the others if there is none.
+    pub(super) fn replaced(&self, at: u64, source: Source) -> Result<Table, Range<u64>> {
+        match self.without(at) {
+            Some(table) => table.with(at, vec![source]),
+            None => self.with(at, vec![source]),
+        }
+    }
+
+    /// The first source of the image at `at`.
+    pub(super) fn source(&self, at: u64) -> Option<&Source> {
+        self.mapped.iter().find(|mapped| mapped.image == at).map(|mapped| &mapped.source)
+    }
+
+    /// All of them.
+    pub(super) fn sources(&self) -> impl Iterator<Item = &Source> {
+        self.mapped.iter().map(|mapped| &mapped.source)
+    }
+
     /// The table with at least this capacity.
     pub(super) fn grown(&self, capacity: u64) -> Table {
         Table { capacity: self.capacity.max(capacity), ..self.clone() }
@@ -100,7 +130,7 @@ impl Table {
         match self.mapped.get(next) {
             Some(mapped) if mapped.start <= at => {
                 let inside = at - mapped.start;
-                Here::File(&mapped.source.file, mapped.source.offset + inside, mapped.source.length - inside)
+                Here::File(&mapped.source, mapped.source.offset + inside, mapped.source.length - inside)
             }
             Some(mapped) => Here::Hole(mapped.start - at),
             None => Here::Hole(self.capacity.saturating_sub(at).max(SECTOR)),
@@ -131,6 +161,22 @@ mod tests {
         }
     }
 
+    #[test]
+    fn what_lies_somewhere_can_be_replaced_by_something_longer_that_fits() {
+        let source = |length: u64| Source {
+            file: Arc::new(File::open("/dev/null").unwrap()),
+            offset: 0,
+            length: length * SECTOR,
+            writes: None,
+        };
+        let table = Table::default().replaced(0, source(4)).unwrap().replaced(8 * SECTOR, source(4)).unwrap();
+        let longer = table.replaced(0, source(8)).unwrap();
+        assert_eq!(longer.source(0).unwrap().length, 8 * SECTOR);
+        assert_eq!(longer.sources().count(), 2);
+        assert_eq!(longer.replaced(0, source(9)).unwrap_err(), 8 * SECTOR..12 * SECTOR);
+        assert!(longer.source(SECTOR).is_none());
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig { cases: 100, failure_persistence: None, ..ProptestConfig::default() })]
 
@@ -154,6 +200,7 @@ mod tests {
                         file: file.clone(),
                         offset: offset * SECTOR,
                         length: length * SECTOR,
+                        writes: None,
                     });
                     let sectors: Vec<u64> = parts.iter().flat_map(|(offset, length)| *offset..offset + length).collect();
                     let range = at as usize..at as usize + sectors.len();

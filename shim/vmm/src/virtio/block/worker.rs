@@ -5,7 +5,7 @@
 use super::SECTOR;
 use super::device::{MAX_DISCARD_SECTORS, MAX_RANGES, MAX_ZEROES_SECTORS};
 use super::slot::{SERIAL, Shared, View};
-use super::table::{Here, Table};
+use super::table::{Here, Source, Table};
 use crate::virtio::Memory;
 use crate::virtio::pieces::{BadChain, Buffers, Pieces};
 use crate::virtio::ring::Request;
@@ -14,7 +14,7 @@ use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::sync::atomic::{AtomicU64, Ordering};
 use vm_memory::Permissions;
 
@@ -71,8 +71,10 @@ enum Failure {
     Length(usize),
     #[error("a request for {sectors} sectors from {sector}, beyond the end")]
     Beyond { sector: u64, sectors: u64 },
-    #[error("a write to a read-only disk")]
+    #[error("a write to what is only to be read")]
     ReadOnly,
+    #[error("a flush of what was lost before")]
+    Lost,
     #[error("a request with {0}")]
     Chain(#[from] BadChain),
     #[error("a request that the host cannot fulfil: {0}")]
@@ -184,17 +186,23 @@ fn execute(shared: &Shared, memory: &Memory, job: &Job) -> Result<usize, Failure
     match job.ask {
         Ask::Read { sector } => read(shared, memory, sector, writable, Patience::Any),
         Ask::Write { sector } => {
-            let file = writable_file(&view)?;
             let length = readable.len();
             let at = check(&view, sector, length)?;
-            sys::write_at(file, readable.slices(memory, Permissions::Read)?, at)?;
+            let mut pieces = readable.clone();
+            for Target { file, at, length, .. } in targets(&view, at, length as u64)? {
+                let count = usize::try_from(length).unwrap_or(usize::MAX);
+                let part = pieces.take_front(count).ok_or(Failure::Length(count))?;
+                sys::write_at(file, part.slices(memory, Permissions::Read)?, at)?;
+            }
             count(&metrics.writes, 1);
             count(&metrics.written_bytes, length);
             Ok(0)
         }
         Ask::Flush => {
-            if let View::ReadWrite { file, .. } = &view {
-                file.sync_data()?;
+            match &view {
+                View::ReadOnly(_) => {}
+                View::Volumes(table) => flush(table)?,
+                View::ReadWrite { file, .. } => file.sync_data()?,
             }
             count(&metrics.flushes, 1);
             Ok(0)
@@ -205,20 +213,19 @@ fn execute(shared: &Shared, memory: &Memory, job: &Job) -> Result<usize, Failure
             Ok(writable.write(memory, &serial)?)
         }
         Ask::Discard => {
-            let file = writable_file(&view)?;
             for (at, length, _) in ranges(&view, memory, readable.clone(), MAX_DISCARD_SECTORS, 0)? {
-                match punch(file, at, length) {
-                    Err(Errno::EOPNOTSUPP) => {} // a discard is a hint
-                    result => result.map_err(io::Error::from)?,
+                for target in targets(&view, at, length)? {
+                    discard(&target)?;
                 }
             }
             count(&metrics.discards, 1);
             Ok(0)
         }
         Ask::WriteZeroes => {
-            let file = writable_file(&view)?;
             for (at, length, flags) in ranges(&view, memory, readable.clone(), MAX_ZEROES_SECTORS, 1)? {
-                zero(file, at, length, flags & 1 != 0)?;
+                for target in targets(&view, at, length)? {
+                    zero(target.file, target.at, target.length, flags & 1 != 0)?;
+                }
             }
             count(&metrics.discards, 1);
             Ok(0)
@@ -227,11 +234,52 @@ fn execute(shared: &Shared, memory: &Memory, job: &Job) -> Result<usize, Failure
     }
 }
 
-fn writable_file(view: &View) -> Result<&File, Failure> {
-    match view {
-        View::ReadOnly(_) => Err(Failure::ReadOnly),
-        View::ReadWrite { file, .. } => Ok(file),
+/// A piece of a file that is to be changed.
+struct Target<'v> {
+    file: &'v File,
+    at: u64,
+    length: u64,
+    /// It is a volume of its own, which may be a block device.
+    volume: bool,
+}
+
+/// The files behind a range of the disk, all of which may be written; they count as written from here on.
+fn targets(view: &View, mut at: u64, length: u64) -> Result<Vec<Target<'_>>, Failure> {
+    let table = match view {
+        View::ReadOnly(_) => return Err(Failure::ReadOnly),
+        View::ReadWrite { file, .. } => return Ok(vec![Target { file, at, length, volume: false }]),
+        View::Volumes(table) => table,
+    };
+    let (mut found, mut left) = (Vec::with_capacity(1), length);
+    while left > 0 {
+        // Where nothing lies, nothing can be written.
+        let Here::File(Source { file, writes: Some(writes), .. }, offset, there) = table.at(at) else {
+            return Err(Failure::ReadOnly);
+        };
+        writes.pending.store(true, Ordering::Relaxed);
+        let length = left.min(there);
+        found.push(Target { file, at: offset, length, volume: true });
+        at = at.saturating_add(length);
+        left -= length;
     }
+    Ok(found)
+}
+
+/// Has all that was written to volumes reach them. A request does not say which it means: what is lost of one is told to all.
+fn flush(table: &Table) -> Result<(), Failure> {
+    let mut lost = None;
+    for source in table.sources() {
+        let Some(writes) = &source.writes else { continue };
+        if writes.pending.swap(false, Ordering::Relaxed)
+            && let Err(error) = source.file.sync_data()
+        {
+            writes.lost.store(true, Ordering::Relaxed);
+            lost = Some(Failure::Host(error));
+        } else if writes.lost.load(Ordering::Relaxed) {
+            lost = lost.or(Some(Failure::Lost));
+        }
+    }
+    lost.map_or(Ok(()), Err)
 }
 
 /// Checks that `length` bytes from `sector` lie on the disk; returns where they begin, in bytes.
@@ -254,7 +302,7 @@ fn read(shared: &Shared, memory: &Memory, sector: u64, to: &Pieces, patience: Pa
     let at = check(&view, sector, length)?;
     match &view {
         View::ReadWrite { file, .. } => read_file(file, memory, at, to, patience)?,
-        View::ReadOnly(table) => read_placed(table, memory, at, to, patience)?,
+        View::ReadOnly(table) | View::Volumes(table) => read_placed(table, memory, at, to, patience)?,
     }
     count(&shared.metrics.reads, 1);
     count(&shared.metrics.read_bytes, length);
@@ -269,7 +317,7 @@ fn read_placed(table: &Table, memory: &Memory, mut at: u64, to: &Pieces, patienc
         let count = pieces.len().min(usize::try_from(length).unwrap_or(usize::MAX));
         let part = pieces.take_front(count).ok_or(Failure::Length(count))?;
         match here {
-            Here::File(file, offset, _) => read_file(file, memory, offset, &part, patience)?,
+            Here::File(source, offset, _) => read_file(&source.file, memory, offset, &part, patience)?,
             Here::Hole(_) => part.zero(memory)?,
         }
         at = at.saturating_add(count as u64);
@@ -315,6 +363,21 @@ fn ranges(
     Ok(found)
 }
 
+/// Tells whoever keeps these bytes that nobody needs them: a hint, of which it makes what it can.
+fn discard(target: &Target<'_>) -> io::Result<()> {
+    let &Target { file, at, length, volume } = target;
+    if volume && file.metadata()?.file_type().is_block_device() {
+        return match sys::discard_blocks(file, at, length) {
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EINVAL)) => Ok(()),
+            done => done,
+        };
+    }
+    match punch(file, at, length) {
+        Err(Errno::EOPNOTSUPP) => Ok(()),
+        done => done.map_err(io::Error::from),
+    }
+}
+
 fn punch(file: &File, at: u64, length: u64) -> Result<(), Errno> {
     allocate(file, FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE, at, length)
 }
@@ -333,7 +396,8 @@ fn zero(file: &File, at: u64, length: u64, may_unmap: bool) -> io::Result<()> {
     let done = if may_unmap { punch(file, at, length) } else { allocate(file, keep, at, length) };
     match done {
         Ok(()) => return Ok(()),
-        Err(Errno::EOPNOTSUPP) => {}
+        // EINVAL: a device whose blocks are larger than these bytes.
+        Err(Errno::EOPNOTSUPP | Errno::EINVAL) => {}
         Err(error) => return Err(error.into()),
     }
     static ZEROS: [u8; 64 << 10] = [0; 64 << 10];

@@ -1,0 +1,178 @@
+//! Owns: block devices of the node in containers: who may read and write them, what the node sees of it, how long they are
+//! held, and what is refused.
+
+use nacelle_e2e::node::engine;
+use nacelle_e2e::run::call;
+use nacelle_e2e::{Container, Image, Node, Pod, eventually};
+use serde_json::{Value, json};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// A loop device over a sparse file. Dropping it lets go of it.
+struct Disk {
+    file: PathBuf,
+    device: String,
+}
+
+impl Disk {
+    fn new(folder: &Path, name: &str, mib: u32) -> Disk {
+        Disk::with(folder, name, mib, &[])
+    }
+
+    fn with(folder: &Path, name: &str, mib: u32, options: &[&str]) -> Disk {
+        let file = folder.join(name);
+        call("truncate", [format!("--size={mib}M").as_ref(), file.as_os_str()]).ok();
+        let words = ["--find", "--show"].iter().chain(options).map(|word| (*word).to_owned());
+        let device = call("losetup", words.chain([file.display().to_string()])).ok();
+        Disk { file, device }
+    }
+
+    /// What the node has attached to the file.
+    fn devices(&self) -> String {
+        call("losetup", ["--associated".as_ref(), self.file.as_os_str()]).ok()
+    }
+
+    /// What is there, as the node sees it.
+    fn begins(&self, count: usize) -> String {
+        call("head", ["-c", &count.to_string(), &self.device]).ok()
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        call("chown", ["root:disk", &self.device]);
+        call("chmod", ["660", &self.device]);
+        call("losetup", ["--detach", &self.device]);
+    }
+}
+
+fn device(host: impl AsRef<Path>, at: &str, permissions: &str) -> Value {
+    json!({"host_path": host.as_ref(), "container_path": at, "permissions": permissions})
+}
+
+#[test]
+fn a_block_device_is_the_nodes_in_all_containers_that_have_it() {
+    let mut node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let disk = Disk::new(node.folder(), "disk.raw", 16);
+    call("chown", ["3:6", &disk.device]).ok();
+    call("chmod", ["640", &disk.device]).ok();
+    // As kubelet has it: a link to the device.
+    let link = node.folder().join("the-disk");
+    std::os::unix::fs::symlink(&disk.device, &link).unwrap();
+    let with = |name: &str, devices: Value| Container::sh(name, &image, "sleep 600").set("devices", devices);
+
+    let pod_id = {
+        let pod = node.crictl.run_pod(Pod::new("blocks", node.folder()));
+        let reader = pod.start(with("reader", json!([device(&link, "/dev/data", "r")])));
+        let writer = pod.start(with("writer", json!([device(&disk.device, "/dev/disks/data", "rwm")])));
+        let plain = pod.start(with("plain", json!([])));
+        assert_eq!(reader.exec("stat -c '%F %a %u %g' /dev/data").ok(), "block special file 640 3 6");
+        assert_eq!(reader.exec("wc -c </dev/data").ok(), (16 << 20).to_string());
+        let denied = reader.exec("echo x | dd of=/dev/data conv=notrunc");
+        assert!(denied.code != 0 && denied.stderr.contains("not permitted"), "{denied:?}");
+        writer.exec("echo written by the pod | dd of=/dev/disks/data conv=notrunc,fsync").ok();
+        assert_eq!(disk.begins(18), "written by the pod");
+        assert_eq!(reader.exec("head -c 18 /dev/data").ok(), "written by the pod");
+        // Who did not ask for it does not have it by its number either.
+        let number = reader.exec("stat -c '%t %T' /dev/data").ok();
+        let mknod = "set -- $(printf '%d %d' 0x${0% *} 0x${0#* }); mknod /disk b $1 $2 && head -c 1 /disk";
+        let denied = node.crictl.try_call(["exec", "--sync", &plain.id, "sh", "-c", mknod, &number]);
+        assert!(denied.code != 0 && denied.stderr.contains("not permitted"), "{denied:?}");
+        // Of all that is not needed any more the node's disk is told.
+        let blocks = || std::os::unix::fs::MetadataExt::blocks(&fs::metadata(&disk.file).unwrap());
+        let before = blocks();
+        writer.exec("dd if=/dev/urandom of=/dev/disks/data bs=1M seek=4 count=4 conv=notrunc,fsync").ok();
+        assert!(blocks() >= before + (4 << 11), "{} {before}", blocks());
+        writer.exec("blkdiscard -o 4194304 -l 4194304 /dev/disks/data").ok();
+        eventually("the room is given back", || (blocks() <= before + 64).then_some(()));
+        pod.id.clone()
+    };
+
+    // The daemon has no part in it.
+    node.kill();
+    node.start();
+    let containers = node.crictl.json(["ps", "-o", "json"]);
+    let id = |name: &str| {
+        let all = containers["containers"].as_array().unwrap();
+        all.iter().find(|one| one["metadata"]["name"] == name).unwrap()["id"].as_str().unwrap().to_owned()
+    };
+    let run = |id: &str, script: &str| node.crictl.call(["exec", "--sync", id, "sh", "-c", script]);
+    run(&id("writer"), "echo after the daemon | dd of=/dev/disks/data conv=notrunc");
+    node.crictl.call(["rm", "--force", &id("writer")]);
+    // Nobody has flushed it; the end of its last user in the guest that could write did.
+    node.crictl.call(["rm", "--force", &id("reader")]);
+    eventually("the node sees what was written", || (disk.begins(16) == "after the daemon").then_some(()));
+
+    // A disk that grows does so in the container.
+    let pod = node.crictl.pod(&pod_id, Pod::new("blocks", node.folder()));
+    let again = pod.start(with("again", json!([device(&link, "/dev/data", "mrw")])));
+    assert_eq!(again.exec("head -c 16 /dev/data").ok(), "after the daemon");
+    call("truncate", ["--size=24M".as_ref(), disk.file.as_os_str()]).ok();
+    call("losetup", ["--set-capacity", &disk.device]).ok();
+    let size = (24 << 20).to_string();
+    eventually("the container sees that its disk has grown", || {
+        (again.exec("wc -c </dev/data").ok() == size).then_some(())
+    });
+    again.exec("echo at the end | dd of=/dev/data bs=1M seek=23 conv=notrunc,fsync").ok();
+    call("losetup", ["--detach", &disk.device]).ok();
+    // A machine holds it open; without one it is only named.
+    let held = engine() != "host";
+    assert_eq!(disk.devices().contains(&disk.device), held, "as long as a container has it");
+    pod.remove();
+    eventually("nobody holds the disk", || disk.devices().is_empty().then_some(()));
+    let bytes = fs::read(&disk.file).unwrap();
+    assert_eq!(&bytes[23 << 20..][..10], b"at the end");
+}
+
+#[test]
+fn a_file_system_on_a_block_device_is_mounted_in_a_container() {
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let (one, two) = (Disk::new(node.folder(), "one.raw", 16), Disk::with(node.folder(), "two.raw", 16, &["-r"]));
+    call("mkfs.ext4", ["-q", &one.device]).ok();
+    let mut config = Pod::new("mounts", node.folder());
+    config.0["linux"]["security_context"] = json!({"privileged": true});
+    let pod = node.crictl.run_pod(config);
+    let security = json!({"security_context": {"privileged": true}});
+    let devices = json!([device(&one.device, "/dev/xvda", "rw"), device(&two.device, "/dev/xvdb", "r")]);
+    let sleep = Container::sh("c", &image, "sleep 600").set("devices", devices);
+    let container = pod.start(sleep.set("linux", security));
+    container.exec("mkdir /mnt && mount -t ext4 /dev/xvda /mnt && echo kept >/mnt/file && umount /mnt").ok();
+    // All that it may does not make a read-only device another.
+    assert_ne!(container.exec("echo x | dd of=/dev/xvdb conv=notrunc").code, 0);
+    pod.remove();
+    let mnt = node.folder().join("mnt");
+    fs::create_dir(&mnt).unwrap();
+    call("mount", [one.device.as_ref(), mnt.as_os_str()]).ok();
+    let kept = fs::read_to_string(mnt.join("file"));
+    call("umount", [&mnt]).ok();
+    assert_eq!(kept.unwrap(), "kept\n");
+}
+
+#[test]
+fn what_is_no_usable_block_device_is_refused() {
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(Pod::new("refusing", node.folder()));
+    let refused = |host: &Path, permissions: &str, code: &str, word: &str| {
+        let asked = Container::sh("c", &image, "true").set("devices", json!([device(host, "/dev/x", permissions)]));
+        let answer = pod.try_create(asked).err();
+        assert!(answer.contains(code) && answer.contains(word), "{answer}");
+        assert!(answer.contains(host.to_str().unwrap()), "{answer}");
+    };
+    let file = node.folder().join("file");
+    fs::write(&file, "").unwrap();
+    refused(&file, "rw", "InvalidArgument", "neither a device");
+    refused(&node.folder().join("none"), "rw", "InvalidArgument", "neither a device");
+    if engine() != "host" {
+        refused("/dev/zero".as_ref(), "rw", "Unimplemented", "only block devices reach a machine");
+        let read_only = Disk::with(node.folder(), "read-only.raw", 1, &["-r"]);
+        refused(read_only.device.as_ref(), "rw", "FailedPrecondition", "cannot be opened to read and write");
+        let gone = Disk::new(node.folder(), "gone.raw", 1);
+        call("losetup", ["--detach", &gone.device]).ok();
+        refused(gone.device.as_ref(), "rw", "FailedPrecondition", "nothing is behind it");
+        assert_eq!(node.crictl.call(["ps", "-aq"]), "");
+    }
+    pod.remove();
+}

@@ -1,0 +1,141 @@
+//! Owns: the actor's part that concerns block devices of the node: those that were handed over and wait for their container,
+//! and those that containers have.
+
+use super::{Actor, News, Reply, send, tell};
+use crate::container::{Attached, DeviceAttach, DeviceUse};
+use crate::devices::{self, Change, DeviceError, Placed};
+use crate::error::{Failure, PodError};
+use nacelle_base::Chain;
+use nacelle_engine::Slot;
+use nacelle_proto::pod;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use tokio::sync::watch;
+use tokio::task::AbortHandle;
+
+/// A device that was handed over for a container.
+pub struct Offer {
+    /// The container.
+    pub id: String,
+    /// Where it will have it.
+    pub container_path: String,
+    /// Opened.
+    pub file: File,
+}
+
+/// A device that containers have.
+pub(super) struct Held {
+    placed: Arc<Placed>,
+    attached: Attached,
+    watcher: AbortHandle,
+}
+
+impl Actor {
+    /// Keeps it until its container is made, or it is withdrawn by the number in the answer.
+    pub(super) fn offer(&mut self, offer: Offer, reply: Reply<u64>) {
+        self.offered += 1;
+        self.offers.insert(self.offered, offer);
+        tell(reply, Ok(self.offered));
+    }
+
+    fn offer_of(&self, id: &str, device: &pod::BlockDevice) -> Option<u64> {
+        // The newest, if a daemon that is no more has left one.
+        let mut all = self.offers.iter().rev();
+        let fits = |offer: &Offer| offer.id == id && offer.container_path == device.container_path;
+        all.find(|(_, offer)| fits(offer)).map(|(number, _)| *number)
+    }
+
+    /// Whether a container can have the devices that it asks for. Changes nothing.
+    pub(super) fn check_devices(&self, request: &pod::CreateContainerRequest) -> Result<Option<Slot>, Failure> {
+        let Some(first) = request.devices.first() else { return Ok(None) };
+        let path = |device: &pod::BlockDevice| PathBuf::from(&device.path);
+        for device in &request.devices {
+            if self.offer_of(&request.id, device).is_none() {
+                return Err(PodError::from(DeviceError::NotOffered { path: path(device) }).into());
+            }
+        }
+        let keys = request.devices.iter().map(|device| device.key.as_str());
+        if let Err(key) = self.devices.room(keys) {
+            let device = request.devices.iter().find(|device| device.key == key).unwrap_or(first);
+            return Err(PodError::from(DeviceError::NoRoom { path: path(device) }).into());
+        }
+        let slot = self.volume_disk();
+        slot.map(Some).ok_or_else(|| PodError::from(DeviceError::NoDisk { path: path(first) }).into())
+    }
+
+    /// Counts a container as a user of its devices, which were checked.
+    pub(super) fn acquire_devices(
+        &mut self,
+        slot: Option<&Slot>,
+        request: &pod::CreateContainerRequest,
+    ) -> Result<Vec<DeviceUse>, Failure> {
+        let mut uses = Vec::with_capacity(request.devices.len());
+        for device in &request.devices {
+            match self.acquire_device(slot, &request.id, device) {
+                Some(found) => uses.push(found),
+                None => {
+                    // It was checked that this cannot be; nothing was attached yet.
+                    for done in request.devices.iter().take(uses.len()) {
+                        self.forget_device(&done.key);
+                    }
+                    return Err(PodError::from(DeviceError::NoRoom { path: PathBuf::from(&device.path) }).into());
+                }
+            }
+        }
+        Ok(uses)
+    }
+
+    fn acquire_device(&mut self, slot: Option<&Slot>, id: &str, device: &pod::BlockDevice) -> Option<DeviceUse> {
+        let (slot, agent) = (slot?.clone(), self.agent.clone()?);
+        let file = self.offer_of(id, device).and_then(|number| self.offers.remove(&number))?.file;
+        let (number, change) = self.devices.acquire(&device.key, device.writable)?;
+        let (tell, attached) = watch::channel(None);
+        let attach = |placed, before| DeviceAttach { placed, file, writable: device.writable, before, tell };
+        if change == Change::New {
+            let placed = Arc::new(Placed::new(slot, number, Path::new(&device.path)));
+            let (watched, mut ready) = (Arc::clone(&placed), attached.clone());
+            let watcher = tokio::spawn(async move {
+                let known = ready.wait_for(Option::is_some).await.map(|outcome| matches!(*outcome, Some(Ok(()))));
+                if known.unwrap_or(false) {
+                    devices::watch(agent, watched).await;
+                }
+            });
+            let held =
+                Held { placed: Arc::clone(&placed), attached: attached.clone(), watcher: watcher.abort_handle() };
+            self.held.insert(device.key.clone(), held);
+            return Some(DeviceUse { number, attach: Some(attach(placed, None)), attached });
+        }
+        let held = self.held.get_mut(&device.key)?;
+        if change == Change::Nothing {
+            return Some(DeviceUse { number, attach: None, attached: held.attached.clone() });
+        }
+        let before = std::mem::replace(&mut held.attached, attached.clone());
+        let attach = attach(Arc::clone(&held.placed), Some(before));
+        Some(DeviceUse { number, attach: Some(attach), attached })
+    }
+
+    /// One user less of what nobody has begun to attach.
+    pub(super) fn forget_device(&mut self, key: &str) {
+        if let Some(number) = self.devices.release(key) {
+            self.devices.free(number);
+            if let Some(held) = self.held.remove(key) {
+                held.watcher.abort();
+            }
+        }
+    }
+
+    /// One user of a device less; with the last one it is taken off the machine.
+    pub(super) fn release_device(&mut self, key: &str) {
+        let Some(number) = self.devices.release(key) else { return };
+        let Some(held) = self.held.remove(key) else { return self.devices.free(number) };
+        held.watcher.abort();
+        let (agent, own) = (self.agent.clone(), self.own.clone());
+        tokio::spawn(async move {
+            match devices::detach(agent, held.placed).await {
+                Ok(()) => send(&own, News::DeviceDetached(number)),
+                Err(error) => tracing::warn!("a device stays attached: {}", Chain(&error)),
+            }
+        });
+    }
+}

@@ -1,0 +1,360 @@
+//! Owns: the block devices of the node that a pod's containers have: which of them are on the machine's disk for volumes,
+//! where, and for how many; and each as it is there, which grows when the node's does.
+//! Threads: the table is the actor's; a `Placed` is shared with the effects, and its lock is held over its own changes only.
+
+use crate::agent::Agent;
+use crate::error::PodError;
+use crate::machine::blocking;
+use nacelle_base::{Chain, Classify, Kind};
+use nacelle_engine::Slot;
+use nacelle_proto::agent as proto;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io::{self, Seek, SeekFrom};
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// Partition numbers are 1 to this.
+const MOST: u32 = 255;
+/// From one device's begin to the next one's: none is larger, and each has room to grow.
+const REGION: u64 = 1 << 51;
+/// How often is looked whether a device has grown.
+const LOOK: Duration = Duration::from_secs(3);
+
+/// Why a container cannot have a device.
+#[derive(Debug, thiserror::Error)]
+pub enum DeviceError {
+    /// The machine has none for devices.
+    #[error("device {path}: a pod without a machine has no disk for devices")]
+    NoDisk {
+        /// On the node.
+        path: PathBuf,
+    },
+    /// Every number is taken.
+    #[error("the pod has no room for device {path}: {MOST} devices are attached")]
+    NoRoom {
+        /// On the node.
+        path: PathBuf,
+    },
+    /// Nobody has handed it over.
+    #[error("device {path} was not handed over")]
+    NotOffered {
+        /// On the node.
+        path: PathBuf,
+    },
+    /// It is something else.
+    #[error("{path} is no block device")]
+    NoDevice {
+        /// On the node.
+        path: PathBuf,
+    },
+    /// It has no bytes, or more than there is room for.
+    #[error("device {path} has {length} bytes; more than none, and at most 2 PiB, are needed")]
+    Length {
+        /// On the node.
+        path: PathBuf,
+        /// As it says.
+        length: u64,
+    },
+    /// It cannot be used.
+    #[error("cannot use device {path}")]
+    Io {
+        /// On the node.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+impl Classify for DeviceError {
+    fn kind(&self) -> Kind {
+        match self {
+            DeviceError::NoRoom { .. } => Kind::Exhausted,
+            DeviceError::NoDisk { .. } => Kind::Unsupported,
+            DeviceError::NoDevice { .. } => Kind::Invalid,
+            DeviceError::Length { .. } | DeviceError::NotOffered { .. } => Kind::Conflict,
+            DeviceError::Io { source, .. } => source.kind().into(),
+        }
+    }
+}
+
+/// What is to be done for a container that gets a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// It must be placed and attached.
+    New,
+    /// It is there to be read, and may be written from now on.
+    Writable,
+    /// It is there.
+    Nothing,
+}
+
+struct Entry {
+    number: u32,
+    users: usize,
+    writable: bool,
+}
+
+/// The devices of one machine, by their keys. Pure.
+#[derive(Default)]
+pub struct Devices {
+    by_key: BTreeMap<String, Entry>,
+    /// Also those that are being detached.
+    taken: BTreeSet<u32>,
+}
+
+impl Devices {
+    /// Whether there are numbers for those of these keys that are not there yet; else one of them.
+    pub fn room<'a>(&self, keys: impl Iterator<Item = &'a str>) -> Result<(), &'a str> {
+        let new: BTreeSet<&str> = keys.filter(|key| !self.by_key.contains_key(*key)).collect();
+        let free = usize::try_from(MOST).unwrap_or_default() - self.taken.len();
+        new.into_iter().nth(free).map_or(Ok(()), Err)
+    }
+
+    /// Counts one more user of a device; none if there is no number for it.
+    pub fn acquire(&mut self, key: &str, writable: bool) -> Option<(u32, Change)> {
+        if let Some(entry) = self.by_key.get_mut(key) {
+            entry.users += 1;
+            let change = if writable && !entry.writable { Change::Writable } else { Change::Nothing };
+            entry.writable |= writable;
+            return Some((entry.number, change));
+        }
+        let number = (1..=MOST).find(|number| !self.taken.contains(number))?;
+        self.taken.insert(number);
+        self.by_key.insert(key.to_owned(), Entry { number, users: 1, writable });
+        Some((number, Change::New))
+    }
+
+    /// Counts one user less; the number if that was the last. It stays taken until [`Devices::free`].
+    pub fn release(&mut self, key: &str) -> Option<u32> {
+        let entry = self.by_key.get_mut(key)?;
+        entry.users = entry.users.saturating_sub(1);
+        if entry.users > 0 {
+            return None;
+        }
+        self.by_key.remove(key).map(|entry| entry.number)
+    }
+
+    /// The number can be used again.
+    pub fn free(&mut self, number: u32) {
+        self.taken.remove(&number);
+    }
+}
+
+/// A device on the machine's disk for volumes.
+#[derive(Debug)]
+pub struct Placed {
+    slot: Slot,
+    /// Its partition.
+    pub number: u32,
+    path: PathBuf,
+    now: Mutex<Option<Now>>,
+}
+
+/// As it is shown; none: not yet, or no more.
+#[derive(Debug)]
+struct Now {
+    file: File,
+    length: u64,
+    writable: bool,
+}
+
+impl Placed {
+    /// One that is not shown yet.
+    pub fn new(slot: Slot, number: u32, path: &Path) -> Placed {
+        Placed { slot, number, path: path.to_owned(), now: Mutex::new(None) }
+    }
+
+    fn now(&self) -> MutexGuard<'_, Option<Now>> {
+        self.now.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn failed(&self) -> impl Fn(io::Error) -> PodError {
+        |source| DeviceError::Io { path: self.path.clone(), source }.into()
+    }
+
+    /// Bytes from the start of the disk.
+    fn offset(&self) -> u64 {
+        REGION.saturating_mul(self.number.into())
+    }
+
+    /// Shows what was opened. Blocks.
+    pub fn show(&self, file: File, writable: bool) -> Result<(), PodError> {
+        if !file.metadata().map_err(self.failed())?.file_type().is_block_device() {
+            return Err(DeviceError::NoDevice { path: self.path.clone() }.into());
+        }
+        let length = end(&file).map_err(self.failed())?;
+        let mut now = self.now();
+        self.place(&file, length, writable)?;
+        *now = Some(Now { file, length, writable });
+        Ok(())
+    }
+
+    fn place(&self, file: &File, length: u64, writable: bool) -> Result<(), PodError> {
+        if !(1..=REGION).contains(&length) {
+            return Err(DeviceError::Length { path: self.path.clone(), length }.into());
+        }
+        let file = file.try_clone().map_err(self.failed())?;
+        let placed = self.slot.place_volume(self.offset(), file, length, writable, &self.path);
+        placed.map_err(|source| PodError::Place { key: self.path.display().to_string(), source })
+    }
+
+    /// Looks whether the device has grown, and shows that. Blocks.
+    fn look(&self) -> Result<(), PodError> {
+        let mut now = self.now();
+        let Some(Now { file, length, writable }) = now.as_mut() else { return Ok(()) };
+        let longer = end(file).map_err(self.failed())?;
+        if longer > *length {
+            self.place(file, longer, *writable)?;
+            *length = longer;
+        }
+        Ok(())
+    }
+
+    /// What the guest is told of it; none: it is not shown.
+    fn told(&self) -> Option<proto::AttachDeviceRequest> {
+        let now = self.now();
+        let Now { length, writable, .. } = now.as_ref()?;
+        let (offset, length, writable) = (self.offset(), *length, *writable);
+        Some(proto::AttachDeviceRequest { partition: self.number, offset, length, writable })
+    }
+
+    /// Takes it off the disk, and closes it. Blocks as long as that takes.
+    pub fn take_away(&self) {
+        let gone = self.now().take();
+        self.slot.unplace(self.offset());
+        drop(gone);
+    }
+}
+
+/// The length, of which the metadata of block devices know nothing; whole sectors, as all of Linux's are.
+fn end(mut file: &File) -> io::Result<u64> {
+    Ok(file.seek(SeekFrom::End(0))? & !511)
+}
+
+/// Shows a device to the guest, and has the agent make a partition of it, or say that it may be written now.
+pub async fn attach(agent: &Agent, placed: &Arc<Placed>, file: File, writable: bool) -> Result<(), PodError> {
+    let shown = Arc::clone(placed);
+    blocking("the placement of a device", move || shown.show(file, writable)).await??;
+    let told = placed.told().ok_or(PodError::Ending)?;
+    agent.attach_device(told).await
+}
+
+/// Tells the guest of a device that grows, for ever. What fails is tried again.
+pub async fn watch(agent: Agent, placed: Arc<Placed>) {
+    let mut known = placed.told();
+    loop {
+        tokio::time::sleep(LOOK).await;
+        let looked = Arc::clone(&placed);
+        let looked = blocking("a look at a device", move || looked.look()).await.and_then(|looked| looked);
+        if let Err(error) = looked {
+            tracing::warn!("a device is not looked at any more: {}", Chain(&error));
+            return;
+        }
+        // Another may have made it writable, and told the guest.
+        let told = placed.told();
+        if told.map(|told| told.length) == known.map(|known| known.length) {
+            continue;
+        }
+        if let Some(request) = told {
+            match agent.attach_device(request).await {
+                Ok(()) => tracing::info!(device = %placed.path.display(), "has grown"),
+                Err(error) => {
+                    tracing::warn!("the guest is not told of a device that has grown: {}", Chain(&error));
+                    continue;
+                }
+            }
+        }
+        known = told;
+    }
+}
+
+/// Takes a device that nobody uses off the machine. If the agent does not let go of it, it stays.
+pub async fn detach(agent: Option<Agent>, placed: Arc<Placed>) -> Result<(), PodError> {
+    if let Some(agent) = agent {
+        agent.detach_device(placed.number).await?;
+    }
+    blocking("the removal of a device", move || placed.take_away()).await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_device_is_placed_once_and_becomes_writable_once() {
+        let mut devices = Devices::default();
+        assert_eq!(devices.acquire("8:0", false), Some((1, Change::New)));
+        assert_eq!(devices.acquire("8:0", false), Some((1, Change::Nothing)));
+        assert_eq!(devices.acquire("8:0", true), Some((1, Change::Writable)));
+        assert_eq!(devices.acquire("8:0", true), Some((1, Change::Nothing)));
+        assert_eq!(devices.acquire("8:1", true), Some((2, Change::New)));
+        assert_eq!(devices.acquire("8:1", true), Some((2, Change::Nothing)));
+        assert_eq!([(); 4].map(|()| devices.release("8:0")), [None, None, None, Some(1)]);
+        assert_eq!(devices.release("8:0"), None);
+        // Being detached: neither shared nor free.
+        assert_eq!(devices.acquire("8:0", false), Some((3, Change::New)));
+        devices.free(1);
+        assert_eq!(devices.acquire("8:2", false), Some((1, Change::New)));
+    }
+
+    #[test]
+    fn numbers_run_out() {
+        let mut devices = Devices::default();
+        let keys: Vec<String> = (0..=MOST).map(|n| format!("8:{n}")).collect();
+        let all = || keys.iter().map(String::as_str);
+        assert_eq!(devices.room(all()), Err("8:99"));
+        assert_eq!(devices.room(all().skip(1).chain(all().skip(1))), Ok(()));
+        for key in all().skip(1) {
+            devices.acquire(key, true).unwrap();
+        }
+        assert_eq!((devices.room(all().skip(1)), devices.room(all().take(1))), (Ok(()), Err("8:0")));
+        assert_eq!(devices.acquire("8:0", true), None);
+        assert_eq!(DeviceError::NoRoom { path: "/dev/x".into() }.kind(), Kind::Exhausted);
+    }
+
+    #[test]
+    fn only_a_block_device_with_bytes_is_shown() {
+        let slot = Slot::volumes("volumes").unwrap();
+        let placed = Placed::new(slot.clone(), 1, Path::new("/dev/x"));
+        let error = placed.show(tempfile::tempfile().unwrap(), true).unwrap_err();
+        assert!(error.kind() == Kind::Invalid && error.to_string().contains("/dev/x"), "{error}");
+        let error = placed.place(&tempfile::tempfile().unwrap(), 0, true).unwrap_err();
+        assert_eq!(error.kind(), Kind::Conflict);
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(4096).unwrap();
+        placed.place(&file, 4096, true).unwrap();
+        assert_eq!((slot.capacity(), placed.told()), (REGION + (1 << 20), None));
+        placed.take_away();
+        placed.take_away();
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn no_two_devices_have_one_number(steps in prop::collection::vec((any::<bool>(), 0u8..6), 1..60)) {
+            let mut devices = Devices::default();
+            let mut users: BTreeMap<u8, (u32, usize)> = BTreeMap::new();
+            for (acquire, key) in steps {
+                if acquire {
+                    let (number, change) = devices.acquire(&key.to_string(), true).unwrap();
+                    prop_assert_eq!(change == Change::New, !users.contains_key(&key));
+                    users.entry(key).or_insert((number, 0)).1 += 1;
+                } else if let Some((number, count)) = users.get_mut(&key) {
+                    *count -= 1;
+                    let last = (*count == 0).then_some(*number);
+                    prop_assert_eq!(devices.release(&key.to_string()), last);
+                    if let Some(number) = last {
+                        users.remove(&key);
+                        devices.free(number);
+                    }
+                }
+                let numbers: BTreeSet<u32> = users.values().map(|(number, _)| *number).collect();
+                prop_assert_eq!(numbers.len(), users.len());
+            }
+        }
+    }
+}
