@@ -534,6 +534,27 @@ mod tests {
     }
 
     #[test]
+    fn the_packages_file_says_every_default_and_changes_none() {
+        let page = include_str!("../../../../ci/package.d/config.toml");
+        let none = parse("").unwrap();
+        assert_eq!(parse(page).unwrap(), none);
+        let key = |line: &str| {
+            line.strip_prefix('#').filter(|rest| rest.starts_with(|c: char| c.is_ascii_lowercase())).map(str::to_owned)
+        };
+        let said: String = page.lines().map(|line| key(line).unwrap_or_else(|| line.to_owned()) + "\n").collect();
+        assert_eq!(parse(&said).unwrap(), none);
+        let of = |value: &toml::Value| {
+            let mut into = BTreeSet::new();
+            keys(value, "", &mut into);
+            into
+        };
+        let all = of(&toml::Value::try_from(&none).unwrap());
+        let missing: Vec<_> = all.difference(&of(&toml::from_str(&said).unwrap())).cloned().collect();
+        // It has none, and the file an example.
+        assert_eq!(missing, ["images.registries"]);
+    }
+
+    #[test]
     fn the_examples_in_the_documentation_are_valid() {
         let page = include_str!("../../../../docs/configuration.md");
         let mut count = 0;
