@@ -6,6 +6,7 @@ pub mod frame;
 pub mod image;
 pub mod listener;
 pub mod log;
+pub mod memory;
 pub mod paths;
 pub mod pushed;
 pub mod rpc;

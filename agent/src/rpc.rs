@@ -151,6 +151,7 @@ impl Agent for Service {
             pid_mode,
             volumes: request.volumes.into_iter().map(volume).collect(),
             devices: request.devices.into_iter().map(device).collect(),
+            memory: request.memory,
         };
         whole(Arc::clone(&self.pod).create(options)).await.map(Response::new)
     }

@@ -28,6 +28,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::{OnceCell, watch};
 
 use crate::image::{DiskError, Disks};
+use crate::memory::{Memory, MemoryError};
 use crate::pushed::{PushError, Volumes};
 use crate::stats::Layers;
 use crate::stdio::Stdio;
@@ -73,6 +74,8 @@ pub enum PodError {
     Io { what: &'static str, id: String, source: io::Error },
     #[error(transparent)]
     Push(#[from] PushError),
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
     #[error("cannot use the disk")]
     Disk {
         #[from]
@@ -107,6 +110,7 @@ impl Classify for PodError {
             PodError::Zygote { source, .. } => source.kind(),
             PodError::Io { .. } | PodError::Task { .. } => Kind::Internal,
             PodError::Push(source) => source.kind(),
+            PodError::Memory(source) => source.kind(),
             PodError::Disk { source } => source.kind(),
         }
     }
@@ -214,6 +218,8 @@ pub struct Pod {
     pub layers: Arc<Layers>,
     /// What was pushed for them.
     pub volumes: Volumes,
+    /// Their volumes in memory.
+    pub memory: Memory,
     shared_pid: bool,
     node_pid: bool,
     users: Option<UserNs>,
@@ -243,6 +249,7 @@ impl Pod {
             disks,
             layers: Arc::default(),
             volumes: Volumes::default(),
+            memory: Memory::default(),
             shared_pid,
             node_pid,
             users,

@@ -1,5 +1,6 @@
 //! Owns: what a container of a user namespace is shown of images: copies of mounts on which the owners of files are numbers
-//! of that namespace, in a folder of the container's until it has them mounted; and of the agent's sysfs.
+//! of that namespace, in a folder of the container's until it has them mounted; and of the agent's sysfs. Parts of volumes in
+//! memory wait there, too.
 //! May use: `root`'s error, `userns`. Volumes of the node come with their owners mapped, if they shall be.
 
 use libcontainer::oci_spec::runtime::Mount;
@@ -26,13 +27,7 @@ pub fn folder(id: &str) -> PathBuf {
 /// but root.
 pub fn show(id: &str, users: &UserNs, source: &Path, name: &str) -> Result<PathBuf, RootError> {
     let what = "show the container, with the owners of its user namespace,";
-    let folder = folder(id);
-    if !folder.exists() {
-        fs::create_dir_all(&folder).map_err(at("make", &folder))?;
-        let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
-        mount(Some("tmpfs"), &folder, Some("tmpfs"), flags, Some("mode=755,size=64k"))
-            .map_err(at("mount a tmpfs at", &folder))?;
-    }
+    let folder = make_folder(id)?;
     let of_image = source != Path::new(SYS);
     let copy = mounts::copy(source, of_image).map_err(at(what, source))?;
     if of_image {
@@ -45,6 +40,26 @@ pub fn show(id: &str, users: &UserNs, source: &Path, name: &str) -> Result<PathB
     let made = if is_folder { fs::create_dir(&place) } else { File::create_new(&place).map(drop) };
     made.and_then(|()| mounts::place(&copy, &place)).map_err(at(what, source))?;
     Ok(place)
+}
+
+/// Keeps a folder's mount that lies nowhere yet at a place of the container, until that has mounted it.
+pub fn keep(id: &str, mount: impl AsFd, name: &str) -> Result<PathBuf, RootError> {
+    let place = make_folder(id)?.join(name);
+    let kept = fs::create_dir(&place).and_then(|()| mounts::place(mount, &place));
+    kept.map_err(at("show the container", &place))?;
+    Ok(place)
+}
+
+/// The container's folder, on a tmpfs of its own.
+fn make_folder(id: &str) -> Result<PathBuf, RootError> {
+    let folder = folder(id);
+    if !folder.exists() {
+        fs::create_dir_all(&folder).map_err(at("make", &folder))?;
+        let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
+        mount(Some("tmpfs"), &folder, Some("tmpfs"), flags, Some("mode=755,size=64k"))
+            .map_err(at("mount a tmpfs at", &folder))?;
+    }
+    Ok(folder)
 }
 
 /// Has these mounts come from such places, where they are of images, or the agent's sysfs.

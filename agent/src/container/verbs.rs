@@ -3,7 +3,7 @@
 use libcontainer::oci_spec::runtime::{LinuxNamespaceType, Mount, Spec};
 use nacelle_base::share;
 use nacelle_base::undo::UndoStack;
-use nacelle_proto::agent::{CreateContainerResponse, PidMode, UpdateContainerRequest};
+use nacelle_proto::agent::{CreateContainerResponse, MemoryVolume, PidMode, UpdateContainerRequest};
 use std::collections::HashMap;
 use std::io::Write;
 use std::os::fd::OwnedFd;
@@ -18,6 +18,7 @@ use super::devices::{self, Device};
 use super::spec::{PidNamespace, Place, adjust, exec_process, own_capabilities, parse};
 use super::volumes::{self, Volume};
 use super::{Container, Pod, PodError, Process, cgroup, check_id, limits, root, shown, user};
+use crate::memory::Place as InMemory;
 use crate::stdio::Stdio;
 use crate::userns::{self, UserNs};
 use crate::zygote::{Create, Exec, Made, Request, ZygoteError};
@@ -51,6 +52,8 @@ pub struct CreateOptions {
     pub volumes: Vec<Volume>,
     /// Block devices of the node that it has.
     pub devices: Vec<Device>,
+    /// Its volumes that are memory.
+    pub memory: Vec<MemoryVolume>,
 }
 
 /// What an exec is made of.
@@ -120,12 +123,10 @@ impl Pod {
         let made = async {
             let prepared = tokio::task::spawn_blocking(move || prepare(&pod, &options, pid)).await??;
             let made = self.make(&id, prepared, stdin, shares_pid).await?;
-            if self.users.is_some() {
-                // It has mounted what it was shown; what is of the node is not held longer.
-                let shown = id.clone();
-                let cleared = tokio::task::spawn_blocking(move || shown::clear(&shown)).await?;
-                cleared.map_err(|source| PodError::Io { what: "take the mounts", id: id.clone(), source })?;
-            }
+            // It has mounted what it was shown; what is of others is not held longer.
+            let shown = id.clone();
+            let cleared = tokio::task::spawn_blocking(move || shown::clear(&shown)).await?;
+            cleared.map_err(|source| PodError::Io { what: "take the mounts", id: id.clone(), source })?;
             Ok(made)
         };
         let container = match made.await {
@@ -475,6 +476,7 @@ fn prepare(pod: &Pod, options: &CreateOptions, pid: PidNamespace) -> Result<Prep
     if spec.mounts().iter().flatten().any(shared) {
         pod.disks.share()?;
     }
+    let spec = in_memory(pod, id, spec, &options.memory)?;
     let capabilities = own_capabilities();
     let in_users = users.map(|users| users.network);
     let place =
@@ -503,4 +505,22 @@ fn prepare(pod: &Pod, options: &CreateOptions, pid: PidNamespace) -> Result<Prep
     let json = serde_json::to_vec(&spec).map_err(|source| in_spec(source.into()))?;
     std::fs::write(path, json).map_err(|source| PodError::Io { what: "write the bundle", id: id.clone(), source })?;
     Ok(Prepared { spec, response })
+}
+
+/// The specification with its volumes that are memory: each mount comes from where the volume, or its part, is.
+fn in_memory(pod: &Pod, id: &str, mut spec: Spec, volumes: &[MemoryVolume]) -> Result<Spec, PodError> {
+    for (number, volume) in volumes.iter().enumerate() {
+        let source = match pod.memory.place(volume)? {
+            InMemory::Whole(path) => path,
+            InMemory::Part(mount) => shown::keep(id, mount, &format!("memory{number}"))
+                .map_err(|source| PodError::Root { id: id.to_owned(), source })?,
+        };
+        let asked = Path::new(&volume.source);
+        for mount in spec.mounts_mut().iter_mut().flatten() {
+            if mount.source().as_deref() == Some(asked) {
+                mount.set_source(Some(source.clone()));
+            }
+        }
+    }
+    Ok(spec)
 }

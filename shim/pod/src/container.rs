@@ -125,6 +125,7 @@ pub async fn make(
             pid_mode: if request.own_pid_namespace { proto::PidMode::Container } else { proto::PidMode::Pod }.into(),
             volumes: partitions.zip(&request.volumes).map(volume).collect(),
             devices,
+            memory: request.memory.iter().map(memory).collect(),
         })
         .await;
     match made {
@@ -171,6 +172,24 @@ async fn attach(
         gid: device.gid,
     };
     Ok(uses.iter().zip(&request.devices).map(told).collect())
+}
+
+fn memory(volume: &pod::MemoryVolume) -> proto::MemoryVolume {
+    let pod::MemoryVolume { name, path, source, part, .. } = volume.clone();
+    proto::MemoryVolume {
+        name,
+        path,
+        source,
+        bytes: volume.bytes,
+        mode: volume.mode,
+        uid: volume.uid,
+        gid: volume.gid,
+        occupied: volume.occupied,
+        part,
+        part_mode: volume.part_mode,
+        part_uid: volume.part_uid,
+        part_gid: volume.part_gid,
+    }
 }
 
 /// Waits until something is attached.

@@ -137,6 +137,23 @@ pub enum LifecycleError {
         /// The path.
         path: String,
     },
+    /// A volume of huge pages.
+    #[error(
+        "config.mounts.host_path is {path:?}, a volume of huge pages of the node, which a machine cannot have: leave it out, or run \
+         the pod by a handler whose engine is host"
+    )]
+    HugeVolume {
+        /// The path.
+        path: String,
+    },
+    /// A volume in memory whose mounts on the node are asked for.
+    #[error(
+        "config.mounts.propagation is not PROPAGATION_PRIVATE at {path:?}, a volume that is memory of the machine: leave it out"
+    )]
+    MemoryPropagation {
+        /// The path.
+        path: String,
+    },
     /// A device that only a pod without a machine can have.
     #[error(
         "config.devices.host_path is {path:?}: of the node's devices only block devices reach a machine, which has /dev/fuse \
@@ -263,7 +280,10 @@ impl Classify for LifecycleError {
             | LifecycleError::NoDevice { .. }
             | LifecycleError::TooManyDevices { .. }
             | LifecycleError::NoPodPid { .. } => Kind::Invalid,
-            LifecycleError::MemoryNodes { .. } | LifecycleError::NotForMachines { .. } => Kind::Unsupported,
+            LifecycleError::MemoryNodes { .. }
+            | LifecycleError::NotForMachines { .. }
+            | LifecycleError::HugeVolume { .. }
+            | LifecycleError::MemoryPropagation { .. } => Kind::Unsupported,
             LifecycleError::NameTaken { .. } => Kind::AlreadyExists,
             LifecycleError::Refused { .. }
             | LifecycleError::NotReady { .. }

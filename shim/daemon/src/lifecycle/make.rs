@@ -4,7 +4,7 @@
 use super::boot::blocking;
 use super::error::{LifecycleError, StepError, at};
 use super::{Parts, clip};
-use super::{devices, pushed};
+use super::{devices, memory, pushed};
 use crate::nouns::{ContainerConfig, MountOption, NodeVolume, PidMode, PodConfig, Propagation, User};
 use crate::oci::{self, DeviceNode};
 use crate::store::{ContainerRecord, PodRecord};
@@ -91,18 +91,27 @@ pub(super) async fn prepare(
         }
         _ => looked.iter().map(|_shared| None).collect(),
     };
+    let (id, looked) = (record.id.clone(), found.node_volumes.clone());
+    // In a user namespace owners are mapped, which is the node's work.
+    let memory = match taker {
+        Taker::Share if pod.config.user_namespace.is_none() => blocking(move || memory::plan(&id, &looked)).await?,
+        _ => looked.iter().map(|_shared| None).collect(),
+    };
     let prepared = async {
         for (taker, pushed) in [(taker, false), (Taker::Pushed, true)] {
-            let volumes = found.node_volumes.iter().zip(&plan).filter(|(_, plan)| plan.is_some() == pushed);
+            let ways = plan.iter().zip(&memory);
+            let volumes = found.node_volumes.iter().zip(ways);
+            let volumes = volumes.filter(|(_, (plan, memory))| plan.is_some() == pushed && memory.is_none());
             let volumes: Vec<_> = volumes.map(|(volume, _)| shared(volume, &pod.config)).collect();
             if !volumes.is_empty() {
                 let attached = parts.pods.attach(&parts.pod_dir(&pod.id), taker, record.id.as_str(), volumes).await;
                 attached.map_err(at("share the volumes of the container with the pod"))?;
             }
         }
-        let found = as_found(found, &record.id, &plan);
+        let found = as_found(found, &record.id, &plan, &memory);
         let pushed = plan.into_iter().flatten().collect();
         let mut request = request(parts, pod, record, &found, &nodes, pushed).await?;
+        request.memory = memory.into_iter().flatten().collect();
         let mut offers = Vec::with_capacity(blocks.len());
         for (device, file) in blocks {
             let call = client.offer(record.id.as_str(), &device.container_path, file);
@@ -214,6 +223,7 @@ async fn request(
         volumes,
         pushed,
         devices: Vec::new(),
+        memory: Vec::new(),
     })
 }
 
@@ -239,12 +249,19 @@ fn taker(parts: &Parts, pod: &PodRecord) -> Taker {
     if parts.has_guest(pod) { Taker::Share } else { Taker::Agent }
 }
 
-/// Volumes as the agent finds them, pushed or shared. What is mounted below a mount that cannot be written cannot be written
+/// Volumes as the agent finds them, in memory, pushed or shared. What is mounted below a mount that cannot be written cannot be written
 /// in a guest either: where only the volume itself of a shared one is read-only, it is the node's kernel that refuses.
-fn as_found(mut config: ContainerConfig, id: &ContainerId, plan: &[Option<proto::PushedVolume>]) -> ContainerConfig {
+fn as_found(
+    mut config: ContainerConfig,
+    id: &ContainerId,
+    plan: &[Option<proto::PushedVolume>],
+    memory: &[Option<proto::MemoryVolume>],
+) -> ContainerConfig {
     let mut numbers = 0..;
-    for (volume, plan) in config.node_volumes.iter_mut().zip(plan) {
-        if let Some(pushed) = plan {
+    for (volume, (plan, memory)) in config.node_volumes.iter_mut().zip(plan.iter().zip(memory)) {
+        if let Some(memory) = memory {
+            volume.host_path.clone_from(&memory.source);
+        } else if let Some(pushed) = plan {
             volume.host_path = pushed::in_guest(pushed);
         } else if let Some(number) = numbers.next() {
             volume.host_path = format!("{}/{id}/{number}", share::FOLDER);
@@ -423,8 +440,9 @@ mod tests {
         let paths: Vec<_> = resolved.node_volumes.iter().map(|volume| volume.host_path.clone()).collect();
         assert_eq!(paths, [base.join("file"), base.join("new/deep")].map(|path| path.to_str().unwrap().to_owned()));
         assert!(base.join("new/deep").is_dir());
-        let found =
-            as_found(resolved, &ContainerId::from_bytes([1; 32]), &[None, None]).node_volumes[0].host_path.clone();
+        let found = as_found(resolved, &ContainerId::from_bytes([1; 32]), &[None, None], &[None, None]).node_volumes[0]
+            .host_path
+            .clone();
         assert_eq!(found, format!("/run/nacelle/volumes/{}/0", "01".repeat(32)));
         config.node_volumes = vec![volume("file/x")];
         assert!(resolve(&config).is_err());

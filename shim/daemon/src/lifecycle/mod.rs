@@ -9,6 +9,7 @@ pub(crate) mod devices;
 mod error;
 pub mod events;
 mod make;
+mod memory;
 mod processors;
 mod pushed;
 pub mod recover;

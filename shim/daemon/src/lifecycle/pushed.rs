@@ -89,7 +89,7 @@ fn is_written_by_kubelet(volume: &Path) -> bool {
 }
 
 /// What people recognise, and a number that no other volume of the pod has.
-fn called(short: &str, name: &str, path: &Path) -> String {
+pub(super) fn called(short: &str, name: &str, path: &Path) -> String {
     let mut hasher = DefaultHasher::new();
     path.hash(&mut hasher);
     let plain = |c: char| if c.is_ascii_alphanumeric() || c == '-' || c == '.' { c } else { '_' };

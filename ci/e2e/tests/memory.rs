@@ -1,0 +1,126 @@
+//! Owns: emptyDir volumes of medium Memory, with the test in kubelet's place: in a machine they are its own memory.
+
+use nacelle_e2e::node::engine;
+use nacelle_e2e::run::call;
+use nacelle_e2e::{Container, Image, Node, Pod};
+use serde_json::{Value, json};
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, chown};
+use std::path::{Path, PathBuf};
+
+/// A mount in kubelet's folder of a pod. Dropping it takes it away.
+struct Mounted(PathBuf);
+
+impl Mounted {
+    /// As kubelet makes it: the medium's file system over the volume's folder, for the pod's group.
+    fn new(node: &Node, name: &str, kind: &str, options: &str) -> Mounted {
+        let folder = Mounted::pod(node).join("volumes/kubernetes.io~empty-dir").join(name);
+        fs::create_dir_all(&folder).expect("the node's folder is writable");
+        call("mount", ["-t", kind, "-o", options, "none", folder.to_str().unwrap()]).ok();
+        chown(&folder, None, Some(2000)).expect("it is ours");
+        fs::set_permissions(&folder, fs::Permissions::from_mode(0o2777)).expect("it is ours");
+        Mounted(folder)
+    }
+
+    /// A part of this volume, as kubelet mounts it for a `subPath`.
+    fn part(&self, node: &Node, part: &str, number: u32) -> Mounted {
+        let name = self.0.file_name().unwrap();
+        let at = Mounted::pod(node).join("volume-subpaths").join(name).join(format!("c/{number}"));
+        for folder in [&self.0.join(part), &at] {
+            fs::create_dir_all(folder).expect("the node's folder is writable");
+        }
+        call("mount", ["--bind".as_ref(), self.0.join(part).as_os_str(), at.as_os_str()]).ok();
+        Mounted(at)
+    }
+
+    fn pod(node: &Node) -> PathBuf {
+        node.folder().join("kubelet/pods/0d3c")
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        // Not lazily: a machine that holds it makes this fail, and the test.
+        let done = call("umount", [&self.0]);
+        assert!(std::thread::panicking() || done.code == 0, "{done:?}");
+    }
+}
+
+fn mount(host: &Path, at: &str) -> Value {
+    json!({"host_path": host, "container_path": at})
+}
+
+#[test]
+fn an_empty_dir_in_memory_is_memory_of_the_machine() {
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let volume = Mounted::new(&node, "cache", "tmpfs", "size=4m");
+    let (part, again) = (volume.part(&node, "deep/part", 0), volume.part(&node, "trap", 1));
+    let guest = engine() != "host";
+    {
+        let pod = node.crictl.run_pod(Pod::new("memory", node.folder()));
+        let with = |name: &str, mounts: Value| Container::sh(name, &image, "sleep 600").set("mounts", mounts);
+        let one = pod.start(with("one", json!([mount(&volume.0, "/cache")])));
+        let two = pod.start(with("two", json!([mount(&volume.0, "/same"), mount(&part.0, "/part")])));
+        assert_eq!(one.exec("stat -f -c %T /cache").ok(), "tmpfs");
+        assert_eq!(one.exec("stat -c '%a %g' /cache").ok(), "2777 2000");
+        one.exec("echo word >/cache/file && mkdir -p /cache/deep/part && echo in it >/cache/deep/part/file").ok();
+        assert_eq!(two.exec("cat /same/file /part/file").ok(), "word\nin it");
+        two.exec("echo back >/part/file").ok();
+        assert_eq!(one.exec("cat /cache/deep/part/file").ok(), "back");
+        assert_eq!(volume.0.join("file").exists(), !guest, "the node's has no part in it");
+        let full = one.exec("dd if=/dev/zero of=/cache/much bs=1M count=8");
+        assert!(full.code != 0 && full.stderr.contains("No space left"), "{full:?}");
+        let room = two.exec("df -k /same | tail -1 | awk '{print $2}'").ok();
+        assert_eq!(room, "4096");
+
+        if guest {
+            // Read-only for one; and a part that a container has made a way out of is none.
+            let read = json!([{"host_path": volume.0, "container_path": "/cache", "readonly": true}]);
+            let reader = pod.start(with("reader", read));
+            assert_eq!(reader.exec("cat /cache/file").ok(), "word");
+            assert_ne!(reader.exec("touch /cache/x").code, 0);
+            one.exec("rm -rf /cache/trap && ln -s / /cache/trap").ok();
+            let trapped = pod.try_create(with("trapped", json!([mount(&again.0, "/trap")])));
+            if trapped.code == 0 {
+                let refused = node.crictl.try_call(["start", trapped.stdout.trim()]).err();
+                assert!(refused.contains("FailedPrecondition") && refused.contains("leads out"), "{refused}");
+            } else {
+                let refused = trapped.err();
+                assert!(refused.contains("FailedPrecondition") && refused.contains("leads out"), "{refused}");
+            }
+        }
+        // A container that is made again finds what was there.
+        node.crictl.call(["rm", "--force", &one.id]);
+        let one =
+            pod.start(Container::sh("one", &image, "sleep 600").set("mounts", json!([mount(&volume.0, "/cache")])));
+        assert_eq!(one.exec("cat /cache/file").ok(), "word");
+        pod.remove();
+    }
+    drop((part, again, volume));
+}
+
+#[test]
+fn what_a_machine_would_not_see_is_refused() {
+    if engine() == "host" {
+        println!("skipped: without a guest such volumes are the node's");
+        return;
+    }
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let volume = Mounted::new(&node, "filled", "tmpfs", "size=4m");
+    fs::write(volume.0.join("file"), "of the node").unwrap();
+    let pod = node.crictl.run_pod(Pod::new("refusing", node.folder()));
+    let refused = |name: &str, mount: Value| {
+        let asked = Container::sh(name, &image, "true").set("mounts", json!([mount]));
+        let made = pod.try_create(asked);
+        // What only the guest can tell may be the answer to the start.
+        if made.code == 0 { node.crictl.try_call(["start", made.stdout.trim()]).err() } else { made.err() }
+    };
+    let answer = refused("filled", mount(&volume.0, "/cache"));
+    assert!(answer.contains("FailedPrecondition") && answer.contains("has files on the node"), "{answer}");
+    let both = json!({"host_path": volume.0, "container_path": "/cache", "propagation": 1});
+    let answer = refused("told", both);
+    assert!(answer.contains("Unimplemented") && answer.contains("propagation"), "{answer}");
+    pod.remove();
+}

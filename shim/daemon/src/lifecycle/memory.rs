@@ -1,0 +1,135 @@
+//! Owns: which volumes of the node are memory of the pod's machine instead of a share: emptyDir of medium Memory.
+//! docs/volumes.md has the rules. Looks at the node's folders and mounts, changes nothing.
+
+use super::error::LifecycleError;
+use crate::nouns::{NodeVolume, Propagation};
+use nacelle_base::ContainerId;
+use nacelle_proto::pod as proto;
+use nix::sys::statfs::{FsType, HUGETLBFS_MAGIC, TMPFS_MAGIC, statfs};
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+/// kubelet's folder of such volumes, and of those on its disk.
+const PLUGIN: &str = "kubernetes.io~empty-dir";
+/// Where the agent is told that a volume comes from; it knows better.
+const FOLDER: &str = "/run/nacelle/memory";
+/// Folders of a volume on the node that are looked through: kubelet makes one for each `subPath`.
+const MOST: usize = 4096;
+
+/// What a machine makes of a container's volumes, by their place in the list; none for those that are none of its memory. The
+/// paths are without links.
+pub(super) fn plan(
+    id: &ContainerId,
+    volumes: &[NodeVolume],
+) -> Result<Vec<Option<proto::MemoryVolume>>, LifecycleError> {
+    let planned = volumes.iter().enumerate().map(|(number, volume)| {
+        let Some((name, root, part)) = found(Path::new(&volume.host_path))? else { return Ok(None) };
+        if volume.propagation != Propagation::Private {
+            return Err(LifecycleError::MemoryPropagation { path: volume.host_path.clone() });
+        }
+        let looked = |path: &Path| fs::metadata(path).ok();
+        let (Some(whole), Some(seen), Ok(size)) = (looked(&root), looked(Path::new(&volume.host_path)), statfs(&root))
+        else {
+            return Ok(None);
+        };
+        Ok(Some(proto::MemoryVolume {
+            name: super::pushed::called("memory", &name, &root),
+            path: root.display().to_string(),
+            source: format!("{FOLDER}/{id}.{number}"),
+            bytes: size.blocks().saturating_mul(u64::try_from(size.block_size()).unwrap_or(0)),
+            mode: whole.mode() & 0o7777,
+            uid: whole.uid(),
+            gid: whole.gid(),
+            occupied: occupied(&root),
+            part_mode: seen.mode() & 0o7777,
+            part_uid: seen.uid(),
+            part_gid: seen.gid(),
+            part,
+        }))
+    });
+    planned.collect()
+}
+
+/// The name of the volume, its folder, and which part of it is meant (all of it: empty).
+fn found(path: &Path) -> Result<Option<(String, PathBuf, String)>, LifecycleError> {
+    let names: Vec<&str> = path.iter().map(|name| name.to_str().unwrap_or_default()).collect();
+    let (name, root) = match names.as_slice() {
+        [.., "pods", _pod, "volumes", PLUGIN, name] => (*name, path.to_owned()),
+        [.., "pods", _pod, "volume-subpaths", name, _container, _number] => {
+            let pod = path.ancestors().nth(4).unwrap_or(path);
+            (*name, pod.join("volumes").join(PLUGIN).join(name))
+        }
+        _ => return Ok(None),
+    };
+    match kind(&root) {
+        Some(HUGETLBFS_MAGIC) => Err(LifecycleError::HugeVolume { path: path.display().to_string() }),
+        Some(TMPFS_MAGIC) if path == root => Ok(Some((name.to_owned(), root, String::new()))),
+        Some(TMPFS_MAGIC) => Ok(part(path, &root).map(|part| (name.to_owned(), root, part))),
+        _ => Ok(None),
+    }
+}
+
+/// The kind of file system that is mounted at a folder, if one is.
+fn kind(folder: &Path) -> Option<FsType> {
+    let device = |path: &Path| fs::symlink_metadata(path).ok().filter(fs::Metadata::is_dir).map(|found| found.dev());
+    let mounted = device(folder)? != device(folder.parent()?)?;
+    let kind = statfs(folder).ok()?.filesystem_type();
+    mounted.then_some(kind)
+}
+
+/// Which folder of a volume is mounted at this path, as the node's kernel says.
+fn part(path: &Path, root: &Path) -> Option<String> {
+    let wanted = fs::metadata(path).ok().filter(|found| found.is_dir())?.dev();
+    (fs::metadata(root).ok()?.dev() == wanted).then_some(())?;
+    let mounts = fs::read_to_string("/proc/self/mountinfo").ok()?;
+    // The last one lies on top.
+    let folder = mounts.lines().rev().find_map(|line| {
+        let mut words = line.split(' ').skip(3);
+        let (folder, at) = (words.next()?, words.next()?);
+        (at == path.to_str()?).then(|| folder.to_owned())
+    })?;
+    // A name with a space or the like is written with digits here, and no name that a container should be able to guess.
+    (!folder.contains('\\')).then(|| folder.trim_start_matches('/').to_owned())
+}
+
+/// Whether the node's copy has anything but folders.
+fn occupied(root: &Path) -> bool {
+    let (mut folders, mut looked) = (vec![root.to_owned()], 0);
+    while let Some(folder) = folders.pop() {
+        looked += 1;
+        let Ok(entries) = fs::read_dir(&folder) else { return true };
+        for entry in entries {
+            match entry.and_then(|entry| Ok((entry.file_type()?.is_dir(), entry.path()))) {
+                Ok((true, path)) if looked + folders.len() < MOST => folders.push(path),
+                _ => return true,
+            }
+        }
+    }
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_that_is_no_mount_is_shared() {
+        let node = tempfile::tempdir().unwrap();
+        let folder = node.path().join("pods/uid/volumes").join(PLUGIN).join("scratch");
+        fs::create_dir_all(&folder).unwrap();
+        assert_eq!(found(&folder).unwrap(), None);
+        assert_eq!(found(&node.path().join("pods/uid/volume-subpaths/scratch/c/0")).unwrap(), None);
+        assert_eq!(found(Path::new("/dev/shm")).unwrap(), None);
+        assert_eq!(kind(Path::new("/proc")), Some(nix::sys::statfs::PROC_SUPER_MAGIC));
+    }
+
+    #[test]
+    fn folders_alone_are_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::create_dir_all(folder.path().join("a/b")).unwrap();
+        assert!(!occupied(folder.path()));
+        fs::write(folder.path().join("a/b/c"), "").unwrap();
+        assert!(occupied(folder.path()) && occupied(&folder.path().join("none")));
+    }
+}
