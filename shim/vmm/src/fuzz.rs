@@ -128,7 +128,7 @@ pub fn queue(data: &[u8]) {
 /// Requests to a disk: a writable one and one with a hole and a file.
 pub fn block(data: &[u8]) {
     thread_local! {
-        static SLOTS: [Slot; 2] = slots();
+        static SLOTS: [Slot; 3] = slots();
     }
     SLOTS.with(|slots| {
         for slot in slots {
@@ -142,16 +142,22 @@ pub fn block(data: &[u8]) {
     });
 }
 
-fn slots() -> [Slot; 2] {
+fn slots() -> [Slot; 3] {
     use nacelle_base::machine::{Extent, ImageDisk};
     use std::os::fd::AsRawFd;
     let file = harness::memfd(1 << 20);
     let path = std::path::PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
     let writable = Slot::read_write("writable", &path, 1 << 20).expect("a slot");
     let placed = Slot::read_only("placed").expect("a slot");
+    // Next to each other: what may be written, and what may not.
+    let volumes = Slot::volumes("volumes").expect("a slot");
+    for (at, write) in [(1024, true), (9216, false)] {
+        let volume = std::fs::File::options().read(true).write(write).open(&path).expect("the file is ours");
+        volumes.place_volume(at, volume, 8192, write, &path).expect("a volume");
+    }
     let image = ImageDisk { extents: vec![Extent { path, offset: 512, length: 4096 }] };
     placed.place(1024, &image).expect("an image");
-    [writable, placed]
+    [writable, placed, volumes]
 }
 
 /// Requests for entropy.

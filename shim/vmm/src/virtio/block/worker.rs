@@ -410,3 +410,35 @@ fn zero(file: &File, at: u64, length: u64, may_unmap: bool) -> io::Result<()> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::panic)]
+mod tests {
+    use super::super::table::Writes;
+    use super::*;
+    use std::sync::Arc;
+
+    #[test]
+    fn what_a_volume_has_lost_is_told_at_each_flush_until_it_is_gone() {
+        let source = |path: &str| Source {
+            file: Arc::new(File::options().read(true).write(true).open(path).unwrap()),
+            offset: 0,
+            length: SECTOR,
+            writes: Some(Arc::new(Writes::default())),
+        };
+        let folder = tempfile::tempdir().unwrap();
+        let good = folder.path().join("good");
+        std::fs::write(&good, [0; 512]).unwrap();
+        // /dev/zero cannot be synchronised: whatever is written to it is lost.
+        let table = Table::default().replaced(0, source(good.to_str().unwrap())).unwrap();
+        let table = table.replaced(SECTOR, source("/dev/zero")).unwrap();
+        flush(&table).unwrap();
+        let view = View::Volumes(Arc::new(table.clone()));
+        assert_eq!(targets(&view, 0, SECTOR).unwrap().len(), 1);
+        flush(&table).unwrap();
+        assert_eq!(targets(&view, 0, 2 * SECTOR).unwrap().len(), 2);
+        assert!(matches!(flush(&table), Err(Failure::Host(_))));
+        assert!(matches!(flush(&table), Err(Failure::Lost)));
+        flush(&table.without(SECTOR).unwrap()).unwrap();
+    }
+}
