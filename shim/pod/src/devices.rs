@@ -85,8 +85,8 @@ impl Classify for DeviceError {
 pub enum Change {
     /// It must be placed and attached.
     New,
-    /// It is there to be read, and may be written from now on.
-    Writable,
+    /// It has its place, and must be shown anew: it may be written from now on, or could not be attached before.
+    Again,
     /// It is there.
     Nothing,
 }
@@ -113,12 +113,13 @@ impl Devices {
         new.into_iter().nth(free).map_or(Ok(()), Err)
     }
 
-    /// Counts one more user of a device; none if there is no number for it.
-    pub fn acquire(&mut self, key: &str, writable: bool) -> Option<(u32, Change)> {
+    /// Counts one more user of a device; none if there is no number for it. `failed`: nobody could use it as it was asked for
+    /// last.
+    pub fn acquire(&mut self, key: &str, writable: bool, failed: bool) -> Option<(u32, Change)> {
         if let Some(entry) = self.by_key.get_mut(key) {
             entry.users += 1;
-            let change = if writable && !entry.writable { Change::Writable } else { Change::Nothing };
-            entry.writable |= writable;
+            let change = if failed || (writable && !entry.writable) { Change::Again } else { Change::Nothing };
+            entry.writable = writable || (entry.writable && !failed);
             return Some((entry.number, change));
         }
         let number = (1..=MOST).find(|number| !self.taken.contains(number))?;
@@ -287,18 +288,25 @@ mod tests {
     #[test]
     fn a_device_is_placed_once_and_becomes_writable_once() {
         let mut devices = Devices::default();
-        assert_eq!(devices.acquire("8:0", false), Some((1, Change::New)));
-        assert_eq!(devices.acquire("8:0", false), Some((1, Change::Nothing)));
-        assert_eq!(devices.acquire("8:0", true), Some((1, Change::Writable)));
-        assert_eq!(devices.acquire("8:0", true), Some((1, Change::Nothing)));
-        assert_eq!(devices.acquire("8:1", true), Some((2, Change::New)));
-        assert_eq!(devices.acquire("8:1", true), Some((2, Change::Nothing)));
+        assert_eq!(devices.acquire("8:0", false, false), Some((1, Change::New)));
+        assert_eq!(devices.acquire("8:0", false, false), Some((1, Change::Nothing)));
+        assert_eq!(devices.acquire("8:0", true, false), Some((1, Change::Again)));
+        assert_eq!(devices.acquire("8:0", true, false), Some((1, Change::Nothing)));
+        // What has failed is tried again, as it is asked for now.
+        assert_eq!(devices.acquire("8:9", false, false), Some((2, Change::New)));
+        assert_eq!(devices.acquire("8:9", true, false), Some((2, Change::Again)));
+        assert_eq!(devices.acquire("8:9", false, true), Some((2, Change::Again)));
+        assert_eq!(devices.acquire("8:9", true, false), Some((2, Change::Again)));
+        assert_eq!([(); 4].map(|()| devices.release("8:9")), [None, None, None, Some(2)]);
+        devices.free(2);
+        assert_eq!(devices.acquire("8:1", true, false), Some((2, Change::New)));
+        assert_eq!(devices.acquire("8:1", true, false), Some((2, Change::Nothing)));
         assert_eq!([(); 4].map(|()| devices.release("8:0")), [None, None, None, Some(1)]);
         assert_eq!(devices.release("8:0"), None);
         // Being detached: neither shared nor free.
-        assert_eq!(devices.acquire("8:0", false), Some((3, Change::New)));
+        assert_eq!(devices.acquire("8:0", false, false), Some((3, Change::New)));
         devices.free(1);
-        assert_eq!(devices.acquire("8:2", false), Some((1, Change::New)));
+        assert_eq!(devices.acquire("8:2", false, false), Some((1, Change::New)));
     }
 
     #[test]
@@ -309,10 +317,10 @@ mod tests {
         assert_eq!(devices.room(all()), Err("8:99"));
         assert_eq!(devices.room(all().skip(1).chain(all().skip(1))), Ok(()));
         for key in all().skip(1) {
-            devices.acquire(key, true).unwrap();
+            devices.acquire(key, true, false).unwrap();
         }
         assert_eq!((devices.room(all().skip(1)), devices.room(all().take(1))), (Ok(()), Err("8:0")));
-        assert_eq!(devices.acquire("8:0", true), None);
+        assert_eq!(devices.acquire("8:0", true, false), None);
         assert_eq!(DeviceError::NoRoom { path: "/dev/x".into() }.kind(), Kind::Exhausted);
     }
 
@@ -340,7 +348,7 @@ mod tests {
             let mut users: BTreeMap<u8, (u32, usize)> = BTreeMap::new();
             for (acquire, key) in steps {
                 if acquire {
-                    let (number, change) = devices.acquire(&key.to_string(), true).unwrap();
+                    let (number, change) = devices.acquire(&key.to_string(), true, false).unwrap();
                     prop_assert_eq!(change == Change::New, !users.contains_key(&key));
                     users.entry(key).or_insert((number, 0)).1 += 1;
                 } else if let Some((number, count)) = users.get_mut(&key) {

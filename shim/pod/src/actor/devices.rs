@@ -89,7 +89,9 @@ impl Actor {
     fn acquire_device(&mut self, slot: Option<&Slot>, id: &str, device: &pod::BlockDevice) -> Option<DeviceUse> {
         let (slot, agent) = (slot?.clone(), self.agent.clone()?);
         let file = self.offer_of(id, device).and_then(|number| self.offers.remove(&number))?.file;
-        let (number, change) = self.devices.acquire(&device.key, device.writable)?;
+        let held = self.held.get(&device.key);
+        let failed = held.is_some_and(|held| matches!(*held.attached.borrow(), Some(Err(_))));
+        let (number, change) = self.devices.acquire(&device.key, device.writable, failed)?;
         let (tell, attached) = watch::channel(None);
         let attach = |placed, before| DeviceAttach { placed, file, writable: device.writable, before, tell };
         if change == Change::New {
@@ -111,7 +113,7 @@ impl Actor {
             return Some(DeviceUse { number, attach: None, attached: held.attached.clone() });
         }
         let before = std::mem::replace(&mut held.attached, attached.clone());
-        let attach = attach(Arc::clone(&held.placed), Some(before));
+        let attach = attach(Arc::clone(&held.placed), Some(before).filter(|_| !failed));
         Some(DeviceUse { number, attach: Some(attach), attached })
     }
 
