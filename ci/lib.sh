@@ -128,6 +128,23 @@ need_critest() {
     export CRITEST=$file
 }
 
+# Sets NACELLE_FSX and NACELLE_PJDFSTEST to two suites of file systems, as static programs, building each once.
+need_fs_tests() {
+    local pinned name file built
+    for pinned in fsx@0.3.2 pjdfstest@0.2.2; do
+        name=${pinned%@*}
+        file=$cache/tools/${pinned/@/-}
+        if [ ! -x "$file" ]; then
+            built=$(mktemp -d)
+            RUSTFLAGS='-C target-feature=+crt-static' long "building $name" cargo install --locked --root "$built" \
+                --target x86_64-unknown-linux-gnu --target-dir "$built/target" "$pinned" || die "cannot build $name"
+            mv "$built/bin/$name" "$file.$$" && mv "$file.$$" "$file"
+            rm -rf "$built"
+        fi
+        export "NACELLE_${name^^}=$file"
+    done
+}
+
 # Sets KUBELET, APISERVER, KUBECTL and ETCD to upstream's programs, unmodified, building each once (some minutes).
 need_kubernetes() {
     local of=k8s.io/component-base/version name file

@@ -118,6 +118,7 @@ pub fn boot() -> Result<Ready, BootError> {
     apply::write_files(&config)?;
     settle(users.as_ref())?;
     own_cgroup()?;
+    promise_memory()?;
     // It would keep the connection open as long as the machine lives.
     drop(host);
     let zygote = Zygote::fork(&[&rpc, &streams]).map_err(|source| BootError::Zygote { source })?;
@@ -206,6 +207,14 @@ fn listening(port: u32) -> Result<OwnedFd, BootError> {
         Ok(fd)
     };
     listening().map_err(|source| BootError::Listen { port, source })
+}
+
+/// As kubelet sets it on its nodes, so that programs find in a machine what they find elsewhere: a mapping larger than the
+/// memory is no error until it is used up (`vm.overcommit_memory`, Documentation/admin-guide/sysctl/vm.rst). What is used
+/// is limited by the containers' control groups.
+fn promise_memory() -> Result<(), BootError> {
+    let path = PathBuf::from("/proc/sys/vm/overcommit_memory");
+    fs::write(&path, "1").map_err(|source| BootError::File { path, source })
 }
 
 /// Moves the agent to a cgroup of its own, with memory that containers cannot take, and hands all controllers on to

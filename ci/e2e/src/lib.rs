@@ -2,7 +2,8 @@
 //! registry, daemon) in which the real crictl runs pods in real machines, and a census that finds what is left.
 //!
 //! The parts come from the environment, as `ci/test` sets it: `NACELLE_BIN`, `NACELLE_KERNEL`,
-//! `NACELLE_INITRD`, `CRICTL`; `NACELLE_TEST_ENGINE` is the engine of the pods (`qemu` without it).
+//! `NACELLE_INITRD`, `CRICTL`, `NACELLE_FSX`, `NACELLE_PJDFSTEST`; `NACELLE_TEST_ENGINE` is the engine of the pods (`qemu`
+//! without it).
 
 pub mod census;
 pub mod crictl;

@@ -1,6 +1,6 @@
 //! Owns: image volumes: images that containers see beside their own, and what is refused; and volumes of the node.
 
-use nacelle_e2e::node::engine;
+use nacelle_e2e::node::{Options, engine};
 use nacelle_e2e::run::call;
 use nacelle_e2e::{Container, Image, Node, Pod};
 use nacelle_proto::cri;
@@ -163,9 +163,41 @@ fn what_is_no_volume_is_refused_and_leaves_nothing() {
     pod.remove();
 }
 
+/// What the node changes is seen at once.
+fn asking_each_time() -> Options {
+    Options { extra: "[sandbox]\nvolume_cache_seconds = 0\n".to_owned(), ..Options::default() }
+}
+
+#[test]
+fn what_the_node_changes_is_seen_soon() {
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let folder = node.folder().join("shared");
+    fs::create_dir(&folder).expect("the node's folder is writable");
+    let write = |name: &str, text: &str| fs::write(folder.join(name), text).expect("the node's folder is writable");
+    write("one", "first");
+    let pod = node.crictl.run_pod(Pod::new("volumes", node.folder()));
+    let mounts = json!([{"host_path": folder, "container_path": "/all"}]);
+    let container = pod.start(Container::sh("c", &image, "sleep 600").set("mounts", mounts));
+    assert_eq!(container.exec("cat /all/one").ok(), "first");
+    write("one", "second, and longer");
+    write("two", "new");
+    nacelle_e2e::eventually("the change is seen", || {
+        (container.exec("cat /all/one /all/two").stdout == "second, and longernew").then_some(())
+    });
+    fs::remove_file(folder.join("one")).expect("it is ours");
+    nacelle_e2e::eventually("it is gone", || (container.exec("ls /all").ok() == "two").then_some(()));
+    // What the container changes itself it sees at once, and so does the node.
+    container.exec("mv /all/two /all/three && echo more >>/all/three && rm /all/three && echo x >/all/four").ok();
+    assert_eq!(container.exec("ls /all").ok(), "four");
+    assert_eq!(fs::read_to_string(folder.join("four")).expect("it is there"), "x\n");
+    pod.remove();
+    assert_eq!(node.left(), Vec::<String>::new());
+}
+
 #[test]
 fn folders_and_files_of_the_node_are_volumes() {
-    let node = Node::new();
+    let node = Node::with(asking_each_time());
     let image = node.image(&Image::busybox(), "busybox:1");
     let folder = node.folder().join("shared");
     fs::create_dir(&folder).expect("the node's folder is writable");

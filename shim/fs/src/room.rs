@@ -7,7 +7,7 @@ use crate::pusher::Pusher;
 use crate::server::Server;
 use crate::sys;
 use nacelle_base::Chain;
-use nacelle_base::share::{HEADER, MAX_MESSAGE, QUEUES};
+use nacelle_base::share::{ANSWER_HEADER, HEADER, MAX_MESSAGE, QUEUES};
 use nacelle_jail::Mode;
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, open};
@@ -75,8 +75,9 @@ impl Share {
 }
 
 /// Starts the process. `scaffold` is a folder over which it makes its root, in a mount namespace of its own. There must be
-/// one thread only, and nothing open that is not for it.
-pub fn start(scaffold: &Path, seccomp: Mode) -> Result<Share, ShareError> {
+/// one thread only, and nothing open that is not for it. `cache` is how long the guest may believe what it was told of a
+/// name or a file's attributes.
+pub fn start(scaffold: &Path, seccomp: Mode, cache: Duration) -> Result<Share, ShareError> {
     let failed = |source| ShareError::Step { what: "be started", source };
     let pair = || UnixStream::pair().map_err(failed);
     let ((first, its_first), (second, its_second), (pushed, its_pushed)) = (pair()?, pair()?, pair()?);
@@ -86,7 +87,7 @@ pub fn start(scaffold: &Path, seccomp: Mode) -> Result<Share, ShareError> {
         None => {
             // It hears of their end.
             drop((first, second, pushed));
-            match live(parent, scaffold, seccomp, Ways { files: [its_first, its_second], pushed: its_pushed }) {
+            match live(parent, scaffold, seccomp, cache, Ways { files: [its_first, its_second], pushed: its_pushed }) {
                 Ok(()) => sys::exit(0),
                 Err(error) => {
                     tracing::error!("{}", Chain(&error));
@@ -98,7 +99,7 @@ pub fn start(scaffold: &Path, seccomp: Mode) -> Result<Share, ShareError> {
 }
 
 /// The life of the process.
-fn live(parent: Pid, scaffold: &Path, seccomp: Mode, ways: Ways) -> Result<(), ShareError> {
+fn live(parent: Pid, scaffold: &Path, seccomp: Mode, cache: Duration, ways: Ways) -> Result<(), ShareError> {
     let Ways { files: mut streams, pushed } = ways;
     let step = |what| move |errno: Errno| ShareError::Step { what, source: errno.into() };
     let bound = "be bound to the pod process";
@@ -119,7 +120,7 @@ fn live(parent: Pid, scaffold: &Path, seccomp: Mode, ways: Ways) -> Result<(), S
     nacelle_jail::confine(seccomp, CAPABILITIES)?;
     let (files, _) = getrlimit(Resource::RLIMIT_NOFILE).map_err(step("find its limits"))?;
     let serve = |source| ShareError::Step { what: "serve", source };
-    let mut server = Server::new("/", File::from(fds), files).map_err(serve)?;
+    let mut server = Server::new("/", File::from(fds), files, cache).map_err(serve)?;
     let mut pusher = Pusher::new(pushed, places).map_err(serve)?;
     streams.first_mut().map_or(Ok(()), |first| first.write_all(&[READY])).map_err(serve)?;
     match answer_all(&mut server, &mut streams, &mut pusher) {
@@ -203,7 +204,9 @@ fn answer(server: &mut Server, stream: &mut UnixStream) -> io::Result<()> {
     }
     let mut request = vec![0; length];
     stream.read_exact(&mut request)?;
-    let answer = server.answer(&request, room);
-    let length = u32::try_from(answer.len()).unwrap_or(0); // at most MAX_MESSAGE
-    stream.write_all(&[length.to_le_bytes().as_slice(), &answer].concat())
+    let mut answer = vec![0; ANSWER_HEADER];
+    server.answer(&request, room, &mut answer);
+    let length = u32::try_from(answer.len() - ANSWER_HEADER).unwrap_or(0); // at most MAX_MESSAGE
+    answer.iter_mut().zip(length.to_le_bytes()).for_each(|(byte, length)| *byte = length);
+    stream.write_all(&answer)
 }

@@ -43,14 +43,15 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// A server of the folder `root`. `own_fds` is this process's `/proc/self/fd`, `files` how many it may have open.
-    pub fn new(root: &str, own_fds: File, files: u64) -> io::Result<Server> {
+    /// A server of the folder `root`. `own_fds` is this process's `/proc/self/fd`, `files` how many it may have open,
+    /// `cache` how long the guest may believe what it was told of names and attributes: somebody on the node may change
+    /// any file at any time.
+    pub fn new(root: &str, own_fds: File, files: u64, cache: Duration) -> io::Result<Server> {
         let config = Config {
             root_dir: root.to_owned(),
             proc_sfd_rawfd: Some(own_fds),
-            // Somebody on the node may change any file at any time.
-            entry_timeout: Duration::ZERO,
-            attr_timeout: Duration::ZERO,
+            entry_timeout: cache,
+            attr_timeout: cache,
             cache_policy: CachePolicy::Auto,
             xattr: true,
             // Without it Linux asks for an attribute before each write.
@@ -71,23 +72,22 @@ impl Server {
         Ok(Server { fuse, memory, queue, asked: 0 })
     }
 
-    /// The answer to a request, of at most `room` bytes; some have none.
-    pub fn answer(&mut self, request: &[u8], room: usize) -> Vec<u8> {
+    /// Appends the answer to a request, of at most `room` bytes; some have none.
+    pub fn answer(&mut self, request: &[u8], room: usize, answer: &mut Vec<u8>) {
         let room = room.min(MAX_MESSAGE);
         if !names::stay(request) {
             tracing::warn!("the guest asks for a file by a name that leads out of its folder");
-            return refusal(request, room, libc::EACCES);
+            return refuse(request, room, libc::EACCES, answer);
         }
-        match self.pass(request, room) {
-            Ok(answer) => answer,
-            Err(error) => {
-                tracing::debug!("a request of the guest makes no sense: {error}");
-                refusal(request, room, libc::EIO)
-            }
+        let start = answer.len();
+        if let Err(error) = self.pass(request, room, answer) {
+            tracing::debug!("a request of the guest makes no sense: {error}");
+            answer.truncate(start);
+            refuse(request, room, libc::EIO, answer);
         }
     }
 
-    fn pass(&mut self, request: &[u8], room: usize) -> io::Result<Vec<u8>> {
+    fn pass(&mut self, request: &[u8], room: usize, answer: &mut Vec<u8>) -> io::Result<()> {
         let bad = io::Error::other::<Box<dyn std::error::Error + Send + Sync>>;
         let length = u32::try_from(request.len()).ok().filter(|length| *length as usize <= MAX_MESSAGE);
         let length = length.ok_or(io::ErrorKind::InvalidInput)?;
@@ -112,15 +112,17 @@ impl Server {
         let reader = Reader::new(memory, chain.clone()).map_err(|error| bad(error.into()))?;
         let writer = Writer::new(memory, chain).map_err(|error| bad(error.into()))?;
         let written = self.fuse.handle_message(reader, writer, None::<&mut ()>).map_err(|error| bad(error.into()))?;
-        let mut answer = vec![0; written.min(room as usize)];
-        memory.read_slice(&mut answer, GuestAddress(ANSWER)).map_err(|error| bad(error.into()))?;
-        Ok(answer)
+        let start = answer.len();
+        answer.resize(start + written.min(room as usize), 0);
+        let bytes = answer.get_mut(start..).unwrap_or_default();
+        memory.read_slice(bytes, GuestAddress(ANSWER)).map_err(|error| bad(error.into()))
     }
 }
 
-/// The answer that is an error.
-fn refusal(request: &[u8], room: usize, error: i32) -> Vec<u8> {
-    let Some(unique) = request.get(UNIQUE).filter(|_| room >= OUT_HEADER) else { return Vec::new() };
-    let length = (OUT_HEADER as u32).to_le_bytes();
-    [length.as_slice(), &(-error).to_le_bytes(), unique].concat()
+/// The answer that is an error, if there is room for one.
+fn refuse(request: &[u8], room: usize, error: i32, answer: &mut Vec<u8>) {
+    let Some(unique) = request.get(UNIQUE).filter(|_| room >= OUT_HEADER) else { return };
+    answer.extend((OUT_HEADER as u32).to_le_bytes());
+    answer.extend((-error).to_le_bytes());
+    answer.extend(unique);
 }

@@ -47,7 +47,7 @@ struct Guest {
 impl Guest {
     fn new() -> Guest {
         let scaffold = tempfile::tempdir().unwrap();
-        let share: Share = nacelle_fs::start(scaffold.path(), Mode::Kill).unwrap();
+        let share: Share = nacelle_fs::start(scaffold.path(), Mode::Kill, Duration::ZERO).unwrap();
         let pid = share.process();
         let Ways { files: streams, pushed } = share.ready().unwrap();
         let mut guest = Guest { _scaffold: scaffold, streams, pushed, pid, user: 0, group: 0 };

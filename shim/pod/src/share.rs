@@ -11,6 +11,7 @@ use nacelle_fs::{Share, ShareError};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// Which process has the volumes, in the pod's run directory.
 const FILE: &str = "share.json";
@@ -58,7 +59,7 @@ pub(crate) fn start(spec: &PodSpec, dir: &Path) -> Result<Option<Share>, PodErro
         // If the node does not allow it, that is said when this process joins it for good.
         let _ = nacelle_jail::cgroup::join(group);
     }
-    let share = nacelle_fs::start(dir, jail.seccomp)?;
+    let share = nacelle_fs::start(dir, jail.seccomp, Duration::from_secs(spec.volume_cache_seconds))?;
     introduce(share.process().as_raw(), dir)?;
     Ok(Some(share))
 }

@@ -68,6 +68,9 @@ pub struct PodSpec {
     pub log_directory: Option<PathBuf>,
     /// The disk on which writable layers lie.
     pub scratch: ScratchSpec,
+    /// Seconds for which the guest may believe what it was told of names and attributes on volumes of the node.
+    #[serde(default)]
+    pub volume_cache_seconds: u64,
     /// How long to wait for what.
     #[serde(default)]
     pub timeouts: Timeouts,
@@ -359,6 +362,7 @@ pub(crate) mod tests {
             shared_pid: false,
             user_namespace: None,
             shm_bytes: 0,
+            volume_cache_seconds: 0,
             log_directory: Some("/var/log/pods/a".into()),
             scratch: ScratchSpec { size_mib: 64, templates: "/var/lib/nacelle/scratch".into() },
             timeouts: Timeouts::default(),

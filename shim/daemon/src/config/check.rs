@@ -84,6 +84,8 @@ pub(super) fn check(config: &Config) -> Result<(), Rule> {
     ] {
         in_range(key, value, 1..=3600, seconds)?;
     }
+    let cached = "0 to 3600 seconds are allowed";
+    in_range("sandbox.volume_cache_seconds", sandbox.volume_cache_seconds, 0..=3600, cached)?;
     in_range("streaming.idle_seconds", config.streaming.idle_seconds, 1..=604_800, "1 second to 7 days are allowed")?;
     let (cert, key) = (&config.streaming.tls_cert_file, &config.streaming.tls_key_file);
     for (name, file, other) in [("tls_cert_file", cert, key), ("tls_key_file", key, cert)] {

@@ -68,6 +68,8 @@ pub struct Sandbox {
     pub host_namespaces: HostNamespaces,
     /// Privileged pods: "machine" or "run-on-host".
     pub privileged: PrivilegedPods,
+    /// Seconds for which a machine may believe what it was told of names and attributes on volumes of the node.
+    pub volume_cache_seconds: u64,
     /// Folders with specifications of the Container Device Interface; later ones go before.
     pub cdi_dirs: Vec<PathBuf>,
 }
@@ -262,6 +264,7 @@ impl Default for Sandbox {
             undo_seconds: 60,
             host_namespaces: HostNamespaces::Refuse,
             privileged: PrivilegedPods::Machine,
+            volume_cache_seconds: 1,
             cdi_dirs: vec!["/etc/cdi".into(), "/var/run/cdi".into()],
         }
     }

@@ -196,6 +196,7 @@ fn pod_spec(
         shared_pid: config.shared_pid,
         user_namespace: config.user_namespace,
         shm_bytes: 0,
+        volume_cache_seconds: parts.config.sandbox.volume_cache_seconds,
         log_directory: config.log_directory.clone(),
         scratch: ScratchSpec { size_mib: handler.scratch_mib, templates: parts.config.paths.scratch() },
         timeouts: Timeouts { boot_ms: parts.config.sandbox.boot_seconds * 1000, ..Timeouts::default() },

@@ -38,6 +38,7 @@ pub fn spec(root: &Path) -> PodSpec {
         shared_pid: false,
         user_namespace: None,
         shm_bytes: 0,
+        volume_cache_seconds: 0,
         log_directory: Some(root.join("logs")),
         scratch: ScratchSpec { size_mib: 16, templates: root.join("templates") },
         timeouts: Timeouts { shutdown_ms: 60_000, ..Timeouts::default() },

@@ -1,5 +1,4 @@
-//! Owns: one request: the guest's bytes to the process that has the files, its answer to the guest. If that process is
-//! gone, or answers nothing sensible, the guest is told of an I/O error, now and from then on.
+//! Owns: requests: the guest's bytes to the process that has the files, its answers to the guest. If that process is gone, or answers nothing sensible, the guest is told of an I/O error, now and from then on.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::Metrics;
@@ -10,6 +9,7 @@ use crate::virtio::queue_thread::Stop;
 use nacelle_base::share::{ANSWER_HEADER, HEADER, MAX_MESSAGE};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -24,25 +24,65 @@ const OUT_HEADER: usize = 16;
 /// Where `struct fuse_in_header` has the number of the request, which its answer repeats.
 const UNIQUE: std::ops::Range<usize> = 8..16;
 
-/// The way to the process that has the files.
+/// A request that is passed on before it is its turn is not longer than this: the stream takes it as a whole or not.
+const SHORT: usize = 8 << 10;
+/// Bytes of such requests that are on their way: the stream takes them at once, also while the other process waits until an
+/// answer is taken from it.
+const AHEAD: usize = 32 << 10;
+
+/// The way to the process that has the files. Requests are passed on, and their answers taken, in the order of their
+/// [`begin`](Channel::begin)s; short ones are passed on while earlier answers are still to come.
 #[derive(Debug)]
 pub(super) struct Channel {
     /// None: it is given up.
     stream: Option<UnixStream>,
     buffer: Vec<u8>,
+    /// The requests that were begun and are not finished.
+    begun: VecDeque<Begun>,
     metrics: Arc<Metrics>,
+}
+
+/// How far a request is.
+#[derive(Clone, Copy, Debug)]
+enum Begun {
+    /// So many bytes were passed on.
+    Asked(usize),
+    /// It is passed on when it is its turn.
+    Later,
 }
 
 impl Channel {
     /// A channel over a connected stream.
     pub fn new(stream: UnixStream, metrics: Arc<Metrics>) -> io::Result<Channel> {
         stream.set_nonblocking(true)?;
-        Ok(Channel { stream: Some(stream), buffer: Vec::new(), metrics })
+        Ok(Channel { stream: Some(stream), buffer: Vec::new(), begun: VecDeque::new(), metrics })
     }
 
-    /// Passes a request on and its answer back; returns the bytes that the guest was given.
-    pub fn serve(&mut self, memory: &Memory, buffers: &Buffers, stop: &Stop) -> u32 {
-        let written = match self.ask(memory, buffers, stop) {
+    /// Passes a request on if that needs no waiting. Each one is to be [`finish`](Channel::finish)ed, in the same order.
+    pub fn begin(&mut self, memory: &Memory, buffers: &Buffers) {
+        let begun = self.ask_ahead(memory, buffers).unwrap_or(Begun::Later);
+        self.begun.push_back(begun);
+    }
+
+    /// None: it has to wait for its turn, where what is wrong with it is also found.
+    fn ask_ahead(&mut self, memory: &Memory, buffers: &Buffers) -> Option<Begun> {
+        let under_way = self.begun.iter().try_fold(0, |sum, begun| match begun {
+            Begun::Asked(bytes) => Some(sum + bytes),
+            Begun::Later => None,
+        })?;
+        let length = HEADER + buffers.readable.len();
+        if length > SHORT || under_way + length > AHEAD {
+            return None;
+        }
+        self.fill(memory, buffers).ok()?;
+        let sent = nix::unistd::write(self.stream.as_ref()?, &self.buffer);
+        (sent == Ok(length)).then_some(Begun::Asked(length))
+    }
+
+    /// Passes a request on, if that was not done before, and its answer back; returns the bytes that the guest was given.
+    pub fn finish(&mut self, memory: &Memory, buffers: &Buffers, stop: &Stop) -> u32 {
+        let begun = self.begun.pop_front().unwrap_or(Begun::Later);
+        let written = match self.ask(begun, memory, buffers, stop) {
             Ok(answer) => {
                 self.metrics.requests.fetch_add(1, Ordering::Relaxed);
                 let answer = self.buffer.get(..answer).unwrap_or_default();
@@ -63,28 +103,38 @@ impl Channel {
         written.ok().and_then(|written| u32::try_from(written).ok()).unwrap_or(0)
     }
 
-    /// The bytes of the answer, which lies at the start of the buffer.
-    fn ask(&mut self, memory: &Memory, buffers: &Buffers, stop: &Stop) -> io::Result<usize> {
+    /// Lays a request into the buffer, as it is passed on.
+    fn fill(&mut self, memory: &Memory, buffers: &Buffers) -> io::Result<()> {
         let length = buffers.readable.len();
-        let room = buffers.writable.len().min(MAX_MESSAGE);
         if length > MAX_MESSAGE {
             guest_warn!(length, "the guest sent a file-system request that is too long");
             return Err(io::ErrorKind::InvalidInput.into());
         }
         self.buffer.clear();
-        for number in [length, room] {
-            self.buffer.extend(u32::try_from(number).unwrap_or(0).to_le_bytes()); // checked above
+        for number in [length, room(buffers)] {
+            self.buffer.extend(u32::try_from(number).unwrap_or(0).to_le_bytes()); // checked above, and MAX_MESSAGE
         }
         self.buffer.resize(HEADER + length, 0);
         let bytes = self.buffer.get_mut(HEADER..).unwrap_or_default();
         buffers.readable.read(memory, bytes).map_err(|bad| io::Error::new(io::ErrorKind::InvalidInput, bad))?;
+        Ok(())
+    }
+
+    /// The bytes of the answer, which lies at the start of the buffer.
+    fn ask(&mut self, begun: Begun, memory: &Memory, buffers: &Buffers, stop: &Stop) -> io::Result<usize> {
+        let asked = matches!(begun, Begun::Asked(_));
+        if !asked {
+            self.fill(memory, buffers)?;
+        }
         let stream = self.stream.as_mut().ok_or(io::ErrorKind::NotConnected)?;
         let mut waiting = Waiting { stop, until: None };
-        waiting.send(stream, &self.buffer)?;
+        if !asked {
+            waiting.send(stream, &self.buffer)?;
+        }
         let mut header = [0; ANSWER_HEADER];
         waiting.receive(stream, &mut header)?;
         let answer = usize::try_from(u32::from_le_bytes(header)).unwrap_or(usize::MAX);
-        if answer > room {
+        if answer > room(buffers) {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "an answer without room"));
         }
         self.buffer.resize(answer, 0);
@@ -105,6 +155,11 @@ impl Channel {
         answer.extend(request.get(UNIQUE).unwrap_or_default());
         buffers.writable.write(memory, &answer).map_err(io::Error::other)
     }
+}
+
+/// The room for an answer.
+fn room(buffers: &Buffers) -> usize {
+    buffers.writable.len().min(MAX_MESSAGE)
 }
 
 /// Waiting for the other process; a queue that is to stop waits for a while only.

@@ -9,6 +9,7 @@ use crate::virtio::{
 };
 use nacelle_base::share::{QUEUE_SIZE, QUEUES, TAG};
 use nacelle_jail::ThreadKind;
+use std::cell::RefCell;
 use std::io;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -76,9 +77,12 @@ impl Device for Fs {
         }
         let channel = Arc::clone(channel);
         let work = move |ring, stop: &_| {
-            let mut channel = channel.lock().unwrap_or_else(PoisonError::into_inner);
-            let later = |_: &Memory, request: Request| Err::<u32, Request>(request);
-            serve(ring, stop, later, |memory, request| channel.serve(memory, &request.buffers, stop))
+            let channel = RefCell::new(channel.lock().unwrap_or_else(PoisonError::into_inner));
+            let begin = |memory: &Memory, request: Request| {
+                channel.borrow_mut().begin(memory, &request.buffers);
+                Err::<u32, Request>(request)
+            };
+            serve(ring, stop, begin, |memory, request| channel.borrow_mut().finish(memory, &request.buffers, stop))
         };
         let name = if index == 0 { "fs-first" } else { "fs" };
         let started = QueueThread::run(name, ThreadKind::Queue, ring, work);

@@ -1,6 +1,6 @@
 //! Owns: the file-system device (virtio-fs; VIRTIO 1.2, 5.11): its requests go as bytes over a stream to another process,
 //! which has the files, and its answers come back; here is nothing that opens one. docs/devices/fs.md.
-//! Threads: one a queue, which has one request under way.
+//! Threads: one a queue. Requests are answered one after the other; short ones are passed on ahead of that.
 
 mod channel;
 mod device;

@@ -99,6 +99,36 @@ fn requests_and_answers_cross_whole() {
 }
 
 #[test]
+fn short_requests_do_not_wait_for_the_answers_to_others() {
+    let (fs, [_first, mut second]) = fs();
+    let metrics = fs.metrics();
+    let mut machine = scripted(fs);
+    // A long one between them: it is passed on when all before it are answered, and so are those behind it.
+    let lengths: [u32; 5] = [40, 50, 60_000, 40, 70];
+    for length in lengths {
+        machine.drivers[1].submit(&[(AT, length, false), (ROOM, 1, true)]);
+    }
+    let other = thread::spawn(move || {
+        let mut taken: Vec<usize> = (0..2).map(|_| take(&mut second).0.len()).collect();
+        second.set_nonblocking(true).unwrap();
+        let early = second.read(&mut [0]).unwrap_err().kind();
+        second.set_nonblocking(false).unwrap();
+        (0..2).for_each(|_| answer(&mut second, 1, b"!").unwrap());
+        for _ in 0..3 {
+            taken.push(take(&mut second).0.len());
+            answer(&mut second, 1, b"!").unwrap();
+        }
+        (taken, early)
+    });
+    machine.start(1);
+    (0..lengths.len()).for_each(|_| assert_eq!(machine.wait(1), 1));
+    let (taken, early) = other.join().unwrap();
+    assert_eq!(taken, lengths.map(|length| length as usize));
+    assert_eq!(early, io::ErrorKind::WouldBlock);
+    assert_eq!((metrics.requests.load(Relaxed), metrics.failed.load(Relaxed)), (5, 0));
+}
+
+#[test]
 fn without_the_other_process_there_is_an_error_for_the_guest() {
     let (fs, [_first, second]) = fs();
     let mut machine = scripted(fs);

@@ -1,0 +1,113 @@
+//! Owns: whether the file systems that containers see are file systems: fsx and pjdfstest on the root file system, on a
+//! folder of the node, on a block device of the node and on a folder in the guest's memory. `ci/lib.sh` (need_fs_tests) builds both; docs/volumes.md has
+//! what they said.
+
+use nacelle_e2e::node::engine;
+use nacelle_e2e::run::call;
+use nacelle_e2e::{Container, Image, Node, Pod, part};
+use serde_json::json;
+use std::collections::BTreeSet;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+
+/// Operations of fsx on a file, and which tests of pjdfstest run (their names; empty: all). Fewer where a request for a file
+/// takes milliseconds, as in the emulated node: the guest's kernel and `nacelle-fs` are the same under both engines.
+fn share() -> (u32, &'static str) {
+    if engine() == "kvm" { (300, "open rename") } else { (3000, "") }
+}
+
+/// Where the suites run.
+const PLACES: [&str; 4] = ["/own", "/shared", "/block", "/dev/shm"];
+
+/// All that a file on Linux can do; `invalidate` needs nothing but msync.
+const FSX: &str = "flen = 262144\n[opsize]\nmax = 65536\n[weights]\nclose_open = 1.0\ninvalidate = 1.0\nmapread = 5.0\n\
+    mapwrite = 5.0\nread = 5.0\nwrite = 5.0\ntruncate = 3.0\nfsync = 0.5\nfdatasync = 0.5\nposix_fallocate = 1.0\n\
+    punch_hole = 1.0\nsendfile = 2.0\nposix_fadvise = 1.0\ncopy_file_range = 2.0\n";
+
+const PJDFSTEST: &str = "[features]\nposix_fallocate = {}\nrename_ctime = {}\nutime_now = {}\nutimensat = {}\n\
+    [settings]\nnaptime = 0.02\nallow_remount = false\n[dummy_auth]\nentries = [[\"nobody\", \"nobody\"], [\"app\", \"app\"]]\n";
+
+/// What fails where, and is known to.
+fn known(place: &str, test: &str) -> bool {
+    // The suite makes devices 0:0, which are an overlay's whiteouts: no file system of containers shows them.
+    let whiteout = place == "/own" && test.ends_with("::char");
+    // Devices cannot be made on a folder of the node from within a machine (docs/devices/fs.md).
+    let device = place == "/shared" && engine() != "host" && (test.ends_with("::block") || test.ends_with("::char"));
+    // The suite runs a copy of `sleep` under another name, at which busybox ends at once; below is the same without it.
+    let busybox = test.ends_with("::etxtbsy");
+    whiteout || device || busybox
+}
+
+/// A loop device, as losetup named it.
+struct Loop(String);
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        call("losetup", ["--detach", &self.0]);
+    }
+}
+
+#[test]
+fn they_do_what_posix_says() {
+    let node = Node::new();
+    let program = |variable: &str| fs::read(part(variable)).expect("ci/lib.sh built it");
+    let (fsx, pjdfstest) = (program("NACELLE_FSX"), program("NACELLE_PJDFSTEST"));
+    let image = Image::busybox().layer(|layer| {
+        layer.file("bin/fsx", &fsx, 0o755);
+        layer.file("bin/pjdfstest", &pjdfstest, 0o755);
+        layer.file("etc/fsx.toml", FSX.as_bytes(), 0o644);
+        layer.file("etc/pjdfstest.toml", PJDFSTEST.as_bytes(), 0o644);
+    });
+    let image = node.image(&image, "filesystems:1");
+    let shared = node.folder().join("shared");
+    fs::create_dir(&shared).expect("the node's folder is writable");
+    fs::set_permissions(&shared, fs::Permissions::from_mode(0o777)).expect("it is ours");
+    let disk = node.folder().join("disk.ext4");
+    call("truncate", ["--size=64M".as_ref(), disk.as_os_str()]).ok();
+    call("mkfs.ext4", ["-q".as_ref(), disk.as_os_str()]).ok();
+    let disk = Loop(call("losetup", ["--find".as_ref(), "--show".as_ref(), disk.as_os_str()]).ok());
+    // All of its rights: a third of the tests is about what root may do.
+    let pod = Pod::new("files", node.folder());
+    let pod = node.crictl.run_pod(pod.set("linux", json!({"security_context": {"privileged": true}})));
+    let container = pod.start(
+        Container::sh("c", &image, "sleep 3600")
+            .set("mounts", json!([{"host_path": shared, "container_path": "/shared"}]))
+            .set("devices", json!([{"host_path": disk.0, "container_path": "/dev/disk", "permissions": "rwm"}]))
+            .set("linux", json!({"security_context": {"privileged": true}})),
+    );
+    container.exec("mkdir -m 777 /own /block && mount -t ext4 /dev/disk /block && chmod 777 /block").ok();
+    let mut wrong = Vec::new();
+    let (operations, tests) = share();
+    for place in PLACES {
+        for seed in ["1", "20261122"] {
+            let run =
+                format!("cd {place} && fsx -f /etc/fsx.toml -N {} -S {seed} -P {place} {place}/fsx 2>&1", operations);
+            let said = container.exec(&run);
+            println!("{} fsx {place} {seed}: {}", engine(), said.code);
+            if said.code != 0 {
+                wrong.push(format!("fsx {place}, seed {seed}: {said:?}"));
+            }
+        }
+        // No program runs from /dev/shm.
+        let busy = container.exec(&format!(
+            "cp /bin/busybox {place}/; {place}/busybox sleep 5 >/dev/null 2>&1 & sleep 1; echo >>{place}/busybox"
+        ));
+        if place != "/dev/shm" && !busy.stderr.contains("Text file busy") {
+            wrong.push(format!("a program that runs can be written in {place}: {busy:?}"));
+        }
+        let said = container.exec(&format!("pjdfstest -c /etc/pjdfstest.toml -p {place} {tests} 2>&1; true")).ok();
+        println!("{} pjdfstest {place}: {}", engine(), said.lines().last().unwrap_or_default());
+        let failed: BTreeSet<&str> = said
+            .lines()
+            .filter(|line| line.ends_with("FAILED"))
+            .filter_map(|line| line.split_whitespace().next())
+            .collect();
+        assert!(said.contains("Summary: "), "{said}");
+        for test in failed.iter().filter(|test| !known(place, test)) {
+            wrong.push(format!("pjdfstest {place}: {test}"));
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+    pod.remove();
+    assert_eq!(node.left(), Vec::<String>::new());
+}
