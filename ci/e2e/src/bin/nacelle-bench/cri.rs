@@ -82,6 +82,11 @@ impl Cri {
 
     /// CreateContainer and StartContainer; returns the id and the milliseconds until the log has a first byte.
     pub fn start(&mut self, pod: &Pod, image: &str, command: &[&str]) -> (String, f64) {
+        self.start_with(pod, image, command, &[])
+    }
+
+    /// The same with folders of the node: what each is, and where the container has it.
+    pub fn start_with(&mut self, pod: &Pod, image: &str, command: &[&str], folders: &[(&Path, &str)]) -> (String, f64) {
         let name = self.name("container");
         let log = Path::new(&pod.config.log_directory).join(format!("{name}.log"));
         let config = cri::ContainerConfig {
@@ -89,6 +94,7 @@ impl Cri {
             image: Some(cri::ImageSpec { image: image.to_owned(), ..Default::default() }),
             command: command.iter().map(|word| (*word).to_owned()).collect(),
             log_path: format!("{name}.log"),
+            mounts: folders.iter().map(|(folder, at)| mount(folder, at)).collect(),
             linux: Some(cri::LinuxContainerConfig::default()),
             ..Default::default()
         };
@@ -111,15 +117,21 @@ impl Cri {
 
     /// ExecSync; returns the milliseconds.
     pub fn exec(&mut self, container: &str, command: &[&str]) -> f64 {
+        let start = Instant::now();
+        self.output(container, command);
+        milliseconds(start)
+    }
+
+    /// ExecSync; returns what it printed.
+    pub fn output(&mut self, container: &str, command: &[&str]) -> String {
         let request = cri::ExecSyncRequest {
             container_id: container.to_owned(),
             cmd: command.iter().map(|word| (*word).to_owned()).collect(),
-            timeout: 60,
+            timeout: 600,
         };
-        let start = Instant::now();
         let answer = self.runtime.block_on(self.pods.exec_sync(request)).expect("ExecSync").into_inner();
-        assert_eq!(answer.exit_code, 0);
-        milliseconds(start)
+        assert_eq!(answer.exit_code, 0, "{}", String::from_utf8_lossy(&answer.stderr));
+        String::from_utf8_lossy(&answer.stdout).into_owned()
     }
 
     /// PullImage; returns the milliseconds.
@@ -137,6 +149,10 @@ impl Cri {
         let request = cri::RemoveImageRequest { image: Some(spec) };
         self.runtime.block_on(self.images.remove_image(request)).expect("RemoveImage");
     }
+}
+
+fn mount(folder: &Path, at: &str) -> cri::Mount {
+    cri::Mount { host_path: folder.display().to_string(), container_path: at.to_owned(), ..Default::default() }
 }
 
 /// Milliseconds since `start`.

@@ -4,6 +4,7 @@ mod benches;
 mod containerd;
 mod cri;
 mod crowd;
+mod files;
 mod guests;
 mod machines;
 mod microvm;
@@ -43,14 +44,23 @@ fn main() -> ExitCode {
     match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         [machines::SERVE, description] => return machines::serve(description),
         [minimal::SERVE, description] => return minimal::serve(description),
-        ["plot", name @ ("boot" | "critest" | "crowd")] => {
+        ["plot", name @ ("boot" | "critest" | "crowd" | "files")] => {
             let measured = serde_json::from_reader(std::io::stdin()).expect("the JSON of the bench on stdin");
             let plot = match name {
                 "boot" => plot::boot,
                 "critest" => plot::critest,
+                "files" => plot::files,
                 _ => plot::crowd,
             };
             print!("{}", plot(&measured));
+            return ExitCode::SUCCESS;
+        }
+        ["files", runs] => {
+            let Ok(runs) = runs.parse() else {
+                eprintln!("usage: ci/bench files RUNS");
+                return ExitCode::from(2);
+            };
+            println!("{}", files::measure(runs));
             return ExitCode::SUCCESS;
         }
         ["crowd", pods, clients] => {

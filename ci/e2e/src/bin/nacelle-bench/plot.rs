@@ -87,8 +87,18 @@ fn legend(svg: &mut String, names: &[&str], left: f64, y: f64, step: f64) {
     }
 }
 
-/// Medians of critest's benchmarks, `[{"runtime", "operation", "p50"}, ...]` in ms: a bar each, on a logarithmic scale.
+/// Medians of critest's benchmarks, `[{"runtime", "operation", "p50"}, ...]` in ms.
 pub fn critest(measured: &Value) -> String {
+    bars(measured, "critest -benchmark: medians (ms, logarithmic)", LEFT)
+}
+
+/// What `files::measure` returns.
+pub fn files(measured: &Value) -> String {
+    bars(measured, "Files, by fio: medians (logarithmic, longer is faster)", LEFT + 110.0)
+}
+
+/// `[{"runtime", "operation", "p50"}, ...]`: a bar each, by operation, from `left` on, on a logarithmic scale.
+fn bars(measured: &Value, title: &str, left: f64) -> String {
     let rows = measured.as_array().map(Vec::as_slice).unwrap_or_default();
     let text = |row: &'_ Value, key: &str| row[key].as_str().unwrap_or_default().to_owned();
     let texts = |key: &str| rows.iter().map(|row| text(row, key)).collect::<Vec<_>>();
@@ -100,27 +110,27 @@ pub fn critest(measured: &Value) -> String {
     let (floor, ceiling) = (least.log10().floor(), most.log10().max(least.log10().floor() + 1.0));
     let group = 18.0 * runtimes.len() as f64 + 12.0;
     let height = TOP + group * operations.len() as f64 + 30.0;
-    let mut svg = opened(780.0, height, "critest -benchmark: medians (ms, logarithmic)");
+    let mut svg = opened(780.0, height, title);
     for row in rows {
         let place = |names: &[&str], name: String| names.iter().position(|known| *known == name).unwrap_or(0);
         let (o, r) = (place(&operations, text(row, "operation")), place(&runtimes, text(row, "runtime")));
         let value = row["p50"].as_f64().unwrap_or(0.0);
-        let width = ((value.log10() - floor) / (ceiling - floor)).max(0.01) * (WIDTH - 20.0);
+        let width = ((value.log10() - floor) / (ceiling - floor)).max(0.01) * (WIDTH + LEFT - left - 20.0);
         let y = TOP + group * o as f64 + 18.0 * r as f64;
         if r == 0 {
             writeln!(svg, "<text x=\"12\" y=\"{:.0}\">{}</text>", y + 13.0, operations[o]).expect("a String");
         }
         writeln!(
             svg,
-            "<rect x=\"{LEFT:.0}\" y=\"{y:.0}\" width=\"{width:.1}\" height=\"15\" fill=\"{}\"/>\
+            "<rect x=\"{left:.0}\" y=\"{y:.0}\" width=\"{width:.1}\" height=\"15\" fill=\"{}\"/>\
              <text x=\"{:.1}\" y=\"{:.0}\">{value:.1}</text>",
             COLOURS[r % COLOURS.len()],
-            LEFT + width + 6.0,
+            left + width + 6.0,
             y + 12.0
         )
         .expect("a String");
     }
-    legend(&mut svg, &runtimes, LEFT, height - 12.0, 170.0);
+    legend(&mut svg, &runtimes, 12.0, height - 12.0, 152.0);
     svg.push_str("</svg>\n");
     svg
 }

@@ -1,0 +1,231 @@
+//! Owns: how fast files are, by fio: in our pods, in containerd's containers on the same disk, and in plain QEMU with
+//! Debian's virtiofsd.
+
+use crate::containerd::Containerd;
+use crate::cri::Cri;
+use crate::median;
+use nacelle_e2e::node::{Options, engine};
+use nacelle_e2e::run::call;
+use nacelle_e2e::{Image, Node, eventually, part};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// What is measured: its name, fio's options, and the figure that counts of fio's answer.
+const JOBS: [(&str, &str, &str); 7] = [
+    ("read, MB/s", "--rw=read --bs=128k --size=64m", "read.bw_bytes"),
+    ("random reads of 4 KiB, /s", "--rw=randread --bs=4k --size=64m --runtime=4", "read.iops"),
+    ("write and flush, MB/s", "--rw=write --bs=128k --size=64m --end_fsync=1", "write.bw_bytes"),
+    ("writes of 4 KiB, each flushed, /s", "--rw=randwrite --bs=4k --size=8m --fsync=1 --runtime=4", "write.iops"),
+    ("files made, /s", "--ioengine=filecreate --filesize=4k --nrfiles=2000", "read.iops"),
+    ("stat, /s", "--ioengine=filestat --filesize=4k --nrfiles=2000", "read.iops"),
+    ("files removed, /s", "--ioengine=filedelete --filesize=4k --nrfiles=2000", "read.iops"),
+];
+
+/// Before and after fio's answer to each job, in what a guest prints.
+const MARK: &str = "=====";
+/// How long a machine may take for all jobs.
+const LIMIT: Duration = Duration::from_secs(600);
+
+/// Runs the jobs `runs` times in each place in turn. Returns `[{"runtime", "operation", "p50", "samples"}, ...]`.
+pub fn measure(runs: usize) -> Value {
+    let node = Node::with(Options { ipv6: false, ..Options::default() });
+    let fio = fio();
+    let image = node.registry.push(&image(&fio), "fio:1");
+    let shared = |name: &str| {
+        let folder = node.folder().join(name);
+        fs::create_dir(&folder).expect("the node's folder is writable");
+        folder
+    };
+    let folders = [shared("ours"), shared("containerd's"), shared("qemu's")];
+    let (containerd, mut theirs) = Containerd::start(&node);
+    let mut ours = Cri::connect(&node.folder().join("nacelle.sock"), &node.folder().join("logs"));
+    let start = |cri: &mut Cri, folder: &Path| {
+        cri.pull(&image);
+        let pod = cri.run_pod().0;
+        let command = ["/bin/sh", "-c", "mkdir /own; echo here; sleep 100000"];
+        let container = cri.start_with(&pod, &image, &command, &[(folder, "/shared")]).0;
+        (pod, container)
+    };
+    let (our_pod, our_container) = start(&mut ours, &folders[0]);
+    let (their_pod, their_container) = start(&mut theirs, &folders[1]);
+    let machine = (engine() != "host").then(|| Guest::new(&node, &fio, &folders[2]));
+    let mut samples: BTreeMap<(String, usize), Vec<f64>> = BTreeMap::new();
+    let mut add = |runtime: String, said: &str| {
+        for (job, figure) in figures(said).into_iter().enumerate() {
+            samples.entry((runtime.clone(), job)).or_default().push(figure);
+        }
+    };
+    // The first of each does not count.
+    for run in 0..=runs {
+        for place in ["/own", "/shared"] {
+            let name = |who: &str| format!("{who}, {}", if place == "/own" { "root" } else { "volume" });
+            for (cri, container, who) in [
+                (&mut ours, &our_container, format!("nacelle {}", engine())),
+                (&mut theirs, &their_container, "containerd".to_owned()),
+            ] {
+                let said = cri.output(container, &["/bin/sh", "-c", &script(place)]);
+                if run > 0 {
+                    add(name(&who), &said);
+                }
+            }
+        }
+        if let Some(machine) = &machine {
+            let said = machine.run();
+            if run > 0 {
+                add("qemu, Debian's virtiofsd".to_owned(), &said);
+            }
+        }
+    }
+    ours.remove_pod(&our_pod);
+    theirs.remove_pod(&their_pod);
+    drop(containerd);
+    let rows = samples.into_iter().map(|((runtime, job), samples)| {
+        json!({"runtime": runtime, "operation": JOBS[job].0, "p50": median(&samples), "samples": samples})
+    });
+    rows.collect()
+}
+
+/// All jobs in a folder, and what fio says of each. What is there is dropped from the caches of who runs this.
+fn script(place: &str) -> String {
+    JOBS.iter().fold(format!("cd {place} && rm -rf job && mkdir job && cd job"), |script, (_, options, _)| {
+        format!(
+            "{script}; sync; echo {MARK}; fio --name=job --thread --ioengine=psync {options} --output-format=json 2>&1; echo {MARK}"
+        )
+    })
+}
+
+/// The figures of all jobs, from what the script printed.
+fn figures(said: &str) -> Vec<f64> {
+    let answers: Vec<&str> = said.split(MARK).skip(1).step_by(2).collect();
+    assert_eq!(answers.len(), JOBS.len(), "{said}");
+    let figure = |(answer, (name, _, path)): (&str, &(&str, &str, &str))| {
+        // Warnings may stand before it.
+        let json = answer.find('{').and_then(|start| answer.get(start..)).unwrap_or_default();
+        let parsed: Value = serde_json::from_str(json).unwrap_or_else(|error| panic!("{name}: {error}: {answer}"));
+        let value = path.split('.').fold(&parsed["jobs"][0], |value, key| &value[key]).as_f64();
+        let value = value.filter(|value| *value > 0.0).unwrap_or_else(|| panic!("{name}: no {path}: {answer}"));
+        if path.ends_with("bw_bytes") { value / 1e6 } else { value }
+    };
+    answers.into_iter().zip(&JOBS).map(figure).collect()
+}
+
+/// fio and the libraries it needs, as paths on this machine.
+fn fio() -> Vec<PathBuf> {
+    let said = call("ldd", ["/usr/bin/fio"]).ok();
+    let libraries = said.split_whitespace().filter(|word| word.starts_with('/')).map(PathBuf::from);
+    let mut files: Vec<PathBuf> = libraries.collect();
+    files.push("/usr/bin/fio".into());
+    files
+}
+
+fn relative(path: &Path) -> &str {
+    path.to_str().and_then(|path| path.strip_prefix('/')).expect("an absolute path in UTF-8")
+}
+
+fn image(files: &[PathBuf]) -> Image {
+    Image::busybox().layer(|layer| {
+        for path in files {
+            layer.file(relative(path), &fs::read(path).expect("fio is installed"), 0o755);
+        }
+        layer.symlink("bin/fio", "/usr/bin/fio");
+    })
+}
+
+/// A plain QEMU microvm that runs the jobs on a folder of the node over Debian's virtiofsd, once for each start.
+struct Guest {
+    folder: PathBuf,
+    shared: PathBuf,
+}
+
+impl Guest {
+    fn new(node: &Node, files: &[PathBuf], shared: &Path) -> Guest {
+        let folder = node.folder().join("qemu");
+        let root = folder.join("root");
+        let write = |path: &str, bytes: &[u8]| {
+            let path = root.join(path);
+            fs::create_dir_all(path.parent().expect("it has one")).expect("the node's folder is writable");
+            fs::write(&path, bytes).expect("the node's folder is writable");
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("it is ours");
+        };
+        for path in files {
+            write(relative(path), &fs::read(path).expect("fio is installed"));
+        }
+        write("bin/busybox", &fs::read("/bin/busybox").expect("busybox-static is installed"));
+        for folder in ["proc", "sys", "dev", "tmp", "shared"] {
+            fs::create_dir(root.join(folder)).expect("the node's folder is writable");
+        }
+        let init = format!(
+            "#!/bin/busybox sh\n/bin/busybox --install -s /bin\nmount -t proc p /proc\nmount -t devtmpfs d /dev\necho 1 >/proc/sys/vm/overcommit_memory\n\
+             mkdir /dev/shm\nmount -t tmpfs s /dev/shm\nmount -t tmpfs t /tmp\nmount -t virtiofs shared /shared || reboot -f\n\
+             export PATH=/bin:/usr/bin\n({})\nsync\nreboot -f\n",
+            script("/shared")
+        );
+        write("init", init.as_bytes());
+        let disk = folder.join("disk");
+        call("mkfs.ext4", ["-q".as_ref(), "-d".as_ref(), root.as_os_str(), disk.as_os_str(), "200M".as_ref()]).ok();
+        Guest { folder, shared: shared.to_owned() }
+    }
+
+    /// Boots it; what it printed until it ended.
+    fn run(&self) -> String {
+        let socket = self.folder.join("fs.sock");
+        // One of an earlier run.
+        let _ = fs::remove_file(&socket);
+        let log = |name: &str| File::create(self.folder.join(name)).expect("the node's folder is writable");
+        let mut server = Command::new("/usr/lib/qemu/virtiofsd");
+        server
+            .arg(format!("--socket-path={}", socket.display()))
+            .arg("-o")
+            .arg(format!("source={}", self.shared.display()));
+        let server = server.stdin(Stdio::null()).stdout(log("fs.out")).stderr(log("fs.err")).spawn();
+        let mut server = Ended(server.expect("Debian's QEMU has virtiofsd"));
+        eventually("virtiofsd listens", || socket.exists().then_some(()));
+        let accel = if engine() == "kvm" { "kvm" } else { "tcg" };
+        let mut machine = Command::new("qemu-system-x86_64");
+        machine.args(["-M", &format!("microvm,acpi=off,pit=on,pic=on,isa-serial=on,accel={accel},memory-backend=ram")]);
+        machine.args([
+            "-cpu",
+            "max",
+            "-m",
+            "256",
+            "-smp",
+            "1",
+            "-object",
+            "memory-backend-memfd,id=ram,size=256M,share=on",
+        ]);
+        machine.args(["-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-serial", "stdio"]);
+        machine.args(["-global", "virtio-mmio.force-legacy=false"]);
+        machine.arg("-chardev").arg(format!("socket,id=fs,path={}", socket.display()));
+        machine.args(["-device", "vhost-user-fs-device,chardev=fs,tag=shared"]);
+        machine.arg("-drive").arg(format!("id=disk,file={},format=raw,if=none", self.folder.join("disk").display()));
+        machine.args(["-device", "virtio-blk-device,drive=disk", "-append"]);
+        machine.arg("console=ttyS0 quiet reboot=t panic=-1 root=/dev/vda rw init=/init");
+        machine.arg("-kernel").arg(part("NACELLE_KERNEL"));
+        machine.stdin(Stdio::null()).stdout(log("console")).stderr(log("qemu.err"));
+        let mut machine = Ended(machine.spawn().expect("QEMU is installed"));
+        let start = Instant::now();
+        while machine.0.try_wait().expect("QEMU is our child").is_none() {
+            assert!(start.elapsed() < LIMIT, "the guest does not end; see {}", self.folder.display());
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        server.0.wait().expect("virtiofsd is our child, and ends with QEMU");
+        let console = fs::read_to_string(self.folder.join("console")).expect("the node's folder is readable");
+        console.replace('\r', "")
+    }
+}
+
+/// A child that is killed when it is not needed any more.
+struct Ended(Child);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        // What has ended already is what we want.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
