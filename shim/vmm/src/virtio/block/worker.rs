@@ -400,11 +400,12 @@ fn zero(file: &File, at: u64, length: u64, may_unmap: bool) -> io::Result<()> {
         Err(Errno::EOPNOTSUPP | Errno::EINVAL) => {}
         Err(error) => return Err(error.into()),
     }
-    static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+    // Not a constant: the program has it in memory then, in each pod, and few ever come here.
+    let zeros = vec![0; 64 << 10];
     let (mut at, mut left) = (at, length);
     while left > 0 {
-        let count = left.min(ZEROS.len() as u64);
-        file.write_all_at(ZEROS.get(..count as usize).unwrap_or(&ZEROS), at)?; // at most 64 KiB
+        let count = left.min(zeros.len() as u64);
+        file.write_all_at(zeros.get(..count as usize).unwrap_or(&zeros), at)?; // at most 64 KiB
         at = at.saturating_add(count);
         left -= count;
     }
