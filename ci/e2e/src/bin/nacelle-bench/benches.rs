@@ -7,6 +7,7 @@ use crate::{guests, microvm};
 use nacelle_e2e::node::Options;
 use nacelle_e2e::{Image, Node};
 use std::fs;
+use std::time::{Duration, Instant};
 
 type Bench = fn(usize) -> Measured;
 
@@ -25,6 +26,8 @@ pub const ALL: &[(&str, &str, Bench)] = &[
     ("net-send", "TCP from the guest to the node, against QEMU microvm with vhost-net", guests::net_send),
     ("net-receive", "TCP from the node to the guest, against QEMU microvm with vhost-net", guests::net_receive),
     ("daemon-memory", "resident memory of the daemon, against its budget", daemon_memory),
+    ("daemon-memory-50", "the same with fifty pods", daemon_memory_of_fifty),
+    ("idle", "processor time of a pod that sleeps, in percent of one, against its budget", idle),
 ];
 
 /// A node whose pods have IPv4 only: the plugins' wait for duplicate address detection is not what is measured.
@@ -191,4 +194,57 @@ fn daemon_memory(runs: usize) -> Measured {
         cri.remove_pod(&pod);
     }
     measured
+}
+
+fn daemon_memory_of_fifty(runs: usize) -> Measured {
+    let node = node();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let mut cri = ours(&node);
+    let mut measured = Measured { peers: vec![40.0], ..Measured::new("MB", "budget") };
+    for _ in 0..runs {
+        let pods: Vec<Pod> = (0..50).map(|_| cri.run_pod().0).collect();
+        for pod in &pods {
+            cri.start(pod, &image, &["/bin/sh", "-c", "echo here; sleep 100000"]);
+        }
+        let pid = i32::try_from(node.daemon_pid()).unwrap_or_default();
+        measured.ours.push(kilobytes(pid, "status", "VmRSS:") * 1024.0 / 1e6);
+        pods.iter().for_each(|pod| cri.remove_pod(pod));
+    }
+    measured
+}
+
+/// For how long a pod that does nothing is looked at.
+const IDLE: Duration = Duration::from_secs(30);
+
+fn idle(runs: usize) -> Measured {
+    let node = node();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let mut cri = ours(&node);
+    let mut measured = Measured { peers: vec![0.2], ..Measured::new("%", "budget") };
+    let (pod, _) = cri.run_pod();
+    cri.start(&pod, &image, &["/bin/sh", "-c", "echo here; sleep 100000"]);
+    // What a start leaves to be done.
+    std::thread::sleep(Duration::from_secs(5));
+    let programs = ["nacelle-pod ", "nacelle-fs ", "nacelle-agent ", "qemu"];
+    let processes = programs.map(|name| node.processes(name));
+    let used = || processes.each_ref().map(|pids| pids.iter().map(|pid| on_processor(*pid)).sum::<Duration>());
+    for _ in 0..runs {
+        let (before, start) = (used(), Instant::now());
+        std::thread::sleep(IDLE);
+        let percent = |time: Duration| time.as_secs_f64() / start.elapsed().as_secs_f64() * 100.0;
+        let each: Vec<f64> = before.iter().zip(used()).map(|(before, after)| percent(after - *before)).collect();
+        measured.ours.push(each.iter().sum());
+        measured.details = serde_json::json!([programs.iter().zip(each).collect::<std::collections::BTreeMap<_, _>>()]);
+    }
+    cri.remove_pod(&pod);
+    measured
+}
+
+/// How long a process was on a processor, those of its threads that have ended included: fields 14 and 15 of its `stat`, in
+/// hundredths of a second (proc(5)).
+fn on_processor(pid: i32) -> Duration {
+    let text = fs::read_to_string(format!("/proc/{pid}/stat")).expect("the pod runs");
+    // The command's name may hold spaces and brackets: fields count from the last one.
+    let fields = text.rsplit_once(')').map_or("", |(_, fields)| fields).split_whitespace().skip(11).take(2);
+    Duration::from_millis(fields.filter_map(|field| field.parse::<u64>().ok()).sum::<u64>() * 10)
 }

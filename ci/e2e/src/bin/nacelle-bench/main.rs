@@ -106,10 +106,10 @@ fn main() -> ExitCode {
         } else {
             println!("{name}: {what}");
             println!(
-                "  ours {ours:.1} {unit}, {peer} {theirs:.1} {unit}, ratio {ratio:.2} (medians of {})",
+                "  ours {ours:.2} {unit}, {peer} {theirs:.2} {unit}, ratio {ratio:.2} (medians of {})",
                 samples.len()
             );
-            println!("  ours {samples:.1?}\n  {peer} {peers:.1?}");
+            println!("  ours {samples:.2?}\n  {peer} {peers:.2?}");
             for bar in details.as_array().into_iter().flatten() {
                 println!("  {bar}");
             }
