@@ -24,7 +24,7 @@ const OUT_HEADER: usize = 16;
 /// Where `struct fuse_in_header` has the number of the request, which its answer repeats.
 const UNIQUE: std::ops::Range<usize> = 8..16;
 
-/// A request that is passed on before it is its turn is not longer than this: the stream takes it as a whole or not.
+/// A request that is passed on before it is its turn is not longer than this.
 const SHORT: usize = 8 << 10;
 /// Bytes of such requests that are on their way: the stream takes them at once, also while the other process waits until an
 /// answer is taken from it.
@@ -45,10 +45,10 @@ pub(super) struct Channel {
 /// How far a request is.
 #[derive(Clone, Copy, Debug)]
 enum Begun {
-    /// So many bytes were passed on.
+    /// So many bytes were passed on, which are all.
     Asked(usize),
-    /// It is passed on when it is its turn.
-    Later,
+    /// So many bytes were passed on; the rest follows when it is its turn.
+    Rest(usize),
 }
 
 impl Channel {
@@ -60,7 +60,7 @@ impl Channel {
 
     /// Passes a request on if that needs no waiting. Each one is to be [`finish`](Channel::finish)ed, in the same order.
     pub fn begin(&mut self, memory: &Memory, buffers: &Buffers) {
-        let begun = self.ask_ahead(memory, buffers).unwrap_or(Begun::Later);
+        let begun = self.ask_ahead(memory, buffers).unwrap_or(Begun::Rest(0));
         self.begun.push_back(begun);
     }
 
@@ -68,20 +68,20 @@ impl Channel {
     fn ask_ahead(&mut self, memory: &Memory, buffers: &Buffers) -> Option<Begun> {
         let under_way = self.begun.iter().try_fold(0, |sum, begun| match begun {
             Begun::Asked(bytes) => Some(sum + bytes),
-            Begun::Later => None,
+            Begun::Rest(_) => None,
         })?;
         let length = HEADER + buffers.readable.len();
         if length > SHORT || under_way + length > AHEAD {
             return None;
         }
         self.fill(memory, buffers).ok()?;
-        let sent = nix::unistd::write(self.stream.as_ref()?, &self.buffer);
-        (sent == Ok(length)).then_some(Begun::Asked(length))
+        let sent = nix::unistd::write(self.stream.as_ref()?, &self.buffer).ok()?;
+        Some(if sent == length { Begun::Asked(length) } else { Begun::Rest(sent) })
     }
 
     /// Passes a request on, if that was not done before, and its answer back; returns the bytes that the guest was given.
     pub fn finish(&mut self, memory: &Memory, buffers: &Buffers, stop: &Stop) -> u32 {
-        let begun = self.begun.pop_front().unwrap_or(Begun::Later);
+        let begun = self.begun.pop_front().unwrap_or(Begun::Rest(0));
         let written = match self.ask(begun, memory, buffers, stop) {
             Ok(answer) => {
                 self.metrics.requests.fetch_add(1, Ordering::Relaxed);
@@ -122,14 +122,14 @@ impl Channel {
 
     /// The bytes of the answer, which lies at the start of the buffer.
     fn ask(&mut self, begun: Begun, memory: &Memory, buffers: &Buffers, stop: &Stop) -> io::Result<usize> {
-        let asked = matches!(begun, Begun::Asked(_));
-        if !asked {
-            self.fill(memory, buffers)?;
+        if let Begun::Rest(sent) = begun {
+            // Half a request ends the stream.
+            self.fill(memory, buffers).map_err(|bad| if sent == 0 { bad } else { io::Error::other(bad) })?;
         }
         let stream = self.stream.as_mut().ok_or(io::ErrorKind::NotConnected)?;
         let mut waiting = Waiting { stop, until: None };
-        if !asked {
-            waiting.send(stream, &self.buffer)?;
+        if let Begun::Rest(sent) = begun {
+            waiting.send(stream, self.buffer.get(sent..).unwrap_or_default())?;
         }
         let mut header = [0; ANSWER_HEADER];
         waiting.receive(stream, &mut header)?;

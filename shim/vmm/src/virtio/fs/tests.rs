@@ -4,6 +4,7 @@ use super::Fs;
 use crate::virtio::scripted::Scripted;
 use crate::virtio::{Device, DeviceKind};
 use nacelle_base::share::{ANSWER_HEADER, HEADER, MAX_MESSAGE};
+use nix::sys::socket::{setsockopt, sockopt};
 use proptest::prelude::*;
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -126,6 +127,29 @@ fn short_requests_do_not_wait_for_the_answers_to_others() {
     assert_eq!(taken, lengths.map(|length| length as usize));
     assert_eq!(early, io::ErrorKind::WouldBlock);
     assert_eq!((metrics.requests.load(Relaxed), metrics.failed.load(Relaxed)), (5, 0));
+}
+
+#[test]
+fn a_stream_that_takes_half_a_request_gets_the_rest() {
+    let (first, _its) = UnixStream::pair().unwrap();
+    let (second, mut theirs) = UnixStream::pair().unwrap();
+    // The least that Linux allows: less than one of these requests at a time.
+    setsockopt(&second, sockopt::SndBuf, &1).unwrap();
+    let mut machine = scripted(Fs::new([first, second]).unwrap());
+    let request: Vec<u8> = (0..6_000u32).map(|number| number as u8).collect();
+    machine.memory.write_slice(&request, GuestAddress(AT)).unwrap();
+    for _ in 0..4 {
+        machine.drivers[1].submit(&[(AT, 6_000, false), (ROOM, 1, true)]);
+    }
+    machine.start(1);
+    let other = thread::spawn(move || {
+        for _ in 0..4 {
+            assert!(take(&mut theirs).0 == request, "6,000 bytes");
+            answer(&mut theirs, 1, b"!").unwrap();
+        }
+    });
+    (0..4).for_each(|_| assert_eq!(machine.wait(1), 1));
+    other.join().unwrap();
 }
 
 #[test]
