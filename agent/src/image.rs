@@ -294,14 +294,19 @@ impl Disks {
         Ok(())
     }
 
-    /// Major and minor number of an attached device.
-    pub fn device(&self, partition: u32) -> Result<(i64, i64), DiskError> {
+    /// The file in /dev of a device or volume that was attached.
+    pub fn volume(&self, partition: u32) -> Result<PathBuf, DiskError> {
         let devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
         let number = number_of(partition)?;
         if !devices.contains_key(&number) {
             return Err(DiskError::NoDevice { number: partition });
         }
-        let node = PathBuf::from(format!("/dev/{}{number}", self.volume_disk()?));
+        Ok(PathBuf::from(format!("/dev/{}{number}", self.volume_disk()?)))
+    }
+
+    /// Major and minor number of an attached device.
+    pub fn device(&self, partition: u32) -> Result<(i64, i64), DiskError> {
+        let node = self.volume(partition)?;
         let rdev = fs::metadata(&node).map_err(at("look at", &node))?.rdev();
         let number = |part: u64| i64::try_from(part).unwrap_or(i64::MAX);
         Ok((number(nix::sys::stat::major(rdev)), number(nix::sys::stat::minor(rdev))))

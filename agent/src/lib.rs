@@ -2,11 +2,11 @@
 
 pub mod boot;
 pub mod container;
+pub mod empty_dirs;
 pub mod frame;
 pub mod image;
 pub mod listener;
 pub mod log;
-pub mod memory;
 pub mod paths;
 pub mod pushed;
 pub mod rpc;

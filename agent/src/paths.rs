@@ -4,8 +4,8 @@
 pub const RUN: &str = "/run/nacelle";
 /// Images, one folder per partition number.
 pub const IMAGES: &str = "/run/nacelle/images";
-/// Volumes in memory, a tmpfs each.
-pub const MEMORY: &str = "/run/nacelle/memory";
+/// The pod's emptyDirs that are the machine's own, a tmpfs or a disk each.
+pub const EMPTY_DIRS: &str = "/run/nacelle/empty-dirs";
 /// The scratch disk: a folder per container with its upper layer.
 pub const SCRATCH: &str = "/run/nacelle/scratch";
 /// libcontainer's state, one folder per container. Short, because a socket's path is.

@@ -151,7 +151,7 @@ impl Agent for Service {
             pid_mode,
             volumes: request.volumes.into_iter().map(volume).collect(),
             devices: request.devices.into_iter().map(device).collect(),
-            memory: request.memory,
+            empty_dirs: request.empty_dirs,
         };
         whole(Arc::clone(&self.pod).create(options)).await.map(Response::new)
     }

@@ -27,8 +27,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::{OnceCell, watch};
 
+use crate::empty_dirs::{EmptyDirError, EmptyDirs};
 use crate::image::{DiskError, Disks};
-use crate::memory::{Memory, MemoryError};
 use crate::pushed::{PushError, Volumes};
 use crate::stats::Layers;
 use crate::stdio::Stdio;
@@ -75,7 +75,7 @@ pub enum PodError {
     #[error(transparent)]
     Push(#[from] PushError),
     #[error(transparent)]
-    Memory(#[from] MemoryError),
+    EmptyDir(#[from] EmptyDirError),
     #[error("cannot use the disk")]
     Disk {
         #[from]
@@ -110,7 +110,7 @@ impl Classify for PodError {
             PodError::Zygote { source, .. } => source.kind(),
             PodError::Io { .. } | PodError::Task { .. } => Kind::Internal,
             PodError::Push(source) => source.kind(),
-            PodError::Memory(source) => source.kind(),
+            PodError::EmptyDir(source) => source.kind(),
             PodError::Disk { source } => source.kind(),
         }
     }
@@ -218,8 +218,8 @@ pub struct Pod {
     pub layers: Arc<Layers>,
     /// What was pushed for them.
     pub volumes: Volumes,
-    /// Their volumes in memory.
-    pub memory: Memory,
+    /// Their volumes that are the machine's own.
+    pub empty_dirs: EmptyDirs,
     shared_pid: bool,
     node_pid: bool,
     users: Option<UserNs>,
@@ -249,7 +249,7 @@ impl Pod {
             disks,
             layers: Arc::default(),
             volumes: Volumes::default(),
-            memory: Memory::default(),
+            empty_dirs: EmptyDirs::default(),
             shared_pid,
             node_pid,
             users,

@@ -1,6 +1,6 @@
 //! Owns: what a container of a user namespace is shown of images: copies of mounts on which the owners of files are numbers
-//! of that namespace, in a folder of the container's until it has them mounted; and of the agent's sysfs. Parts of volumes in
-//! memory wait there, too.
+//! of that namespace, in a folder of the container's until it has them mounted; and of the agent's sysfs. Parts of the
+//! machine's own volumes wait there, too.
 //! May use: `root`'s error, `userns`. Volumes of the node come with their owners mapped, if they shall be.
 
 use libcontainer::oci_spec::runtime::Mount;

@@ -3,7 +3,7 @@
 use libcontainer::oci_spec::runtime::{LinuxNamespaceType, Mount, Spec};
 use nacelle_base::share;
 use nacelle_base::undo::UndoStack;
-use nacelle_proto::agent::{CreateContainerResponse, MemoryVolume, PidMode, UpdateContainerRequest};
+use nacelle_proto::agent::{CreateContainerResponse, EmptyDir, PidMode, UpdateContainerRequest};
 use std::collections::HashMap;
 use std::io::Write;
 use std::os::fd::OwnedFd;
@@ -18,7 +18,7 @@ use super::devices::{self, Device};
 use super::spec::{PidNamespace, Place, adjust, exec_process, own_capabilities, parse};
 use super::volumes::{self, Volume};
 use super::{Container, Pod, PodError, Process, cgroup, check_id, limits, root, shown, user};
-use crate::memory::Place as InMemory;
+use crate::empty_dirs::Place as Own;
 use crate::stdio::Stdio;
 use crate::userns::{self, UserNs};
 use crate::zygote::{Create, Exec, Made, Request, ZygoteError};
@@ -52,8 +52,8 @@ pub struct CreateOptions {
     pub volumes: Vec<Volume>,
     /// Block devices of the node that it has.
     pub devices: Vec<Device>,
-    /// Its volumes that are memory.
-    pub memory: Vec<MemoryVolume>,
+    /// Its volumes that are the machine's own.
+    pub empty_dirs: Vec<EmptyDir>,
 }
 
 /// What an exec is made of.
@@ -476,7 +476,7 @@ fn prepare(pod: &Pod, options: &CreateOptions, pid: PidNamespace) -> Result<Prep
     if spec.mounts().iter().flatten().any(shared) {
         pod.disks.share()?;
     }
-    let spec = in_memory(pod, id, spec, &options.memory)?;
+    let spec = own_volumes(pod, id, spec, &options.empty_dirs)?;
     let capabilities = own_capabilities();
     let in_users = users.map(|users| users.network);
     let place =
@@ -507,12 +507,12 @@ fn prepare(pod: &Pod, options: &CreateOptions, pid: PidNamespace) -> Result<Prep
     Ok(Prepared { spec, response })
 }
 
-/// The specification with its volumes that are memory: each mount comes from where the volume, or its part, is.
-fn in_memory(pod: &Pod, id: &str, mut spec: Spec, volumes: &[MemoryVolume]) -> Result<Spec, PodError> {
+/// The specification with its volumes that are the machine's own: each mount comes from where the volume, or its part, is.
+fn own_volumes(pod: &Pod, id: &str, mut spec: Spec, volumes: &[EmptyDir]) -> Result<Spec, PodError> {
     for (number, volume) in volumes.iter().enumerate() {
-        let source = match pod.memory.place(volume)? {
-            InMemory::Whole(path) => path,
-            InMemory::Part(mount) => shown::keep(id, mount, &format!("memory{number}"))
+        let source = match pod.empty_dirs.place(volume, &pod.disks)? {
+            Own::Whole(path) => path,
+            Own::Part(mount) => shown::keep(id, mount, &format!("own{number}"))
                 .map_err(|source| PodError::Root { id: id.to_owned(), source })?,
         };
         let asked = Path::new(&volume.source);

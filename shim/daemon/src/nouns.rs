@@ -64,6 +64,9 @@ pub struct PodConfig {
     /// The containers' user namespace, if they have one of their own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user_namespace: Option<UserNamespace>,
+    /// What its emptyDirs are that kubelet has on its disk; none: shares of the node's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub empty_dirs: Option<EmptyDirs>,
     /// Containers may be privileged (in the guest).
     pub privileged: bool,
     /// Memory that all containers together may use, in bytes, if it is limited.
@@ -83,6 +86,22 @@ impl PodConfig {
     pub fn needs_host(&self) -> bool {
         self.on_host || !self.node_namespaces.none()
     }
+}
+
+/// The smallest disk of an emptyDir, in bytes: it holds a file system with a journal.
+pub const MIN_EMPTY_DIR: u64 = 16 << 20;
+/// The largest, in bytes. What a file system needs of a guest's memory grows with it.
+pub const MAX_EMPTY_DIR: u64 = 4 << 40;
+
+/// What the emptyDirs of a machine are that kubelet has on its disk.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EmptyDirs {
+    /// New ones are disks of the machine's own, else shares of the node's folders. One that is a disk stays that.
+    pub disks: bool,
+    /// How large they may become, by their names, in bytes.
+    pub limits: BTreeMap<String, u64>,
+    /// The same of all others; none: what is free on the node.
+    pub limit: Option<u64>,
 }
 
 /// A container's limits, as CRI writes them; 0 and empty mean "not set".

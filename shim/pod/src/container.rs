@@ -97,11 +97,11 @@ pub async fn make(
             attach.tell.send_replace(Some(outcome));
         }
     }
-    let devices = attach(&agent, &request, devices).await;
+    let attached = attach(&agent, devices).await;
     for image in &mut images {
         outcome(&mut image.attached).await?;
     }
-    let devices = devices?;
+    let of_devices = attached?;
     for volume in &request.pushed {
         pushed.bring(&agent, volume).await?;
     }
@@ -124,8 +124,8 @@ pub async fn make(
             pid_of: request.pid_of.clone(),
             pid_mode: if request.own_pid_namespace { proto::PidMode::Container } else { proto::PidMode::Pod }.into(),
             volumes: partitions.zip(&request.volumes).map(volume).collect(),
-            devices,
-            memory: request.memory.iter().map(memory).collect(),
+            devices: devices_of(&request, &of_devices),
+            empty_dirs: empty_dirs_of(&request, &of_devices),
         })
         .await;
     match made {
@@ -144,12 +144,8 @@ pub async fn make(
     }
 }
 
-/// Attaches a container's devices, or waits until others have; as the agent is told of them.
-async fn attach(
-    agent: &Agent,
-    request: &pod::CreateContainerRequest,
-    mut uses: Vec<DeviceUse>,
-) -> Result<Vec<proto::BlockDevice>, Failure> {
+/// Attaches a container's devices, or waits until others have; their partitions.
+async fn attach(agent: &Agent, mut uses: Vec<DeviceUse>) -> Result<Vec<u32>, Failure> {
     // As with images: nobody waits for a container that waits.
     for DeviceAttach { placed, file, writable, before, tell } in uses.iter_mut().filter_map(|one| one.attach.take()) {
         let attached = async {
@@ -163,33 +159,49 @@ async fn attach(
     for one in &mut uses {
         outcome(&mut one.attached).await?;
     }
-    let told = |(one, device): (&DeviceUse, &pod::BlockDevice)| proto::BlockDevice {
-        partition: one.number,
+    Ok(uses.iter().map(|one| one.number).collect())
+}
+
+/// Devices as the agent is told of them; those with volumes are none.
+fn devices_of(request: &pod::CreateContainerRequest, partitions: &[u32]) -> Vec<proto::BlockDevice> {
+    let all = partitions.iter().zip(&request.devices).filter(|(_, device)| !device.of_volume);
+    let told = |(partition, device): (&u32, &pod::BlockDevice)| proto::BlockDevice {
+        partition: *partition,
         container_path: device.container_path.clone(),
         access: device.access.clone(),
         mode: device.mode,
         uid: device.uid,
         gid: device.gid,
     };
-    Ok(uses.iter().zip(&request.devices).map(told).collect())
+    all.map(told).collect()
 }
 
-fn memory(volume: &pod::MemoryVolume) -> proto::MemoryVolume {
-    let pod::MemoryVolume { name, path, source, part, .. } = volume.clone();
-    proto::MemoryVolume {
-        name,
-        path,
-        source,
-        bytes: volume.bytes,
-        mode: volume.mode,
-        uid: volume.uid,
-        gid: volume.gid,
-        occupied: volume.occupied,
-        part,
-        part_mode: volume.part_mode,
-        part_uid: volume.part_uid,
-        part_gid: volume.part_gid,
-    }
+/// emptyDirs as the agent is told of them, with the partitions of those on disks.
+fn empty_dirs_of(request: &pod::CreateContainerRequest, partitions: &[u32]) -> Vec<proto::EmptyDir> {
+    let partition = |source: &str| {
+        let mut all = partitions.iter().zip(&request.devices);
+        all.find(|(_, device)| device.of_volume && device.container_path == source)
+            .map_or(0, |(partition, _)| *partition)
+    };
+    let told = |volume: &pod::EmptyDir| {
+        let pod::EmptyDir { name, path, source, part, .. } = volume.clone();
+        proto::EmptyDir {
+            partition: partition(&source),
+            name,
+            path,
+            source,
+            bytes: volume.bytes,
+            mode: volume.mode,
+            uid: volume.uid,
+            gid: volume.gid,
+            occupied: volume.occupied,
+            part,
+            part_mode: volume.part_mode,
+            part_uid: volume.part_uid,
+            part_gid: volume.part_gid,
+        }
+    };
+    request.empty_dirs.iter().map(told).collect()
 }
 
 /// Waits until something is attached.

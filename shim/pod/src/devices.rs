@@ -1,5 +1,5 @@
-//! Owns: the block devices of the node that a pod's containers have: which of them are on the machine's disk for volumes,
-//! where, and for how many; and each as it is there, which grows when the node's does.
+//! Owns: the block devices of the node that a pod's containers have, and the files with its volumes: which of them are on the
+//! machine's disk for volumes, where, and for how many; and each as it is there, which grows when the node's does.
 //! Threads: the table is the actor's; a `Placed` is shared with the effects, and its lock is held over its own changes only.
 
 use crate::agent::Agent;
@@ -9,7 +9,7 @@ use nacelle_base::{Chain, Classify, Kind};
 use nacelle_engine::Slot;
 use nacelle_proto::agent as proto;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
+use std::fs::{File, TryLockError};
 use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
@@ -50,6 +50,18 @@ pub enum DeviceError {
         /// On the node.
         path: PathBuf,
     },
+    /// The file of a volume is something else.
+    #[error("{path}, in which a volume of the pod lies, is no file")]
+    NoFile {
+        /// On the node.
+        path: PathBuf,
+    },
+    /// Two machines would write to one file system.
+    #[error("{path}, in which a volume of the pod lies, is in use by another of its sandboxes: stop that one first")]
+    InUse {
+        /// On the node.
+        path: PathBuf,
+    },
     /// It has no bytes, or more than there is room for.
     #[error("device {path} has {length} bytes; more than none, and at most 2 PiB, are needed")]
     Length {
@@ -73,8 +85,8 @@ impl Classify for DeviceError {
         match self {
             DeviceError::NoRoom { .. } => Kind::Exhausted,
             DeviceError::NoDisk { .. } => Kind::Unsupported,
-            DeviceError::NoDevice { .. } => Kind::Invalid,
-            DeviceError::Length { .. } | DeviceError::NotOffered { .. } => Kind::Conflict,
+            DeviceError::NoDevice { .. } | DeviceError::NoFile { .. } => Kind::Invalid,
+            DeviceError::Length { .. } | DeviceError::NotOffered { .. } | DeviceError::InUse { .. } => Kind::Conflict,
             DeviceError::Io { source, .. } => source.kind().into(),
         }
     }
@@ -151,6 +163,8 @@ pub struct Placed {
     /// Its partition.
     pub number: u32,
     path: PathBuf,
+    /// It is a file with a volume of the pod, not a device.
+    of_volume: bool,
     now: Mutex<Option<Now>>,
 }
 
@@ -164,8 +178,13 @@ struct Now {
 
 impl Placed {
     /// One that is not shown yet.
-    pub fn new(slot: Slot, number: u32, path: &Path) -> Placed {
-        Placed { slot, number, path: path.to_owned(), now: Mutex::new(None) }
+    pub fn new(slot: Slot, number: u32, path: &Path, of_volume: bool) -> Placed {
+        Placed { slot, number, path: path.to_owned(), of_volume, now: Mutex::new(None) }
+    }
+
+    /// Whether it can become longer.
+    pub fn grows(&self) -> bool {
+        !self.of_volume
     }
 
     fn now(&self) -> MutexGuard<'_, Option<Now>> {
@@ -183,14 +202,33 @@ impl Placed {
 
     /// Shows what was opened. Blocks.
     pub fn show(&self, file: File, writable: bool) -> Result<(), PodError> {
-        if !file.metadata().map_err(self.failed())?.file_type().is_block_device() {
+        let kind = file.metadata().map_err(self.failed())?.file_type();
+        let mut now = self.now();
+        if self.of_volume {
+            if !kind.is_file() {
+                return Err(DeviceError::NoFile { path: self.path.clone() }.into());
+            }
+            if now.is_some() {
+                // Shown before, and locked since.
+                return Ok(());
+            }
+            self.lock(&file)?;
+        } else if !kind.is_block_device() {
             return Err(DeviceError::NoDevice { path: self.path.clone() }.into());
         }
         let length = end(&file).map_err(self.failed())?;
-        let mut now = self.now();
         self.place(&file, length, writable)?;
         *now = Some(Now { file, length, writable });
         Ok(())
+    }
+
+    /// Takes the file for this process, until nobody has this descriptor or a copy of it.
+    fn lock(&self, file: &File) -> Result<(), PodError> {
+        match file.try_lock() {
+            Ok(()) => Ok(()),
+            Err(TryLockError::WouldBlock) => Err(DeviceError::InUse { path: self.path.clone() }.into()),
+            Err(TryLockError::Error(source)) => Err(self.failed()(source)),
+        }
     }
 
     fn place(&self, file: &File, length: u64, writable: bool) -> Result<(), PodError> {
@@ -327,7 +365,7 @@ mod tests {
     #[test]
     fn only_a_block_device_with_bytes_is_shown() {
         let slot = Slot::volumes("volumes").unwrap();
-        let placed = Placed::new(slot.clone(), 1, Path::new("/dev/x"));
+        let placed = Placed::new(slot.clone(), 1, Path::new("/dev/x"), false);
         let error = placed.show(tempfile::tempfile().unwrap(), true).unwrap_err();
         assert!(error.kind() == Kind::Invalid && error.to_string().contains("/dev/x"), "{error}");
         let error = placed.place(&tempfile::tempfile().unwrap(), 0, true).unwrap_err();
@@ -338,6 +376,25 @@ mod tests {
         assert_eq!((slot.capacity(), placed.told()), (REGION + (1 << 20), None));
         placed.take_away();
         placed.take_away();
+    }
+
+    #[test]
+    fn the_file_of_a_volume_is_one_machines_at_a_time() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("volume");
+        let open = || File::options().read(true).write(true).create(true).truncate(false).open(&path).unwrap();
+        open().set_len(1 << 20).unwrap();
+        let placed = |number| Placed::new(Slot::volumes("volumes").unwrap(), number, &path, true);
+        let (first, second) = (placed(1), placed(1));
+        first.show(open(), true).unwrap();
+        first.show(open(), true).unwrap();
+        assert_eq!(first.told().map(|told| (told.length, told.writable)), Some((1 << 20, true)));
+        let error = second.show(open(), true).unwrap_err();
+        assert!(error.kind() == Kind::Conflict && error.to_string().contains("another of its sandboxes"), "{error}");
+        first.take_away();
+        second.show(open(), true).unwrap();
+        let error = placed(2).show(File::open("/dev/null").unwrap(), true).unwrap_err();
+        assert_eq!(error.kind(), Kind::Invalid);
     }
 
     proptest! {

@@ -1,5 +1,6 @@
-//! Owns: the scratch disk of a pod: a sparse copy of an ext4 template that is made once per size.
-//! Threads: everything blocks (a few milliseconds; the first of a size: mkfs.ext4); call it off the runtime.
+//! Owns: the scratch disk of a pod, a sparse copy of an ext4 template that is made once per size; and the making of a disk for a
+//! volume, which may live longer than its pod's machine.
+//! Threads: everything blocks (a few milliseconds; the first of a size, and volumes: mkfs.ext4); call it off the runtime.
 
 use nacelle_base::files::{FileError, at, remove_if_there, remove_tree_if_there};
 use nacelle_base::{Classify, Kind, PodId};
@@ -28,6 +29,25 @@ const FORMAT: &[&str] = &[
     "-L",
     "scratch",
 ];
+/// With a journal, for whoever finds the disk after a machine that died. One that is in doubt is not written any more.
+const VOLUME_FORMAT: &[&str] = &[
+    "-q",
+    "-F",
+    "-m",
+    "0",
+    "-b",
+    "4096",
+    "-e",
+    "remount-ro",
+    "-O",
+    "has_journal,^resize_inode,extent,sparse_super2",
+    "-E",
+    "assume_storage_prezeroed=1,nodiscard,packed_meta_blocks=1",
+    "-L",
+    "volume",
+];
+/// The journal of a volume: a 64th of it, within these bounds, in MiB.
+const JOURNAL: (u64, u64) = (4, 64);
 
 /// How the names of pods' disks begin.
 pub(crate) const DISK: &str = "pod-";
@@ -47,10 +67,10 @@ pub enum ScratchError {
         source: io::Error,
     },
     /// mkfs.ext4 refused.
-    #[error("mkfs.ext4 failed for a disk of {size_mib} MiB: {message}")]
+    #[error("mkfs.ext4 failed for a disk of {bytes} bytes: {message}")]
     Format {
         /// The disk's size.
-        size_mib: u64,
+        bytes: u64,
         /// What it said.
         message: String,
     },
@@ -76,25 +96,36 @@ pub fn template(folder: &Path, size_mib: u64) -> Result<PathBuf, ScratchError> {
     }
     DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(at("create", folder))?;
     let draft = path.with_extension(format!("tmp.{}.{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)));
-    let made = format(&draft, size_mib).and_then(|()| Ok(fs::rename(&draft, &path).map_err(at("write", &path))?));
-    if made.is_err() {
-        // The first error is the one that matters.
-        let _ = remove_if_there(&draft);
-    }
-    made.map(|()| path)
+    make(&path, &draft, size_mib.saturating_mul(1 << 20), FORMAT)?;
+    Ok(path)
 }
 
-fn format(path: &Path, size_mib: u64) -> Result<(), ScratchError> {
+/// Makes the disk of a volume, whole or not at all; one that is there is replaced. `draft` is beside it, and nobody else's.
+pub fn volume(path: &Path, draft: &Path, bytes: u64) -> Result<(), ScratchError> {
+    remove_if_there(draft)?;
+    let journal = format!("size={}", (bytes >> 26).clamp(JOURNAL.0, JOURNAL.1));
+    make(path, draft, bytes, &[VOLUME_FORMAT, &["-J", &journal]].concat())
+}
+
+fn make(path: &Path, draft: &Path, bytes: u64, how: &[&str]) -> Result<(), ScratchError> {
+    let made = format(draft, bytes, how).and_then(|()| Ok(fs::rename(draft, path).map_err(at("write", path))?));
+    if made.is_err() {
+        // The first error is the one that matters.
+        let _ = remove_if_there(draft);
+    }
+    made
+}
+
+fn format(path: &Path, bytes: u64, how: &[&str]) -> Result<(), ScratchError> {
     let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).map_err(at("create", path))?;
-    file.set_len(size_mib.saturating_mul(1 << 20)).map_err(at("resize", path))?;
+    file.set_len(bytes).map_err(at("resize", path))?;
     // It lies in a folder that is not on everybody's path.
     let path_variable = format!("{}:/usr/sbin:/sbin", std::env::var("PATH").unwrap_or_default());
-    let output =
-        Command::new("mkfs.ext4").env("PATH", path_variable).args(FORMAT).arg(path).stdin(Stdio::null()).output();
+    let output = Command::new("mkfs.ext4").env("PATH", path_variable).args(how).arg(path).stdin(Stdio::null()).output();
     let output = output.map_err(|source| ScratchError::Start { source })?;
     if !output.status.success() {
         let message = String::from_utf8_lossy(&output.stderr).trim().chars().take(500).collect();
-        return Err(ScratchError::Format { size_mib, message });
+        return Err(ScratchError::Format { bytes, message });
     }
     Ok(file.sync_all().map_err(at("write", path))?)
 }
@@ -194,6 +225,25 @@ mod tests {
         remove_disks(folder.path(), &keep).unwrap();
         let left = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
         assert_eq!(left.collect::<BTreeSet<_>>(), ["scratch-v1-64.ext4".into(), format!("host-{kept}")].into());
+    }
+
+    #[test]
+    fn the_disk_of_a_volume_is_sparse_and_has_a_journal() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, draft) = (folder.path().join("volume"), folder.path().join("draft"));
+        // Of somebody who was killed.
+        fs::write(&draft, "half").unwrap();
+        for bytes in [(16 << 20) - (256 << 10), 4 << 40] {
+            volume(&path, &draft, bytes).unwrap();
+            let taken = fs::metadata(&path).unwrap();
+            assert_eq!(taken.len(), bytes);
+            assert!(taken.blocks() * 512 < (bytes >> 12).max(1 << 20), "{} KiB", taken.blocks() / 2);
+            let told = Command::new("dumpe2fs").env("PATH", "/usr/sbin:/sbin").arg("-h").arg(&path).output().unwrap();
+            let told = String::from_utf8_lossy(&told.stdout).into_owned();
+            assert!(told.contains("has_journal") && told.contains("Remount read-only"), "{told}");
+        }
+        assert!(volume(&path, &draft, 0).is_err());
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Owns: the rules between and within values of the configuration.
 
 use super::Config;
+use crate::nouns::{MAX_EMPTY_DIR, MIN_EMPTY_DIR};
 use std::path::Path;
 
 /// The smallest machine that boots the guest.
@@ -120,6 +121,10 @@ pub(super) fn check(config: &Config) -> Result<(), Rule> {
         )?;
         let scratch = MIN_SCRATCH_MIB..=MAX_MEMORY_MIB;
         in_range(key("scratch_mib"), handler.scratch_mib, scratch, "64 MiB to 16 TiB are allowed")?;
+        if let Some(mib) = handler.empty_dir_mib {
+            let range = MIN_EMPTY_DIR >> 20..=MAX_EMPTY_DIR >> 20;
+            in_range(key("empty_dir_mib"), mib, range, "16 MiB to 4 TiB are allowed")?;
+        }
     }
     Ok(())
 }
@@ -148,6 +153,7 @@ mod tests {
             ("[handlers.nacelle]\nvcpus = 0", "handlers.nacelle.vcpus"),
             ("[handlers.nacelle]\nmemory_mib = 63", "handlers.nacelle.memory_mib"),
             ("[handlers.nacelle]\nscratch_mib = 1", "handlers.nacelle.scratch_mib"),
+            ("[handlers.nacelle]\nempty_dir_mib = 15", "handlers.nacelle.empty_dir_mib"),
         ] {
             match Config::parse(text, Path::new("c.toml")) {
                 Err(super::super::ConfigError::Rule { source, .. }) => assert_eq!(source.key, key, "{text}"),

@@ -204,6 +204,17 @@ impl EngineSetting {
     }
 }
 
+/// What emptyDirs are in a machine that kubelet has on its disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum EmptyDir {
+    /// Shares of the node's folders.
+    #[default]
+    Shared,
+    /// Disks of the machine's own, in files in those folders.
+    Disk,
+}
+
 /// What a RuntimeClass can name: how its machines are made.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -226,6 +237,11 @@ pub struct Handler {
     pub console: ConsoleKind,
     /// Size of the sparse disk for what containers write, in MiB.
     pub scratch_mib: u64,
+    /// What emptyDirs are that kubelet has on its disk: "shared" or "disk".
+    pub empty_dir: EmptyDir,
+    /// How large they may become as disks, in MiB, where a pod does not say it; none: what is free on the node.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub empty_dir_mib: Option<u64>,
     /// Annotations (`vm.nacelle.dev/...`) that a pod of this handler may carry.
     pub allowed_annotations: Vec<String>,
 }
@@ -319,6 +335,8 @@ impl Default for Handler {
             memory_pages: MemoryPages::Transparent,
             console: ConsoleKind::Serial,
             scratch_mib: 10240,
+            empty_dir: EmptyDir::Shared,
+            empty_dir_mib: None,
             allowed_annotations: Vec::new(),
         }
     }
@@ -519,7 +537,7 @@ mod tests {
     #[test]
     fn the_documentation_names_every_key_and_no_other() {
         let mut example = Config::default();
-        example.handlers.insert("NAME".into(), Handler::default());
+        example.handlers.insert("NAME".into(), Handler { empty_dir_mib: Some(64), ..Handler::default() });
         let registry = Registry { ca_file: Some("/ca.pem".into()), ..Registry::default() };
         example.images.registries.insert("HOST".into(), registry);
         example.streaming.tls_cert_file = Some("/cert.pem".into());

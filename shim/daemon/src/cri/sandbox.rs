@@ -1,7 +1,7 @@
 //! Owns: the RPCs about pods: convert, ask the lifecycle, convert.
 
 use super::Cri;
-use super::convert::{pod_config, pod_resources_change, report, stats};
+use super::convert::{empty_dirs, pod_config, pod_resources_change, report, stats};
 use super::status::{refuse, status};
 use nacelle_base::{Kind, PodId};
 use nacelle_proto::cri;
@@ -26,7 +26,7 @@ impl Cri {
             let message = format!("runtime_handler is {asked:?}: this node has the handlers {}", known.join(", "));
             return Err(refuse(Kind::Invalid, &message));
         };
-        let pod = pod_config(request.config.as_ref(), asked, &config.sandbox).map_err(status)?;
+        let mut pod = pod_config(request.config.as_ref(), asked, &config.sandbox).map_err(status)?;
         if let Some(key) = pod
             .annotations
             .keys()
@@ -38,6 +38,7 @@ impl Cri {
             );
             return Err(refuse(Kind::Invalid, &message));
         }
+        pod.empty_dirs = empty_dirs(&pod, handler).map_err(status)?;
         let name = name.to_owned();
         let id = self.node.run_pod(pod, name).await.map_err(status)?;
         Ok(cri::RunPodSandboxResponse { pod_sandbox_id: id.to_string() })

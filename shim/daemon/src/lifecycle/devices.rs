@@ -85,6 +85,7 @@ fn block(device: &Device) -> Result<(proto::BlockDevice, OwnedFd), LifecycleErro
         mode: metadata.mode() & 0o777,
         uid: metadata.uid(),
         gid: metadata.gid(),
+        of_volume: false,
     };
     Ok((told, file.into()))
 }

@@ -2,6 +2,7 @@
 
 use super::state::Refused;
 use crate::hugepages::TooFew;
+use crate::nouns::MIN_EMPTY_DIR;
 use crate::oci::OciError;
 use crate::store::{Left, StoreError};
 use nacelle_base::files::FileError;
@@ -10,6 +11,7 @@ use nacelle_image::ImageError;
 use nacelle_net::NetError;
 use nacelle_pod::client::ClientError;
 use nacelle_pod::processors::ProcessorsError;
+use nacelle_pod::scratch::ScratchError;
 use nacelle_pod::share::VolumesError;
 use std::sync::Arc;
 use std::time::Duration;
@@ -146,13 +148,41 @@ pub enum LifecycleError {
         /// The path.
         path: String,
     },
-    /// A volume in memory whose mounts on the node are asked for.
+    /// A volume of the machine's own whose mounts on the node are asked for.
     #[error(
-        "config.mounts.propagation is not PROPAGATION_PRIVATE at {path:?}, a volume that is memory of the machine: leave it out"
+        "config.mounts.propagation is not PROPAGATION_PRIVATE at {path:?}, a volume that is memory or a disk of the machine: leave \
+         it out"
     )]
-    MemoryPropagation {
+    OwnPropagation {
         /// The path.
         path: String,
+    },
+    /// A volume on a disk, for somebody who cannot have that.
+    #[error("config.mounts.host_path is {path:?}: what is in this volume lies on a disk for machines: {instead}")]
+    OnDisk {
+        /// The path.
+        path: String,
+        /// What to do.
+        instead: &'static str,
+    },
+    /// A part of a volume on a disk of which the node knows nothing.
+    #[error(
+        "config.mounts.host_path is {path:?}, which is to be a folder of a volume on a disk, and is none of those that are known of \
+         it: only folders can be had as a subPath"
+    )]
+    NoPart {
+        /// The path.
+        path: String,
+    },
+    /// The node is full.
+    #[error(
+        "there is no room for the disk of the volume {path}: {free} bytes are free on the node, {MIN_EMPTY_DIR} are needed at least"
+    )]
+    NoRoomForDisk {
+        /// Its folder.
+        path: String,
+        /// Bytes.
+        free: u64,
     },
     /// A device that only a pod without a machine can have.
     #[error(
@@ -228,6 +258,9 @@ pub enum StepError {
     /// Processors of the node.
     #[error(transparent)]
     Processors(#[from] Arc<ProcessorsError>),
+    /// A disk.
+    #[error(transparent)]
+    Disk(#[from] Arc<ScratchError>),
     /// The OCI specification.
     #[error(transparent)]
     Oci(#[from] Arc<OciError>),
@@ -242,7 +275,7 @@ macro_rules! from {
         }
     )*};
 }
-from!(ClientError => Pod, NetError => Net, ImageError => Image, StoreError => Store, FileError => File, OciError => Oci, VolumesError => Volumes, ProcessorsError => Processors);
+from!(ClientError => Pod, NetError => Net, ImageError => Image, StoreError => Store, FileError => File, OciError => Oci, VolumesError => Volumes, ProcessorsError => Processors, ScratchError => Disk);
 
 /// Says which step failed: `.map_err(at("start the machine"))`.
 pub fn at<E: Into<StepError>>(step: &'static str) -> impl FnOnce(E) -> LifecycleError {
@@ -264,6 +297,7 @@ impl Classify for StepError {
             StepError::Store(error) => error.kind(),
             StepError::File(error) => error.kind(),
             StepError::Oci(error) => error.kind(),
+            StepError::Disk(error) => error.kind(),
             StepError::Volumes(error) => error.kind(),
             StepError::Processors(error) => error.kind(),
         }
@@ -283,7 +317,8 @@ impl Classify for LifecycleError {
             LifecycleError::MemoryNodes { .. }
             | LifecycleError::NotForMachines { .. }
             | LifecycleError::HugeVolume { .. }
-            | LifecycleError::MemoryPropagation { .. } => Kind::Unsupported,
+            | LifecycleError::OwnPropagation { .. } => Kind::Unsupported,
+            LifecycleError::NoRoomForDisk { .. } => Kind::Exhausted,
             LifecycleError::NameTaken { .. } => Kind::AlreadyExists,
             LifecycleError::Refused { .. }
             | LifecycleError::NotReady { .. }
@@ -291,6 +326,8 @@ impl Classify for LifecycleError {
             | LifecycleError::TooSmall { .. }
             | LifecycleError::DeviceClosed { .. }
             | LifecycleError::DeviceEmpty { .. }
+            | LifecycleError::OnDisk { .. }
+            | LifecycleError::NoPart { .. }
             | LifecycleError::Cancelled => Kind::Conflict,
             LifecycleError::HugePages(source) => source.kind(),
             LifecycleError::Step { source, .. } => source.kind(),

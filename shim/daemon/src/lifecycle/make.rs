@@ -4,7 +4,7 @@
 use super::boot::blocking;
 use super::error::{LifecycleError, StepError, at};
 use super::{Parts, clip};
-use super::{devices, memory, pushed};
+use super::{devices, disks, memory, pushed};
 use crate::nouns::{ContainerConfig, MountOption, NodeVolume, PidMode, PodConfig, Propagation, User};
 use crate::oci::{self, DeviceNode};
 use crate::store::{ContainerRecord, PodRecord};
@@ -16,6 +16,7 @@ use nacelle_pod::share::{self as shares, Owners, Taker, Volume};
 use nacelle_pod::spec::{IdRange, UserNamespace};
 use nacelle_proto::pod as proto;
 use std::future::Future;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -59,6 +60,9 @@ impl Prepared {
     }
 }
 
+/// A volume of the machine's own, and its disk, if it has one.
+type OwnVolume = (proto::EmptyDir, Option<(proto::BlockDevice, OwnedFd)>);
+
 /// Prepares the container on the node; its volumes are taken back if it cannot be made.
 pub(super) async fn prepare(
     parts: &Parts,
@@ -91,27 +95,26 @@ pub(super) async fn prepare(
         }
         _ => looked.iter().map(|_shared| None).collect(),
     };
-    let (id, looked) = (record.id.clone(), found.node_volumes.clone());
-    // In a user namespace owners are mapped, which is the node's work.
-    let memory = match taker {
-        Taker::Share if pod.config.user_namespace.is_none() => blocking(move || memory::plan(&id, &looked)).await?,
-        _ => looked.iter().map(|_shared| None).collect(),
-    };
+    let mut own = own_volumes(parts, pod, record, &found).await?;
+    for disk in own.iter_mut().flatten() {
+        blocks.extend(disk.1.take());
+    }
+    let own: Vec<_> = own.into_iter().map(|own| own.map(|(volume, _)| volume)).collect();
     let prepared = async {
         for (taker, pushed) in [(taker, false), (Taker::Pushed, true)] {
-            let ways = plan.iter().zip(&memory);
+            let ways = plan.iter().zip(&own);
             let volumes = found.node_volumes.iter().zip(ways);
-            let volumes = volumes.filter(|(_, (plan, memory))| plan.is_some() == pushed && memory.is_none());
+            let volumes = volumes.filter(|(_, (plan, own))| plan.is_some() == pushed && own.is_none());
             let volumes: Vec<_> = volumes.map(|(volume, _)| shared(volume, &pod.config)).collect();
             if !volumes.is_empty() {
                 let attached = parts.pods.attach(&parts.pod_dir(&pod.id), taker, record.id.as_str(), volumes).await;
                 attached.map_err(at("share the volumes of the container with the pod"))?;
             }
         }
-        let found = as_found(found, &record.id, &plan, &memory);
+        let found = as_found(found, &record.id, &plan, &own);
         let pushed = plan.into_iter().flatten().collect();
         let mut request = request(parts, pod, record, &found, &nodes, pushed).await?;
-        request.memory = memory.into_iter().flatten().collect();
+        request.empty_dirs = own.into_iter().flatten().collect();
         let mut offers = Vec::with_capacity(blocks.len());
         for (device, file) in blocks {
             let call = client.offer(record.id.as_str(), &device.container_path, file);
@@ -223,7 +226,7 @@ async fn request(
         volumes,
         pushed,
         devices: Vec::new(),
-        memory: Vec::new(),
+        empty_dirs: Vec::new(),
     })
 }
 
@@ -244,23 +247,53 @@ fn resolve(config: &ContainerConfig) -> Result<ContainerConfig, FileError> {
     Ok(config)
 }
 
+/// The volumes of a container that are its machine's own, by their place in the list; those on a disk with that.
+async fn own_volumes(
+    parts: &Parts,
+    pod: &PodRecord,
+    record: &ContainerRecord,
+    config: &ContainerConfig,
+) -> Result<Vec<Option<OwnVolume>>, LifecycleError> {
+    let (id, looked) = (record.id.clone(), config.node_volumes.clone());
+    let guest = parts.has_guest(pod);
+    // In a user namespace owners are mapped, which is the node's work.
+    let mapped = pod.config.user_namespace.is_some();
+    let way = match &pod.config.empty_dirs {
+        _ if !guest => disks::Way::Shares("run the pod by a handler whose engine is not host"),
+        _ if mapped => disks::Way::Shares("run the pod without a user namespace of its own"),
+        None => disks::Way::Shares("the pod was started by an older version of Nacelle; make it anew"),
+        Some(rules) => disks::Way::Disks(rules.clone(), parts.pod_dir(&pod.id)),
+    };
+    blocking(move || {
+        let disks = disks::plan(&way, &id, &looked)?;
+        let memory = if guest && !mapped { memory::plan(&id, &looked)? } else { Vec::new() };
+        let memory = memory.into_iter().chain(std::iter::repeat(None));
+        let own = disks.into_iter().zip(memory).map(|(disk, memory)| match disk {
+            Some(disk) => Some((disk.volume, Some((disk.device, disk.file)))),
+            None => memory.map(|volume| (volume, None)),
+        });
+        Ok(own.collect())
+    })
+    .await
+}
+
 /// Which process has the volumes of a pod.
 fn taker(parts: &Parts, pod: &PodRecord) -> Taker {
     if parts.has_guest(pod) { Taker::Share } else { Taker::Agent }
 }
 
-/// Volumes as the agent finds them, in memory, pushed or shared. What is mounted below a mount that cannot be written cannot be written
+/// Volumes as the agent finds them: the machine's own, pushed or shared. What is mounted below a mount that cannot be written cannot be written
 /// in a guest either: where only the volume itself of a shared one is read-only, it is the node's kernel that refuses.
 fn as_found(
     mut config: ContainerConfig,
     id: &ContainerId,
     plan: &[Option<proto::PushedVolume>],
-    memory: &[Option<proto::MemoryVolume>],
+    own: &[Option<proto::EmptyDir>],
 ) -> ContainerConfig {
     let mut numbers = 0..;
-    for (volume, (plan, memory)) in config.node_volumes.iter_mut().zip(plan.iter().zip(memory)) {
-        if let Some(memory) = memory {
-            volume.host_path.clone_from(&memory.source);
+    for (volume, (plan, own)) in config.node_volumes.iter_mut().zip(plan.iter().zip(own)) {
+        if let Some(own) = own {
+            volume.host_path.clone_from(&own.source);
         } else if let Some(pushed) = plan {
             volume.host_path = pushed::in_guest(pushed);
         } else if let Some(number) = numbers.next() {

@@ -1,5 +1,5 @@
-//! Owns: which volumes of the node are memory of the pod's machine instead of a share: emptyDir of medium Memory.
-//! docs/volumes.md has the rules. Looks at the node's folders and mounts, changes nothing.
+//! Owns: which volumes of the node are emptyDirs, and which are memory of the pod's machine instead of a share: those of medium
+//! Memory. docs/volumes.md has the rules. Looks at the node's folders and mounts, changes nothing.
 
 use super::error::LifecycleError;
 use crate::nouns::{NodeVolume, Propagation};
@@ -12,28 +12,25 @@ use std::path::{Path, PathBuf};
 
 /// kubelet's folder of such volumes, and of those on its disk.
 const PLUGIN: &str = "kubernetes.io~empty-dir";
-/// Where the agent is told that a volume comes from; it knows better.
-const FOLDER: &str = "/run/nacelle/memory";
+/// Where the agent is told that a volume of the machine's own comes from; it knows better.
+pub(super) const FOLDER: &str = "/run/nacelle/empty-dirs";
 /// Folders of a volume on the node that are looked through: kubelet makes one for each `subPath`.
 const MOST: usize = 4096;
 
 /// What a machine makes of a container's volumes, by their place in the list; none for those that are none of its memory. The
 /// paths are without links.
-pub(super) fn plan(
-    id: &ContainerId,
-    volumes: &[NodeVolume],
-) -> Result<Vec<Option<proto::MemoryVolume>>, LifecycleError> {
+pub(super) fn plan(id: &ContainerId, volumes: &[NodeVolume]) -> Result<Vec<Option<proto::EmptyDir>>, LifecycleError> {
     let planned = volumes.iter().enumerate().map(|(number, volume)| {
         let Some((name, root, part)) = found(Path::new(&volume.host_path))? else { return Ok(None) };
         if volume.propagation != Propagation::Private {
-            return Err(LifecycleError::MemoryPropagation { path: volume.host_path.clone() });
+            return Err(LifecycleError::OwnPropagation { path: volume.host_path.clone() });
         }
         let looked = |path: &Path| fs::metadata(path).ok();
         let (Some(whole), Some(seen), Ok(size)) = (looked(&root), looked(Path::new(&volume.host_path)), statfs(&root))
         else {
             return Ok(None);
         };
-        Ok(Some(proto::MemoryVolume {
+        Ok(Some(proto::EmptyDir {
             name: super::pushed::called("memory", &name, &root),
             path: root.display().to_string(),
             source: format!("{FOLDER}/{id}.{number}"),
@@ -53,25 +50,30 @@ pub(super) fn plan(
 
 /// The name of the volume, its folder, and which part of it is meant (all of it: empty).
 fn found(path: &Path) -> Result<Option<(String, PathBuf, String)>, LifecycleError> {
-    let names: Vec<&str> = path.iter().map(|name| name.to_str().unwrap_or_default()).collect();
-    let (name, root) = match names.as_slice() {
-        [.., "pods", _pod, "volumes", PLUGIN, name] => (*name, path.to_owned()),
-        [.., "pods", _pod, "volume-subpaths", name, _container, _number] => {
-            let pod = path.ancestors().nth(4).unwrap_or(path);
-            (*name, pod.join("volumes").join(PLUGIN).join(name))
-        }
-        _ => return Ok(None),
-    };
+    let Some((name, root)) = named(path) else { return Ok(None) };
     match kind(&root) {
         Some(HUGETLBFS_MAGIC) => Err(LifecycleError::HugeVolume { path: path.display().to_string() }),
-        Some(TMPFS_MAGIC) if path == root => Ok(Some((name.to_owned(), root, String::new()))),
-        Some(TMPFS_MAGIC) => Ok(part(path, &root).map(|part| (name.to_owned(), root, part))),
+        Some(TMPFS_MAGIC) if path == root => Ok(Some((name, root, String::new()))),
+        Some(TMPFS_MAGIC) => Ok(part(path, &root).map(|part| (name, root, part))),
         _ => Ok(None),
     }
 }
 
+/// The emptyDir that this is, or is a part of, by kubelet's names: its name, and its folder.
+pub(super) fn named(path: &Path) -> Option<(String, PathBuf)> {
+    let names: Vec<&str> = path.iter().map(|name| name.to_str().unwrap_or_default()).collect();
+    match names.as_slice() {
+        [.., "pods", _pod, "volumes", PLUGIN, name] => Some(((*name).to_owned(), path.to_owned())),
+        [.., "pods", _pod, "volume-subpaths", name, _container, _number] => {
+            let pod = path.ancestors().nth(4).unwrap_or(path);
+            Some(((*name).to_owned(), pod.join("volumes").join(PLUGIN).join(name)))
+        }
+        _ => None,
+    }
+}
+
 /// The kind of file system that is mounted at a folder, if one is.
-fn kind(folder: &Path) -> Option<FsType> {
+pub(super) fn kind(folder: &Path) -> Option<FsType> {
     let device = |path: &Path| fs::symlink_metadata(path).ok().filter(fs::Metadata::is_dir).map(|found| found.dev());
     let mounted = device(folder)? != device(folder.parent()?)?;
     let kind = statfs(folder).ok()?.filesystem_type();
@@ -94,7 +96,7 @@ fn part(path: &Path, root: &Path) -> Option<String> {
 }
 
 /// Whether the node's copy has anything but folders.
-fn occupied(root: &Path) -> bool {
+pub(super) fn occupied(root: &Path) -> bool {
     let (mut folders, mut looked) = (vec![root.to_owned()], 0);
     while let Some(folder) = folders.pop() {
         looked += 1;

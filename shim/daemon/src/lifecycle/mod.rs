@@ -6,6 +6,7 @@
 mod actor;
 mod boot;
 pub(crate) mod devices;
+mod disks;
 mod error;
 pub mod events;
 mod make;

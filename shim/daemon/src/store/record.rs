@@ -201,6 +201,7 @@ pub(crate) mod tests {
                 node_namespaces: Default::default(),
                 on_host: false,
                 user_namespace: None,
+                empty_dirs: None,
                 privileged: false,
                 memory_limit: Some(1 << 28),
                 overhead_memory: None,

@@ -344,7 +344,8 @@ impl Actor {
 
     /// A container less that uses these images and devices, and has these copies.
     fn release_all(&mut self, request: &pod::CreateContainerRequest) {
-        for device in &request.devices {
+        // A volume stays until the pod ends.
+        for device in request.devices.iter().filter(|device| !device.of_volume) {
             self.release_device(&device.key);
         }
         for (key, _) in images_of(request) {

@@ -1,5 +1,5 @@
-//! Owns: the actor's part that concerns block devices of the node: those that were handed over and wait for their container,
-//! and those that containers have.
+//! Owns: the actor's part that concerns block devices of the node, and files with volumes: those that were handed over and wait
+//! for their container, and those that containers have.
 
 use super::{Actor, News, Reply, send, tell};
 use crate::container::{Attached, DeviceAttach, DeviceUse};
@@ -95,11 +95,11 @@ impl Actor {
         let (tell, attached) = watch::channel(None);
         let attach = |placed, before| DeviceAttach { placed, file, writable: device.writable, before, tell };
         if change == Change::New {
-            let placed = Arc::new(Placed::new(slot, number, Path::new(&device.path)));
+            let placed = Arc::new(Placed::new(slot, number, Path::new(&device.path), device.of_volume));
             let (watched, mut ready) = (Arc::clone(&placed), attached.clone());
             let watcher = tokio::spawn(async move {
                 let known = ready.wait_for(Option::is_some).await.map(|outcome| matches!(*outcome, Some(Ok(()))));
-                if known.unwrap_or(false) {
+                if known.unwrap_or(false) && watched.grows() {
                     devices::watch(agent, watched).await;
                 }
             });

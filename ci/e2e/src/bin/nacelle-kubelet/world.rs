@@ -26,7 +26,13 @@ impl World {
     pub fn new() -> Self {
         let mirror = |host: &str| format!("[images.registries.{host:?}]\nmirrors = [\"http://127.0.0.1:5000\"]\n\n");
         let policy = "[sandbox]\nhost_namespaces = \"run-on-host\"\n\n";
-        let extra = [policy.to_owned(), mirror("docker.io"), mirror("registry.k8s.io")].concat();
+        let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(nacelle_e2e::part);
+        let disks = format!(
+            "[handlers.disks]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nmemory_mib = 128\nempty_dir = \"disk\"\n\
+             allowed_annotations = [\"vm.nacelle.dev/empty-dir-limits\"]\n\n",
+            nacelle_e2e::node::engine()
+        );
+        let extra = [policy.to_owned(), disks, mirror("docker.io"), mirror("registry.k8s.io")].concat();
         let node = Node::with(Options { extra, ipv6: false, ..Options::default() });
         node.registry.push(&Image::busybox(), IMAGE);
         let kubelet = Kubelet::start(&node);

@@ -3,6 +3,7 @@
 
 mod container;
 mod device;
+mod empty_dirs;
 pub mod metrics;
 mod pod;
 pub mod report;
@@ -12,6 +13,7 @@ mod volume;
 
 pub use container::{container_config, pod_resources_change, resources_change, seccomp_profile};
 pub use device::with_edits;
+pub use empty_dirs::empty_dirs;
 pub use pod::pod_config;
 pub use volume::for_a_guest;
 
@@ -71,6 +73,16 @@ pub enum FieldError {
         /// The handlers that could run it.
         handlers: String,
     },
+    /// It asks for what this pod cannot have here.
+    #[error("{field} is {value:?}: {why}")]
+    NotHere {
+        /// Its path in the request.
+        field: &'static str,
+        /// Its value, cut.
+        value: String,
+        /// Why, and what to do.
+        why: &'static str,
+    },
     /// A container asks for a namespace of the node that its pod does not have.
     #[error("{field} is NODE, but the pod has a namespace of its own: a container has its pod's")]
     NotThePods {
@@ -84,9 +96,10 @@ impl Classify for FieldError {
         match self {
             FieldError::Missing { .. } | FieldError::Bad { .. } => Kind::Invalid,
             FieldError::NotYet { .. } => Kind::Unsupported,
-            FieldError::HostNamespace { .. } | FieldError::NotThePods { .. } | FieldError::NeedsHost { .. } => {
-                Kind::Conflict
-            }
+            FieldError::HostNamespace { .. }
+            | FieldError::NotThePods { .. }
+            | FieldError::NotHere { .. }
+            | FieldError::NeedsHost { .. } => Kind::Conflict,
         }
     }
 }

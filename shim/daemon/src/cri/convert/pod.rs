@@ -14,7 +14,7 @@ const SYSCTLS: [&str; 5] = ["net.", "kernel.shm", "kernel.msg", "kernel.sem", "f
 const HOSTNAME: usize = 64;
 
 /// Checks and converts. `handler` is the request's runtime_handler, whose existence the caller checks; `policy` says what
-/// becomes of pods that ask for namespaces of the node, and of privileged ones.
+/// becomes of pods that ask for namespaces of the node, and of privileged ones. What depends on the handler is left out.
 pub fn pod_config(
     config: Option<&cri::PodSandboxConfig>,
     handler: &str,
@@ -51,6 +51,7 @@ pub fn pod_config(
         node_namespaces: shares,
         on_host,
         user_namespace,
+        empty_dirs: None,
         privileged: security.privileged,
         memory_limit: positive(resources.memory_limit_in_bytes),
         overhead_memory: positive(linux.overhead.unwrap_or_default().memory_limit_in_bytes),

@@ -237,6 +237,44 @@ pub fn eviction(world: &World) -> Outcome {
     Outcome::Passed
 }
 
+pub fn a_volume_with_a_limit(world: &World) -> Outcome {
+    if nacelle_e2e::node::engine() == "host" {
+        return Outcome::Skipped(
+            "without a machine an emptyDir is a folder of the node, whose limit is kubelet's eviction",
+        );
+    }
+    let cluster = cluster(world);
+    let (pod, class) = documents("limited-volume");
+    cluster.apply(&class);
+    let pod = cluster.pod("limited-volume", &pod);
+    pod.ready();
+    // kubectl exec ends as the command does.
+    let run = |container: &str, script: &str| {
+        cluster.kubectl(&["exec", "limited-volume", "-c", container, "--", "sh", "-c", script])
+    };
+    let used = || {
+        let summary = cluster.kubectl(&["get", "--raw", "/api/v1/nodes/node/proxy/stats/summary"]).ok();
+        let summary: Value = serde_json::from_str(&summary).expect("kubelet answers in JSON");
+        let pods = summary["pods"].as_array()?.iter().find(|pod| pod["podRef"]["name"] == "limited-volume")?;
+        pods["volume"].as_array()?.iter().find(|volume| volume["name"] == "data")?["usedBytes"].as_u64()
+    };
+    // Ready says that both were started, no more.
+    wait("the writer's word", || (run("reader", "cat /seen/word").stdout == "of the writer").then_some(()));
+    assert_eq!(run("reader", "stat -c '%a %g' /data").ok(), "2777 3000");
+    let full = run("writer", "dd if=/dev/urandom of=/data/much bs=1M count=64");
+    assert!(full.code != 0 && full.stderr.contains("No space left"), "{full:?}");
+    // kubelet sees how much that is: not more than the limit, and so it leaves the pod alone.
+    let most = wait("kubelet measures the full volume", || used().filter(|used| *used > 24 << 20));
+    assert!(most <= 32 << 20, "{most}");
+    run("writer", "rm /data/much && sync").ok();
+    wait("kubelet sees that the volume has room again", || used().filter(|used| *used < 8 << 20));
+    assert_eq!(run("reader", "cat /seen/word").ok(), "of the writer");
+    let object = pod.object().expect("it was not evicted");
+    assert_eq!(object["status"]["phase"], "Running", "{object}");
+    pod.delete();
+    Outcome::Passed
+}
+
 pub fn a_size_that_changes(world: &World) -> Outcome {
     if !crate::kubelet::makes_groups() {
         return Outcome::Skipped(

@@ -49,6 +49,7 @@ pub const SHARED: &[Shared] = &[
 /// Those that need an API server: the node joins it when all others are done.
 pub const CLUSTER: &[Shared] = &[
     ("eviction", cluster::eviction),
+    ("a volume with a limit", cluster::a_volume_with_a_limit),
     ("a database with a claim", cluster::a_database_with_a_claim),
     ("configuration that changes", cluster::configuration_that_changes),
     ("what the node says", cluster::what_the_node_says),

@@ -1,0 +1,264 @@
+//! Owns: volumes of the machine's own, a tmpfs or the ext4 of a partition each, for all containers of the pod until it ends; and
+//! the parts of them that containers see.
+//! May use: `image`, which has the partitions. Containers write there: nothing in the volumes is followed. So may others have done
+//! with a disk, which is the kernel's to judge: what it cannot mount is refused.
+
+use nacelle_base::mounts;
+use nacelle_base::{Classify, Kind};
+use nacelle_proto::agent::EmptyDir;
+use nix::errno::Errno;
+use nix::fcntl::{AtFlags, OFlag, OpenHow, ResolveFlag, openat2};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sys::stat::{FchmodatFlags, Mode, fchmodat, mkdirat};
+use nix::unistd::{Gid, Uid, chown, fchownat};
+use std::collections::BTreeSet;
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Component, Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use crate::image::{DiskError, Disks};
+use crate::paths;
+
+/// The folder of a disk that is the volume: beside it lies what belongs to the file system.
+const VOLUME: &str = "volume";
+/// The same while it is made.
+const DRAFT: &str = "draft";
+
+/// Why a container cannot have such a volume.
+#[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the fields are what the message prints")]
+pub enum EmptyDirError {
+    #[error("{name:?} is no name of a volume: 1 to 128 letters, digits, '_', '-' and '.' are, not starting with '.'")]
+    Name { name: String },
+    #[error("{part:?} is no part of a volume: names without . and .. are")]
+    Part { part: String },
+    #[error("the volume {path} has files on the node, which a machine would not see: put them there from a container")]
+    Occupied { path: String },
+    #[error("the part {part:?} of the volume {path} is no folder, or leads out of the volume")]
+    NoFolder { part: String, path: String },
+    #[error(transparent)]
+    Disk(#[from] DiskError),
+    #[error(
+        "cannot mount the disk of the volume {path}: if its file on the node is damaged, what is in it is lost; remove the pod, or \
+         that file"
+    )]
+    Damaged { path: String, source: io::Error },
+    #[error("cannot {what} the volume {path}")]
+    Io { what: &'static str, path: String, source: io::Error },
+}
+
+impl Classify for EmptyDirError {
+    fn kind(&self) -> Kind {
+        match self {
+            EmptyDirError::Name { .. } | EmptyDirError::Part { .. } => Kind::Invalid,
+            EmptyDirError::Occupied { .. } | EmptyDirError::NoFolder { .. } | EmptyDirError::Damaged { .. } => {
+                Kind::Conflict
+            }
+            EmptyDirError::Disk(source) => source.kind(),
+            EmptyDirError::Io { source, .. } => source.kind().into(),
+        }
+    }
+}
+
+/// The volumes, by their names.
+#[derive(Debug, Default)]
+pub struct EmptyDirs {
+    mounted: Mutex<BTreeSet<String>>,
+}
+
+/// Where a container finds what it asked for.
+#[derive(Debug)]
+pub enum Place {
+    /// All of the volume.
+    Whole(PathBuf),
+    /// A mount of a part that lies nowhere yet.
+    Part(OwnedFd),
+}
+
+impl EmptyDirs {
+    /// Makes the volume, unless it is there, and finds what is asked for of it.
+    pub fn place(&self, asked: &EmptyDir, disks: &Disks) -> Result<Place, EmptyDirError> {
+        let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
+        let name = &asked.name;
+        if !(1..=128).contains(&name.len()) || name.starts_with('.') || !name.chars().all(plain) {
+            return Err(EmptyDirError::Name { name: name.chars().take(140).collect() });
+        }
+        let on_disk = asked.partition != 0;
+        let point = Path::new(paths::EMPTY_DIRS).join(name);
+        let root = if on_disk { point.join(VOLUME) } else { point.clone() };
+        let mut mounted = self.mounted.lock().unwrap_or_else(PoisonError::into_inner);
+        if !mounted.contains(name) {
+            if on_disk {
+                disk(asked, &disks.volume(asked.partition)?, &point)?;
+            } else if asked.occupied {
+                return Err(EmptyDirError::Occupied { path: asked.path.clone() });
+            } else {
+                make(asked, &point).map_err(io_at("make", asked))?;
+            }
+            mounted.insert(name.clone());
+        }
+        drop(mounted);
+        if asked.part.is_empty() {
+            return Ok(Place::Whole(root));
+        }
+        let folder = part(&root, asked)?;
+        let path = format!("/proc/self/fd/{}", folder.as_raw_fd());
+        mounts::copy(Path::new(&path), false).map(Place::Part).map_err(io_at("show a part of", asked))
+    }
+}
+
+fn io_at<E: Into<io::Error>>(what: &'static str, asked: &EmptyDir) -> impl FnOnce(E) -> EmptyDirError {
+    let path = asked.path.clone();
+    move |source| EmptyDirError::Io { what, path, source: source.into() }
+}
+
+/// As the node has it, but no larger than the machine's memory.
+fn make(asked: &EmptyDir, root: &Path) -> io::Result<()> {
+    let total = nix::sys::sysinfo::sysinfo()?.ram_total();
+    fs::create_dir_all(root)?;
+    let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
+    let options = format!("mode={:o},size={}", asked.mode & 0o7777, asked.bytes.min(total).max(4096));
+    mount(Some("memory"), root, Some("tmpfs"), flags, Some(options.as_str()))?;
+    Ok(chown(root, Some(Uid::from_raw(asked.uid)), Some(Gid::from_raw(asked.gid)))?)
+}
+
+/// Mounts a disk, and makes the volume's folder on one that is new, as the node has it.
+fn disk(asked: &EmptyDir, device: &Path, point: &Path) -> Result<(), EmptyDirError> {
+    fs::create_dir_all(point).map_err(io_at("make a place for", asked))?;
+    mount(Some(device), point, Some("ext4"), MsFlags::MS_NODEV, Some("discard"))
+        .map_err(|error| EmptyDirError::Damaged { path: asked.path.clone(), source: error.into() })?;
+    let made = begin(asked, point);
+    if made.is_err() {
+        // The first error is the one that matters; the next container tries it anew.
+        let _ = umount2(point, MntFlags::MNT_DETACH);
+    }
+    made
+}
+
+/// Whoever used the disk before may have left anything in it.
+fn begin(asked: &EmptyDir, point: &Path) -> Result<(), EmptyDirError> {
+    let volume = point.join(VOLUME);
+    match fs::symlink_metadata(&volume) {
+        Ok(found) if found.is_dir() => return Ok(()),
+        Ok(_) => {
+            let source = io::ErrorKind::NotADirectory.into();
+            return Err(EmptyDirError::Damaged { path: asked.path.clone(), source });
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        Err(error) => return Err(io_at("look for", asked)(error)),
+    }
+    let draft = point.join(DRAFT);
+    let made = match fs::remove_dir(&draft) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => fs::create_dir(&draft),
+    };
+    made.and_then(|()| Ok(chown(&draft, Some(Uid::from_raw(asked.uid)), Some(Gid::from_raw(asked.gid)))?))
+        .and_then(|()| fs::set_permissions(&draft, fs::Permissions::from_mode(asked.mode & 0o7777)))
+        .and_then(|()| fs::rename(&draft, &volume))
+        .map_err(io_at("make", asked))
+}
+
+fn open(at: &OwnedFd, name: &OsStr) -> nix::Result<OwnedFd> {
+    let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
+    let resolve = ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS | ResolveFlag::RESOLVE_NO_XDEV;
+    openat2(at, name, OpenHow::new().flags(flags).resolve(resolve))
+}
+
+/// A folder of the volume, made like that of the node where it is missing.
+fn part(root: &Path, asked: &EmptyDir) -> Result<OwnedFd, EmptyDirError> {
+    let wrong = || EmptyDirError::Part { part: asked.part.chars().take(200).collect() };
+    let root = File::options().read(true).open(root).map_err(io_at("open", asked))?;
+    let mut folder = OwnedFd::from(root);
+    for name in Path::new(&asked.part).components() {
+        let Component::Normal(name) = name else { return Err(wrong()) };
+        let mode = Mode::from_bits_truncate(asked.part_mode & 0o7777);
+        match mkdirat(&folder, name, mode) {
+            Ok(()) => {
+                let owner = (Some(Uid::from_raw(asked.part_uid)), Some(Gid::from_raw(asked.part_gid)));
+                fchownat(&folder, name, owner.0, owner.1, AtFlags::AT_SYMLINK_NOFOLLOW)
+                    .map_err(io_at("give a part of", asked))?;
+                // Whatever the umask has taken off.
+                let opened = open(&folder, name).map_err(io_at("open a part of", asked))?;
+                fchmodat(&opened, ".", mode, FchmodatFlags::FollowSymlink)
+                    .map_err(io_at("set the mode of a part of", asked))?;
+            }
+            Err(Errno::EEXIST) => {}
+            Err(error) => return Err(io_at("make a part of", asked)(error)),
+        }
+        folder = open(&folder, name).map_err(|error| match error {
+            Errno::ELOOP | Errno::ENOTDIR | Errno::EXDEV => {
+                EmptyDirError::NoFolder { part: asked.part.clone(), path: asked.path.clone() }
+            }
+            error => io_at("open a part of", asked)(error),
+        })?;
+    }
+    Ok(folder)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn asked(part: &str) -> EmptyDir {
+        let (uid, gid) = (nix::unistd::getuid().as_raw(), nix::unistd::getgid().as_raw());
+        EmptyDir { part: part.into(), part_mode: 0o2750, part_uid: uid, part_gid: gid, ..Default::default() }
+    }
+
+    #[test]
+    fn a_part_is_a_folder_of_the_volume_and_nothing_else() {
+        use std::os::unix::fs::{MetadataExt, symlink};
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path();
+        let opened = File::from(part(root, &asked("a/b")).unwrap());
+        let made = fs::metadata(root.join("a/b")).unwrap();
+        assert_eq!((opened.metadata().unwrap().ino(), made.mode() & 0o7777), (made.ino(), 0o2750));
+        part(root, &asked("a/b")).unwrap();
+        symlink("/", root.join("link")).unwrap();
+        fs::write(root.join("file"), "").unwrap();
+        for (bad, kind) in [
+            ("link", Kind::Conflict),
+            ("link/etc", Kind::Conflict),
+            ("file", Kind::Conflict),
+            ("../x", Kind::Invalid),
+            ("/etc", Kind::Invalid),
+        ] {
+            assert_eq!(part(root, &asked(bad)).unwrap_err().kind(), kind, "{bad}");
+        }
+    }
+
+    #[test]
+    fn names_are_plain_and_what_is_on_the_node_is_not_hidden() {
+        let (volumes, disks) = (EmptyDirs::default(), Disks::on_node());
+        for name in ["", ".x", "a/b"] {
+            let error = volumes.place(&EmptyDir { name: name.into(), ..asked("") }, &disks).unwrap_err();
+            assert_eq!(error.kind(), Kind::Invalid, "{error}");
+        }
+        let there = EmptyDir { name: "memory.x".into(), path: "/k/x".into(), occupied: true, ..asked("") };
+        let error = volumes.place(&there, &disks).unwrap_err();
+        assert!(error.kind() == Kind::Conflict && error.to_string().contains("/k/x"), "{error}");
+        let on_disk = EmptyDir { name: "disk.x".into(), partition: 3, ..asked("") };
+        assert_eq!(volumes.place(&on_disk, &disks).unwrap_err().kind(), Kind::NotFound);
+    }
+
+    #[test]
+    fn a_new_disk_gets_a_folder_as_the_node_has_it_and_an_old_one_keeps_its_own() {
+        use std::os::unix::fs::{MetadataExt, symlink};
+        let folder = tempfile::tempdir().unwrap();
+        let point = folder.path();
+        let asked = EmptyDir { mode: 0o2777, ..asked("") };
+        // Left by a machine that died over it.
+        fs::create_dir(point.join(DRAFT)).unwrap();
+        begin(&asked, point).unwrap();
+        let mode = || fs::metadata(point.join(VOLUME)).unwrap().mode() & 0o7777;
+        assert_eq!((mode(), point.join(DRAFT).exists()), (0o2777, false));
+        begin(&EmptyDir { mode: 0o700, ..asked.clone() }, point).unwrap();
+        assert_eq!(mode(), 0o2777);
+        fs::remove_dir(point.join(VOLUME)).unwrap();
+        symlink("/", point.join(VOLUME)).unwrap();
+        assert_eq!(begin(&asked, point).unwrap_err().kind(), Kind::Conflict);
+    }
+}

@@ -1,0 +1,235 @@
+//! Owns: emptyDir volumes on kubelet's disk that are disks of machines, with the test in kubelet's place: their limits, who sees
+//! them, what becomes of them when a sandbox ends or dies, and what is refused.
+
+use nacelle_e2e::node::{Options, engine};
+use nacelle_e2e::run::call;
+use nacelle_e2e::{Container, Image, Node, Pod, eventually};
+use serde_json::{Value, json};
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+use std::path::{Path, PathBuf};
+
+const LIMITS: &str = "vm.nacelle.dev/empty-dir-limits";
+const FILE: &str = "nacelle-volume.ext4";
+
+/// A node with the handlers "disks", whose emptyDirs have 32 MiB where a pod does not say it, and "shares".
+fn node() -> Node {
+    let handler = |name: &str, more: &str| {
+        let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(nacelle_e2e::part);
+        format!(
+            "[handlers.{name}]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nmemory_mib = 128\nscratch_mib = 512\n\
+             allowed_annotations = [{LIMITS:?}]\n{more}\n",
+            engine()
+        )
+    };
+    let extra = handler("disks", "empty_dir = \"disk\"\nempty_dir_mib = 32") + &handler("shares", "");
+    Node::with(Options { extra, ..Options::default() })
+}
+
+/// kubelet's folder of a pod.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(node: &Node, uid: &str) -> Folder {
+        Folder(node.folder().join("kubelet/pods").join(uid))
+    }
+
+    /// A volume as kubelet makes it, for the pod's group.
+    fn volume(&self, name: &str) -> PathBuf {
+        let folder = self.0.join("volumes/kubernetes.io~empty-dir").join(name);
+        fs::create_dir_all(&folder).expect("the node's folder is writable");
+        chown(&folder, None, Some(2000)).expect("it is ours");
+        fs::set_permissions(&folder, fs::Permissions::from_mode(0o2777)).expect("it is ours");
+        folder
+    }
+
+    /// A part of one, as kubelet mounts it for a `subPath`.
+    fn part(&self, volume: &Path, part: &str, number: u32) -> Part {
+        let at = self.0.join("volume-subpaths").join(volume.file_name().unwrap()).join(format!("c/{number}"));
+        for folder in [&volume.join(part), &at] {
+            fs::create_dir_all(folder).expect("the node's folder is writable");
+        }
+        call("mount", ["--bind".as_ref(), volume.join(part).as_os_str(), at.as_os_str()]).ok();
+        Part(at)
+    }
+}
+
+struct Part(PathBuf);
+
+impl Drop for Part {
+    fn drop(&mut self) {
+        // Not lazily: a machine that holds it makes this fail, and the test.
+        let done = call("umount", [&self.0]);
+        assert!(std::thread::panicking() || done.code == 0, "{done:?}");
+    }
+}
+
+fn mount(host: &Path, at: &str) -> Value {
+    json!({"host_path": host, "container_path": at})
+}
+
+/// What kubelet would measure, in KiB.
+fn taken(volume: &Path) -> u64 {
+    fs::metadata(volume.join(FILE)).map_or(0, |file| file.blocks() / 2) + 4
+}
+
+/// The same pod's next sandbox.
+fn next(pod: &Pod, attempt: u32) -> Pod {
+    let mut next = Pod(pod.0.clone());
+    next.0["metadata"]["attempt"] = json!(attempt);
+    next
+}
+
+#[test]
+fn an_empty_dir_on_a_disk_of_the_machine_has_a_limit() {
+    if engine() == "host" {
+        println!("skipped: without a guest such volumes are folders of the node");
+        return;
+    }
+    let mut node = node();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let folder = Folder::new(&node, "0d3c");
+    let (volume, other) = (folder.volume("scratch"), folder.volume("other"));
+    let neighbours = Folder::new(&node, "0e4d").volume("scratch");
+    let (part, trap) = (folder.part(&volume, "deep/part", 0), folder.part(&volume, "trap", 1));
+    let with = |name: &str, mounts: Value| Container::sh(name, &image, "sleep 600").set("mounts", mounts);
+    let asked = Pod::new("disk", node.folder()).set("annotations", json!({LIMITS: "scratch=16Mi"}));
+    let (pod_id, one_id) = {
+        let pod = node.crictl.run_pod_of("disks", next(&asked, 0));
+        let neighbour = node.crictl.run_pod_of("disks", Pod::new("neighbour", node.folder()));
+        let one = pod.start(with("one", json!([mount(&volume, "/cache"), mount(&other, "/other")])));
+        let two = pod.start(with("two", json!([mount(&volume, "/same"), mount(&part.0, "/part")])));
+        let far = neighbour.start(with("far", json!([mount(&neighbours, "/cache")])));
+
+        // Nothing is in it but the part that kubelet has made; it is as kubelet has it, and one for all.
+        assert_eq!(one.exec("stat -c '%a %g' /cache; ls -A /cache").ok(), "2777 2000\ndeep");
+        one.exec("echo word >/cache/file && mkdir -p /cache/deep/part && echo in it >/cache/deep/part/file").ok();
+        assert_eq!(two.exec("cat /same/file /part/file; stat -c %g /same/file").ok(), "word\nin it\n2000");
+        two.exec("echo back >/part/file").ok();
+        assert_eq!(one.exec("cat /cache/deep/part/file").ok(), "back");
+        assert!(!volume.join("file").exists(), "the node sees a file with a disk");
+        assert_eq!(fs::metadata(volume.join(FILE)).unwrap().mode() & 0o777, 0o600);
+
+        // The limit, which hurts nobody else, and which kubelet does not see exceeded.
+        let full = one.exec("dd if=/dev/urandom of=/cache/much bs=1M count=32");
+        assert!(full.code != 0 && full.stderr.contains("No space left"), "{full:?}");
+        for (who, script) in [(&one, "/other/x"), (&far, "/cache/x"), (&one, "/x")] {
+            who.exec(&format!("dd if=/dev/urandom of={script} bs=1M count=12 && sync")).ok();
+        }
+        let room = taken(&volume);
+        assert!((8 << 10..=16 << 10).contains(&room), "{room} KiB");
+        assert_eq!(one.exec("df -m /other | tail -1 | awk '{print ($2 > 20 && $2 < 32)}'").ok(), "1");
+        // What is deleted is the node's again.
+        one.exec("rm /cache/much && sync").ok();
+        eventually("the room is given back", || (taken(&volume) < 3 << 10).then_some(()));
+        assert_eq!(two.exec("cat /same/file").ok(), "word");
+
+        // A part that a container has made a way out of is none; and the volume can be read-only for one.
+        one.exec("rm -rf /cache/trap && ln -s / /cache/trap").ok();
+        let refused = pod.try_create(with("trapped", json!([mount(&trap.0, "/trap")]))).err();
+        assert!(refused.contains("FailedPrecondition") && refused.contains("leads out"), "{refused}");
+        let read = json!([{"host_path": volume, "container_path": "/cache", "readonly": true}]);
+        let reader = pod.start(with("reader", read));
+        assert_eq!(reader.exec("cat /cache/file").ok(), "word");
+        assert_ne!(reader.exec("touch /cache/x").code, 0);
+        neighbour.remove();
+        (pod.id.clone(), one.id.clone())
+    };
+
+    // The daemon has no part in it; and no second machine has it.
+    node.kill();
+    node.start();
+    let pod = node.crictl.pod(&pod_id, next(&asked, 0));
+    node.crictl.call(["rm", "--force", &one_id]);
+    let one = pod.start(with("one", json!([mount(&volume, "/cache")])));
+    assert_eq!(one.exec("cat /cache/file").ok(), "word");
+    let second = node.crictl.run_pod_of("disks", next(&asked, 1));
+    let refused = second.try_create(with("c", json!([mount(&volume, "/cache")]))).err();
+    assert!(refused.contains("FailedPrecondition") && refused.contains("another of its sandboxes"), "{refused}");
+
+    // A sandbox that is stopped leaves all that was written to the next one, also if that is of another handler by now.
+    one.exec("echo of the first >/cache/first").ok();
+    pod.remove();
+    let sleeper = second.start(with("c", json!([mount(&volume, "/cache")])));
+    assert_eq!(sleeper.exec("cat /cache/file /cache/first").ok(), "word\nof the first");
+    // One that dies leaves what was on the disk by then.
+    sleeper.exec("echo kept >/cache/second && sync && echo lost, perhaps >/cache/third").ok();
+    for pid in node.processes("nacelle-pod ") {
+        call("kill", ["-9", &pid.to_string()]);
+    }
+    eventually("the pod is not ready", || (second.inspect()["status"]["state"] == "SANDBOX_NOTREADY").then_some(()));
+    second.remove();
+    let third = node.crictl.run_pod_of("shares", next(&asked, 2).set("annotations", json!({})));
+    let last = third.start(with("c", json!([mount(&volume, "/cache"), mount(&part.0, "/part")])));
+    assert_eq!(last.exec("cat /cache/first /cache/second /part/file").ok(), "of the first\nkept\nback");
+    third.remove();
+    drop((part, trap));
+    fs::remove_dir_all(&folder.0).expect("nobody holds anything of it");
+}
+
+#[test]
+fn sizes_and_volumes_that_cannot_be_are_refused() {
+    let node = node();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let folder = Folder::new(&node, "0d3c");
+    let refused = |handler: &str, limits: &str, code: &str, words: &str| {
+        let pod = Pod::new("refused", node.folder()).set("annotations", json!({LIMITS: limits}));
+        let file = node.crictl.file("pod", &pod.0);
+        let answer = node.crictl.try_call(["runp", "--runtime", handler, &file]).err();
+        assert!(answer.contains(code) && answer.contains(words) && answer.contains(LIMITS), "{answer}");
+    };
+    refused("nacelle", "a=16Mi", "InvalidArgument", "allows []");
+    refused("shares", "a=16Mi", "FailedPrecondition", "sizeLimit is kubelet's");
+    let guest = engine() != "host";
+    if guest {
+        refused("disks", "a=1Mi", "InvalidArgument", "16Mi to 4Ti");
+    } else {
+        refused("disks", "a=16Mi", "FailedPrecondition", "no machine");
+    }
+
+    let pod = node.crictl.run_pod_of("disks", Pod::new("refusing", node.folder()));
+    let with = |name: &str, mount: Value| Container::sh(name, &image, "sleep 600").set("mounts", json!([mount]));
+    // What has files on the node is shared with it, also when they are gone.
+    let filled = folder.volume("filled");
+    fs::write(filled.join("file"), "of the node").unwrap();
+    let one = pod.start(with("one", mount(&filled, "/cache")));
+    assert_eq!(one.exec("cat /cache/file && rm /cache/file && echo word >/cache/word").ok(), "of the node");
+    assert_eq!(fs::read_to_string(filled.join("word")).unwrap(), "word\n");
+    fs::remove_file(filled.join("word")).unwrap();
+    let two = pod.start(with("two", mount(&filled, "/cache")));
+    two.exec("echo of two >/cache/two").ok();
+    assert_eq!(one.exec("cat /cache/two").ok(), "of two");
+    assert!(!filled.join(FILE).exists());
+
+    let on_disk = folder.volume("on-disk");
+    if !guest {
+        // A machine's disk is nothing for pods without one.
+        pod.start(with("plain", mount(&on_disk, "/cache"))).exec("echo word >/cache/word").ok();
+        assert_eq!(fs::read_to_string(on_disk.join("word")).unwrap(), "word\n");
+        fs::write(on_disk.join(FILE), "").unwrap();
+        let answer = pod.try_create(with("other", mount(&on_disk, "/cache"))).err();
+        assert!(answer.contains("FailedPrecondition") && answer.contains("disk for machines"), "{answer}");
+        return pod.remove();
+    }
+    let refused = |name: &str, mount: Value, code: &str, words: &str| {
+        let answer = pod.try_create(with(name, mount)).err();
+        assert!(answer.contains(code) && answer.contains(words), "{answer}");
+    };
+    let told = json!({"host_path": on_disk, "container_path": "/cache", "propagation": 1});
+    refused("told", told, "Unimplemented", "propagation");
+    // What is no file system, or leads elsewhere, is no volume; the machine and its other volumes go on.
+    for name in ["damaged", "astray"] {
+        folder.volume(name);
+    }
+    fs::write(folder.volume("damaged").join(FILE), vec![7; 16 << 20]).unwrap();
+    refused("damaged", mount(&folder.volume("damaged"), "/cache"), "FailedPrecondition", "damaged");
+    std::os::unix::fs::symlink("/dev/zero", folder.volume("astray").join(FILE)).unwrap();
+    let answer = pod.try_create(with("astray", mount(&folder.volume("astray"), "/cache"))).err();
+    assert!(answer.contains(FILE), "{answer}");
+    // One that is made anew can be had.
+    fs::remove_file(folder.volume("damaged").join(FILE)).unwrap();
+    let fresh = pod.start(with("fresh", mount(&folder.volume("damaged"), "/cache")));
+    fresh.exec("echo word >/cache/word").ok();
+    assert_eq!(one.exec("cat /cache/two").ok(), "of two");
+    pod.remove();
+}

@@ -1,0 +1,168 @@
+//! Owns: what the emptyDirs of a pod are, by its handler and its annotation → `EmptyDirs`.
+
+use super::{FieldError, bad, cut};
+use crate::config::{EmptyDir, EngineSetting, Handler};
+use crate::nouns::{EmptyDirs, MAX_EMPTY_DIR, MIN_EMPTY_DIR, PodConfig};
+use std::collections::BTreeMap;
+
+/// The annotation with the sizes of emptyDirs, of which CRI says nothing.
+const LIMITS: &str = "vm.nacelle.dev/empty-dir-limits";
+/// The same, as errors name it.
+const FIELD: &str = "config.annotations[\"vm.nacelle.dev/empty-dir-limits\"]";
+const RULE: &str = "NAME=SIZE,NAME=SIZE is expected: names of the pod's volumes, each once and at most 64; sizes of 16Mi to 4Ti, \
+                    whole numbers with Ki, Mi, Gi, Ti, k, M, G, T or nothing";
+/// Volumes that one pod may name.
+const MOST: usize = 64;
+
+/// None: the pod is no machine, or its owners are mapped by the node. Then a size cannot be kept, and is refused.
+pub fn empty_dirs(pod: &PodConfig, handler: &Handler) -> Result<Option<EmptyDirs>, FieldError> {
+    let asked = pod.annotations.get(LIMITS);
+    let limits = asked.map_or_else(|| Ok(BTreeMap::new()), |text| limits(text))?;
+    let cannot = if pod.needs_host() || handler.engine == EngineSetting::Host {
+        "the pod has no machine, and its emptyDirs are folders of the node, whose sizeLimit is kubelet's"
+    } else if pod.user_namespace.is_some() {
+        "the emptyDirs of a pod with a user namespace are folders of the node, whose sizeLimit is kubelet's"
+    } else if handler.empty_dir == EmptyDir::Shared {
+        "this handler's emptyDirs are folders of the node (empty_dir = \"shared\"), whose sizeLimit is kubelet's; \
+         empty_dir = \"disk\" has them keep a size"
+    } else {
+        ""
+    };
+    if let Some(text) = asked.filter(|_| !cannot.is_empty()) {
+        return Err(FieldError::NotHere { field: FIELD, value: cut(text), why: cannot });
+    }
+    let own = !pod.needs_host() && handler.engine != EngineSetting::Host && pod.user_namespace.is_none();
+    Ok(own.then(|| EmptyDirs {
+        disks: handler.empty_dir == EmptyDir::Disk,
+        limits,
+        limit: handler.empty_dir_mib.map(|mib| mib << 20),
+    }))
+}
+
+fn limits(text: &str) -> Result<BTreeMap<String, u64>, FieldError> {
+    let mut found = BTreeMap::new();
+    for entry in text.split(',') {
+        let parsed = entry.split_once('=').and_then(|(name, size)| Some((volume_name(name)?, bytes(size)?)));
+        let Some((name, size)) = parsed.filter(|_| found.len() < MOST) else { return bad(FIELD, text, RULE) };
+        if found.insert(name, size).is_some() {
+            return bad(FIELD, text, RULE);
+        }
+    }
+    Ok(found)
+}
+
+/// A DNS label, as all volumes of Kubernetes have.
+fn volume_name(text: &str) -> Option<String> {
+    let ok = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-';
+    let label =
+        (1..=63).contains(&text.len()) && text.bytes().all(ok) && !text.starts_with('-') && !text.ends_with('-');
+    label.then(|| text.to_owned())
+}
+
+fn bytes(text: &str) -> Option<u64> {
+    let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
+    let (number, unit) = text.split_at(digits);
+    let unit: u64 = match unit {
+        "" => 1,
+        "Ki" => 1 << 10,
+        "Mi" => 1 << 20,
+        "Gi" => 1 << 30,
+        "Ti" => 1 << 40,
+        "k" => 1_000,
+        "M" => 1_000_000,
+        "G" => 1_000_000_000,
+        "T" => 1_000_000_000_000,
+        _ => return None,
+    };
+    let size = number.parse::<u64>().ok()?.checked_mul(unit)?;
+    (MIN_EMPTY_DIR..=MAX_EMPTY_DIR).contains(&size).then_some(size)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nacelle_base::{Classify, Kind};
+    use nacelle_pod::spec::{IdRange, UserNamespace};
+    use proptest::prelude::*;
+
+    fn pod(annotation: Option<&str>) -> PodConfig {
+        let mut pod = (*crate::store::tests_support::pod(1).config).clone();
+        pod.annotations.extend(annotation.map(|text| (LIMITS.to_owned(), text.to_owned())));
+        pod
+    }
+
+    fn disks() -> Handler {
+        Handler { empty_dir: EmptyDir::Disk, ..Handler::default() }
+    }
+
+    #[test]
+    fn sizes_are_those_of_the_annotation_else_of_the_handler() {
+        let handler = Handler { empty_dir_mib: Some(100), ..disks() };
+        let found = empty_dirs(&pod(Some("scratch=64Mi,cache-2=20M")), &handler).unwrap().unwrap();
+        assert_eq!((found.disks, found.limit), (true, Some(100 << 20)));
+        assert_eq!(found.limits, [("scratch".into(), 64 << 20), ("cache-2".into(), 20_000_000)].into());
+        let found = empty_dirs(&pod(None), &Handler::default()).unwrap().unwrap();
+        assert_eq!(found, EmptyDirs { disks: false, limits: BTreeMap::new(), limit: None });
+    }
+
+    #[test]
+    fn what_is_no_list_of_sizes_is_refused_by_name() {
+        let many: Vec<String> = (0..65).map(|n| format!("v{n}=16Mi")).collect();
+        let many = many.join(",");
+        for text in [
+            "",
+            "a",
+            "a=",
+            "=16Mi",
+            "a=16Mi,",
+            "a=16Mi,a=16Mi",
+            "a=16Mi, b=16Mi",
+            "A=16Mi",
+            "a/b=16Mi",
+            "-a=16Mi",
+            "a=15Mi",
+            "a=5Ti",
+            "a=1.5Gi",
+            "a=-16Mi",
+            "a=+16Mi",
+            "a=16MiB",
+            "a=16 Mi",
+            "a=99999999999999999999",
+            "a=18446744073709551615Ki",
+            many.as_str(),
+        ] {
+            let error = empty_dirs(&pod(Some(text)), &disks()).unwrap_err();
+            assert_eq!(error.kind(), Kind::Invalid, "{text}: {error}");
+            assert!(error.to_string().contains(LIMITS), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_size_that_nobody_keeps_is_refused() {
+        let asked = || pod(Some("a=16Mi"));
+        let range = IdRange { first: 65536, count: 65536 };
+        let users = PodConfig { user_namespace: Some(UserNamespace { users: range, groups: range }), ..asked() };
+        let on_host = PodConfig { on_host: true, ..asked() };
+        let host = Handler { engine: EngineSetting::Host, ..disks() };
+        for (pod, handler) in
+            [(&asked(), &Handler::default()), (&users, &disks()), (&on_host, &disks()), (&asked(), &host)]
+        {
+            let error = empty_dirs(pod, handler).unwrap_err();
+            assert!(error.kind() == Kind::Conflict && error.to_string().contains("sizeLimit"), "{error}");
+        }
+        for pod in [users, on_host] {
+            let plain = PodConfig { annotations: BTreeMap::new(), ..pod };
+            assert_eq!(empty_dirs(&plain, &disks()).unwrap(), None);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_a_pod_writes_sizes_are_in_bounds(text in "\\PC{0,64}|([a-c-]{1,3}=[0-9]{1,20}(Ki|Mi|Gi|Ti|k|M|G|T)?,?){1,5}") {
+            if let Ok(found) = limits(&text) {
+                prop_assert!(!found.is_empty() && found.len() <= MOST);
+                prop_assert!(found.values().all(|size| (MIN_EMPTY_DIR..=MAX_EMPTY_DIR).contains(size)));
+            }
+        }
+    }
+}
