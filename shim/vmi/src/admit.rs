@@ -1,0 +1,119 @@
+//! Owns: admission: from annotations or a document to a specification that was checked, or to everything that is wrong.
+//! Presets, instance type and preference come before the defaults, because a default is no wish that they could contradict.
+
+use crate::annotations::{self, Wishes};
+use crate::cause::{Cause, Causes, Problem};
+use crate::preset::{Applied, Catalogue, apply};
+use crate::spec::{InstanceSpec, PodKind, Power, RunStrategy, VirtualMachine};
+use crate::tree::Tree;
+use crate::version::written;
+use crate::{default, rules};
+use std::collections::BTreeMap;
+
+/// A specification that was checked. Only admission makes one.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Admitted {
+    spec: InstanceSpec,
+    wishes: Wishes,
+    applied: Applied,
+}
+
+impl Admitted {
+    /// The specification, with its defaults.
+    pub fn spec(&self) -> &InstanceSpec {
+        &self.spec
+    }
+
+    /// What the pod is.
+    pub fn kind(&self) -> PodKind {
+        self.wishes.kind.unwrap_or(PodKind::Container)
+    }
+
+    /// The machine that the pod is a run of.
+    pub fn name(&self) -> Option<&str> {
+        self.wishes.name.as_deref()
+    }
+
+    /// When that runs.
+    pub fn run_strategy(&self) -> Option<RunStrategy> {
+        self.wishes.run_strategy
+    }
+
+    /// What it shall do at first.
+    pub fn power(&self) -> Power {
+        self.wishes.power.unwrap_or(Power::On)
+    }
+
+    /// Public keys for the guest.
+    pub fn ssh_keys(&self) -> &[String] {
+        &self.wishes.ssh_keys
+    }
+
+    /// What was applied, and which fields came of what.
+    pub fn applied(&self) -> &Applied {
+        &self.applied
+    }
+}
+
+/// Admits what a pod's annotations say; nothing, if none of them is ours.
+pub fn pod(annotations: &BTreeMap<String, String>, catalogue: &Catalogue) -> Result<Option<Admitted>, Causes> {
+    let ours = annotations::ours(annotations);
+    if ours.is_empty() {
+        return Ok(None);
+    }
+    let (tree, wishes, causes) = annotations::read(&ours);
+    match tree {
+        Some(tree) => admit(tree, wishes, causes, catalogue).map(Some),
+        None => Err(causes),
+    }
+}
+
+/// Admits a specification by itself, as a machine pod. `wrong` is what was found when it was read.
+pub fn instance(spec: &InstanceSpec, wrong: Causes, catalogue: &Catalogue) -> Result<Admitted, Causes> {
+    let wishes = Wishes { kind: Some(PodKind::Machine), ..Wishes::default() };
+    admit(Tree::of(written(spec)), wishes, wrong, catalogue)
+}
+
+/// Admits a machine that outlives its runs. `wrong` is what was found when it was read.
+pub fn machine(machine: &VirtualMachine, wrong: Causes, catalogue: &Catalogue) -> Result<Admitted, Causes> {
+    let name = |matcher: &Option<crate::spec::Matcher>| matcher.as_ref().map(|matcher| matcher.name.clone());
+    let wishes = Wishes {
+        kind: Some(PodKind::Machine),
+        name: Some(machine.metadata.name.clone()),
+        run_strategy: machine.spec.run_strategy,
+        instancetype: name(&machine.spec.instancetype),
+        preference: name(&machine.spec.preference),
+        ..Wishes::default()
+    };
+    admit(Tree::of(written(&machine.spec.template.spec)), wishes, wrong, catalogue)
+}
+
+fn admit(tree: Tree, mut wishes: Wishes, shape: Causes, catalogue: &Catalogue) -> Result<Admitted, Causes> {
+    let mut causes = Causes::default();
+    let (mut spec, applied) = apply(tree, &wishes, catalogue, &mut causes);
+    default::fill(&mut spec, &mut wishes);
+    rules::check(&spec, &wishes, &mut causes);
+    let from = Tree { value: serde_json::Map::new(), from: applied.fields.clone() };
+    causes.each(|cause| {
+        if cause.reason != Problem::Conflict {
+            cause.from = from.said(&cause.field).map(str::to_owned);
+        }
+    });
+    let mut all = shape;
+    let told: Vec<Cause> = all.list().to_vec();
+    for cause in causes.list() {
+        if !told.iter().any(|known| follows(cause, known)) {
+            all.add(cause.clone());
+        }
+    }
+    all.done()?;
+    Ok(Admitted { spec, wishes, applied })
+}
+
+/// Whether a cause only follows from another: what had the wrong shape was taken out, and is missing now.
+fn follows(cause: &Cause, known: &Cause) -> bool {
+    let below = |inner: &str, outer: &str| {
+        inner.strip_prefix(outer).is_some_and(|rest| rest.is_empty() || rest.starts_with(['.', '[']))
+    };
+    below(&cause.field, &known.field) || (cause.reason == Problem::Required && below(&known.field, &cause.field))
+}

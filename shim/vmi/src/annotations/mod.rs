@@ -1,0 +1,148 @@
+//! Owns: the annotations `vm.nacelle.dev/...`: which there are, what each means, and how they become one specification
+//! with the document among them. They come from whoever may make a pod: bounded, and every one understood or refused.
+
+mod disks;
+mod parse;
+
+use crate::cause::{Causes, Rule};
+use crate::spec::{PodKind, Power, RunStrategy};
+use crate::tree::Tree;
+use crate::{read, version};
+use std::collections::BTreeMap;
+
+/// What all of them begin with.
+pub const PREFIX: &str = "vm.nacelle.dev/";
+
+/// All of them: the name after the prefix, and what it says.
+pub const ALL: &[(&str, &str)] = &[
+    ("spec", "the whole specification, in YAML or JSON, in the shape of KubeVirt's VirtualMachineInstanceSpec"),
+    ("api-version", "the version of that document: `v1` (if it is missing) or `v1alpha1`"),
+    ("v1-fields", "what a document in `v1alpha1` cannot say; written by conversion, not by hand"),
+    ("kind", "`container` (if it is missing): containers run in the machine; `machine`: the container is the machine"),
+    ("name", "the machine that outlives the pod, of which this pod is a run"),
+    ("run-strategy", "when it runs: `Always`, `RerunOnFailure`, `Once`, `Manual` or `Halted`"),
+    ("power", "what it shall do at first: `on`, `off` or `paused`"),
+    ("instancetype", "the instance type that sizes it"),
+    ("preference", "the preference that says what it is like where nothing is said"),
+    ("presets", "presets, separated by commas"),
+    ("cpus", "how many virtual processors: `domain.cpu.cores`"),
+    ("cpu-model", "`domain.cpu.model`"),
+    ("cpu-pinning", "`true`: `domain.cpu.dedicatedCpuPlacement`"),
+    ("memory", "a quantity: `domain.memory.guest`"),
+    ("hugepages", "`2Mi` or `1Gi`: `domain.memory.hugepages.pageSize`"),
+    ("machine", "`microvm`, `q35` or `pc`: `domain.machine.type`"),
+    ("firmware", "`bios`, `efi` or `efi-secure`: `domain.firmware.bootloader`"),
+    ("uuid", "`domain.firmware.uuid`"),
+    ("serial", "`domain.firmware.serial`"),
+    ("kernel-image", "the image with the kernel: `domain.firmware.kernelBoot.container.image`"),
+    ("kernel", "the kernel's path in it: `domain.firmware.kernelBoot.container.kernelPath`"),
+    ("initrd", "the initial file system's path in it: `domain.firmware.kernelBoot.container.initrdPath`"),
+    ("kernel-args", "`domain.firmware.kernelBoot.kernelArgs`"),
+    ("disks", "disks with their volumes: `NAME=KIND:WHAT[,OPTION...]`, one a line or separated by semicolons"),
+    ("cloud-init", "user data: a volume `cloud-init` of the kind cloudInitNoCloud, and its disk"),
+    ("cloud-init-network", "network data of the same volume"),
+    ("ssh-keys", "public keys, one a line, that cloud-init puts into the guest"),
+    ("mac", "the hardware address of the first interface"),
+    ("graphics", "`true` or `false`: `domain.devices.autoattachGraphicsDevice`"),
+    ("grace-period", "seconds: `terminationGracePeriodSeconds`"),
+];
+
+/// What is wished beside the specification.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Wishes {
+    /// What the pod is.
+    pub kind: Option<PodKind>,
+    /// The machine that it is a run of.
+    pub name: Option<String>,
+    /// When that runs.
+    pub run_strategy: Option<RunStrategy>,
+    /// What it shall do at first.
+    pub power: Option<Power>,
+    /// The instance type.
+    pub instancetype: Option<String>,
+    /// The preference.
+    pub preference: Option<String>,
+    /// The presets.
+    pub presets: Vec<String>,
+    /// Public keys.
+    pub ssh_keys: Vec<String>,
+}
+
+/// The field that an annotation is.
+pub fn field(name: &str) -> String {
+    format!("metadata.annotations[{PREFIX}{name}]")
+}
+
+/// The annotations among these that are ours: name after the prefix, and value.
+pub fn ours(annotations: &BTreeMap<String, String>) -> BTreeMap<&str, &str> {
+    let named = annotations.iter().filter_map(|(key, value)| Some((key.strip_prefix(PREFIX)?, value.as_str())));
+    named.collect()
+}
+
+/// The specification and the wishes that annotations say. What can be understood is returned beside what cannot; without a
+/// document that can be read there is no specification.
+pub fn read(annotations: &BTreeMap<&str, &str>) -> (Option<Tree>, Wishes, Causes) {
+    let mut causes = Causes::default();
+    let bytes: usize = annotations.iter().map(|(key, value)| key.len() + value.len()).sum();
+    if bytes > read::MAX_BYTES {
+        let message = format!("have {bytes} bytes together, and at most {} are read", read::MAX_BYTES);
+        causes.too_long(Rule("annotations-bytes"), format!("metadata.annotations[{PREFIX}*]"), message);
+        return (None, Wishes::default(), causes);
+    }
+    for name in annotations.keys() {
+        if !ALL.iter().any(|(known, _)| known == name) {
+            let message = format!("there is no such annotation of Nacelle ({PREFIX}spec says everything)");
+            causes.unknown(Rule("annotation-unknown"), field(&name.chars().take(100).collect::<String>()), message);
+        }
+    }
+    let document = document(annotations, &mut causes);
+    let readable = document.is_some();
+    let mut tree = document.unwrap_or_default();
+    let wishes = parse::short(annotations, &mut tree, &mut causes);
+    (readable.then_some(tree), wishes, causes)
+}
+
+/// The document among them, as v1: an empty one if there is none, and nothing if it cannot be read.
+fn document(annotations: &BTreeMap<&str, &str>, causes: &mut Causes) -> Option<Tree> {
+    let version = match annotations.get("api-version") {
+        None => version::Version::V1,
+        Some(word) => match version::Version::of(word) {
+            Some(version) => version,
+            None => {
+                causes.unsupported(Rule("version-unknown"), field("api-version"), word, version::Version::WORDS);
+                return None;
+            }
+        },
+    };
+    let carried = annotations.get("v1-fields").copied();
+    let Some(text) = annotations.get("spec") else {
+        for (name, there) in
+            [("api-version", annotations.contains_key("api-version")), ("v1-fields", carried.is_some())]
+        {
+            if there {
+                let message = format!("says something of a document, and there is none: {PREFIX}spec is missing");
+                causes.forbidden(Rule("annotation-alone"), field(name), message);
+            }
+        }
+        return Some(Tree::default());
+    };
+    let read = read::one(text, &field("spec")).and_then(|value| {
+        if value.is_null() {
+            let mut causes = Causes::default();
+            causes.required(Rule("document-empty"), field("spec"), "says nothing");
+            return Err(causes);
+        }
+        Ok(value)
+    });
+    match read {
+        Ok(value) => {
+            let (tree, wrong) = version::tree(value, version, carried);
+            causes.extend(wrong);
+            Some(tree)
+        }
+        Err(wrong) => {
+            causes.extend(wrong);
+            None
+        }
+    }
+}

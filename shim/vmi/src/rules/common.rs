@@ -1,0 +1,76 @@
+//! Owns: what names, paths and the like look like, for all rules.
+
+use crate::cause::{Causes, Rule};
+use std::collections::BTreeMap;
+
+/// What Kubernetes calls a DNS label.
+pub const LABEL: &str =
+    "must be at most 63 lower case letters, digits and '-', and begin and end with a letter or a digit";
+
+/// Whether a name is a DNS label.
+pub fn label(name: &str) -> bool {
+    let inner = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-';
+    !name.is_empty() && name.len() <= 63 && name.bytes().all(inner) && !name.starts_with('-') && !name.ends_with('-')
+}
+
+/// What Kubernetes calls a DNS subdomain.
+pub const SUBDOMAIN: &str = "must be at most 253 lower case letters, digits, '-' and '.', as names of objects are";
+
+/// Whether a name is a DNS subdomain.
+pub fn subdomain(name: &str) -> bool {
+    name.len() <= 253 && name.split('.').all(label)
+}
+
+/// The rules that a name breaks.
+pub struct Naming {
+    /// It must be there.
+    pub there: Rule,
+    /// It must look like one.
+    pub looks: Rule,
+    /// Nothing else in the list has it.
+    pub once: Rule,
+}
+
+/// Names of a list: there, well formed, each once. Returns where each is.
+pub fn names<'a>(
+    list: impl Iterator<Item = &'a str>,
+    at: &str,
+    rules: &Naming,
+    causes: &mut Causes,
+) -> BTreeMap<&'a str, usize> {
+    let mut known = BTreeMap::new();
+    for (index, name) in list.enumerate() {
+        let field = format!("{at}[{index}].name");
+        if name.is_empty() {
+            causes.required(rules.there, field, "must name it");
+        } else if !label(name) {
+            causes.invalid(rules.looks, field, name, LABEL);
+        } else if let Some(first) = known.get(name) {
+            causes.duplicate(rules.once, field, name, format!("{at}[{first}] has this name"));
+        } else {
+            known.insert(name, index);
+        }
+    }
+    known
+}
+
+/// Whether a path is absolute and stays where it says.
+pub fn absolute(path: &str) -> bool {
+    path.starts_with('/') && path.len() <= 4096 && !path.contains('\0') && path.split('/').all(|part| part != "..")
+}
+
+/// What `absolute` asks.
+pub const ABSOLUTE: &str = "must be an absolute path of at most 4096 bytes without '..'";
+
+/// Whether a text has only characters that can be seen, and blanks.
+pub fn printable(text: &str) -> bool {
+    text.chars().all(|c| c.is_ascii_graphic() || c == ' ')
+}
+
+/// Whether a text could be a reference of an image.
+pub fn image(text: &str) -> bool {
+    text.len() <= 512 && text.bytes().all(|b| b.is_ascii_alphanumeric() || b"./:@_-".contains(&b))
+}
+
+/// What `image` asks.
+pub const IMAGE: &str = "must be a reference of an image of at most 512 characters";

@@ -1,0 +1,31 @@
+//! Owns: the rules of a specification with its defaults: each asks one thing of one field, all are asked, and every answer is
+//! told. One file for each subject.
+
+mod common;
+mod devices;
+mod disks;
+mod domain;
+mod instance;
+mod interfaces;
+mod pod;
+mod volumes;
+
+use crate::annotations::Wishes;
+use crate::cause::Causes;
+use crate::spec::{InstanceSpec, PodKind};
+
+/// Asks everything.
+pub fn check(spec: &InstanceSpec, wishes: &Wishes, causes: &mut Causes) {
+    let kind = wishes.kind.unwrap_or(PodKind::Container);
+    domain::processors(&spec.domain, causes);
+    domain::memory(&spec.domain, kind, causes);
+    domain::resources(&spec.domain, causes);
+    domain::firmware(spec, wishes, causes);
+    domain::clock(&spec.domain, causes);
+    disks::check(spec, causes);
+    interfaces::check(spec, causes);
+    devices::check(spec, causes);
+    volumes::check(spec, causes);
+    instance::check(spec, causes);
+    pod::check(spec, wishes, kind, causes);
+}

@@ -1,0 +1,71 @@
+//! Owns: the specification of a machine: the shape of KubeVirt's VirtualMachineInstanceSpec (kubevirt.io/v1), without what
+//! cannot mean anything here (`crate::refused`). This is the internal type and, field by field, version v1.
+//!
+//! Every field may be missing: what must be there is a rule, so that everything that is wrong is told at once.
+
+mod device;
+mod domain;
+mod instance;
+mod machine;
+mod volume;
+
+pub use device::*;
+pub use domain::*;
+pub use instance::*;
+pub use machine::*;
+pub use volume::*;
+
+/// Whether a field says nothing, so that it is not written.
+pub(crate) fn unset<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
+}
+
+/// Structures of a document: camelCase, unknown fields refused, what says nothing is not written.
+macro_rules! document {
+    ($($(#[$about:meta])* pub struct $name:ident { $($(#[$of:meta])* pub $field:ident: $type:ty,)* })*) => { $(
+        #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize, schemars::JsonSchema)]
+        #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+        $(#[$about])*
+        pub struct $name {
+            $($(#[$of])* #[serde(skip_serializing_if = "crate::spec::unset")] pub $field: $type,)*
+        }
+    )* };
+}
+pub(crate) use document;
+
+/// Values that are one of a few words.
+macro_rules! words {
+    ($($(#[$about:meta])* pub enum $name:ident { $($variant:ident = $word:literal,)* })*) => { $(
+        $(#[$about])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+        pub enum $name { $(#[doc = concat!("`", $word, "`")] #[serde(rename = $word)] $variant,)* }
+
+        impl $name {
+            /// All, as they are written.
+            pub const WORDS: &[&str] = &[$($word),*];
+
+            /// As it is written.
+            pub fn word(self) -> &'static str {
+                match self { $($name::$variant => $word,)* }
+            }
+
+            /// What a word means.
+            pub fn of(word: &str) -> Option<$name> {
+                match word { $($word => Some($name::$variant),)* _ => None }
+            }
+        }
+
+        impl schemars::JsonSchema for $name {
+            fn inline_schema() -> bool {
+                true
+            }
+            fn schema_name() -> std::borrow::Cow<'static, str> {
+                stringify!($name).into()
+            }
+            fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+                schemars::json_schema!({ "type": "string", "enum": [$($word),*] })
+            }
+        }
+    )* };
+}
+pub(crate) use words;

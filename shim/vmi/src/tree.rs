@@ -1,0 +1,140 @@
+//! Owns: a specification while it is put together from several sources: a tree, and who said what of it. Two sources that
+//! say different things of one field are a conflict that names both.
+
+use crate::cause::{Causes, Rule, told};
+use crate::shape::field;
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
+
+/// A specification that is being put together.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Tree {
+    /// The fields, those of an `InstanceSpec`.
+    pub value: Map<String, Value>,
+    /// Who said a field, if it was not the document: path and source.
+    pub from: BTreeMap<String, String>,
+}
+
+/// What the fields of the tree are called in causes.
+pub const ROOT: &str = "spec";
+/// The document, as a source.
+const DOCUMENT: &str = "the specification";
+
+impl Tree {
+    /// The tree of a document whose shape was checked.
+    pub fn of(value: Value) -> Tree {
+        let value = match value {
+            Value::Object(fields) => fields,
+            _ => Map::new(),
+        };
+        Tree { value, from: BTreeMap::new() }
+    }
+
+    /// What a field says.
+    pub fn get(&self, path: &[&str]) -> Option<&Value> {
+        let (first, rest) = path.split_first()?;
+        rest.iter().try_fold(self.value.get(*first)?, |value, key| value.get(key))
+    }
+
+    /// Says a field, unless another source says something else.
+    pub fn set(&mut self, path: &[&str], value: Value, from: &str, rule: Rule, causes: &mut Causes) {
+        let Some((last, above)) = path.split_last() else { return };
+        let at = path.iter().fold(ROOT.to_owned(), |at, key| field(&at, key));
+        let Some(fields) = self.object(above) else { return };
+        match fields.get(*last) {
+            None => {
+                fields.insert((*last).to_owned(), value);
+                self.from.insert(at, from.to_owned());
+            }
+            Some(there) if *there == value => {}
+            Some(there) => {
+                let there = told(there);
+                let other = self.source(&at);
+                causes.conflict(rule, at, value, format!("{other} says {there}, and {from} another thing"));
+            }
+        }
+    }
+
+    /// Adds to a list, under its name: two sources may not name the same.
+    pub fn push(&mut self, path: &[&str], item: Value, from: &str, rule: Rule, causes: &mut Causes) {
+        let at = path.iter().fold(ROOT.to_owned(), |at, key| field(&at, key));
+        let Some((last, above)) = path.split_last() else { return };
+        let Some(fields) = self.object(above) else { return };
+        let list = fields.entry((*last).to_owned()).or_insert_with(|| Value::Array(Vec::new()));
+        let Some(list) = list.as_array_mut() else { return };
+        let name = item.get("name").cloned();
+        match list.iter().position(|there| there.get("name").is_some() && there.get("name") == name.as_ref()) {
+            Some(index) => {
+                let at = format!("{at}[{index}].name");
+                let other = self.source(&at);
+                let message = format!("{other} has one of this name, and {from} another");
+                causes.conflict(rule, at, name.unwrap_or_default(), message);
+            }
+            None => {
+                let at = format!("{at}[{}]", list.len());
+                list.push(item);
+                self.from.insert(at, from.to_owned());
+            }
+        }
+    }
+
+    /// Who said a field.
+    pub fn source(&self, at: &str) -> String {
+        self.said(at).map_or_else(|| DOCUMENT.to_owned(), str::to_owned)
+    }
+
+    /// Who said a field or what it lies in, if it was not the document.
+    pub fn said(&self, at: &str) -> Option<&str> {
+        let mut end = at.len();
+        loop {
+            let part = at.get(..end)?;
+            if let Some(from) = self.from.get(part) {
+                return Some(from);
+            }
+            end = part.rfind(['.', '['])?;
+        }
+    }
+
+    fn object(&mut self, path: &[&str]) -> Option<&mut Map<String, Value>> {
+        path.iter().try_fold(&mut self.value, |fields, key| {
+            let below = fields.entry((*key).to_owned()).or_insert_with(|| Value::Object(Map::new()));
+            below.as_object_mut()
+        })
+    }
+
+    /// Takes over what another tree says of fields that nobody has said anything of; where both say something, it must be
+    /// the same. Lists are taken as wholes.
+    pub fn merge(&mut self, other: &Map<String, Value>, above: &[&str], from: &str, rule: Rule, causes: &mut Causes) {
+        for (key, value) in other {
+            let mut path = above.to_vec();
+            path.push(key);
+            match value.as_object() {
+                Some(fields) if !fields.is_empty() => self.merge(fields, &path, from, rule, causes),
+                _ => self.set(&path, value.clone(), from, rule, causes),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn both_sides_of_a_conflict_are_named() {
+        let mut tree = Tree::of(json!({ "domain": { "cpu": { "model": "a" } } }));
+        let mut causes = Causes::default();
+        let model = ["domain", "cpu", "model"];
+        tree.set(&model, json!("a"), "x", Rule("r"), &mut causes);
+        assert!(causes.is_empty());
+        tree.set(&model, json!("b"), "x", Rule("r"), &mut causes);
+        tree.set(&["domain", "cpu", "cores"], json!(1), "x", Rule("r"), &mut causes);
+        tree.set(&["domain", "cpu", "cores"], json!(2), "y", Rule("r"), &mut causes);
+        assert_eq!(
+            causes.to_string(),
+            "spec.domain.cpu.model: Conflict: \"b\": the specification says \"a\", and x another thing; \
+             spec.domain.cpu.cores: Conflict: 2: x says 1, and y another thing"
+        );
+    }
+}
