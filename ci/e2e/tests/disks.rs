@@ -44,19 +44,20 @@ impl Folder {
     }
 
     /// A part of one, as kubelet mounts it for a `subPath`.
-    fn part(&self, volume: &Path, part: &str, number: u32) -> Part {
+    fn part(&self, volume: &Path, part: &str, number: u32) -> Mounted {
         let at = self.0.join("volume-subpaths").join(volume.file_name().unwrap()).join(format!("c/{number}"));
         for folder in [&volume.join(part), &at] {
             fs::create_dir_all(folder).expect("the node's folder is writable");
         }
         call("mount", ["--bind".as_ref(), volume.join(part).as_os_str(), at.as_os_str()]).ok();
-        Part(at)
+        Mounted(at)
     }
 }
 
-struct Part(PathBuf);
+/// A mount on the node.
+struct Mounted(PathBuf);
 
-impl Drop for Part {
+impl Drop for Mounted {
     fn drop(&mut self) {
         // Not lazily: a machine that holds it makes this fail, and the test.
         let done = call("umount", [&self.0]);
@@ -165,6 +166,35 @@ fn an_empty_dir_on_a_disk_of_the_machine_has_a_limit() {
     third.remove();
     drop((part, trap));
     fs::remove_dir_all(&folder.0).expect("nobody holds anything of it");
+}
+
+#[test]
+fn a_node_that_is_full_fails_the_volume_and_nothing_else() {
+    if engine() == "host" {
+        println!("skipped: without a guest such volumes are folders of the node");
+        return;
+    }
+    let node = node();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let kubelet = node.folder().join("kubelet");
+    fs::create_dir(&kubelet).expect("the node's folder is writable");
+    call("mount", ["-t", "tmpfs", "-o", "size=24m", "none", kubelet.to_str().unwrap()]).ok();
+    let mounted = Mounted(kubelet);
+    let volume = Folder::new(&node, "0d3c").volume("scratch");
+    let asked = Pod::new("full", node.folder()).set("annotations", json!({LIMITS: "scratch=1Gi"}));
+    let with = || Container::sh("c", &image, "sleep 600").set("mounts", json!([mount(&volume, "/cache")]));
+    let pod = node.crictl.run_pod_of("disks", next(&asked, 0));
+    let container = pod.start(with());
+    container.exec("echo word >/cache/first && sync").ok();
+    let failed = container.exec("dd if=/dev/urandom of=/cache/much bs=1M count=48 conv=fsync");
+    assert!(failed.code != 0 && failed.stderr.contains("Input/output error"), "{failed:?}");
+    assert_eq!(container.exec("echo word >/file && sync && cat /file").ok(), "word");
+    pod.remove();
+    // What was whole before is so for the next machine, with room or without.
+    let pod = node.crictl.run_pod_of("disks", next(&asked, 1));
+    assert_eq!(pod.start(with()).exec("cat /cache/first").ok(), "word");
+    pod.remove();
+    drop(mounted);
 }
 
 #[test]
