@@ -19,6 +19,10 @@ pub(super) const PLACES: usize = 8;
 /// turns into its own end (`-no-reboot`); `noreplace-smp` as with engine `kvm`.
 const CMDLINE: [&str; 4] = ["quiet", "reboot=t", "panic=-1", "noreplace-smp"];
 
+/// All that QEMU can emulate, but for the promise that strings of bytes are moved fast (ERMS): emulated they go byte by byte,
+/// and a guest that believes it copies and clears its pages in that way.
+const EMULATED: &str = "max,erms=off,fsrm=off";
+
 /// All that QEMU is told.
 #[derive(Debug)]
 pub(super) struct MicroVm<'a> {
@@ -121,7 +125,7 @@ impl MicroVm<'_> {
         // One thread for all emulated processors: with several, one may still run text that another has patched.
         let (accel, cpu) = match self.accelerator {
             Accelerator::Kvm => ("kvm", "host"),
-            Accelerator::Tcg => ("tcg,thread=single", "max"),
+            Accelerator::Tcg => ("tcg,thread=single", EMULATED),
         };
         add("accel", Some(accel.to_owned()));
         add("cpu", Some(cpu.to_owned()));
@@ -221,6 +225,7 @@ mod tests {
         assert_eq!(value(&args, "-smp"), ["2"]);
         assert_eq!(value(&args, "-m"), ["128M"]);
         assert_eq!(value(&args, "-object"), ["memory-backend-memfd,id=ram,size=128M,share=on"]);
+        assert_eq!(value(&args, "-cpu"), ["max,erms=off,fsrm=off"]);
         assert_eq!(value(&args, "-append"), ["console=ttyS0 quiet reboot=t panic=-1 noreplace-smp"]);
         assert_eq!(
             value(&args, "-device"),
