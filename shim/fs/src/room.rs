@@ -4,10 +4,11 @@
 
 use crate::error::ShareError;
 use crate::pusher::Pusher;
+use crate::queue::Served;
 use crate::server::Server;
 use crate::sys;
 use nacelle_base::Chain;
-use nacelle_base::share::{ANSWER_HEADER, HEADER, MAX_MESSAGE, QUEUES};
+use nacelle_base::share::{ANSWER_HEADER, HEADER, LEND, Lent, MAX_LENT, MAX_MESSAGE, QUEUES, RETURN};
 use nacelle_jail::Mode;
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, open};
@@ -100,7 +101,8 @@ pub fn start(scaffold: &Path, seccomp: Mode, cache: Duration) -> Result<Share, S
 
 /// The life of the process.
 fn live(parent: Pid, scaffold: &Path, seccomp: Mode, cache: Duration, ways: Ways) -> Result<(), ShareError> {
-    let Ways { files: mut streams, pushed } = ways;
+    let Ways { files, pushed } = ways;
+    let mut ways = files.map(|stream| Way { stream, lent: None });
     let step = |what| move |errno: Errno| ShareError::Step { what, source: errno.into() };
     let bound = "be bound to the pod process";
     // Until it acts as another user for the first time; afterwards it hears of the end by its streams.
@@ -122,8 +124,8 @@ fn live(parent: Pid, scaffold: &Path, seccomp: Mode, cache: Duration, ways: Ways
     let serve = |source| ShareError::Step { what: "serve", source };
     let mut server = Server::new("/", File::from(fds), files, cache).map_err(serve)?;
     let mut pusher = Pusher::new(pushed, places).map_err(serve)?;
-    streams.first_mut().map_or(Ok(()), |first| first.write_all(&[READY])).map_err(serve)?;
-    match answer_all(&mut server, &mut streams, &mut pusher) {
+    ways.first_mut().map_or(Ok(()), |first| first.stream.write_all(&[READY])).map_err(serve)?;
+    match answer_all(&mut server, &mut ways, &mut pusher) {
         // The pod process has ended, or wants no more.
         Err(error) if matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::BrokenPipe) => Ok(()),
         other => other.map_err(serve),
@@ -167,46 +169,91 @@ fn build(scaffold: &Path) -> nix::Result<OwnedFd> {
     Ok(pushed)
 }
 
+/// The way of one of the guest's queues.
+struct Way {
+    stream: UnixStream,
+    /// The queue, if it is lent to this process: then requests come by it, and not by the stream.
+    lent: Option<Served>,
+}
+
 /// Answers requests, those of high priority first and the pod process's last, until a stream ends.
-fn answer_all(server: &mut Server, streams: &mut [UnixStream; QUEUES], pusher: &mut Pusher) -> io::Result<()> {
+fn answer_all(server: &mut Server, ways: &mut [Way], pusher: &mut Pusher) -> io::Result<()> {
     loop {
+        // What is more than a queue's share of the time.
+        let more =
+            ways.iter_mut().filter_map(|way| way.lent.as_mut()).fold(false, |more, lent| lent.serve(server) | more);
         let limit = pusher.due().map(|due| due.saturating_duration_since(Instant::now()));
         // A millisecond more: too early would be once more.
         let limit = limit.map(|left| u16::try_from(left.as_millis() + 1).unwrap_or(u16::MAX));
-        let [first, second] = streams.each_ref().map(|stream| PollFd::new(stream.as_fd(), PollFlags::POLLIN));
-        let [asked, news] = [pusher.stream(), pusher.watcher()].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
-        let mut events = [first, second, asked, news];
-        match poll(&mut events, limit.map_or(PollTimeout::NONE, PollTimeout::from)) {
+        let limit = if more { PollTimeout::ZERO } else { limit.map_or(PollTimeout::NONE, PollTimeout::from) };
+        let [asked, news] = [pusher.stream(), pusher.watcher()];
+        let streams = ways.iter().map(|way| way.stream.as_fd());
+        // A queue that the guest broke would be ready for ever.
+        let kicks = ways.iter().map(|way| way.lent.as_ref().filter(|lent| !lent.is_broken()).map(AsFd::as_fd));
+        let kicks: Vec<_> = kicks.collect();
+        let fds = [asked, news].into_iter().chain(streams).chain(kicks.iter().flatten().copied());
+        let mut events: Vec<PollFd<'_>> = fds.map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
+        match poll(&mut events, limit) {
             Ok(_) | Err(Errno::EINTR) => {}
             Err(error) => return Err(error.into()),
         }
-        let [first, second, asked, news] = events.map(|event| event.any().unwrap_or(false));
+        let mut ready = events.iter().map(|event| event.any().unwrap_or(false));
+        let mut next = || ready.next().unwrap_or(false);
+        let (asked, news) = (next(), next());
+        let streams: Vec<bool> = ways.iter().map(|_| next()).collect();
+        let kicked: Vec<bool> = kicks.iter().map(|kick| kick.is_some() && next()).collect();
+        for (way, _) in ways.iter_mut().zip(kicked).filter(|(_, kicked)| *kicked) {
+            way.lent.as_mut().map(Served::kicked);
+        }
         if news {
             pusher.hear()?;
         }
         pusher.tell()?;
-        if let Some((stream, _)) = streams.iter_mut().zip([first, second]).find(|(_, ready)| *ready) {
-            answer(server, stream)?;
+        if let Some((way, _)) = ways.iter_mut().zip(streams).find(|(_, ready)| *ready) {
+            answer(server, way)?;
         } else if asked {
             pusher.answer()?;
         }
     }
 }
 
-fn answer(server: &mut Server, stream: &mut UnixStream) -> io::Result<()> {
+fn answer(server: &mut Server, way: &mut Way) -> io::Result<()> {
     let mut header = [0; HEADER];
-    stream.read_exact(&mut header)?;
+    way.stream.read_exact(&mut header)?;
     let (length, room) = header.split_at(4);
-    let number = |bytes: &[u8]| bytes.try_into().map_or(0, u32::from_le_bytes) as usize;
-    let (length, room) = (number(length), number(room));
-    if length > MAX_MESSAGE {
-        return Err(io::ErrorKind::InvalidData.into());
+    let number = |bytes: &[u8]| bytes.try_into().map_or(0, u32::from_le_bytes);
+    let (length, room) = (number(length), number(room) as usize);
+    match (length, &way.lent) {
+        (LEND, None) => {
+            let (lent, fds) = lent(&mut way.stream, room)?;
+            way.lent = Some(Served::new(&lent, fds, server.own())?);
+            return Ok(());
+        }
+        (RETURN, Some(lent)) => {
+            let next = u32::from(lent.next_avail());
+            way.lent = None;
+            return way.stream.write_all(&next.to_le_bytes());
+        }
+        (_, None) if length as usize <= MAX_MESSAGE => {}
+        _ => return Err(io::ErrorKind::InvalidData.into()),
     }
-    let mut request = vec![0; length];
-    stream.read_exact(&mut request)?;
+    let mut request = vec![0; length as usize];
+    way.stream.read_exact(&mut request)?;
     let mut answer = vec![0; ANSWER_HEADER];
     server.answer(&request, room, &mut answer);
     let length = u32::try_from(answer.len() - ANSWER_HEADER).unwrap_or(0); // at most MAX_MESSAGE
     answer.iter_mut().zip(length.to_le_bytes()).for_each(|(byte, length)| *byte = length);
-    stream.write_all(&answer)
+    way.stream.write_all(&answer)
+}
+
+/// What is lent, in so many bytes, and the descriptors that come with them.
+fn lent(stream: &mut UnixStream, length: usize) -> io::Result<(Lent, Vec<OwnedFd>)> {
+    let bad = || io::Error::new(io::ErrorKind::InvalidData, "what was lent is no queue");
+    if length > MAX_LENT {
+        return Err(bad());
+    }
+    let mut bytes = vec![0; length];
+    let (got, fds) = sys::receive(stream, &mut bytes)?;
+    stream.read_exact(bytes.get_mut(got..).unwrap_or_default())?;
+    Ok((Lent::decode(&bytes).ok_or_else(bad)?, fds))
 }

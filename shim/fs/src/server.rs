@@ -1,46 +1,69 @@
-//! Owns: answering the requests of a guest with virtiofsd's file system. It wants descriptors in guest memory: each request
-//! is laid into memory of this process, which is the guest's as far as it knows. The guest's own is never seen here.
+//! Owns: answering the requests of a guest with virtiofsd's file system. It wants descriptors in guest memory: they are laid
+//! into memory of this process, which is a part of the guest's as far as it knows, and so is what is looked at of a request.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use crate::names;
 use nacelle_base::share::MAX_MESSAGE;
 use std::fs::File;
-use std::io;
+use std::io::{self, Write};
+use std::sync::Arc;
 use std::time::Duration;
 use vhost_user_backend_of_virtiofsd::bitmap::BitmapMmapRegion;
-use virtio_queue_of_virtiofsd::{Queue, QueueT, desc::split::Descriptor};
+use virtio_queue_of_virtiofsd::desc::split::Descriptor;
+use virtio_queue_of_virtiofsd::{DescriptorChain, Queue, QueueT};
 use virtiofsd::descriptor_utils::{Reader, Writer};
 use virtiofsd::passthrough::{CachePolicy, Config, PassthroughFs};
 use virtiofsd::server::Server as Fuse;
-use vm_memory_of_virtiofsd::{Bytes, GuestAddress, GuestMemoryMmap};
+use vm_memory_of_virtiofsd::{Bytes, GuestAddress, GuestMemoryMmap, GuestRegionMmap, MmapRegion};
 
-type Memory = GuestMemoryMmap<BitmapMmapRegion>;
+/// Memory as virtiofsd sees it.
+pub(crate) type Memory = GuestMemoryMmap<BitmapMmapRegion>;
+/// A region of it.
+pub(crate) type Region = GuestRegionMmap<BitmapMmapRegion>;
 
-/// Two descriptors, and rings for them; then the request, then the answer.
-const DESCRIPTORS: u64 = 0;
-const AVAILABLE: u64 = 0x100;
-const USED: u64 = 0x200;
-const REQUEST: u64 = 0x1000;
+/// Where this process's own memory lies, behind all that a guest can have: a table of descriptors, and rings for it; then a
+/// request, then an answer.
+pub(crate) const OWN: u64 = 1 << 60;
+const DESCRIPTORS: u64 = OWN;
+const AVAILABLE: u64 = OWN + 0x2000;
+const USED: u64 = OWN + 0x3000;
+const REQUEST: u64 = OWN + 0x5000;
 const ANSWER: u64 = REQUEST + MAX_MESSAGE as u64;
-const END: usize = ANSWER as usize + MAX_MESSAGE;
-/// The number of descriptors.
-const SIZE: u16 = 2;
+const BYTES: usize = 0x5000 + 2 * MAX_MESSAGE;
+/// The number of descriptors: the most pieces of a request and its answer.
+pub(crate) const SIZE: u16 = 512;
 /// `VIRTQ_DESC_F_NEXT`, `VIRTQ_DESC_F_WRITE`.
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 /// Descriptors that are not for the guest's files.
 const OWN_FILES: u64 = 64;
-/// `struct fuse_out_header`, and where a request has its number.
+/// `struct fuse_out_header`, and where a request has its number and what it asks for.
 const OUT_HEADER: usize = 16;
 const UNIQUE: std::ops::Range<usize> = 8..16;
+const OPCODE: std::ops::Range<usize> = 4..8;
+/// `FUSE_WRITE`, and what stands before its data: `struct fuse_in_header`, `struct fuse_write_in`.
+const FUSE_WRITE: [u8; 4] = 16u32.to_le_bytes();
+const WRITE_HEAD: usize = 40 + 40;
+/// `FUSE_OPEN`, where it has the file's flags, the bytes of its answer, and where this has `FOPEN_NOFLUSH`.
+const FUSE_OPEN: [u8; 4] = 14u32.to_le_bytes();
+const OPEN_FLAGS: std::ops::Range<usize> = 40..44;
+const OPENED: u32 = 16 + 16;
+const FLAGS_AT: u64 = 16 + 8;
+const NO_FLUSH: u32 = 1 << 5;
 
 /// The files below a folder, as a guest asks for them.
 pub(crate) struct Server {
     fuse: Fuse<PassthroughFs>,
+    own: Arc<Region>,
     memory: Memory,
     queue: Queue,
     asked: u16,
+    /// What is looked at of a request before virtiofsd sees it; kept, to have the room.
+    head: Vec<u8>,
 }
+
+/// A part of memory: where, and how many bytes.
+pub(crate) type Piece = (u64, u32);
 
 impl Server {
     /// A server of the folder `root`. `own_fds` is this process's `/proc/self/fd`, `files` how many it may have open,
@@ -62,67 +85,182 @@ impl Server {
             ..Config::default()
         };
         let fuse = Fuse::new(PassthroughFs::new(config)?);
-        let memory = Memory::from_ranges(&[(GuestAddress(0), END)]).map_err(io::Error::other)?;
+        let region = MmapRegion::new(BYTES).map_err(io::Error::other)?;
+        let own = Arc::new(Region::new(region, GuestAddress(OWN)).ok_or(io::ErrorKind::OutOfMemory)?);
+        let memory = Memory::from_arc_regions(vec![own.clone()]).map_err(io::Error::other)?;
         let mut queue = Queue::new(SIZE).map_err(io::Error::other)?;
         queue.set_size(SIZE);
         queue.try_set_desc_table_address(GuestAddress(DESCRIPTORS)).map_err(io::Error::other)?;
         queue.try_set_avail_ring_address(GuestAddress(AVAILABLE)).map_err(io::Error::other)?;
         queue.try_set_used_ring_address(GuestAddress(USED)).map_err(io::Error::other)?;
         queue.set_ready(true);
-        Ok(Server { fuse, memory, queue, asked: 0 })
+        Ok(Server { fuse, own, memory, queue, asked: 0, head: Vec::new() })
+    }
+
+    /// This process's own memory, to be a part of the memory of a guest whose requests are answered where they lie.
+    pub fn own(&self) -> Arc<Region> {
+        self.own.clone()
     }
 
     /// Appends the answer to a request, of at most `room` bytes; some have none.
     pub fn answer(&mut self, request: &[u8], room: usize, answer: &mut Vec<u8>) {
-        let room = room.min(MAX_MESSAGE);
-        if !names::stay(request) {
-            tracing::warn!("the guest asks for a file by a name that leads out of its folder");
-            return refuse(request, room, libc::EACCES, answer);
-        }
+        let room = u32::try_from(room.min(MAX_MESSAGE)).unwrap_or(0);
+        let memory = self.memory.clone();
+        let (Ok(length), true) = (u32::try_from(request.len()), request.len() <= MAX_MESSAGE) else { return };
+        // An answer that an earlier one left there is none.
+        let laid = memory
+            .write_slice(&[0; OUT_HEADER], GuestAddress(ANSWER))
+            .and_then(|()| memory.write_slice(request, GuestAddress(REQUEST)));
+        let writable = [(ANSWER, room)];
+        let writable = if room == 0 { &[] } else { writable.as_slice() };
+        let written = if laid.is_ok() { self.ask(&memory, request, &[(REQUEST, length)], writable) } else { 0 };
         let start = answer.len();
-        if let Err(error) = self.pass(request, room, answer) {
-            tracing::debug!("a request of the guest makes no sense: {error}");
+        answer.resize(start + written.min(room) as usize, 0);
+        let bytes = answer.get_mut(start..).unwrap_or_default();
+        if memory.read_slice(bytes, GuestAddress(ANSWER)).is_err() {
             answer.truncate(start);
-            refuse(request, room, libc::EIO, answer);
         }
     }
 
-    fn pass(&mut self, request: &[u8], room: usize, answer: &mut Vec<u8>) -> io::Result<()> {
-        let bad = io::Error::other::<Box<dyn std::error::Error + Send + Sync>>;
-        let length = u32::try_from(request.len()).ok().filter(|length| *length as usize <= MAX_MESSAGE);
-        let length = length.ok_or(io::ErrorKind::InvalidInput)?;
-        let memory = &self.memory;
-        memory.write_slice(request, GuestAddress(REQUEST)).map_err(|error| bad(error.into()))?;
-        let room = u32::try_from(room).unwrap_or(0);
-        // An answer that an earlier one left there is none.
-        let head = (room as usize).min(OUT_HEADER);
-        memory
-            .write_slice([0; OUT_HEADER].get(..head).unwrap_or_default(), GuestAddress(ANSWER))
-            .map_err(|e| bad(e.into()))?;
-        let chained = if room == 0 { 0 } else { NEXT };
-        let descriptors = [Descriptor::new(REQUEST, length, chained, 1), Descriptor::new(ANSWER, room, WRITE, 0)];
-        for (number, descriptor) in (0u64..).zip(descriptors) {
-            memory.write_obj(descriptor, GuestAddress(DESCRIPTORS + 16 * number)).map_err(|error| bad(error.into()))?;
+    /// Answers a request that lies in `memory`, with [`own`](Server::own); returns the bytes of the answer. All the pieces are
+    /// the guest's, who may change what is in them at any time: what is looked at is copied before; data of files are not.
+    pub fn answer_there(&mut self, memory: &Memory, readable: &[Piece], writable: &[Piece]) -> u32 {
+        let mut head = std::mem::take(&mut self.head);
+        let written = match lay(memory, readable, &mut head) {
+            Ok(rest) => {
+                let length = u32::try_from(head.len()).unwrap_or(0); // at most MAX_MESSAGE
+                let mut readable = vec![(REQUEST, length)];
+                readable.extend(rest);
+                self.ask(memory, &head, &readable, writable)
+            }
+            Err(error) => {
+                tracing::debug!("a request of the guest makes no sense: {error}");
+                self.refuse(memory, &head, writable, libc::EIO).unwrap_or(0)
+            }
+        };
+        // What is kept between two requests is what small ones need.
+        head.clear();
+        head.shrink_to(64 << 10);
+        self.head = head;
+        written
+    }
+
+    /// Has a request answered whose beginning, `head`, was looked at and can be changed by nobody.
+    fn ask(&mut self, memory: &Memory, head: &[u8], readable: &[Piece], writable: &[Piece]) -> u32 {
+        let error = if names::stay(head) {
+            match self.pass(memory, readable, writable) {
+                Ok(written) => {
+                    spare_flush(memory, head, writable, written);
+                    return written;
+                }
+                Err(error) => {
+                    tracing::debug!("a request of the guest makes no sense: {error}");
+                    libc::EIO
+                }
+            }
+        } else {
+            tracing::warn!("the guest asks for a file by a name that leads out of its folder");
+            libc::EACCES
+        };
+        self.refuse(memory, head, writable, error).unwrap_or(0)
+    }
+
+    fn pass(&mut self, memory: &Memory, readable: &[Piece], writable: &[Piece]) -> io::Result<u32> {
+        let chain = self.chain(memory, readable, writable)?;
+        let reader = Reader::new(memory, chain.clone()).map_err(bad)?;
+        let writer = Writer::new(memory, chain).map_err(bad)?;
+        let written = self.fuse.handle_message(reader, writer, None::<&mut ()>).map_err(bad)?;
+        let room = writable.iter().fold(0u32, |room, (_, length)| room.saturating_add(*length));
+        Ok(u32::try_from(written).unwrap_or(u32::MAX).min(room))
+    }
+
+    /// The answer that is an error, if there is room for one.
+    fn refuse(&mut self, memory: &Memory, head: &[u8], writable: &[Piece], error: i32) -> io::Result<u32> {
+        let mut writer = Writer::new(memory, self.chain(memory, &[], writable)?).map_err(bad)?;
+        let Some(unique) = head.get(UNIQUE).filter(|_| writer.available_bytes() >= OUT_HEADER) else { return Ok(0) };
+        let answer = [(OUT_HEADER as u32).to_le_bytes().as_slice(), &(-error).to_le_bytes(), unique].concat();
+        writer.write_all(&answer)?;
+        Ok(OUT_HEADER as u32)
+    }
+
+    /// Lays a chain of descriptors, as virtiofsd wants it.
+    fn chain<'m>(
+        &mut self,
+        memory: &'m Memory,
+        readable: &[Piece],
+        writable: &[Piece],
+    ) -> io::Result<DescriptorChain<&'m Memory>> {
+        let pieces = readable.iter().map(|piece| (piece, 0)).chain(writable.iter().map(|piece| (piece, WRITE)));
+        let count = u16::try_from(readable.len() + writable.len()).ok().filter(|count| (1..=SIZE).contains(count));
+        let count = count.ok_or(io::ErrorKind::InvalidInput)?;
+        for (number, ((address, length), flags)) in (1..=count).zip(pieces) {
+            let flags = if number == count { flags } else { flags | NEXT };
+            let at = DESCRIPTORS + 16 * u64::from(number - 1);
+            let descriptor = Descriptor::new(*address, *length, flags, number);
+            memory.write_obj(descriptor, GuestAddress(at)).map_err(bad)?;
         }
         let slot = AVAILABLE + 4 + 2 * u64::from(self.asked % SIZE);
         self.asked = self.asked.wrapping_add(1);
-        memory.write_obj(0u16, GuestAddress(slot)).map_err(|error| bad(error.into()))?;
-        memory.write_obj(self.asked.to_le(), GuestAddress(AVAILABLE + 2)).map_err(|error| bad(error.into()))?;
-        let chain = self.queue.pop_descriptor_chain(memory).ok_or(io::ErrorKind::InvalidData)?;
-        let reader = Reader::new(memory, chain.clone()).map_err(|error| bad(error.into()))?;
-        let writer = Writer::new(memory, chain).map_err(|error| bad(error.into()))?;
-        let written = self.fuse.handle_message(reader, writer, None::<&mut ()>).map_err(|error| bad(error.into()))?;
-        let start = answer.len();
-        answer.resize(start + written.min(room as usize), 0);
-        let bytes = answer.get_mut(start..).unwrap_or_default();
-        memory.read_slice(bytes, GuestAddress(ANSWER)).map_err(|error| bad(error.into()))
+        memory.write_obj(0u16, GuestAddress(slot)).map_err(bad)?;
+        memory.write_obj(self.asked.to_le(), GuestAddress(AVAILABLE + 2)).map_err(bad)?;
+        self.queue.pop_descriptor_chain(memory).ok_or_else(|| io::ErrorKind::InvalidData.into())
     }
 }
 
-/// The answer that is an error, if there is room for one.
-fn refuse(request: &[u8], room: usize, error: i32, answer: &mut Vec<u8>) {
-    let Some(unique) = request.get(UNIQUE).filter(|_| room >= OUT_HEADER) else { return };
-    answer.extend((OUT_HEADER as u32).to_le_bytes());
-    answer.extend((-error).to_le_bytes());
-    answer.extend(unique);
+/// Nothing was written by a file that was opened to be read: Linux need not ask when it is closed.
+fn spare_flush(memory: &Memory, head: &[u8], writable: &[Piece], written: u32) {
+    let flags = head.get(OPEN_FLAGS).and_then(|bytes| bytes.try_into().ok()).map(i32::from_le_bytes);
+    let read_only = flags.is_some_and(|flags| flags & libc::O_ACCMODE == libc::O_RDONLY);
+    if head.get(OPCODE) != Some(&FUSE_OPEN) || !read_only || written != OPENED {
+        return;
+    }
+    let mut before = 0;
+    for (address, length) in writable {
+        let end = before + u64::from(*length);
+        // Where they lie in two pieces they stay as they are.
+        if before <= FLAGS_AT && FLAGS_AT + size_of::<u32>() as u64 <= end {
+            let at = GuestAddress(address.saturating_add(FLAGS_AT - before));
+            let flags = memory.read_obj::<u32>(at).map(u32::from_le);
+            let _ = flags.and_then(|flags| memory.write_obj((flags | NO_FLUSH).to_le(), at));
+        }
+        before = end;
+    }
+}
+
+fn bad(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> io::Error {
+    io::Error::other(error)
+}
+
+/// Copies a request into `head` and from there to where requests lie, but for the data of a write; returns where these are.
+fn lay(memory: &Memory, pieces: &[Piece], head: &mut Vec<u8>) -> io::Result<Vec<Piece>> {
+    head.clear();
+    let mut rest = Vec::new();
+    for &(address, length) in pieces {
+        let mut taken = 0;
+        while taken < length {
+            let limit = match head.get(OPCODE) {
+                None => WRITE_HEAD,
+                Some(opcode) if opcode == FUSE_WRITE => WRITE_HEAD,
+                Some(_) => MAX_MESSAGE,
+            };
+            let room = limit.saturating_sub(head.len());
+            if room == 0 {
+                break;
+            }
+            let now = (length - taken).min(u32::try_from(room).unwrap_or(u32::MAX));
+            let start = head.len();
+            head.resize(start + now as usize, 0);
+            let bytes = head.get_mut(start..).unwrap_or_default();
+            memory.read_slice(bytes, GuestAddress(address.saturating_add(taken.into()))).map_err(bad)?;
+            taken += now;
+        }
+        if taken < length {
+            rest.push((address.saturating_add(taken.into()), length - taken));
+        }
+    }
+    if !rest.is_empty() && head.get(OPCODE) != Some(&FUSE_WRITE) {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is too long"));
+    }
+    memory.write_slice(head, GuestAddress(REQUEST)).map_err(bad)?;
+    Ok(rest)
 }

@@ -4,187 +4,28 @@
 #![allow(missing_docs, reason = "a program of tests")]
 
 use nacelle_base::push::{Ask, Told, Why};
-use nacelle_fs::{Owners, Propagation, Share, ShareError, Taker, Volume, Ways, attach, detach};
-use nacelle_jail::Mode;
-use nacelle_proto::agent::{Tree, TreeEntry};
+use nacelle_fs::{Owners, Propagation, ShareError, Taker, Volume, attach, detach};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
+use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitStatus, waitpid};
-use prost::Message;
-use std::ffi::CString;
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::fs::{MetadataExt, symlink};
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, SystemTime};
+use vhost::VhostBackend;
+use vm_memory::{Bytes, GuestAddress};
+use vmm_sys_util::eventfd::EventFd;
 
-const LOOKUP: u32 = 1;
-const GETATTR: u32 = 3;
-const MKNOD: u32 = 8;
-const UNLINK: u32 = 10;
-const OPEN: u32 = 14;
-const READ: u32 = 15;
-const INIT: u32 = 26;
-const CREATE: u32 = 35;
-/// The share's root.
-const ROOT: u64 = 1;
+mod guest;
+
+use guest::{GETATTR, Guest, INIT, READ, ROOT, UNLINK, WRITE};
+
 /// With it and a folder this program is what an agent without a guest is to its volumes.
 const AS_AGENT: &str = "--as-agent";
-
-/// A process, its root's place, and the guest's side of its requests.
-struct Guest {
-    _scaffold: tempfile::TempDir,
-    streams: [UnixStream; 2],
-    pushed: UnixStream,
-    pid: nix::unistd::Pid,
-    user: u32,
-    group: u32,
-}
-
-impl Guest {
-    fn new() -> Guest {
-        let scaffold = tempfile::tempdir().unwrap();
-        let share: Share = nacelle_fs::start(scaffold.path(), Mode::Kill, Duration::ZERO).unwrap();
-        let pid = share.process();
-        let Ways { files: streams, pushed } = share.ready().unwrap();
-        let mut guest = Guest { _scaffold: scaffold, streams, pushed, pid, user: 0, group: 0 };
-        // The oldest protocol with what is needed; all that Linux 6.12 can do, submounts among it.
-        let init = [7u32, 38, 1 << 20, 0x3fff_ffff].map(u32::to_le_bytes).concat();
-        guest.ask(INIT, 0, &init).unwrap();
-        guest
-    }
-
-    fn attach(&self, container: &str, volumes: &[Volume]) -> Result<(), ShareError> {
-        self.attach_as(Taker::Share, container, volumes)
-    }
-
-    fn attach_as(&self, taker: Taker, container: &str, volumes: &[Volume]) -> Result<(), ShareError> {
-        let namespace = File::open(format!("/proc/{}/ns/mnt", self.pid)).unwrap();
-        attach(namespace.as_fd(), taker, container, volumes)
-    }
-
-    /// The next word about volumes that are pushed.
-    fn told(&mut self) -> Told {
-        let mut length = [0; 4];
-        self.pushed.read_exact(&mut length).unwrap();
-        let mut word = vec![0; u32::from_le_bytes(length) as usize];
-        self.pushed.read_exact(&mut word).unwrap();
-        Told::decode(&word).unwrap()
-    }
-
-    fn ask_for(&mut self, ask: Ask) -> Told {
-        let word = ask.encode();
-        let length = u32::try_from(word.len()).unwrap();
-        self.pushed.write_all(&[length.to_le_bytes().as_slice(), &word].concat()).unwrap();
-        self.told()
-    }
-
-    /// The files of a volume that is pushed, with what is in them.
-    fn files(&mut self, id: u32) -> Vec<(String, String)> {
-        let mut ask = Ask::Begin { id, afresh: true };
-        let mut files = Vec::new();
-        loop {
-            let Told::Part { last, tree, .. } = self.ask_for(ask) else { panic!("it is not read") };
-            let text = |bytes| String::from_utf8(bytes).unwrap();
-            let regular = |entry: &TreeEntry| entry.mode & libc::S_IFMT == libc::S_IFREG;
-            let entries = Tree::decode(tree.as_slice()).unwrap().entries.into_iter().filter(regular);
-            files.extend(entries.map(|entry| (text(entry.path), text(entry.data))));
-            if last {
-                return files;
-            }
-            ask = Ask::Next { id };
-        }
-    }
-
-    fn detach(&self, container: &str) {
-        let namespace = File::open(format!("/proc/{}/ns/mnt", self.pid)).unwrap();
-        detach(namespace.as_fd(), Taker::Share, container).unwrap();
-    }
-
-    /// The bytes of the answer behind its header, or the error.
-    fn ask(&mut self, opcode: u32, node: u64, body: &[u8]) -> Result<Vec<u8>, i32> {
-        let length = u32::try_from(40 + body.len()).unwrap();
-        let mut request = Vec::new();
-        request.extend(length.to_le_bytes());
-        request.extend(opcode.to_le_bytes());
-        request.extend(77u64.to_le_bytes());
-        request.extend(node.to_le_bytes());
-        request.extend([self.user, self.group, 0, 0].map(u32::to_le_bytes).concat());
-        request.extend(body);
-        self.raw(&request)
-    }
-
-    fn raw(&mut self, request: &[u8]) -> Result<Vec<u8>, i32> {
-        let stream = &mut self.streams[1];
-        let header = [u32::try_from(request.len()).unwrap(), 70_000].map(u32::to_le_bytes).concat();
-        stream.write_all(&[header.as_slice(), request].concat()).unwrap();
-        let mut length = [0; 4];
-        stream.read_exact(&mut length).unwrap();
-        let mut answer = vec![0; u32::from_le_bytes(length) as usize];
-        stream.read_exact(&mut answer).unwrap();
-        let Some(error) = answer.get(4..8) else { return Ok(Vec::new()) };
-        match i32::from_le_bytes(error.try_into().unwrap()) {
-            0 => Ok(answer.split_off(16)),
-            error => Err(-error),
-        }
-    }
-
-    fn lookup(&mut self, node: u64, name: &str) -> Result<u64, i32> {
-        let entry = self.ask(LOOKUP, node, CString::new(name).unwrap().as_bytes_with_nul())?;
-        Ok(u64::from_le_bytes(entry[..8].try_into().unwrap()))
-    }
-
-    fn find(&mut self, path: &str) -> Result<u64, i32> {
-        path.split('/').try_fold(ROOT, |node, name| self.lookup(node, name))
-    }
-
-    /// User and group of a file: in `fuse_entry_out` (40 bytes) comes `fuse_attr`, whose numbers they are from byte 68 on.
-    fn owner(&mut self, path: &str) -> Result<(u32, u32), i32> {
-        let node = self.find(path)?;
-        // `fuse_attr_out`: 16 bytes, then the attributes.
-        let answer = self.ask(GETATTR, node, &[0; 16])?;
-        let number = |at: usize| u32::from_le_bytes(answer[at..at + 4].try_into().unwrap());
-        Ok((number(16 + 68), number(16 + 72)))
-    }
-
-    fn open(&mut self, node: u64, flags: i32) -> Result<u64, i32> {
-        let opened = self.ask(OPEN, node, &[flags as u32, 0].map(u32::to_le_bytes).concat())?;
-        Ok(u64::from_le_bytes(opened[..8].try_into().unwrap()))
-    }
-
-    fn read(&mut self, path: &str) -> Result<String, i32> {
-        let node = self.find(path)?;
-        let handle = self.open(node, libc::O_RDONLY)?;
-        let mut body = [handle, 0].map(u64::to_le_bytes).concat();
-        body.extend([60_000u32, 0].map(u32::to_le_bytes).concat());
-        body.extend([0; 16]);
-        Ok(String::from_utf8(self.ask(READ, node, &body)?).unwrap())
-    }
-
-    fn create(&mut self, folder: u64, name: &str) -> Result<Vec<u8>, i32> {
-        let mut body = [libc::O_RDWR as u32, 0o100644, 0, 0].map(u32::to_le_bytes).concat();
-        body.extend(CString::new(name).unwrap().as_bytes_with_nul());
-        self.ask(CREATE, folder, &body)
-    }
-
-    fn mknod(&mut self, folder: u64, name: &str, mode: u32, device: u32) -> Result<Vec<u8>, i32> {
-        let mut body = [mode, device, 0, 0].map(u32::to_le_bytes).concat();
-        body.extend(CString::new(name).unwrap().as_bytes_with_nul());
-        self.ask(MKNOD, folder, &body)
-    }
-}
-
-impl Drop for Guest {
-    fn drop(&mut self) {
-        for stream in &self.streams {
-            let _ = stream.shutdown(std::net::Shutdown::Both); // it may be gone
-        }
-        let _ = waitpid(self.pid, None); // or have been waited for
-    }
-}
 
 fn volume(path: &Path) -> Volume {
     let (path, propagation) = (path.to_owned(), Propagation::Private);
@@ -205,12 +46,25 @@ fn folder() -> (tempfile::TempDir, PathBuf) {
 }
 
 fn folders_and_files_are_shared_as_asked() {
+    for guest in [Guest::new, Guest::lent] {
+        folders_and_files(guest());
+    }
+}
+
+fn folders_and_files(mut guest: Guest) {
     let (dir, folder) = folder();
-    let mut guest = Guest::new();
     let read_only = Volume { read_only: true, ..volume(&folder) };
     guest.attach("c", &[volume(&folder), read_only, volume(&folder.join("file"))]).unwrap();
     assert_eq!(guest.read("c/0/file").unwrap(), "of the node");
     assert_eq!(guest.read("c/2").unwrap(), "of the node");
+    // FOPEN_NOFLUSH, for those that nothing is written by.
+    let node = guest.find("c/0/file").unwrap();
+    for (flags, told) in
+        [(libc::O_RDONLY, 1 << 5), (libc::O_WRONLY, 0), (libc::O_RDWR, 0), (libc::O_RDONLY | libc::O_TRUNC, 1 << 5)]
+    {
+        assert_eq!(guest.opened(node, flags).unwrap().1, told, "{flags:#x}");
+    }
+    fs::write(folder.join("file"), "of the node").unwrap();
     (guest.user, guest.group) = (1234, 1234);
     fs::set_permissions(&folder, std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
     let node = guest.find("c/0").unwrap();
@@ -298,11 +152,16 @@ fn words_that_mean_nothing_end_it() {
 }
 
 fn nobody_walks_out() {
+    for guest in [Guest::new, Guest::lent] {
+        walk_out(guest());
+    }
+}
+
+fn walk_out(mut guest: Guest) {
     let (dir, folder) = folder();
     symlink("../secret", folder.join("up")).unwrap();
     symlink(dir.path().join("secret"), folder.join("away")).unwrap();
     symlink("/", folder.join("root")).unwrap();
-    let mut guest = Guest::new();
     guest.attach("c", &[volume(&folder)]).unwrap();
     let node = guest.find("c/0").unwrap();
     for name in ["..", "../secret", ".", "root/etc", "/etc/passwd", "../../../../../etc"] {
@@ -502,8 +361,13 @@ fn what_cannot_be_shared_is_not_shared_in_part() {
 }
 
 fn bytes_that_are_no_requests_harm_nobody() {
+    for guest in [Guest::new, Guest::lent] {
+        random_bytes(guest());
+    }
+}
+
+fn random_bytes(mut guest: Guest) {
     let (dir, folder) = folder();
-    let mut guest = Guest::new();
     guest.attach("c", &[volume(&folder)]).unwrap();
     let mut state = 1u64;
     let mut random = || {
@@ -530,6 +394,101 @@ fn bytes_that_are_no_requests_harm_nobody() {
     umount2(dir.path(), MntFlags::empty()).unwrap();
 }
 
+/// `struct fuse_read_in`, and the beginning of `struct fuse_write_in`.
+fn transfer(handle: u64, at: u64, bytes: u32) -> Vec<u8> {
+    let mut body = [handle, at].map(u64::to_le_bytes).concat();
+    body.extend([bytes, 0].map(u32::to_le_bytes).concat());
+    body.extend([0; 16]);
+    body
+}
+
+fn data_of_a_queue_that_is_lent_go_where_they_belong() {
+    let (dir, folder) = folder();
+    let mut guest = Guest::lent();
+    guest.attach("c", &[volume(&folder)]).unwrap();
+    let node = guest.find("c/0/file").unwrap();
+    let handle = guest.open(node, libc::O_RDWR).unwrap();
+    let data: Vec<u8> = (0..50_000u32).map(|number| (number / 7) as u8).collect();
+    // However request and answer are cut.
+    for (round, cuts) in [&[][..], &[40, 80], &[1, 2, 3, 15, 16, 17, 79, 81, 4096], &[40_000]].into_iter().enumerate() {
+        let at = round as u64 * 100_000;
+        let body = [transfer(handle, at, 50_000), data.clone()].concat();
+        let request = guest.request(WRITE, node, &body);
+        let answer = guest.there(&request, cuts);
+        assert_eq!((answer.len(), &answer[16..20]), (24, &50_000u32.to_le_bytes()[..]));
+        let request = guest.request(READ, node, &transfer(handle, at, 50_000));
+        assert!(guest.there(&request, cuts)[16..] == data, "{cuts:?}");
+        assert!(fs::read(folder.join("file")).unwrap()[at as usize..] == data, "{cuts:?}");
+    }
+    drop(guest);
+    umount2(dir.path(), MntFlags::empty()).unwrap();
+}
+
+fn a_queue_is_lent_taken_back_and_lent_again() {
+    let (dir, folder) = folder();
+    let mut guest = Guest::lent();
+    guest.attach("c", &[volume(&folder)]).unwrap();
+    for round in 0..3 {
+        assert_eq!(guest.read("c/0/file").unwrap(), "of the node");
+        let machine = guest.machine.as_mut().unwrap();
+        if round == 0 {
+            // Another interrupt, while it runs.
+            machine.queues[1].call = EventFd::new(libc::EFD_NONBLOCK).unwrap();
+            machine.front.set_vring_call(1, &machine.queues[1].call).unwrap();
+        } else {
+            let base = u16::try_from(machine.front.get_vring_base(1).unwrap()).unwrap();
+            assert_eq!(base, machine.queues[1].driver.taken());
+            let queue = machine.queues.remove(1);
+            machine.start(1, &queue, base);
+            machine.queues.push(queue);
+        }
+    }
+    drop(guest);
+    umount2(dir.path(), MntFlags::empty()).unwrap();
+}
+
+fn what_is_no_chain_of_a_lent_queue_harms_nobody() {
+    let (dir, folder) = folder();
+    let mut guest = Guest::lent();
+    guest.attach("c", &[volume(&folder)]).unwrap();
+    let (own, at) = (1u64 << 60, guest.room);
+    let request = guest.request(GETATTR, ROOT, &[0; 16]);
+    guest.machine.as_ref().unwrap().memory.write_slice(&request, GuestAddress(at)).unwrap();
+    // Outside the guest's memory, at its end, in this process's own; to be read behind what is to be written; without room.
+    let long = request.len() as u32;
+    for (buffers, written) in [
+        (vec![(1 << 40, long, false), (at + 4096, 200, true)], 0),
+        (vec![((8 << 20) - 1, long, false), (at + 4096, 200, true)], 0),
+        (vec![(own + 0x5000, long, false), (at + 4096, 200, true)], 0),
+        (vec![(at, long, false), (own, 200, true)], 0),
+        (vec![(at + 4096, 200, true), (at, long, false)], 0),
+        (vec![(at, long, false)], 0),
+        (vec![(at, 0, false), (at + 4096, 200, true)], 0),
+        (vec![(at, 39, false), (at + 4096, 200, true)], 16),
+        (vec![(at, 2 << 20, false), (at + 4096, 200, true)], 16),
+        (vec![(at, long, false), (at + 4096, 200, true)], 120),
+    ] {
+        assert_eq!(guest.chain(&buffers), written, "{buffers:x?}");
+    }
+    // A ring that makes no sense is served no more; the process and the other queue live.
+    let machine = guest.machine.as_mut().unwrap();
+    machine.queues[1].driver.set_available(20_000);
+    machine.queues[1].kick();
+    machine.queues.swap(0, 1);
+    assert_eq!(guest.read("c/0/file").unwrap(), "of the node");
+    drop(guest);
+    umount2(dir.path(), MntFlags::empty()).unwrap();
+}
+
+fn without_the_process_a_lent_queue_is_answered_with_errors() {
+    let mut guest = Guest::lent();
+    guest.find("c").unwrap_err();
+    kill(guest.pid, Signal::SIGKILL).unwrap();
+    for _ in 0..3 {
+        assert_eq!(guest.find("c"), Err(libc::EIO));
+    }
+}
+
 fn it_ends_with_the_pod_process() {
     let guest = Guest::new();
     let pid = guest.pid;
@@ -538,7 +497,7 @@ fn it_ends_with_the_pod_process() {
 }
 
 fn main() -> ExitCode {
-    let tests: [(&str, fn()); 12] = [
+    let tests: [(&str, fn()); 16] = [
         ("folders_and_files_are_shared_as_asked", folders_and_files_are_shared_as_asked),
         (
             "what_is_pushed_is_read_and_watched_and_out_of_the_guests_reach",
@@ -559,6 +518,13 @@ fn main() -> ExitCode {
         ),
         ("what_cannot_be_shared_is_not_shared_in_part", what_cannot_be_shared_is_not_shared_in_part),
         ("bytes_that_are_no_requests_harm_nobody", bytes_that_are_no_requests_harm_nobody),
+        ("data_of_a_queue_that_is_lent_go_where_they_belong", data_of_a_queue_that_is_lent_go_where_they_belong),
+        ("a_queue_is_lent_taken_back_and_lent_again", a_queue_is_lent_taken_back_and_lent_again),
+        ("what_is_no_chain_of_a_lent_queue_harms_nobody", what_is_no_chain_of_a_lent_queue_harms_nobody),
+        (
+            "without_the_process_a_lent_queue_is_answered_with_errors",
+            without_the_process_a_lent_queue_is_answered_with_errors,
+        ),
         ("it_ends_with_the_pod_process", it_ends_with_the_pod_process),
     ];
     if let [_, word, home] = std::env::args().collect::<Vec<_>>().as_slice()

@@ -96,7 +96,8 @@ impl Engine for Qemu {
         devices.push(serve(VhostKind::Rng, "rng".into(), Rng::new().device())?);
         if let Some(streams) = spec.share {
             let no_share = |source| EngineError::Resources { what: "the way to the volumes of the node", source };
-            devices.push(serve(VhostKind::Fs, "share".into(), Fs::new(streams).map_err(no_share)?.device())?);
+            let fs = Fs::new(streams).map_err(no_share)?.lending();
+            devices.push(serve(VhostKind::Fs, "share".into(), fs.device())?);
         }
         devices.extend((spec.console == ConsoleKind::Virtio).then_some(Device::Console));
 

@@ -73,11 +73,20 @@ impl Ring {
         self.queue.state()
     }
 
-    /// The kernel has served it up to this index of the available ring, and has given back all that it took.
+    /// Somebody else has served it up to this index of the available ring, and has given back all that it took.
     pub(crate) fn served_until(&mut self, next_avail: u16) {
         self.queue.set_next_avail(next_avail);
         match self.queue.used_idx(&*self.memory, Ordering::Acquire) {
             Ok(used) => self.queue.set_next_used(used.0),
+            Err(error) => self.breaks(&error),
+        }
+    }
+
+    /// Somebody else has served it, gave requests back in their order, and has gone: the next is the first that is not
+    /// given back.
+    pub(crate) fn served_in_order(&mut self) {
+        match self.queue.used_idx(&*self.memory, Ordering::Acquire) {
+            Ok(used) => self.served_until(used.0),
             Err(error) => self.breaks(&error),
         }
     }

@@ -10,11 +10,14 @@ use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::socket::{MsgFlags, send};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
 #[derive(Debug)]
 pub(super) struct Line {
     calls: Vec<Mutex<Option<OwnedFd>>>,
+    /// Whether somebody has asked for a copy of the call.
+    copied: Vec<AtomicBool>,
     channel: Mutex<Option<OwnedFd>>,
 }
 
@@ -24,7 +27,17 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Line {
     pub(super) fn new(queues: usize) -> Line {
-        Line { calls: (0..queues).map(|_| Mutex::new(None)).collect(), channel: Mutex::new(None) }
+        Line {
+            calls: (0..queues).map(|_| Mutex::new(None)).collect(),
+            copied: (0..queues).map(|_| AtomicBool::new(false)).collect(),
+            channel: Mutex::new(None),
+        }
+    }
+
+    /// Whether who serves queue `index` may have a copy of its call, or would like to: another one is then to be given to
+    /// him by starting the queue again.
+    pub(super) fn is_copied(&self, index: u16) -> bool {
+        self.copied.get(usize::from(index)).is_some_and(|copied| copied.load(Ordering::Acquire))
     }
 
     /// Gives queue `index` another call descriptor. What happened meanwhile is not lost: it is called at once.
@@ -54,6 +67,12 @@ impl Interrupt for Line {
                 Err(error) => guest_warn!(queue = index, "cannot call a vhost-user front end: {error}"),
             }
         }
+    }
+
+    fn eventfd(&self, index: u16) -> Option<OwnedFd> {
+        self.copied.get(usize::from(index))?.store(true, Ordering::Release);
+        let copied = lock(self.calls.get(usize::from(index))?).as_ref()?.try_clone();
+        copied.inspect_err(|error| tracing::error!("cannot copy an interrupt: {error}")).ok()
     }
 
     fn config(&self) {

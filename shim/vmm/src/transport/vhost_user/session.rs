@@ -121,7 +121,17 @@ impl<'d> Session<'d> {
                 self.idle(index)?.kick = fd;
                 self.start_if_ready(self.index(index)?)?;
             }
-            Ask::SetCall { index, fd } => self.line.set_call(self.index(index)?, fd)?,
+            Ask::SetCall { index, fd } => {
+                let number = self.index(index)?;
+                let again = self.line.is_copied(number);
+                if again {
+                    self.stop(number);
+                }
+                self.line.set_call(number, fd)?;
+                if again {
+                    self.start_if_ready(number)?;
+                }
+            }
             Ask::SetEnabled { index, enabled } => {
                 let number = self.index(index)?;
                 self.queue(index)?.enabled = enabled;

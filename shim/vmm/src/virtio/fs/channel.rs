@@ -2,10 +2,11 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::Metrics;
+use super::lend::{Loan, hold};
 use crate::guest_warn;
-use crate::virtio::Memory;
 use crate::virtio::pieces::Buffers;
 use crate::virtio::queue_thread::Stop;
+use crate::virtio::{Memory, Ring};
 use nacelle_base::share::{ANSWER_HEADER, HEADER, MAX_MESSAGE};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -58,6 +59,33 @@ impl Channel {
         Ok(Channel { stream: Some(stream), buffer: Vec::new(), begun: VecDeque::new(), metrics })
     }
 
+    /// Lends the queue to the other process, if its memory can be shared. No request is begun.
+    pub fn lend(&mut self, ring: &Ring) -> bool {
+        let Some((stream, loan)) = self.stream.as_ref().zip(Loan::of(ring)) else { return false };
+        match loan.send(stream) {
+            Ok(()) => true,
+            Err(error) => {
+                self.give_up(&error);
+                false
+            }
+        }
+    }
+
+    /// Waits until a queue that was lent is to stop, and takes it back. If that fails it is served from here on.
+    pub fn hold(&mut self, ring: &mut Ring, stop: &Stop) {
+        let Some(stream) = &self.stream else { return };
+        if let Err(error) = hold(ring, stream, stop) {
+            self.give_up(&error);
+        }
+    }
+
+    /// From now on the guest is told of I/O errors.
+    fn give_up(&mut self, error: &io::Error) {
+        if self.stream.take().is_some() {
+            tracing::error!("the volumes of the node are out of reach: {error}");
+        }
+    }
+
     /// Passes a request on if that needs no waiting. Each one is to be [`finish`](Channel::finish)ed, in the same order.
     pub fn begin(&mut self, memory: &Memory, buffers: &Buffers) {
         let begun = self.ask_ahead(memory, buffers).unwrap_or(Begun::Rest(0));
@@ -90,8 +118,8 @@ impl Channel {
             }
             Err(error) => {
                 self.metrics.failed.fetch_add(1, Ordering::Relaxed);
-                if self.stream.take_if(|_| error.kind() != io::ErrorKind::InvalidInput).is_some() {
-                    tracing::error!("the volumes of the node are out of reach: {error}");
+                if error.kind() != io::ErrorKind::InvalidInput {
+                    self.give_up(&error);
                 }
                 self.refuse(memory, buffers)
             }
@@ -127,7 +155,7 @@ impl Channel {
             self.fill(memory, buffers).map_err(|bad| if sent == 0 { bad } else { io::Error::other(bad) })?;
         }
         let stream = self.stream.as_mut().ok_or(io::ErrorKind::NotConnected)?;
-        let mut waiting = Waiting { stop, until: None };
+        let mut waiting = Waiting::new(stop);
         if let Begun::Rest(sent) = begun {
             waiting.send(stream, self.buffer.get(sent..).unwrap_or_default())?;
         }
@@ -163,14 +191,18 @@ fn room(buffers: &Buffers) -> usize {
 }
 
 /// Waiting for the other process; a queue that is to stop waits for a while only.
-struct Waiting<'a> {
+pub(super) struct Waiting<'a> {
     stop: &'a Stop,
     until: Option<Instant>,
 }
 
-impl Waiting<'_> {
+impl<'a> Waiting<'a> {
+    pub fn new(stop: &'a Stop) -> Waiting<'a> {
+        Waiting { stop, until: None }
+    }
+
     // read(2) and write(2): the filter of a queue's thread knows no recv and send.
-    fn send(&mut self, stream: &UnixStream, mut bytes: &[u8]) -> io::Result<()> {
+    pub fn send(&mut self, stream: &UnixStream, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
             match nix::unistd::write(stream, bytes) {
                 Ok(sent) => bytes = bytes.get(sent..).unwrap_or_default(),
@@ -180,7 +212,7 @@ impl Waiting<'_> {
         Ok(())
     }
 
-    fn receive(&mut self, stream: &UnixStream, mut bytes: &mut [u8]) -> io::Result<()> {
+    pub fn receive(&mut self, stream: &UnixStream, mut bytes: &mut [u8]) -> io::Result<()> {
         while !bytes.is_empty() {
             match nix::unistd::read(stream, bytes) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),

@@ -22,6 +22,7 @@ const TAG_ROOM: usize = 36;
 #[derive(Debug)]
 pub struct Fs {
     metrics: Arc<Metrics>,
+    lends: bool,
     /// A queue's thread holds its own while it runs.
     channels: [Arc<Mutex<Channel>>; QUEUES],
     threads: [Option<QueueThread>; QUEUES],
@@ -34,7 +35,14 @@ impl Fs {
         let [first, second] = streams;
         let channel = |stream| Ok::<_, io::Error>(Arc::new(Mutex::new(Channel::new(stream, metrics.clone())?)));
         let channels = [channel(first)?, channel(second)?];
-        Ok(Fs { metrics, channels, threads: [None, None] })
+        Ok(Fs { metrics, lends: false, channels, threads: [None, None] })
+    }
+
+    /// The same; if the guest's memory is shared with others anyway, the process at the other ends gets it, too, and serves
+    /// the queues itself. Only for a transport whose threads may send descriptors.
+    pub fn lending(mut self) -> Fs {
+        self.lends = true;
+        self
     }
 
     /// What it has done; stays readable after the device is given away.
@@ -76,8 +84,13 @@ impl Device for Fs {
             return Err(StartError::Running { device, index });
         }
         let channel = Arc::clone(channel);
-        let work = move |ring, stop: &_| {
-            let channel = RefCell::new(channel.lock().unwrap_or_else(PoisonError::into_inner));
+        let lent = self.lends && channel.lock().unwrap_or_else(PoisonError::into_inner).lend(&ring);
+        let work = move |mut ring, stop: &_| {
+            let mut channel = channel.lock().unwrap_or_else(PoisonError::into_inner);
+            if lent {
+                channel.hold(&mut ring, stop);
+            }
+            let channel = RefCell::new(channel);
             let begin = |memory: &Memory, request: Request| {
                 channel.borrow_mut().begin(memory, &request.buffers);
                 Err::<u32, Request>(request)

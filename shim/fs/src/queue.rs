@@ -1,0 +1,192 @@
+//! Owns: a queue of the guest that is lent to this process: requests are found, answered and given back where they lie, in
+//! the guest's memory, in their order. The guest may change all of that at any time; what it breaks is its own.
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use crate::server::{Memory, Piece, Region, SIZE, Server};
+use nacelle_base::share::Lent;
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, SealFlag, fcntl};
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use virtio_queue_of_virtiofsd::desc::split::Descriptor;
+use virtio_queue_of_virtiofsd::{DescriptorChain, Error, Queue, QueueOwnedT, QueueT};
+use vm_memory_of_virtiofsd::{FileOffset, GuestAddress, GuestMemory, MmapRegion};
+
+/// Requests that are answered before others have their turn.
+const BATCH: usize = 32;
+/// The most pieces of a request and its answer; Linux has fewer than the queue has descriptors.
+const MAX_PIECES: usize = SIZE as usize - 2;
+
+/// A queue that is served here.
+pub(crate) struct Served {
+    queue: Queue,
+    /// The guest's memory.
+    guest: Memory,
+    /// The same, and this process's own behind it.
+    all: Memory,
+    kick: OwnedFd,
+    call: OwnedFd,
+    broken: bool,
+}
+
+/// The buffers of a request.
+#[derive(Default)]
+struct Buffers {
+    readable: Vec<Piece>,
+    writable: Vec<Piece>,
+}
+
+impl Served {
+    /// The queue that these descriptors are of: its kick, its call, and the files of its memory.
+    pub fn new(lent: &Lent, fds: Vec<OwnedFd>, own: Arc<Region>) -> io::Result<Served> {
+        let mut fds = VecDeque::from(fds);
+        let bad = || io::Error::new(io::ErrorKind::InvalidData, "what was lent is no queue");
+        let (kick, call) = fds.pop_front().zip(fds.pop_front()).ok_or_else(bad)?;
+        if fds.len() != lent.regions.len() {
+            return Err(bad());
+        }
+        let mut regions = Vec::with_capacity(fds.len() + 1);
+        for (region, fd) in lent.regions.iter().zip(fds) {
+            regions.push(Arc::new(map(region, fd)?));
+        }
+        let memory = |regions| Memory::from_arc_regions(regions).map_err(io::Error::other);
+        let guest = memory(regions.clone())?;
+        regions.push(own);
+        let all = memory(regions)?;
+        let mut queue = Queue::new(lent.size).map_err(io::Error::other)?;
+        queue.set_size(lent.size);
+        queue.set_event_idx(lent.event_idx);
+        queue.try_set_desc_table_address(GuestAddress(lent.descriptors)).map_err(io::Error::other)?;
+        queue.try_set_avail_ring_address(GuestAddress(lent.available)).map_err(io::Error::other)?;
+        queue.try_set_used_ring_address(GuestAddress(lent.used)).map_err(io::Error::other)?;
+        queue.set_next_avail(lent.next_avail);
+        queue.set_ready(true);
+        if !queue.is_valid(&guest) {
+            return Err(bad());
+        }
+        let used = queue.used_idx(&guest, Ordering::Acquire).map_err(io::Error::other)?;
+        queue.set_next_used(used.0);
+        Ok(Served { queue, guest, all, kick, call, broken: false })
+    }
+
+    /// The next index of the available ring: all requests before it are answered.
+    pub fn next_avail(&self) -> u16 {
+        self.queue.next_avail()
+    }
+
+    /// Takes note of a kick.
+    pub fn kicked(&mut self) {
+        match nix::unistd::read(&self.kick, &mut [0; 8]) {
+            Ok(1..) | Err(Errno::EAGAIN | Errno::EINTR) => {}
+            Ok(_) | Err(_) => self.breaks(&"its kick cannot be read"),
+        }
+    }
+
+    /// Answers requests for a while. `true`: there are more; if not, the guest kicks when there are.
+    pub fn serve(&mut self, server: &mut Server) -> bool {
+        match self.try_serve(server) {
+            Ok(more) => more,
+            Err(error) => {
+                self.breaks(&error);
+                false
+            }
+        }
+    }
+
+    fn try_serve(&mut self, server: &mut Server) -> Result<bool, Error> {
+        if self.broken {
+            return Ok(false);
+        }
+        self.queue.disable_notification(&self.guest)?;
+        for _ in 0..BATCH {
+            let Some(chain) = self.queue.iter(&self.guest)?.next() else {
+                return self.queue.enable_notification(&self.guest);
+            };
+            let head = chain.head_index();
+            let written = match collect(&self.guest, chain) {
+                Some(Buffers { readable, writable }) => server.answer_there(&self.all, &readable, &writable),
+                None => {
+                    tracing::debug!("the guest sent a chain of descriptors that makes no sense");
+                    0
+                }
+            };
+            self.queue.add_used(&self.guest, head, written)?;
+            if self.queue.needs_notification(&self.guest)? {
+                self.call();
+            }
+        }
+        Ok(true)
+    }
+
+    fn call(&self) {
+        match nix::unistd::write(&self.call, &1u64.to_ne_bytes()) {
+            Ok(_) | Err(Errno::EAGAIN) => {} // EAGAIN: a call is pending already
+            Err(error) => tracing::error!("cannot interrupt the guest: {error}"),
+        }
+    }
+
+    /// The queue is served no more.
+    fn breaks(&mut self, why: &dyn std::fmt::Display) {
+        if !std::mem::replace(&mut self.broken, true) {
+            tracing::warn!("the guest broke its queue for files: {why}");
+        }
+    }
+
+    /// Whether the queue is served no more because the guest broke it.
+    pub fn is_broken(&self) -> bool {
+        self.broken
+    }
+}
+
+impl AsFd for Served {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.kick.as_fd()
+    }
+}
+
+/// Maps a part of the guest's memory. Only a file that cannot shrink is taken: a touch beyond its end would kill this
+/// process.
+fn map(region: &nacelle_base::share::Region, fd: OwnedFd) -> io::Result<Region> {
+    let nacelle_base::share::Region { address, length, offset } = *region;
+    let bad = || io::Error::new(io::ErrorKind::InvalidData, "what was lent is no guest memory");
+    let file = File::from(fd);
+    let seals = SealFlag::from_bits_retain(fcntl(&file, FcntlArg::F_GET_SEALS)?);
+    let end = offset.checked_add(length).ok_or_else(bad)?;
+    if !seals.contains(SealFlag::F_SEAL_SHRINK) || file.metadata()?.len() < end {
+        return Err(bad());
+    }
+    let size = usize::try_from(length).map_err(io::Error::other)?;
+    let mapped = MmapRegion::from_file(FileOffset::new(file, offset), size).map_err(io::Error::other)?;
+    Region::new(mapped, GuestAddress(address)).ok_or_else(bad)
+}
+
+/// The buffers of a chain, checked: it ends, is in order and lies in guest memory.
+fn collect(guest: &Memory, chain: DescriptorChain<&Memory>) -> Option<Buffers> {
+    let mut buffers = Buffers::default();
+    let mut last: Option<Descriptor> = None;
+    for descriptor in chain {
+        last = Some(descriptor);
+        let (address, length) = (descriptor.addr(), descriptor.len());
+        if !guest.check_range(address, length as usize) {
+            return None;
+        }
+        let list = if descriptor.is_write_only() {
+            &mut buffers.writable
+        } else if buffers.writable.is_empty() {
+            &mut buffers.readable
+        } else {
+            return None;
+        };
+        if length > 0 {
+            list.push((address.0, length));
+        }
+        if buffers.readable.len() + buffers.writable.len() > MAX_PIECES {
+            return None;
+        }
+    }
+    last.filter(|last| !last.has_next()).map(|_| buffers)
+}

@@ -1,0 +1,262 @@
+//! Owns: a guest of the tests: requests as bytes, over the streams on which they are copied or over queues that are lent.
+
+#[path = "../../../vmm/tests/guest/mod.rs"]
+#[allow(dead_code, reason = "written for other tests")]
+mod front;
+
+use front::Machine;
+use nacelle_base::push::{Ask, Told};
+use nacelle_fs::{Share, ShareError, Taker, Volume, Ways, attach, detach};
+use nacelle_jail::Mode;
+use nacelle_proto::agent::{Tree, TreeEntry};
+use nacelle_vmm::fs::Fs;
+use nix::sys::wait::waitpid;
+use prost::Message;
+use std::ffi::CString;
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+use vm_memory::{Bytes, GuestAddress};
+
+const LOOKUP: u32 = 1;
+pub const GETATTR: u32 = 3;
+const MKNOD: u32 = 8;
+pub const UNLINK: u32 = 10;
+const OPEN: u32 = 14;
+pub const READ: u32 = 15;
+pub const WRITE: u32 = 16;
+pub const INIT: u32 = 26;
+const CREATE: u32 = 35;
+/// The share's root.
+pub const ROOT: u64 = 1;
+/// A process, its root's place, and the guest's side of its requests.
+pub struct Guest {
+    /// None of them if the queues are lent.
+    pub streams: Vec<UnixStream>,
+    pub machine: Option<Machine>,
+    /// Where the machine has its requests and answers.
+    pub room: u64,
+    pub pushed: UnixStream,
+    pub pid: nix::unistd::Pid,
+    pub user: u32,
+    pub group: u32,
+    _scaffold: tempfile::TempDir,
+}
+
+/// The bytes of the request's place, and of its answer's.
+pub const ROOM: u32 = 70_000;
+
+impl Guest {
+    pub fn new() -> Guest {
+        Guest::made(false)
+    }
+
+    /// One whose memory the process has, and serves its queues.
+    pub fn lent() -> Guest {
+        Guest::made(true)
+    }
+
+    fn made(lent: bool) -> Guest {
+        let scaffold = tempfile::tempdir().unwrap();
+        let share: Share = nacelle_fs::start(scaffold.path(), Mode::Kill, Duration::ZERO).unwrap();
+        let pid = share.process();
+        let Ways { files, pushed } = share.ready().unwrap();
+        let (streams, mut machine) = match lent {
+            false => (Vec::from(files), None),
+            true => (Vec::new(), Some(Machine::new(Fs::new(files).unwrap().lending().device(), 2))),
+        };
+        let room = machine.as_mut().map_or(0, |machine| machine.allocate(u64::from(2 * ROOM)));
+        let mut guest = Guest { streams, machine, room, pushed, pid, user: 0, group: 0, _scaffold: scaffold };
+        // The oldest protocol with what is needed; all that Linux 6.12 can do, submounts among it.
+        let init = [7u32, 38, 1 << 20, 0x3fff_ffff].map(u32::to_le_bytes).concat();
+        guest.ask(INIT, 0, &init).unwrap();
+        let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
+        assert_eq!(maps.contains("memfd:guest"), lent);
+        guest
+    }
+
+    pub fn attach(&self, container: &str, volumes: &[Volume]) -> Result<(), ShareError> {
+        self.attach_as(Taker::Share, container, volumes)
+    }
+
+    pub fn attach_as(&self, taker: Taker, container: &str, volumes: &[Volume]) -> Result<(), ShareError> {
+        let namespace = File::open(format!("/proc/{}/ns/mnt", self.pid)).unwrap();
+        attach(namespace.as_fd(), taker, container, volumes)
+    }
+
+    /// The next word about volumes that are pushed.
+    pub fn told(&mut self) -> Told {
+        let mut length = [0; 4];
+        self.pushed.read_exact(&mut length).unwrap();
+        let mut word = vec![0; u32::from_le_bytes(length) as usize];
+        self.pushed.read_exact(&mut word).unwrap();
+        Told::decode(&word).unwrap()
+    }
+
+    pub fn ask_for(&mut self, ask: Ask) -> Told {
+        let word = ask.encode();
+        let length = u32::try_from(word.len()).unwrap();
+        self.pushed.write_all(&[length.to_le_bytes().as_slice(), &word].concat()).unwrap();
+        self.told()
+    }
+
+    /// The files of a volume that is pushed, with what is in them.
+    pub fn files(&mut self, id: u32) -> Vec<(String, String)> {
+        let mut ask = Ask::Begin { id, afresh: true };
+        let mut files = Vec::new();
+        loop {
+            let Told::Part { last, tree, .. } = self.ask_for(ask) else { panic!("it is not read") };
+            let text = |bytes| String::from_utf8(bytes).unwrap();
+            let regular = |entry: &TreeEntry| entry.mode & libc::S_IFMT == libc::S_IFREG;
+            let entries = Tree::decode(tree.as_slice()).unwrap().entries.into_iter().filter(regular);
+            files.extend(entries.map(|entry| (text(entry.path), text(entry.data))));
+            if last {
+                return files;
+            }
+            ask = Ask::Next { id };
+        }
+    }
+
+    pub fn detach(&self, container: &str) {
+        let namespace = File::open(format!("/proc/{}/ns/mnt", self.pid)).unwrap();
+        detach(namespace.as_fd(), Taker::Share, container).unwrap();
+    }
+
+    /// The bytes of the answer behind its header, or the error.
+    pub fn ask(&mut self, opcode: u32, node: u64, body: &[u8]) -> Result<Vec<u8>, i32> {
+        let request = self.request(opcode, node, body);
+        self.raw(&request)
+    }
+
+    /// A request with its header.
+    pub fn request(&self, opcode: u32, node: u64, body: &[u8]) -> Vec<u8> {
+        let length = u32::try_from(40 + body.len()).unwrap();
+        let mut request = Vec::new();
+        request.extend(length.to_le_bytes());
+        request.extend(opcode.to_le_bytes());
+        request.extend(77u64.to_le_bytes());
+        request.extend(node.to_le_bytes());
+        request.extend([self.user, self.group, 0, 0].map(u32::to_le_bytes).concat());
+        request.extend(body);
+        request
+    }
+
+    pub fn raw(&mut self, request: &[u8]) -> Result<Vec<u8>, i32> {
+        let mut answer = match self.machine {
+            None => self.copied(request),
+            Some(_) => self.there(request, &[7, 40, 100, 9000]),
+        };
+        let Some(error) = answer.get(4..8) else { return Ok(Vec::new()) };
+        match i32::from_le_bytes(error.try_into().unwrap()) {
+            0 => Ok(answer.split_off(16)),
+            error => Err(-error),
+        }
+    }
+
+    fn copied(&mut self, request: &[u8]) -> Vec<u8> {
+        let stream = &mut self.streams[1];
+        let header = [u32::try_from(request.len()).unwrap(), ROOM].map(u32::to_le_bytes).concat();
+        stream.write_all(&[header.as_slice(), request].concat()).unwrap();
+        let mut length = [0; 4];
+        stream.read_exact(&mut length).unwrap();
+        let mut answer = vec![0; u32::from_le_bytes(length) as usize];
+        stream.read_exact(&mut answer).unwrap();
+        answer
+    }
+
+    /// The same over the queue; request and answer are cut into pieces at these places.
+    pub fn there(&mut self, request: &[u8], cuts: &[u32]) -> Vec<u8> {
+        let (room, answer_at) = (self.room, self.room + u64::from(ROOM));
+        let machine = self.machine.as_mut().unwrap();
+        machine.memory.write_slice(request, GuestAddress(room)).unwrap();
+        machine.memory.write_slice(&[0xee; ROOM as usize], GuestAddress(answer_at)).unwrap();
+        let pieces = |at: u64, length: u32, writable| {
+            let mut ends: Vec<u32> = cuts.iter().copied().filter(|cut| *cut < length).collect();
+            ends.push(length);
+            let starts = [0].into_iter().chain(ends.clone());
+            starts.zip(ends).map(|(start, end)| (at + u64::from(start), end - start, writable)).collect::<Vec<_>>()
+        };
+        let buffers = [pieces(room, u32::try_from(request.len()).unwrap(), false), pieces(answer_at, ROOM, true)];
+        let written = answer(machine, &buffers.concat());
+        let mut answer = vec![0; written as usize];
+        machine.memory.read_slice(&mut answer, GuestAddress(answer_at)).unwrap();
+        answer
+    }
+
+    /// The bytes that are written to the buffers of a request.
+    pub fn chain(&mut self, buffers: &[(u64, u32, bool)]) -> u32 {
+        answer(self.machine.as_mut().unwrap(), buffers)
+    }
+
+    pub fn lookup(&mut self, node: u64, name: &str) -> Result<u64, i32> {
+        let entry = self.ask(LOOKUP, node, CString::new(name).unwrap().as_bytes_with_nul())?;
+        Ok(u64::from_le_bytes(entry[..8].try_into().unwrap()))
+    }
+
+    pub fn find(&mut self, path: &str) -> Result<u64, i32> {
+        path.split('/').try_fold(ROOT, |node, name| self.lookup(node, name))
+    }
+
+    /// User and group of a file: in `fuse_entry_out` (40 bytes) comes `fuse_attr`, whose numbers they are from byte 68 on.
+    pub fn owner(&mut self, path: &str) -> Result<(u32, u32), i32> {
+        let node = self.find(path)?;
+        // `fuse_attr_out`: 16 bytes, then the attributes.
+        let answer = self.ask(GETATTR, node, &[0; 16])?;
+        let number = |at: usize| u32::from_le_bytes(answer[at..at + 4].try_into().unwrap());
+        Ok((number(16 + 68), number(16 + 72)))
+    }
+
+    pub fn open(&mut self, node: u64, flags: i32) -> Result<u64, i32> {
+        Ok(self.opened(node, flags)?.0)
+    }
+
+    /// The number of an open file, and what Linux is told of it.
+    pub fn opened(&mut self, node: u64, flags: i32) -> Result<(u64, u32), i32> {
+        let opened = self.ask(OPEN, node, &[flags as u32, 0].map(u32::to_le_bytes).concat())?;
+        let told = u32::from_le_bytes(opened[8..12].try_into().unwrap());
+        Ok((u64::from_le_bytes(opened[..8].try_into().unwrap()), told))
+    }
+
+    pub fn read(&mut self, path: &str) -> Result<String, i32> {
+        let node = self.find(path)?;
+        let handle = self.open(node, libc::O_RDONLY)?;
+        let mut body = [handle, 0].map(u64::to_le_bytes).concat();
+        body.extend([60_000u32, 0].map(u32::to_le_bytes).concat());
+        body.extend([0; 16]);
+        Ok(String::from_utf8(self.ask(READ, node, &body)?).unwrap())
+    }
+
+    pub fn create(&mut self, folder: u64, name: &str) -> Result<Vec<u8>, i32> {
+        let mut body = [libc::O_RDWR as u32, 0o100644, 0, 0].map(u32::to_le_bytes).concat();
+        body.extend(CString::new(name).unwrap().as_bytes_with_nul());
+        self.ask(CREATE, folder, &body)
+    }
+
+    pub fn mknod(&mut self, folder: u64, name: &str, mode: u32, device: u32) -> Result<Vec<u8>, i32> {
+        let mut body = [mode, device, 0, 0].map(u32::to_le_bytes).concat();
+        body.extend(CString::new(name).unwrap().as_bytes_with_nul());
+        self.ask(MKNOD, folder, &body)
+    }
+}
+
+fn answer(machine: &mut Machine, buffers: &[(u64, u32, bool)]) -> u32 {
+    let queue = &mut machine.queues[1];
+    let head = queue.driver.submit(buffers);
+    queue.kick();
+    let (done, written) = queue.wait_used();
+    assert_eq!(done, head);
+    written
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        // With the device the streams end.
+        self.machine = None;
+        for stream in &self.streams {
+            let _ = stream.shutdown(std::net::Shutdown::Both); // it may be gone
+        }
+        let _ = waitpid(self.pid, None); // or have been waited for
+    }
+}

@@ -1,0 +1,114 @@
+//! Owns: lending a queue, over memory that can be shared, to the process that has the files: it serves the queue where it
+//! lies, without a copy and without this process between. docs/devices/fs.md.
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use super::channel::Waiting;
+use crate::virtio::Ring;
+use crate::virtio::queue_thread::Stop;
+use nacelle_base::share::{ANSWER_HEADER, LEND, Lent, MAX_REGIONS, RETURN, Region};
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
+use std::io::{self, IoSlice};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::os::unix::net::UnixStream;
+use vm_memory::{Address, GuestMemoryBackend, GuestMemoryRegion};
+
+/// A queue as it is lent.
+pub(super) struct Loan<'r> {
+    lent: Lent,
+    call: OwnedFd,
+    ring: &'r Ring,
+    files: Vec<RawFd>,
+}
+
+impl<'r> Loan<'r> {
+    /// None: others cannot reach this memory, or cannot interrupt the guest.
+    pub fn of(ring: &'r Ring) -> Option<Loan<'r>> {
+        let call = ring.interrupt().eventfd(ring.index())?;
+        let (mut regions, mut files) = (Vec::new(), Vec::new());
+        for region in ring.memory().iter() {
+            let file = region.file_offset().filter(|_| region.flags() & libc::MAP_SHARED != 0)?;
+            files.push(file.file().as_raw_fd());
+            let (address, length) = (region.start_addr().raw_value(), region.len());
+            regions.push(Region { address, length, offset: file.start() });
+        }
+        if regions.len() > MAX_REGIONS {
+            return None;
+        }
+        let state = ring.state();
+        let lent = Lent {
+            size: state.size,
+            event_idx: state.event_idx_enabled,
+            next_avail: state.next_avail,
+            descriptors: state.desc_table,
+            available: state.avail_ring,
+            used: state.used_ring,
+            regions,
+        };
+        Some(Loan { lent, call, ring, files })
+    }
+
+    /// Hands it over. The stream takes so little at once: nothing else is on its way.
+    pub fn send(self, stream: &UnixStream) -> io::Result<()> {
+        let lent = self.lent.encode();
+        let length = u32::try_from(lent.len()).unwrap_or(0); // at most MAX_LENT
+        let header = [LEND, length].map(u32::to_le_bytes).concat();
+        let fds: Vec<RawFd> =
+            [self.ring.as_fd().as_raw_fd(), self.call.as_raw_fd()].into_iter().chain(self.files).collect();
+        let flags = MsgFlags::MSG_NOSIGNAL;
+        let sent = nix::unistd::write(stream, &header)?
+            + sendmsg::<()>(
+                stream.as_raw_fd(),
+                &[IoSlice::new(&lent)],
+                &[ControlMessage::ScmRights(&fds)],
+                flags,
+                None,
+            )?;
+        if sent == header.len() + lent.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
+    }
+}
+
+/// Waits until the queue is to stop, takes it back, and notes in `ring` how far it is served. After an error the ring is as
+/// whoever served it has left it.
+pub(super) fn hold(ring: &mut Ring, stream: &UnixStream, stop: &Stop) -> io::Result<()> {
+    let taken = until_stopped(stream, stop).and_then(|()| take_back(stream, stop));
+    match &taken {
+        Ok(next_avail) => ring.served_until(*next_avail),
+        Err(_) => {
+            ring.served_in_order();
+            // It may have been about to tell the guest of some.
+            ring.interrupt().queue(ring.index());
+        }
+    }
+    taken.map(|_next| ())
+}
+
+/// An error: the other process has gone, or says something without being asked.
+fn until_stopped(stream: &UnixStream, stop: &Stop) -> io::Result<()> {
+    while !stop.asked() {
+        let mut events = [PollFd::new(stop.as_fd(), PollFlags::POLLIN), PollFd::new(stream.as_fd(), PollFlags::POLLIN)];
+        match poll(&mut events, PollTimeout::NONE) {
+            Err(Errno::EINTR) | Ok(_) => {}
+            Err(error) => return Err(error.into()),
+        }
+        stop.heard();
+        match nix::unistd::read(stream, &mut [0]) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(_) => return Err(io::Error::new(io::ErrorKind::InvalidData, "a word without a question")),
+            Err(Errno::EAGAIN | Errno::EINTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
+}
+
+/// The next index of the available ring.
+fn take_back(stream: &UnixStream, stop: &Stop) -> io::Result<u16> {
+    let mut waiting = Waiting::new(stop);
+    waiting.send(stream, &[RETURN, 0].map(u32::to_le_bytes).concat())?;
+    let mut next = [0; ANSWER_HEADER];
+    waiting.receive(stream, &mut next)?;
+    let next = u16::try_from(u32::from_le_bytes(next));
+    next.map_err(|_wide| io::Error::new(io::ErrorKind::InvalidData, "no index of a ring"))
+}

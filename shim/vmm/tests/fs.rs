@@ -1,0 +1,103 @@
+//! Owns: tests of queues of the file-system device that are lent: what the process that has the files is told, and what
+//! becomes of a queue if that one does not give it back. That it is served: shim/fs/tests/room.rs.
+
+#[allow(dead_code, reason = "each test file uses a part of it")]
+mod guest;
+
+use guest::{Machine, REGION, SECOND};
+use nacelle_base::share::{HEADER, LEND, Lent, RETURN, Region};
+use nacelle_vmm::fs::Fs;
+use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
+use std::io::{IoSliceMut, Read, Write};
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::net::UnixStream;
+use std::thread;
+use vhost::VhostBackend;
+use vm_memory::{Bytes, GuestAddress};
+
+/// A machine that lends its queues, and the other ends of the streams.
+fn lending() -> (Machine, [UnixStream; 2]) {
+    let (first, its) = UnixStream::pair().unwrap();
+    let (second, theirs) = UnixStream::pair().unwrap();
+    (Machine::new(Fs::new([first, second]).unwrap().lending().device(), 2), [its, theirs])
+}
+
+/// The next two numbers; none at the end.
+fn header(stream: &mut UnixStream) -> Option<[u32; 2]> {
+    let mut header = [0; HEADER];
+    stream.read_exact(&mut header).ok()?;
+    Some([0, 4].map(|at| u32::from_le_bytes(header[at..at + 4].try_into().unwrap())))
+}
+
+/// Takes a queue: what is said of it, and how many descriptors come with it. None at the end.
+fn take(stream: &mut UnixStream) -> Option<(Lent, usize)> {
+    let [word, length] = header(stream)?;
+    assert_eq!(word, LEND);
+    let mut bytes = vec![0; length as usize];
+    let mut parts = [IoSliceMut::new(&mut bytes)];
+    let mut control = nix::cmsg_space!([RawFd; 32]);
+    let got = recvmsg::<()>(stream.as_raw_fd(), &mut parts, Some(&mut control), MsgFlags::empty()).unwrap();
+    let fds = got.cmsgs().unwrap().map(|message| match message {
+        ControlMessageOwned::ScmRights(fds) => fds.len(),
+        _ => 0,
+    });
+    let (got, fds) = (got.bytes, fds.sum());
+    assert_eq!(got, bytes.len());
+    Some((Lent::decode(&bytes).unwrap(), fds))
+}
+
+#[test]
+fn who_has_the_files_is_told_where_a_queue_lies() {
+    let (mut machine, [_its, mut theirs]) = lending();
+    let (descriptors, available, used) = machine.queues[1].driver.addresses();
+    // Gives it back each time it is asked, and says that it has served it a little further than the last time.
+    let other = thread::spawn(move || {
+        let mut all = Vec::new();
+        for next in 5u32.. {
+            let Some((lent, fds)) = take(&mut theirs) else { break };
+            assert_eq!(fds, 2 + lent.regions.len());
+            all.push(lent);
+            assert_eq!(header(&mut theirs), Some([RETURN, 0]));
+            theirs.write_all(&next.to_le_bytes()).unwrap();
+        }
+        all
+    });
+    assert_eq!(machine.front.get_vring_base(1).unwrap(), 5);
+    let queue = machine.queues.remove(1);
+    // It goes on with the old interrupt, and again with each new one.
+    machine.start(1, &queue, 5);
+    machine.front.set_vring_call(1, &queue.call).unwrap();
+    assert_eq!(machine.front.get_vring_base(1).unwrap(), 8);
+    drop(machine);
+    let regions = vec![
+        Region { address: 0, length: REGION, offset: 0 },
+        Region { address: SECOND, length: REGION, offset: REGION },
+    ];
+    let lent = Lent { size: 128, event_idx: true, next_avail: 0, descriptors, available, used, regions };
+    let all = [0, 5, 6, 7].map(|next_avail| Lent { next_avail, ..lent.clone() });
+    assert_eq!(other.join().unwrap(), all);
+}
+
+#[test]
+fn who_does_not_give_a_queue_back_is_asked_no_more() {
+    for nonsense in [false, true] {
+        let (mut machine, [_its, mut theirs]) = lending();
+        take(&mut theirs).unwrap();
+        let at = machine.allocate(4096);
+        machine.memory.write_obj(7u64, GuestAddress(at + 8)).unwrap();
+        machine.queues[1].driver.submit(&[(at, 40, false), (at + 2048, 100, true)]);
+        if nonsense {
+            // Served by this process from now on.
+            theirs.write_all(b"a word without a question").unwrap();
+        } else {
+            // After some seconds.
+            assert_eq!(machine.front.get_vring_base(1).unwrap(), 0);
+            let queue = machine.queues.remove(1);
+            machine.start(1, &queue, 0);
+            machine.queues.push(queue);
+        }
+        assert_eq!(machine.queues[1].wait_used().1, 16);
+        let error: i32 = machine.memory.read_obj(GuestAddress(at + 2048 + 4)).unwrap();
+        assert_eq!(error, -libc::EIO);
+    }
+}
