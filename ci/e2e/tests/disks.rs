@@ -112,10 +112,10 @@ fn an_empty_dir_on_a_disk_of_the_machine_has_a_limit() {
         assert_eq!(fs::metadata(volume.join(FILE)).unwrap().mode() & 0o777, 0o600);
 
         // The limit, which hurts nobody else, and which kubelet does not see exceeded.
-        let full = one.exec("dd if=/dev/urandom of=/cache/much bs=1M count=32");
+        let full = one.exec("dd if=/dev/zero of=/cache/much bs=1M count=32");
         assert!(full.code != 0 && full.stderr.contains("No space left"), "{full:?}");
         for (who, script) in [(&one, "/other/x"), (&far, "/cache/x"), (&one, "/x")] {
-            who.exec(&format!("dd if=/dev/urandom of={script} bs=1M count=12 && sync")).ok();
+            who.exec(&format!("dd if=/dev/zero of={script} bs=1M count=12 && sync")).ok();
         }
         let room = taken(&volume);
         assert!((8 << 10..=16 << 10).contains(&room), "{room} KiB");
@@ -186,7 +186,7 @@ fn a_node_that_is_full_fails_the_volume_and_nothing_else() {
     let pod = node.crictl.run_pod_of("disks", next(&asked, 0));
     let container = pod.start(with());
     container.exec("echo word >/cache/first && sync").ok();
-    let failed = container.exec("dd if=/dev/urandom of=/cache/much bs=1M count=48 conv=fsync");
+    let failed = container.exec("dd if=/dev/zero of=/cache/much bs=1M count=48 conv=fsync");
     assert!(failed.code != 0 && failed.stderr.contains("Input/output error"), "{failed:?}");
     assert_eq!(container.exec("echo word >/file && sync && cat /file").ok(), "word");
     pod.remove();
