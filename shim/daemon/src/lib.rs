@@ -22,3 +22,4 @@ pub mod store;
 mod streaming;
 pub mod supervision;
 mod sys;
+mod systemd;

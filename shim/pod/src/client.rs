@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-use tokio::io::Interest;
+use tokio::io::{AsyncWriteExt, Interest};
 use tokio::process::{Child, Command};
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout, timeout_at};
@@ -67,6 +67,16 @@ pub enum ClientError {
         exe: PathBuf,
         /// Why.
         source: io::Error,
+    },
+    /// The node does not take it into its control group.
+    #[error("the pod process cannot be put into the control group {}", group.display())]
+    Group {
+        /// The group.
+        group: PathBuf,
+        /// What kind of failure.
+        kind: Kind,
+        /// Why.
+        source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// It ended before it answered.
     #[error("the pod process ended with {status} before it answered; its log {} ends with: {tail}", log.display())]
@@ -129,7 +139,7 @@ impl Classify for ClientError {
             ClientError::Gone { .. } | ClientError::Connect { .. } => Kind::Unavailable,
             ClientError::Stream { source, .. } => source.kind(),
             ClientError::TooSlow { .. } => Kind::Timeout,
-            ClientError::Refused { kind, .. } => *kind,
+            ClientError::Group { kind, .. } | ClientError::Refused { kind, .. } => *kind,
         }
     }
 }
@@ -152,6 +162,38 @@ pub struct PodClient {
 /// its own, no inherited descriptors, logs to `DIR/pod.log`, and outlives the caller. On failure nothing runs; whoever
 /// drops the future calls [`clean_up`].
 pub async fn spawn(exe: &Path, dir: &Path, spec: &PodSpec) -> Result<PodClient, ClientError> {
+    let child = start(exe, dir, spec, false).await?;
+    answer(child, dir).await
+}
+
+/// As [`spawn`], of a process that does nothing before `admit`, which gets its pid, has answered. If this future is dropped, or
+/// its process dies, the other one ends by itself.
+pub async fn spawn_held<F>(
+    exe: &Path,
+    dir: &Path,
+    spec: &PodSpec,
+    admit: impl FnOnce(u32) -> F,
+) -> Result<PodClient, ClientError>
+where
+    F: Future<Output = Result<(), ClientError>>,
+{
+    let mut child = start(exe, dir, spec, true).await?;
+    // Without a pid it has ended already, which is found below.
+    if let Some(pid) = child.id()
+        && let Err(error) = admit(pid).await
+    {
+        kill(child).await;
+        return Err(error);
+    }
+    if let Some(mut word) = child.stdin.take() {
+        // If nobody reads it, nobody will answer.
+        let _ = word.write_all(b"\n").await;
+    }
+    answer(child, dir).await
+}
+
+/// Starts the process; one that is held waits for a word on its standard input.
+async fn start(exe: &Path, dir: &Path, spec: &PodSpec, held: bool) -> Result<Child, ClientError> {
     spec.write(dir)?;
     let log_path = dir.join(LOG_FILE);
     let log =
@@ -160,8 +202,11 @@ pub async fn spawn(exe: &Path, dir: &Path, spec: &PodSpec) -> Result<PodClient, 
     let mut command = Command::new(exe);
     command.arg("--dir").arg(dir).current_dir("/");
     command.stdin(Stdio::null()).stdout(log).stderr(errors);
+    if held {
+        command.arg(crate::HELD).stdin(Stdio::piped());
+    }
     sys::detach(&mut command);
-    let mut child = command.spawn().map_err(|source| ClientError::Start { exe: exe.to_owned(), source })?;
+    let child = command.spawn().map_err(|source| ClientError::Start { exe: exe.to_owned(), source })?;
     // The process writes this too; but whoever gives this call up must be able to clean up from now on. One that has
     // ended already is found below.
     if let Some(pid) = child.id().and_then(|pid| i32::try_from(pid).ok())
@@ -171,7 +216,12 @@ pub async fn spawn(exe: &Path, dir: &Path, spec: &PodSpec) -> Result<PodClient, 
         kill(child).await;
         return Err(error.into());
     }
+    Ok(child)
+}
 
+/// Waits until the process answers.
+async fn answer(mut child: Child, dir: &Path) -> Result<PodClient, ClientError> {
+    let log_path = dir.join(LOG_FILE);
     let deadline = Instant::now() + START_LIMIT;
     let failure = loop {
         match connect(dir).await {

@@ -53,6 +53,15 @@ pub const SOCKET_FILE: &str = "pod.sock";
 /// The socket of the streams, in its run directory; mode 0600.
 pub const STREAM_SOCKET_FILE: &str = "stream.sock";
 
+/// The argument of a process that waits for a word (a byte on its standard input) before it does anything.
+pub const HELD: &str = "--held";
+
+/// For a process with the argument [`HELD`]: waits for the word. False: whoever started it gave it up.
+pub fn told() -> bool {
+    let mut word = [0];
+    matches!(nix::unistd::read(std::io::stdin(), &mut word), Ok(1))
+}
+
 /// The pod process: serves the pod in `dir` until it is stopped. The exit code is 0 after an orderly stop. Nothing may
 /// be open but the standard streams: it is closed.
 pub fn run(dir: &Path) -> ExitCode {

@@ -4,6 +4,7 @@
 mod common;
 
 use common::{LIMIT, cgroup, exited, harness, network, spec, until};
+use nacelle_base::Kind;
 use nacelle_pod::client::{self, ClientError, PodClient};
 use nacelle_pod::identity::Identity;
 use nacelle_pod::record::{self, Phase};
@@ -21,6 +22,7 @@ fn main() -> ExitCode {
         ("a_pod_outlives_its_client", || Box::pin(outlives(Place::new()))),
         ("kill_9_is_cleared_away", || Box::pin(killed(Place::new()))),
         ("a_start_that_is_given_up_leaves_nothing", || Box::pin(given_up(Place::new()))),
+        ("a_held_process_waits_for_its_group", || Box::pin(held(Place::new()))),
         ("sigterm_stops_the_pod", || Box::pin(terminated(Place::new()))),
         ("a_foreign_process_is_left_alone", || Box::pin(foreign(Place::new()))),
         ("what_does_not_start_says_why", || Box::pin(no_start(Place::new()))),
@@ -159,6 +161,38 @@ async fn given_up(place: Place) {
     let identity = Identity::read(&place.dir).unwrap().unwrap();
     client::clean_up(&place.dir).await.unwrap();
     assert!(!identity.is_alive().unwrap());
+}
+
+async fn held(place: Place) {
+    let (exe, spec) = (std::env::current_exe().unwrap(), spec(place.root.path()));
+    // Refused: it is gone, and nothing has happened.
+    let mut refused_pid = 0;
+    let refused = client::spawn_held(&exe, &place.dir, &spec, |pid| {
+        refused_pid = pid;
+        let group = "a.slice/b.scope".into();
+        async move { Err(ClientError::Group { group, kind: Kind::Unavailable, source: "nobody there".into() }) }
+    });
+    let refused = refused.await.unwrap_err();
+    assert_eq!(refused.to_string(), "the pod process cannot be put into the control group a.slice/b.scope");
+    assert!(!Path::new(&format!("/proc/{refused_pid}")).exists());
+    // Given up: it ends by itself.
+    let given_up = client::spawn_held(&exe, &place.dir, &spec, |_pid| std::future::pending());
+    assert!(tokio::time::timeout(Duration::from_millis(500), given_up).await.is_err());
+    let deadline = Instant::now() + LIMIT;
+    while Identity::read(&place.dir).unwrap().is_some_and(|identity| identity.is_alive().unwrap()) {
+        assert!(Instant::now() < deadline, "a process that was given up does not end");
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    assert!(!place.dir.join(nacelle_pod::SOCKET_FILE).exists());
+    // Admitted: only then does it serve.
+    let socket = place.dir.join(nacelle_pod::SOCKET_FILE);
+    let admit = |_pid| async {
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        assert!(!socket.exists());
+        Ok(())
+    };
+    let pod = client::spawn_held(&exe, &place.dir, &spec, admit).await.unwrap();
+    assert!(pod.identity().is_alive().unwrap());
 }
 
 async fn terminated(place: Place) {

@@ -11,6 +11,13 @@ fn main() -> ExitCode {
     let arguments: Vec<_> = std::env::args_os().skip(1).collect();
     match arguments.as_slice() {
         [flag, dir] if flag == "--dir" => nacelle_pod::run(dir.as_ref()),
+        [flag, dir, held] if flag == "--dir" && held == nacelle_pod::HELD => {
+            if nacelle_pod::told() {
+                nacelle_pod::run(dir.as_ref())
+            } else {
+                ExitCode::FAILURE
+            }
+        }
         _ => {
             eprintln!("nacelle-pod: the daemon starts this, as: nacelle-pod --dir DIR");
             ExitCode::FAILURE

@@ -1,6 +1,6 @@
 //! Owns: `nacelle check`: what this node can do, and what follows from it.
 
-use crate::config::{Config, EngineSetting, Handler};
+use crate::config::{CgroupDriver, Config, EngineSetting, Handler};
 use crate::hugepages;
 use nacelle_base::Chain;
 use nacelle_base::machine::{EngineKind, MemoryPages};
@@ -60,6 +60,7 @@ pub(super) fn check(config: Config) -> anyhow::Result<ExitCode> {
     findings.push(tap());
     findings.push(network(&config)?);
     findings.push(cgroups());
+    findings.extend(systemd(config.sandbox.cgroup_driver));
     findings.push(disk(&config.paths.root));
     for finding in &findings {
         println!("{finding}");
@@ -236,6 +237,16 @@ fn network(config: &Config) -> anyhow::Result<Finding> {
         }
         Err(error) => finding(Level::Bad, "cni", Chain(&error).to_string()),
     })
+}
+
+/// The one who is asked for control groups, if the configuration says so.
+fn systemd(driver: CgroupDriver) -> Option<Finding> {
+    let says = "the node's first process is another: set sandbox.cgroup_driver to \"cgroupfs\"";
+    match (driver, crate::systemd::runs()) {
+        (CgroupDriver::Cgroupfs, _) => None,
+        (CgroupDriver::Systemd, true) => Some(finding(Level::Good, "systemd", "makes the control groups of pods")),
+        (CgroupDriver::Systemd, false) => Some(finding(Level::Bad, "systemd", says)),
+    }
 }
 
 fn cgroups() -> Finding {

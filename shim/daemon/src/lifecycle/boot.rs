@@ -8,6 +8,7 @@ use crate::config::{CgroupDriver, Handler};
 use crate::hugepages;
 use crate::nouns::{MachineSize, PodConfig};
 use crate::store::Left;
+use crate::systemd;
 use nacelle_base::machine::MemoryPages;
 use nacelle_base::net::PodNetwork;
 use nacelle_base::timeline::{Step, Timeline};
@@ -19,7 +20,7 @@ use nacelle_pod::spec::{self, EngineSpec, JailSpec, NetworkSpec, PodSpec, Scratc
 use nacelle_proto::pod as proto;
 use std::net::IpAddr;
 use std::os::unix::fs::DirBuilderExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::timeout;
@@ -228,20 +229,19 @@ async fn choose_group(parts: &Parts, id: &PodId, config: &PodConfig, handler: &H
     }
 }
 
-/// The control group of a pod process: in the group that kubelet has made for the pod, else beside the others.
+/// The control group of a pod process: in the group that kubelet has made for the pod, else beside the others. systemd's slices
+/// get a scope, which systemd knows of: it takes controllers away from groups below which it knows of none that needs them.
 fn cgroup(parent: Option<&str>, driver: CgroupDriver, id: &PodId) -> PathBuf {
-    let Some(parent) = parent else { return format!("nacelle/{id}").into() };
-    let mut path = PathBuf::new();
-    match (driver, parent.trim_matches('/').strip_suffix(".slice")) {
-        // "a-b.slice" lies in "a.slice".
-        (CgroupDriver::Systemd, Some(slice)) if !slice.contains('/') => {
-            for (end, _) in slice.match_indices('-').chain([(slice.len(), "")]) {
-                path.push(format!("{}.slice", slice.get(..end).unwrap_or(slice)));
-            }
-        }
-        _ => path.push(parent.trim_start_matches('/')),
+    let parent = parent.map(|parent| parent.trim_start_matches('/'));
+    match (driver, parent) {
+        (CgroupDriver::Cgroupfs, None) => format!("nacelle/{id}").into(),
+        (CgroupDriver::Systemd, None) => systemd::scope_in("nacelle", id),
+        (CgroupDriver::Systemd, Some(parent)) => match parent.trim_end_matches('/').strip_suffix(".slice") {
+            Some(slice) if !slice.contains('/') => systemd::scope_in(slice, id),
+            _ => Path::new(parent).join(format!("nacelle-{id}")),
+        },
+        (CgroupDriver::Cgroupfs, Some(parent)) => Path::new(parent).join(format!("nacelle-{id}")),
     }
-    path.join(format!("nacelle-{id}"))
 }
 
 fn configuration(config: &PodConfig, attached: &Attachment, resolv_conf: &str) -> proto::ConfigureRequest {
@@ -370,9 +370,10 @@ mod tests {
         let id = PodId::from_bytes([1; 32]);
         let group = |parent, driver| cgroup(parent, driver, &id).to_str().unwrap().replace(id.as_str(), "ID");
         use CgroupDriver::{Cgroupfs, Systemd};
-        assert_eq!(group(None, Systemd), "nacelle/ID");
+        assert_eq!(group(None, Cgroupfs), "nacelle/ID");
+        assert_eq!(group(None, Systemd), "nacelle.slice/nacelle-ID.scope");
         assert_eq!(group(Some("/kubepods/burstable/podab"), Cgroupfs), "kubepods/burstable/podab/nacelle-ID");
-        let slice = "kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-podab_c.slice/nacelle-ID";
+        let slice = "kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-podab_c.slice/nacelle-ID.scope";
         assert_eq!(group(Some("kubepods-besteffort-podab_c.slice"), Systemd), slice);
         assert_eq!(group(Some("/a.slice/b"), Systemd), "a.slice/b/nacelle-ID");
     }

@@ -2,7 +2,8 @@
 //! traits, and the real ones behind them.
 //! Threads: implementations are shared by all pods.
 
-use nacelle_base::PodId;
+use crate::systemd::Scope;
+use nacelle_base::{Classify, PodId};
 use nacelle_net::{Attachment, NetError, Network, PodRef};
 use nacelle_pod::client::{self, ClientError, PodClient};
 use nacelle_pod::processors::{self, ProcessorsError};
@@ -76,7 +77,16 @@ pub struct Processes {
 #[tonic::async_trait]
 impl Pods for Processes {
     async fn spawn(&self, dir: &Path, spec: &PodSpec) -> Result<PodClient, ClientError> {
-        client::spawn(&self.exe, dir, spec).await
+        let group = spec.jail.as_ref().and_then(|jail| jail.cgroup.as_deref());
+        let Some(scope) = group.and_then(Scope::of) else { return client::spawn(&self.exe, dir, spec).await };
+        client::spawn_held(&self.exe, dir, spec, |pid| async move {
+            scope.start(pid).await.map_err(|error| ClientError::Group {
+                group: scope.group.clone(),
+                kind: error.kind(),
+                source: Box::new(error),
+            })
+        })
+        .await
     }
 }
 

@@ -1,4 +1,4 @@
-//! Owns: the `main` of test programs that are their own pod process: `TEST --dir DIR` serves, everything else is
+//! Owns: the `main` of test programs that are their own pod process: `TEST --dir DIR [--held]` serves, everything else is
 //! as with cargo's test programs.
 
 use nacelle_pod::identity::Identity;
@@ -13,10 +13,12 @@ pub type Start = fn() -> Test;
 /// Serves a pod, or runs the tests one after the other.
 pub fn main(tests: &[(&str, Start)]) -> ExitCode {
     let args: Vec<String> = std::env::args().collect();
-    if let [_, flag, dir] = args.as_slice()
-        && flag == "--dir"
-    {
-        return serve(Path::new(dir));
+    match args.as_slice() {
+        [_, flag, dir] if flag == "--dir" => return serve(Path::new(dir)),
+        [_, flag, dir, held] if flag == "--dir" && held == nacelle_pod::HELD => {
+            return if nacelle_pod::told() { serve(Path::new(dir)) } else { ExitCode::FAILURE };
+        }
+        _ => {}
     }
     let filters: Vec<&String> = args.iter().skip(1).filter(|arg| !arg.starts_with('-')).collect();
     let wanted = |name: &str| filters.is_empty() || filters.iter().any(|filter| name.contains(filter.as_str()));

@@ -1,0 +1,224 @@
+//! Owns: what the node's systemd is asked for: a scope for each pod, in the slice that kubelet has made for it.
+//!
+//! systemd gives the groups that it knows the controllers that it thinks are needed below them, and takes the others away whenever
+//! it looks again. Of a group that somebody else makes in a slice it knows nothing: kubelet's slices lose controllers, and kubelet
+//! takes a slice without its controllers for one that is gone, kills the pod, and makes it anew. A scope with `Delegate=` keeps
+//! them (systemd's "Control Group APIs and Delegation").
+//! May use: D-Bus, nothing else of the daemon.
+
+use nacelle_base::{Classify, Kind, PodId};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use tokio::time::{sleep, timeout};
+use zbus::connection::Builder;
+use zbus::{Connection, Variant};
+
+/// Is there where systemd is the first process (sd_booted(3)).
+const BOOTED: &str = "/run/systemd/system";
+/// systemd's own socket, for root, which needs no bus; then that of the bus.
+const PRIVATE: &str = "unix:path=/run/systemd/private";
+const BUS: &str = "unix:path=/run/dbus/system_bus_socket";
+const NAME: &str = "org.freedesktop.systemd1";
+const OBJECT: &str = "/org/freedesktop/systemd1";
+const MANAGER: &str = "org.freedesktop.systemd1.Manager";
+/// For all that systemd does for one pod.
+const LIMIT: Duration = Duration::from_secs(20);
+/// Between two looks at whether it has done it.
+const LOOK: Duration = Duration::from_millis(1);
+
+/// Whether systemd is the node's first process.
+pub(crate) fn runs() -> bool {
+    Path::new(BOOTED).is_dir()
+}
+
+/// systemd does not give a pod its scope.
+#[derive(Debug, thiserror::Error)]
+pub enum ScopeError {
+    /// Nobody answers.
+    #[error("systemd does not answer; sandbox.cgroup_driver is \"systemd\": is that the node's first process?")]
+    Connect(#[source] Box<zbus::Error>),
+    /// It refuses.
+    #[error("systemd does not start {unit}")]
+    Refused {
+        /// The scope.
+        unit: String,
+        /// What it says.
+        source: Box<zbus::Error>,
+    },
+    /// The process ended meanwhile.
+    #[error("process {pid} ended before systemd could put it into {unit}")]
+    Ended {
+        /// The scope.
+        unit: String,
+        /// The process.
+        pid: u32,
+        /// Why its group cannot be read.
+        source: io::Error,
+    },
+    /// It takes too long.
+    #[error("systemd did not start {unit} within {LIMIT:?}")]
+    TooSlow {
+        /// The scope.
+        unit: String,
+    },
+}
+
+impl Classify for ScopeError {
+    fn kind(&self) -> Kind {
+        match self {
+            ScopeError::Connect(_) => Kind::Unavailable,
+            ScopeError::Refused { .. } | ScopeError::Ended { .. } => Kind::Internal,
+            ScopeError::TooSlow { .. } => Kind::Timeout,
+        }
+    }
+}
+
+/// The group of a pod's scope in a slice (its name without ".slice"). "a-b.slice" lies in "a.slice".
+pub(crate) fn scope_in(slice: &str, id: &PodId) -> PathBuf {
+    let ends = slice.match_indices('-').map(|(end, _)| end).chain([slice.len()]);
+    let slices = ends.filter_map(|end| slice.get(..end)).map(|slice| format!("{slice}.slice"));
+    slices.collect::<PathBuf>().join(format!("nacelle-{id}.scope"))
+}
+
+/// A pod's scope.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Scope {
+    /// Its group.
+    pub group: PathBuf,
+    unit: String,
+    slice: String,
+}
+
+impl Scope {
+    /// The scope whose group this is, if it is one's.
+    pub fn of(group: &Path) -> Option<Scope> {
+        let name = |path: &Path, end| path.file_name()?.to_str().filter(|name| name.ends_with(end)).map(str::to_owned);
+        Some(Scope { group: group.to_owned(), unit: name(group, ".scope")?, slice: name(group.parent()?, ".slice")? })
+    }
+
+    /// Has systemd start it with this process in it. It ends with its last process.
+    pub async fn start(&self, pid: u32) -> Result<(), ScopeError> {
+        let connected = async {
+            match Builder::address(PRIVATE).p2p().build().await {
+                Ok(connection) => Ok(connection),
+                Err(_none) => Builder::address(BUS).build().await,
+            }
+        };
+        let started = async {
+            let connection = connected.await.map_err(|error| ScopeError::Connect(Box::new(error)))?;
+            self.start_over(&connection, pid, Path::new("/proc")).await
+        };
+        timeout(LIMIT, started).await.map_err(|_elapsed| ScopeError::TooSlow { unit: self.unit.clone() })?
+    }
+
+    async fn start_over(&self, connection: &Connection, pid: u32, proc: &Path) -> Result<(), ScopeError> {
+        let properties = [
+            ("Description", Variant::from("A pod of Nacelle")),
+            ("Slice", Variant::from(self.slice.as_str())),
+            ("PIDs", Variant::from(vec![pid])),
+            // What is below it is the pod's, and all controllers are wanted there.
+            ("Delegate", Variant::from(true)),
+            // A node that goes down ends its pods last.
+            ("DefaultDependencies", Variant::from(false)),
+            // One that failed leaves nothing that would have to be reset.
+            ("CollectMode", Variant::from("inactive-or-failed")),
+            // kubelet limits the slice.
+            ("TasksMax", Variant::from(u64::MAX)),
+        ];
+        let none: [(&str, Vec<(&str, Variant<'_>)>); 0] = [];
+        let body = (self.unit.as_str(), "fail", &properties[..], &none[..]);
+        let asked = connection.call_method(Some(NAME), OBJECT, Some(MANAGER), "StartTransientUnit", &body).await;
+        asked.map_err(|source| ScopeError::Refused { unit: self.unit.clone(), source: Box::new(source) })?;
+        // It has been queued.
+        loop {
+            let groups = std::fs::read_to_string(proc.join(format!("{pid}/cgroup")));
+            let ended = |source| ScopeError::Ended { unit: self.unit.clone(), pid, source };
+            let end = format!("/{}", self.unit);
+            if groups.map_err(ended)?.lines().any(|line| line.ends_with(&end)) {
+                return Ok(());
+            }
+            sleep(LOOK).await;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::{Arc, Mutex};
+    use zbus::OwnedObjectPath;
+    use zbus::zvariant::OwnedVariant;
+
+    const GROUP: &str = "kubepods.slice/kubepods-podab.slice/nacelle-x.scope";
+
+    #[test]
+    fn a_scope_has_a_name_and_a_slice() {
+        let scope = Scope::of(Path::new(GROUP)).unwrap();
+        assert_eq!((scope.unit.as_str(), scope.slice.as_str()), ("nacelle-x.scope", "kubepods-podab.slice"));
+        for other in ["nacelle/ID", "a.slice/b/nacelle-x", "a.slice/b/nacelle-x.scope", "nacelle-x.scope", ""] {
+            assert_eq!(Scope::of(Path::new(other)), None, "{other}");
+        }
+    }
+
+    type Properties = Vec<(String, OwnedVariant)>;
+
+    /// What systemd does, as far as it is asked.
+    struct Manager {
+        proc: PathBuf,
+        seen: Arc<Mutex<Vec<String>>>,
+    }
+
+    #[zbus::interface(name = "org.freedesktop.systemd1.Manager")]
+    impl Manager {
+        async fn start_transient_unit(
+            &self,
+            name: String,
+            mode: String,
+            properties: Properties,
+            auxiliary: Vec<(String, Properties)>,
+        ) -> zbus::fdo::Result<OwnedObjectPath> {
+            if name != "nacelle-x.scope" {
+                return Err(zbus::fdo::Error::Failed(format!("Unit {name} was already loaded")));
+            }
+            let mut seen = vec![format!("{name} {mode} {}", auxiliary.len())];
+            seen.extend(properties.iter().map(|(name, value)| format!("{name}={value:?}")));
+            *self.seen.lock().unwrap() = seen;
+            std::fs::write(self.proc.join("77/cgroup"), format!("1:name=systemd:/x\n0::/{GROUP}\n")).unwrap();
+            Ok("/org/freedesktop/systemd1/job/1".try_into().unwrap())
+        }
+    }
+
+    #[tokio::test]
+    async fn systemd_starts_a_scope() {
+        let proc = tempfile::tempdir().unwrap();
+        std::fs::create_dir(proc.path().join("77")).unwrap();
+        std::fs::write(proc.path().join("77/cgroup"), "0::/system.slice/nacelle.service\n").unwrap();
+        let seen = Arc::default();
+        let manager = Manager { proc: proc.path().to_owned(), seen: Arc::clone(&seen) };
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        let server = Builder::unix_stream(theirs).server(zbus::Guid::generate()).p2p();
+        let server = server.serve_at(OBJECT, manager).build();
+        let client = Builder::unix_stream(ours).p2p().build();
+        let (_server, client) = tokio::try_join!(server, client).unwrap();
+
+        let scope = Scope::of(Path::new(GROUP)).unwrap();
+        scope.start_over(&client, 77, proc.path()).await.unwrap();
+        let seen = seen.lock().unwrap().join(" ");
+        assert!(seen.starts_with("nacelle-x.scope fail 0"), "{seen}");
+        for property in
+            ["Slice=", "kubepods-podab.slice", "PIDs=", "77", "Delegate=", "TasksMax=", "18446744073709551615"]
+        {
+            assert!(seen.contains(property), "{property}: {seen}");
+        }
+
+        let other = Scope::of(Path::new("a.slice/nacelle-y.scope")).unwrap();
+        let refused = other.start_over(&client, 77, proc.path()).await.unwrap_err();
+        assert_eq!(
+            (refused.kind(), refused.to_string()),
+            (Kind::Internal, "systemd does not start nacelle-y.scope".into())
+        );
+        let gone = scope.start_over(&client, 78, proc.path()).await.unwrap_err();
+        assert!(matches!(gone, ScopeError::Ended { pid: 78, .. }), "{gone:?}");
+    }
+}
