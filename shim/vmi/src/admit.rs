@@ -85,7 +85,24 @@ pub fn machine(machine: &VirtualMachine, wrong: Causes, catalogue: &Catalogue) -
         preference: name(&machine.spec.preference),
         ..Wishes::default()
     };
-    admit(Tree::of(written(&machine.spec.template.spec)), wishes, wrong, catalogue)
+    let tree = Tree::of(written(&machine.spec.template.spec));
+    match admit(tree, wishes, Causes::default(), catalogue) {
+        Ok(admitted) => wrong.done().map(|()| admitted),
+        Err(causes) => Err(joined(wrong, below_template(causes))),
+    }
+}
+
+/// The paths of a run as they are in a template.
+pub(crate) fn below_template(mut causes: Causes) -> Causes {
+    let own = ["spec.instancetype", "spec.preference", "spec.presets"];
+    causes.each(|cause| {
+        if let Some(rest) = cause.field.strip_prefix("spec.")
+            && !own.contains(&cause.field.as_str())
+        {
+            cause.field = format!("spec.template.spec.{rest}");
+        }
+    });
+    causes
 }
 
 fn admit(tree: Tree, mut wishes: Wishes, shape: Causes, catalogue: &Catalogue) -> Result<Admitted, Causes> {
@@ -99,15 +116,19 @@ fn admit(tree: Tree, mut wishes: Wishes, shape: Causes, catalogue: &Catalogue) -
             cause.from = from.said(&cause.field).map(str::to_owned);
         }
     });
-    let mut all = shape;
-    let told: Vec<Cause> = all.list().to_vec();
-    for cause in causes.list() {
+    joined(shape, causes).done()?;
+    Ok(Admitted { spec, wishes, applied })
+}
+
+/// All causes, without those of the rules that only follow from those of the shape.
+fn joined(mut shape: Causes, rules: Causes) -> Causes {
+    let told: Vec<Cause> = shape.list().to_vec();
+    for cause in rules.list() {
         if !told.iter().any(|known| follows(cause, known)) {
-            all.add(cause.clone());
+            shape.add(cause.clone());
         }
     }
-    all.done()?;
-    Ok(Admitted { spec, wishes, applied })
+    shape
 }
 
 /// Whether a cause only follows from another: what had the wrong shape was taken out, and is missing now.

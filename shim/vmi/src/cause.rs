@@ -131,6 +131,21 @@ impl Causes {
         self.0.is_empty()
     }
 
+    /// The first of them, in about so many bytes, and how many there are besides.
+    pub fn brief(&self, most: usize) -> String {
+        let mut text = String::new();
+        for (index, cause) in self.0.iter().enumerate() {
+            let one = cause.to_string();
+            if index > 0 && text.len() + one.len() > most {
+                let more = self.0.len() - index;
+                return format!("{text}; and {more} more: `nacelle vm validate` tells all");
+            }
+            let between = if index == 0 { "" } else { "; " };
+            text = text + between + &one;
+        }
+        text
+    }
+
     /// Nothing wrong is `Ok`.
     pub fn done(self) -> Result<(), Causes> {
         if self.is_empty() { Ok(()) } else { Err(self) }
@@ -153,7 +168,9 @@ impl Causes {
     }
 
     fn push(&mut self, rule: Rule, field: impl Into<String>, reason: Problem, value: Option<String>, message: String) {
-        self.add(Cause { field: field.into(), reason, value, rule, message, from: None });
+        // Strangers choose names, which are parts of fields: one line stays one line.
+        let line = |text: String| text.replace(|c: char| c.is_control(), " ");
+        self.add(Cause { field: line(field.into()), reason, value, rule, message: line(message), from: None });
     }
 
     /// A field must say something.
@@ -252,6 +269,8 @@ mod tests {
              spec.c: Unsupported value: \"ide\": supported values: \"sata\", \"virtio\""
         );
         assert_eq!(causes.kind(), Kind::Invalid);
+        causes.unknown(Rule("x"), "a[b\nc]", "d\re");
+        assert!(!causes.to_string().contains(['\n', '\r']));
     }
 
     #[test]

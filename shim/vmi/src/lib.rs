@@ -11,6 +11,9 @@ pub mod admit;
 pub mod annotations;
 pub mod cause;
 pub mod default;
+#[cfg(any(test, feature = "fuzz"))]
+pub mod fuzz;
+pub mod manifest;
 pub mod preset;
 pub mod quantity;
 pub mod read;

@@ -4,6 +4,7 @@ mod check;
 mod image;
 mod pods;
 mod serve;
+mod vm;
 
 use crate::program::{LogFormat, log, more_files};
 use crate::supervision::Supervisor;
@@ -45,6 +46,11 @@ enum Command {
         #[arg(long, value_name = "ID")]
         timeline: Option<String>,
     },
+    /// Works with the specifications of machines, without a daemon.
+    Vm {
+        #[command(subcommand)]
+        command: vm::Vm,
+    },
     /// Prints the version.
     Version,
 }
@@ -76,6 +82,7 @@ pub fn run() -> ExitCode {
         Command::Check(config) => config.load().and_then(check::check),
         Command::Image { config, command } => config.load().and_then(|config| image::run(config, command)),
         Command::Pods { config, timeline } => config.load().and_then(|config| pods::run(&config, timeline)),
+        Command::Vm { command } => vm::run(command),
         Command::Version => {
             println!("nacelle {}", env!("CARGO_PKG_VERSION"));
             Ok(ExitCode::SUCCESS)

@@ -6,6 +6,7 @@ mod container;
 pub mod convert;
 mod events;
 mod image;
+mod machine;
 mod pieces;
 mod runtime;
 mod sandbox;

@@ -2,15 +2,15 @@
 
 use super::Cri;
 use super::convert::{empty_dirs, pod_config, pod_resources_change, report, stats};
+use super::machine;
 use super::status::{refuse, status};
 use nacelle_base::{Kind, PodId};
 use nacelle_proto::cri;
+use nacelle_vmi::annotations::PREFIX;
 use std::collections::HashMap;
 use std::time::Duration;
 use tonic::Status;
 
-/// Prefix of annotations that mean something to Nacelle.
-const ANNOTATIONS: &str = "vm.nacelle.dev/";
 /// How long a verbose status waits for the guest's figures.
 const ACCOUNTS_LIMIT: Duration = Duration::from_secs(2);
 
@@ -27,10 +27,8 @@ impl Cri {
             return Err(refuse(Kind::Invalid, &message));
         };
         let mut pod = pod_config(request.config.as_ref(), asked, &config.sandbox).map_err(status)?;
-        if let Some(key) = pod
-            .annotations
-            .keys()
-            .find(|key| key.starts_with(ANNOTATIONS) && !handler.allowed_annotations.contains(key))
+        if let Some(key) =
+            pod.annotations.keys().find(|key| key.starts_with(PREFIX) && !handler.allowed_annotations.contains(key))
         {
             let message = format!(
                 "config.annotations has {key:?}: handler {name} allows {:?} of the annotations of Nacelle",
@@ -38,6 +36,7 @@ impl Cri {
             );
             return Err(refuse(Kind::Invalid, &message));
         }
+        machine::check(&pod.annotations)?;
         pod.empty_dirs = empty_dirs(&pod, handler).map_err(status)?;
         let name = name.to_owned();
         let id = self.node.run_pod(pod, name).await.map_err(status)?;

@@ -45,6 +45,7 @@ pub const ALL: &[(&str, &str)] = &[
     ("mac", "the hardware address of the first interface"),
     ("graphics", "`true` or `false`: `domain.devices.autoattachGraphicsDevice`"),
     ("grace-period", "seconds: `terminationGracePeriodSeconds`"),
+    ("empty-dir-limits", "sizes of emptyDirs that are disks (docs/volumes.md); nothing of the machine's own"),
 ];
 
 /// What is wished beside the specification.

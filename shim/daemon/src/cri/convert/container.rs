@@ -64,6 +64,9 @@ pub fn container_config(
     if !config.working_dir.is_empty() && !config.working_dir.starts_with('/') {
         return bad("config.working_dir", &config.working_dir, "an absolute path is needed");
     }
+    if let Some(key) = config.annotations.keys().find(|key| key.starts_with(nacelle_vmi::annotations::PREFIX)) {
+        return bad("config.annotations", key, "a machine is the pod's: its annotations are those of the pod");
+    }
     let (volumes, node_volumes) = volumes(&config.mounts, user_namespace)?;
     Ok(ContainerConfig {
         name: name("config.metadata.name", &metadata.name)?,

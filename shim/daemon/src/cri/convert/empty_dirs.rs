@@ -6,7 +6,7 @@ use crate::nouns::{EmptyDirs, MAX_EMPTY_DIR, MIN_EMPTY_DIR, PodConfig};
 use std::collections::BTreeMap;
 
 /// The annotation with the sizes of emptyDirs, of which CRI says nothing.
-const LIMITS: &str = "vm.nacelle.dev/empty-dir-limits";
+pub const LIMITS: &str = "vm.nacelle.dev/empty-dir-limits";
 /// The same, as errors name it.
 const FIELD: &str = "config.annotations[\"vm.nacelle.dev/empty-dir-limits\"]";
 const RULE: &str = "NAME=SIZE,NAME=SIZE is expected: names of the pod's volumes, each once and at most 64; sizes of 16Mi to 4Ti, \

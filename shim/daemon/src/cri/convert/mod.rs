@@ -13,7 +13,7 @@ mod volume;
 
 pub use container::{container_config, pod_resources_change, resources_change, seccomp_profile};
 pub use device::with_edits;
-pub use empty_dirs::empty_dirs;
+pub use empty_dirs::{LIMITS as EMPTY_DIR_LIMITS, empty_dirs};
 pub use pod::pod_config;
 pub use volume::for_a_guest;
 

@@ -1,0 +1,110 @@
+//! Owns: one harness function per parser of what strangers write of machines. ci/fuzz calls them; the tests below feed them
+//! random bytes and the committed corpus (`tests/corpus/TARGET/*`). A harness fails by a panic or by never ending.
+
+use crate::annotations::PREFIX;
+use crate::cause::MAX_CAUSES;
+use crate::manifest::{self, Options};
+use crate::preset::Catalogue;
+use crate::spec::InstanceSpec;
+use crate::version::{typed, written};
+use crate::{admit, read};
+use std::collections::BTreeMap;
+
+/// Annotations: name, zero byte, value, zero byte, and so on. What is admitted is right when it is read again.
+pub fn annotations(data: &[u8]) {
+    let text = String::from_utf8_lossy(data);
+    let mut parts = text.split('\0');
+    let mut annotations = BTreeMap::new();
+    while let (Some(name), Some(value)) = (parts.next(), parts.next()) {
+        annotations.insert(format!("{PREFIX}{name}"), value.to_owned());
+    }
+    match admit::pod(&annotations, &Catalogue::default()) {
+        Ok(Some(admitted)) => {
+            let (again, causes) = typed::<InstanceSpec>(written(admitted.spec()), "spec");
+            assert!(causes.is_empty() && again == *admitted.spec(), "{causes}");
+        }
+        Ok(None) => assert!(annotations.is_empty()),
+        Err(causes) => assert!((1..=MAX_CAUSES).contains(&causes.list().len()) && !causes.to_string().contains('\n')),
+    }
+}
+
+/// A file of manifests: checked and converted.
+pub fn manifests(data: &[u8]) {
+    let Ok(documents) = read::all(&String::from_utf8_lossy(data), "file") else { return };
+    let catalogue = Catalogue::default();
+    assert_eq!(manifest::validate(&documents, &catalogue).len(), documents.len());
+    for document in &documents {
+        if let Ok(converted) = manifest::convert(document, &catalogue, &Options::default()) {
+            let text = manifest::text(&converted.documents);
+            assert_eq!(read::all(&text, "again").as_ref(), Ok(&converted.documents), "{text}");
+        }
+    }
+}
+
+/// A harness.
+pub type Target = fn(&[u8]);
+
+/// All harnesses by the names of their corpora.
+pub const TARGETS: [(&str, Target); 2] = [("annotations", annotations), ("manifests", manifests)];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn the_corpus() {
+        for (name, target) in TARGETS {
+            let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus").join(name);
+            let files: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+            assert!(!files.is_empty(), "no corpus for {name}");
+            files.iter().for_each(|file| target(&std::fs::read(file).unwrap()));
+        }
+    }
+
+    /// Annotations with right names and values that look right.
+    fn plausible() -> impl Strategy<Value = Vec<u8>> {
+        let name = prop::sample::select(crate::annotations::ALL).prop_map(|(name, _)| name);
+        let words = [
+            "machine",
+            "container",
+            "2",
+            "1Gi",
+            "a",
+            "a=claim:b,boot=1;c=empty:1Gi",
+            "efi",
+            "true",
+            "Always",
+            "#cloud-config",
+            "{domain: {cpu: {cores: 2}}}",
+            "u1.small",
+            "/a/b",
+            "02:00:00:00:00:01",
+            "v1alpha1",
+            "[]",
+            "2Mi",
+            "q35",
+        ];
+        let pair = (name, prop::sample::select(words.to_vec()).prop_map(str::to_owned))
+            .prop_map(|(name, value)| format!("{name}\0{value}\0"));
+        prop::collection::vec(pair, 0..8).prop_map(|pairs| pairs.concat().into_bytes())
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn random_annotations(data in prop_oneof![prop::collection::vec(any::<u8>(), 0..300), plausible()]) {
+            annotations(&data);
+        }
+
+        #[test]
+        fn manifests_with_a_flaw(at in any::<prop::sample::Index>(), byte in any::<u8>()) {
+            let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus/manifests");
+            let mut data = std::fs::read(folder.join("machine.yaml")).unwrap();
+            let at = at.index(data.len());
+            data[at] = byte;
+            manifests(&data);
+        }
+    }
+}

@@ -1,0 +1,186 @@
+//! Owns: manifests with machines: which documents there are, where in each the specification is, and whether it is right.
+
+mod convert;
+mod pod;
+
+pub use convert::{Converted, Options, convert};
+
+use crate::admit;
+use crate::cause::{Causes, Rule};
+use crate::preset::Catalogue;
+use crate::spec::{InstanceSpec, VirtualMachine};
+use crate::version::{self, typed};
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+
+/// Workloads whose pods are made of a template, and where it is.
+const WORKLOADS: &[(&str, &str)] = &[
+    ("Pod", "/metadata"),
+    ("PodTemplate", "/template/metadata"),
+    ("Deployment", "/spec/template/metadata"),
+    ("ReplicaSet", "/spec/template/metadata"),
+    ("StatefulSet", "/spec/template/metadata"),
+    ("DaemonSet", "/spec/template/metadata"),
+    ("ReplicationController", "/spec/template/metadata"),
+    ("Job", "/spec/template/metadata"),
+    ("CronJob", "/spec/jobTemplate/spec/template/metadata"),
+];
+/// The group of KubeVirt's documents.
+const KUBEVIRT: &str = "kubevirt.io/";
+
+/// What was found of one document.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Verdict {
+    /// Its kind.
+    pub kind: String,
+    /// Its name.
+    pub name: String,
+    /// Whether it says anything of a machine.
+    pub machine: bool,
+    /// What is wrong.
+    pub causes: Causes,
+}
+
+/// Checks all documents of a file. Its instance types, preferences and presets count for its other documents.
+pub fn validate(documents: &[Value], catalogue: &Catalogue) -> Vec<Verdict> {
+    let mut catalogue = catalogue.clone();
+    let mut verdicts: Vec<Option<Verdict>> = Vec::new();
+    for document in documents {
+        let listed = is_catalogue(document).then(|| {
+            let causes = catalogue.add(bare(document), "document").err().unwrap_or_default();
+            verdict(document, false, causes)
+        });
+        verdicts.push(listed);
+    }
+    let all = documents.iter().zip(verdicts);
+    all.map(|(document, verdict)| verdict.unwrap_or_else(|| one(document, &catalogue))).collect()
+}
+
+/// Whether a document is part of a catalogue.
+pub fn is_catalogue(document: &Value) -> bool {
+    let kind = document["kind"].as_str().unwrap_or_default();
+    ["Instancetype", "Preference", "InstancePreset"].iter().any(|end| kind.ends_with(end))
+}
+
+fn verdict(document: &Value, machine: bool, causes: Causes) -> Verdict {
+    let text = |pointer: &str| document.pointer(pointer).and_then(Value::as_str).unwrap_or_default().to_owned();
+    Verdict { kind: text("/kind"), name: text("/metadata/name"), machine, causes }
+}
+
+fn one(document: &Value, catalogue: &Catalogue) -> Verdict {
+    let kind = document["kind"].as_str();
+    let group = document["apiVersion"].as_str().unwrap_or_default();
+    let causes = match kind {
+        Some(kind) if WORKLOADS.iter().any(|(known, _)| *known == kind) => {
+            let (annotations, mut causes) = annotations(document, kind);
+            if annotations.keys().all(|key| !key.starts_with(crate::annotations::PREFIX)) {
+                return verdict(document, false, causes);
+            }
+            causes.extend(admit::pod(&annotations, catalogue).err().unwrap_or_default());
+            causes
+        }
+        Some("VirtualMachine") if !group.starts_with(KUBEVIRT) => match version::decode(document.clone()) {
+            Ok(machine) => admit::machine(&machine, Causes::default(), catalogue).err().unwrap_or_default(),
+            Err(causes) => causes,
+        },
+        Some("VirtualMachine" | "VirtualMachineInstance" | "VirtualMachineInstanceReplicaSet") => {
+            convert(document, catalogue, &Options::default()).err().unwrap_or_default()
+        }
+        None if document.get("domain").is_some() => {
+            let (spec, wrong) = typed::<InstanceSpec>(document.clone(), crate::tree::ROOT);
+            admit::instance(&spec, wrong, catalogue).err().unwrap_or_default()
+        }
+        _ => {
+            let mut causes = Causes::default();
+            let mut kinds: Vec<&str> = WORKLOADS.iter().map(|(kind, _)| *kind).collect();
+            kinds.extend(["VirtualMachine", "VirtualMachineInstance", "VirtualMachineInstanceReplicaSet"]);
+            causes.unsupported(Rule("manifest-kind"), "kind", &document["kind"], &kinds);
+            causes
+        }
+    };
+    verdict(document, true, causes)
+}
+
+/// The annotations of a workload's pods.
+fn annotations(document: &Value, kind: &str) -> (BTreeMap<String, String>, Causes) {
+    let mut causes = Causes::default();
+    let at = WORKLOADS.iter().find(|(known, _)| *known == kind).map_or("/metadata", |(_, at)| *at);
+    let found = document.pointer(at).and_then(|metadata| metadata.get("annotations"));
+    let mut read = BTreeMap::new();
+    for (key, value) in found.and_then(Value::as_object).into_iter().flatten() {
+        match value.as_str() {
+            Some(text) => drop(read.insert(key.clone(), text.to_owned())),
+            None => {
+                let field = format!("metadata.annotations[{}]", key.chars().take(100).collect::<String>());
+                causes.wrong_type(Rule("manifest-annotation"), field, value, "a string (in quotes)");
+            }
+        }
+    }
+    (read, causes)
+}
+
+/// An object without what a cluster adds to it.
+fn bare(document: &Value) -> Value {
+    let mut document = document.clone();
+    if let Some(fields) = document.as_object_mut() {
+        fields.remove("status");
+        if let Some(metadata) = fields.get_mut("metadata") {
+            said(metadata);
+        }
+    }
+    if let Some(metadata) = document.pointer_mut("/spec/template/metadata") {
+        said(metadata);
+    }
+    document
+}
+
+/// Of metadata what a person says.
+fn said(metadata: &mut Value) {
+    if let Some(fields) = metadata.as_object_mut() {
+        fields.retain(|key, value| {
+            ["name", "namespace", "labels", "annotations"].contains(&key.as_str()) && !value.is_null()
+        });
+        // What `kubectl apply` keeps there is the manifest once more.
+        if let Some(annotations) = fields.get_mut("annotations").and_then(Value::as_object_mut) {
+            annotations.remove("kubectl.kubernetes.io/last-applied-configuration");
+        }
+    }
+}
+
+/// Documents as YAML.
+pub fn text(documents: &[Value]) -> String {
+    let one = |document: &Value| serde_saphyr::to_string(document).unwrap_or_else(|_| format!("{document:#}\n"));
+    documents.iter().map(one).collect::<Vec<_>>().join("---\n")
+}
+
+/// The OpenAPI document of a version.
+pub fn openapi(version: version::Version) -> Value {
+    let schemas = match version {
+        version::Version::V1 => vec![
+            ("VirtualMachine", object(crate::schema::of::<VirtualMachine>())),
+            ("VirtualMachineInstanceSpec", crate::schema::of::<InstanceSpec>()),
+            ("VirtualMachineInstancetype", object(crate::schema::of::<crate::preset::Instancetype>())),
+            ("VirtualMachinePreference", object(crate::schema::of::<crate::preset::Preference>())),
+            ("VirtualMachineInstancePreset", object(crate::schema::of::<crate::preset::Preset>())),
+        ],
+        version::Version::V1Alpha1 => vec![
+            ("VirtualMachine", object(crate::schema::of::<version::v1alpha1::VirtualMachine>())),
+            ("VirtualMachineInstanceSpec", crate::schema::of::<version::v1alpha1::InstanceSpec>()),
+        ],
+    };
+    crate::schema::openapi(version.word(), schemas)
+}
+
+/// Objects say their version and kind besides.
+fn object(mut schema: Value) -> Value {
+    let known = schema.get_mut("properties").and_then(Value::as_object_mut);
+    let properties: &mut Map<String, Value> = match known {
+        Some(known) => known,
+        None => return schema,
+    };
+    for key in ["apiVersion", "kind"] {
+        properties.insert(key.to_owned(), json!({ "type": "string" }));
+    }
+    schema
+}

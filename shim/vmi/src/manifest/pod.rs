@@ -1,0 +1,177 @@
+//! Owns: the pod of a machine: its container is the machine, with the image, the volumes and the sizes that it needs.
+
+use super::convert::{Lifted, Options};
+use crate::annotations::PREFIX;
+use crate::spec::{InstanceSpec, Probe, Volume};
+use crate::version::written;
+use serde_json::{Map, Value, json};
+
+/// The container's name.
+const CONTAINER: &str = "machine";
+/// Where block volumes are in the container.
+const DEVICES: &str = "/dev/nacelle";
+/// Where folders are in the container.
+const FOLDERS: &str = "/run/nacelle/vm";
+
+/// What is collected of the volumes.
+#[derive(Default)]
+struct Parts {
+    image: Option<String>,
+    volumes: Vec<Value>,
+    devices: Vec<Value>,
+    mounts: Vec<Value>,
+    notes: Vec<String>,
+}
+
+/// The template of the pod, and what somebody must know or do.
+pub(super) fn template(
+    spec: &InstanceSpec,
+    metadata: &Value,
+    lifted: Lifted,
+    options: &Options,
+) -> (Value, Vec<String>) {
+    let mut spec = spec.clone();
+    let mut parts = Parts { notes: lifted.notes, ..Parts::default() };
+    for volume in &spec.volumes {
+        parts.add(volume);
+    }
+    for name in secrets(&spec) {
+        parts.folder(&format!("secret-{name}"), json!({ "secret": { "secretName": name } }));
+    }
+    let mut container = json!({ "name": CONTAINER, "image": parts.image.unwrap_or_else(|| options.image.clone()) });
+    if let Some(policy) = lifted.pull_policy {
+        container["imagePullPolicy"] = json!(policy);
+    }
+    // kubelet asks these; what only the guest agent can answer stays with the machine.
+    for (key, probe) in [("livenessProbe", &mut spec.liveness_probe), ("readinessProbe", &mut spec.readiness_probe)] {
+        if let Some(probe) = probe.take_if(|probe| probe.guest_agent_ping.is_none()) {
+            container[key] = asked(&probe);
+        }
+    }
+    let resources = sizes(&spec);
+    if !resources.is_empty() {
+        container["resources"] = Value::Object(resources);
+    }
+    for (key, list) in [("volumeDevices", parts.devices), ("volumeMounts", parts.mounts)] {
+        if !list.is_empty() {
+            container[key] = Value::Array(list);
+        }
+    }
+    let mut fields = lifted.fields;
+    fields.insert("runtimeClassName".to_owned(), json!(options.runtime_class));
+    if let Some(seconds) = spec.termination_grace_period_seconds {
+        fields.insert("terminationGracePeriodSeconds".to_owned(), json!(seconds));
+    }
+    if !lifted.pull_secrets.is_empty() {
+        let secrets: Vec<Value> = lifted.pull_secrets.iter().map(|name| json!({ "name": name })).collect();
+        fields.insert("imagePullSecrets".to_owned(), Value::Array(secrets));
+    }
+    if !parts.volumes.is_empty() {
+        fields.insert("volumes".to_owned(), Value::Array(parts.volumes));
+    }
+    fields.insert("containers".to_owned(), json!([container]));
+    let mut metadata = metadata.as_object().cloned().unwrap_or_default();
+    let annotations = metadata.entry("annotations").or_insert_with(|| json!({}));
+    annotations[format!("{PREFIX}kind")] = json!("machine");
+    annotations[format!("{PREFIX}spec")] = json!(super::text(&[written(&spec)]));
+    metadata.entry("labels").or_insert_with(|| json!({}));
+    (json!({ "metadata": metadata, "spec": fields }), parts.notes)
+}
+
+impl Parts {
+    fn add(&mut self, volume: &Volume) {
+        let name = &volume.name;
+        if let Some(disk) = &volume.container_disk {
+            match &self.image {
+                None => self.image = Some(disk.image.clone()),
+                Some(_) => self.folder(name, json!({ "image": { "reference": disk.image } })),
+            }
+        }
+        if let Some(claim) = &volume.persistent_volume_claim {
+            let mut source = json!({ "claimName": claim.claim_name });
+            if claim.read_only == Some(true) {
+                source["readOnly"] = json!(true);
+            }
+            self.volumes.push(json!({ "name": name, "persistentVolumeClaim": source }));
+            self.devices.push(json!({ "name": name, "devicePath": format!("{DEVICES}/{name}") }));
+            let claim = &claim.claim_name;
+            self.notes
+                .push(format!("claim {claim}: must have volumeMode Block, else it is a volumeMounts of the container"));
+        }
+        if let Some(disk) = &volume.host_disk {
+            let made = disk.capacity.is_some();
+            let source = json!({ "path": disk.path, "type": if made { "FileOrCreate" } else { "File" } });
+            self.volumes.push(json!({ "name": name, "hostPath": source }));
+            self.mounts.push(json!({ "name": name, "mountPath": format!("{FOLDERS}/{name}") }));
+        }
+        if let Some(map) = &volume.config_map {
+            let mut source = json!({ "name": map.name });
+            if let Some(optional) = map.optional {
+                source["optional"] = json!(optional);
+            }
+            self.folder(name, json!({ "configMap": source }));
+        }
+        if let Some(secret) = &volume.secret {
+            let mut source = json!({ "secretName": secret.secret_name });
+            if let Some(optional) = secret.optional {
+                source["optional"] = json!(optional);
+            }
+            self.folder(name, json!({ "secret": source }));
+        }
+        if let Some(downward) = &volume.downward_api {
+            self.folder(name, json!({ "downwardAPI": { "items": written(&downward.fields) } }));
+        }
+    }
+
+    /// A volume that the machine sees as a folder, or that Nacelle makes a disk of.
+    fn folder(&mut self, name: &str, mut volume: Value) {
+        volume["name"] = json!(name);
+        self.volumes.push(volume);
+        self.mounts.push(json!({ "name": name, "mountPath": format!("{FOLDERS}/{name}"), "readOnly": true }));
+    }
+}
+
+/// Secrets that are named beside the volumes, each once.
+fn secrets(spec: &InstanceSpec) -> Vec<String> {
+    let clouds = spec.volumes.iter().filter_map(Volume::cloud_init);
+    let data = clouds.flat_map(|(_, data)| [&data.secret_ref, &data.network_data_secret_ref]);
+    let data = data.flatten().map(|reference| reference.name.clone());
+    let credentials = spec.access_credentials.iter().flat_map(|credential| {
+        let key = credential.ssh_public_key.as_ref().and_then(|key| key.source.as_ref());
+        let password = credential.user_password.as_ref().and_then(|password| password.source.as_ref());
+        [key, password].into_iter().flatten().filter_map(|source| Some(source.secret.as_ref()?.secret_name.clone()))
+    });
+    let mut names: Vec<String> = data.chain(credentials).collect();
+    names.sort();
+    names.dedup();
+    names
+}
+
+/// A probe as a container has it.
+fn asked(probe: &Probe) -> Value {
+    let mut value = written(probe);
+    if let Some(http) = value.get_mut("httpGet").and_then(Value::as_object_mut) {
+        http.entry("path").or_insert_with(|| json!("/"));
+    }
+    value
+}
+
+/// What the container asks of the node: what the machine says, else its processors and its memory.
+fn sizes(spec: &InstanceSpec) -> Map<String, Value> {
+    let mut sizes = Map::new();
+    if let Some(resources) = &spec.domain.resources {
+        for (key, list) in [("requests", &resources.requests), ("limits", &resources.limits)] {
+            if !list.is_empty() {
+                sizes.insert(key.to_owned(), written(list));
+            }
+        }
+    }
+    let guest = spec.domain.memory.as_ref().and_then(|memory| memory.guest.as_ref());
+    if let Some(guest) = guest {
+        let limits = sizes.entry("limits").or_insert_with(|| json!({}));
+        if limits.get("memory").is_none() {
+            limits["memory"] = json!(guest);
+        }
+    }
+    sizes
+}
