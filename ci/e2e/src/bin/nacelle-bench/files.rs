@@ -31,8 +31,8 @@ const MARK: &str = "=====";
 /// How long a machine may take for all jobs.
 const LIMIT: Duration = Duration::from_secs(600);
 
-/// Runs the jobs `runs` times in each place in turn. Returns `[{"runtime", "operation", "p50", "samples"}, ...]`.
-pub fn measure(runs: usize) -> Value {
+/// Runs the jobs `runs` times in each place in turn; or only on our volume and in plain QEMU. Returns `[{"runtime", "operation", "p50", "samples"}, ...]`.
+pub fn measure(runs: usize, only_volumes: bool) -> Value {
     let node = Node::with(Options { ipv6: false, ..Options::default() });
     let fio = fio();
     let image = node.registry.push(&image(&fio), "fio:1");
@@ -62,12 +62,13 @@ pub fn measure(runs: usize) -> Value {
     };
     // The first of each does not count.
     for run in 0..=runs {
-        for place in ["/own", "/shared"] {
+        for place in ["/own", "/shared"].into_iter().skip(usize::from(only_volumes)) {
             let name = |who: &str| format!("{who}, {}", if place == "/own" { "root" } else { "volume" });
-            for (cri, container, who) in [
+            let both = [
                 (&mut ours, &our_container, format!("nacelle {}", engine())),
                 (&mut theirs, &their_container, "containerd".to_owned()),
-            ] {
+            ];
+            for (cri, container, who) in both.into_iter().take(if only_volumes { 1 } else { 2 }) {
                 let said = cri.output(container, &["/bin/sh", "-c", &script(place)]);
                 if run > 0 {
                     add(name(&who), &said);

@@ -55,12 +55,12 @@ fn main() -> ExitCode {
             print!("{}", plot(&measured));
             return ExitCode::SUCCESS;
         }
-        ["files", runs] => {
-            let Ok(runs) = runs.parse() else {
-                eprintln!("usage: ci/bench files RUNS");
+        ["files", runs, ref only @ ..] => {
+            let (Ok(runs), [] | ["volumes"]) = (runs.parse(), only) else {
+                eprintln!("usage: ci/bench files RUNS [volumes]");
                 return ExitCode::from(2);
             };
-            println!("{}", files::measure(runs));
+            println!("{}", files::measure(runs, !only.is_empty()));
             return ExitCode::SUCCESS;
         }
         ["crowd", pods, clients] => {
