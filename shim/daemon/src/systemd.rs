@@ -22,6 +22,8 @@ const BUS: &str = "unix:path=/run/dbus/system_bus_socket";
 const NAME: &str = "org.freedesktop.systemd1";
 const OBJECT: &str = "/org/freedesktop/systemd1";
 const MANAGER: &str = "org.freedesktop.systemd1.Manager";
+/// The processors that the node may ever have.
+const POSSIBLE: &str = "/sys/devices/system/cpu/possible";
 /// For all that systemd does for one pod.
 const LIMIT: Duration = Duration::from_secs(20);
 /// Between two looks at whether it has done it.
@@ -39,7 +41,7 @@ pub enum ScopeError {
     #[error("systemd does not answer; sandbox.cgroup_driver is \"systemd\": is that the node's first process?")]
     Connect(#[source] Box<zbus::Error>),
     /// It refuses.
-    #[error("systemd does not start {unit}")]
+    #[error("systemd refuses {unit}")]
     Refused {
         /// The scope.
         unit: String,
@@ -57,7 +59,7 @@ pub enum ScopeError {
         source: io::Error,
     },
     /// It takes too long.
-    #[error("systemd did not start {unit} within {LIMIT:?}")]
+    #[error("systemd did not answer for {unit} within {LIMIT:?}")]
     TooSlow {
         /// The scope.
         unit: String,
@@ -74,11 +76,42 @@ impl Classify for ScopeError {
     }
 }
 
+/// The name, without ".slice", of the slice that a path leads to, if it leads to one.
+pub(crate) fn slice_of(path: &str) -> Option<&str> {
+    path.trim_end_matches('/').rsplit('/').next()?.strip_suffix(".slice").filter(|name| !name.is_empty())
+}
+
 /// The group of a pod's scope in a slice (its name without ".slice"). "a-b.slice" lies in "a.slice".
 pub(crate) fn scope_in(slice: &str, id: &PodId) -> PathBuf {
     let ends = slice.match_indices('-').map(|(end, _)| end).chain([slice.len()]);
     let slices = ends.filter_map(|end| slice.get(..end)).map(|slice| format!("{slice}.slice"));
     slices.collect::<PathBuf>().join(format!("nacelle-{id}.scope"))
+}
+
+/// The processors of a list as the kernel writes it ("0-3,8"), as a mask, the lowest eight first.
+fn mask(list: &str) -> Vec<u8> {
+    let mut mask = Vec::new();
+    for range in list.trim().split(',') {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        let (Ok(first), Ok(last)) = (first.parse::<u16>(), last.parse::<u16>()) else { continue };
+        for processor in first..=last {
+            let byte = usize::from(processor / 8);
+            mask.resize(mask.len().max(byte + 1), 0);
+            if let Some(byte) = mask.get_mut(byte) {
+                *byte |= 1 << (processor % 8);
+            }
+        }
+    }
+    mask
+}
+
+/// systemd's own socket, else the bus.
+async fn connect() -> Result<Connection, ScopeError> {
+    let connected = match Builder::address(PRIVATE).p2p().build().await {
+        Ok(connection) => Ok(connection),
+        Err(_none) => Builder::address(BUS).build().await,
+    };
+    connected.map_err(|error| ScopeError::Connect(Box::new(error)))
 }
 
 /// A pod's scope.
@@ -99,17 +132,31 @@ impl Scope {
 
     /// Has systemd start it with this process in it. It ends with its last process.
     pub async fn start(&self, pid: u32) -> Result<(), ScopeError> {
-        let connected = async {
-            match Builder::address(PRIVATE).p2p().build().await {
-                Ok(connection) => Ok(connection),
-                Err(_none) => Builder::address(BUS).build().await,
-            }
-        };
-        let started = async {
-            let connection = connected.await.map_err(|error| ScopeError::Connect(Box::new(error)))?;
-            self.start_over(&connection, pid, Path::new("/proc")).await
-        };
-        timeout(LIMIT, started).await.map_err(|_elapsed| ScopeError::TooSlow { unit: self.unit.clone() })?
+        self.within_limit(async { self.start_over(&connect().await?, pid, Path::new("/proc")).await }).await
+    }
+
+    /// Has systemd keep the slice's controllers, although it knows of nobody in it.
+    pub async fn keep_slice(&self) -> Result<(), ScopeError> {
+        let possible = std::fs::read_to_string(POSSIBLE).unwrap_or_default();
+        self.within_limit(async { self.keep_slice_over(&connect().await?, &possible).await }).await
+    }
+
+    async fn within_limit(&self, work: impl Future<Output = Result<(), ScopeError>>) -> Result<(), ScopeError> {
+        timeout(LIMIT, work).await.map_err(|_elapsed| ScopeError::TooSlow { unit: self.unit.clone() })?
+    }
+
+    /// cpu is kept by what kubelet sets.
+    async fn keep_slice_over(&self, connection: &Connection, possible: &str) -> Result<(), ScopeError> {
+        let properties = [
+            ("AllowedCPUs", Variant::from(mask(possible))),
+            ("IOAccounting", Variant::from(true)),
+            ("MemoryAccounting", Variant::from(true)),
+            ("TasksAccounting", Variant::from(true)),
+        ];
+        let body = (self.slice.as_str(), true, &properties[..]);
+        let asked = connection.call_method(Some(NAME), OBJECT, Some(MANAGER), "SetUnitProperties", &body).await;
+        asked.map_err(|source| ScopeError::Refused { unit: self.slice.clone(), source: Box::new(source) })?;
+        Ok(())
     }
 
     async fn start_over(&self, connection: &Connection, pid: u32, proc: &Path) -> Result<(), ScopeError> {
@@ -161,6 +208,15 @@ mod tests {
         }
     }
 
+    #[test]
+    fn slices_and_processors() {
+        assert_eq!(slice_of("/a.slice/a-b.slice/"), Some("a-b"));
+        assert_eq!(["", "/", "a.slice/b", ".slice", "/x/.slice"].map(slice_of), [None; 5]);
+        assert_eq!(mask("0-3\n"), [15]);
+        assert_eq!(mask("0,9-10,x,4"), [17, 6]);
+        assert_eq!(mask(""), [0u8; 0]);
+    }
+
     type Properties = Vec<(String, OwnedVariant)>;
 
     /// What systemd does, as far as it is asked.
@@ -187,6 +243,11 @@ mod tests {
             std::fs::write(self.proc.join("77/cgroup"), format!("1:name=systemd:/x\n0::/{GROUP}\n")).unwrap();
             Ok("/org/freedesktop/systemd1/job/1".try_into().unwrap())
         }
+
+        async fn set_unit_properties(&self, name: String, runtime: bool, properties: Properties) {
+            let names: Vec<_> = properties.iter().map(|(name, _)| name.as_str()).collect();
+            *self.seen.lock().unwrap() = vec![format!("{name} {runtime} {}", names.join(" "))];
+        }
     }
 
     #[tokio::test]
@@ -204,20 +265,20 @@ mod tests {
 
         let scope = Scope::of(Path::new(GROUP)).unwrap();
         scope.start_over(&client, 77, proc.path()).await.unwrap();
-        let seen = seen.lock().unwrap().join(" ");
-        assert!(seen.starts_with("nacelle-x.scope fail 0"), "{seen}");
+        let text = seen.lock().unwrap().join(" ");
+        assert!(text.starts_with("nacelle-x.scope fail 0"), "{text}");
         for property in
             ["Slice=", "kubepods-podab.slice", "PIDs=", "77", "Delegate=", "TasksMax=", "18446744073709551615"]
         {
-            assert!(seen.contains(property), "{property}: {seen}");
+            assert!(text.contains(property), "{property}: {text}");
         }
 
         let other = Scope::of(Path::new("a.slice/nacelle-y.scope")).unwrap();
         let refused = other.start_over(&client, 77, proc.path()).await.unwrap_err();
-        assert_eq!(
-            (refused.kind(), refused.to_string()),
-            (Kind::Internal, "systemd does not start nacelle-y.scope".into())
-        );
+        assert_eq!((refused.kind(), refused.to_string()), (Kind::Internal, "systemd refuses nacelle-y.scope".into()));
+        scope.keep_slice_over(&client, "0-1").await.unwrap();
+        let text = seen.lock().unwrap().join(" ");
+        assert_eq!(text, "kubepods-podab.slice true AllowedCPUs IOAccounting MemoryAccounting TasksAccounting");
         let gone = scope.start_over(&client, 78, proc.path()).await.unwrap_err();
         assert!(matches!(gone, ScopeError::Ended { pid: 78, .. }), "{gone:?}");
     }

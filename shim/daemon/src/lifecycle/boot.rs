@@ -65,7 +65,7 @@ pub(super) async fn boot(
     if cancel.is_cancelled() {
         return Err(LifecycleError::Cancelled);
     }
-    let group = choose_group(&parts, &id, &config, &handler).await;
+    let group = choose_group(&parts, &id, &config, &handler).await?;
     let spec = pod_spec(&parts, &id, &config, &handler, netns, group);
     let pod = PodRef {
         id: id.clone(),
@@ -211,21 +211,27 @@ fn pod_spec(
 
 /// The control group of the pod's process: kubelet's, unless that would kill the machine. Without an overhead kubelet limits it to
 /// what the containers may use together; the machine, which may grow to all of its memory, is beside the others then.
-async fn choose_group(parts: &Parts, id: &PodId, config: &PodConfig, handler: &Handler) -> PathBuf {
+async fn choose_group(
+    parts: &Parts,
+    id: &PodId,
+    config: &PodConfig,
+    handler: &Handler,
+) -> Result<PathBuf, LifecycleError> {
     let driver = parts.config.sandbox.cgroup_driver;
     let group = cgroup(config.cgroup_parent.as_deref(), driver, id);
     let guest = !matches!(parts.engine.spec(handler.engine, config), EngineSpec::Host { .. });
     if !guest || config.cgroup_parent.is_none() || config.overhead_memory.is_some() {
-        return group;
+        return Ok(group);
     }
     let (asked, needed) = (group.clone(), memory_mib(config, handler).saturating_mul(1 << 20));
     match blocking(move || nacelle_pod::memory_limit(&asked)).await {
         Some(limit) if limit < needed => {
             let why = "its control group has room for its containers alone, and its machine is beside it: give its RuntimeClass an overhead";
             tracing::warn!(pod = %id, group = %group.display(), limit, needed, why);
-            cgroup(None, driver, id)
+            parts.pods.keep_controllers(&group).await.map_err(at("keep the control group that kubelet made"))?;
+            Ok(cgroup(None, driver, id))
         }
-        _ => group,
+        _ => Ok(group),
     }
 }
 
@@ -236,9 +242,10 @@ fn cgroup(parent: Option<&str>, driver: CgroupDriver, id: &PodId) -> PathBuf {
     match (driver, parent) {
         (CgroupDriver::Cgroupfs, None) => format!("nacelle/{id}").into(),
         (CgroupDriver::Systemd, None) => systemd::scope_in("nacelle", id),
-        (CgroupDriver::Systemd, Some(parent)) => match parent.trim_end_matches('/').strip_suffix(".slice") {
-            Some(slice) if !slice.contains('/') => systemd::scope_in(slice, id),
-            _ => Path::new(parent).join(format!("nacelle-{id}")),
+        // kubelet says the path of the slice, whose last part says it all.
+        (CgroupDriver::Systemd, Some(parent)) => match systemd::slice_of(parent) {
+            Some(slice) => systemd::scope_in(slice, id),
+            None => Path::new(parent).join(format!("nacelle-{id}")),
         },
         (CgroupDriver::Cgroupfs, Some(parent)) => Path::new(parent).join(format!("nacelle-{id}")),
     }
@@ -375,6 +382,8 @@ mod tests {
         assert_eq!(group(Some("/kubepods/burstable/podab"), Cgroupfs), "kubepods/burstable/podab/nacelle-ID");
         let slice = "kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-podab_c.slice/nacelle-ID.scope";
         assert_eq!(group(Some("kubepods-besteffort-podab_c.slice"), Systemd), slice);
+        let path = "/kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-podab_c.slice";
+        assert_eq!(group(Some(path), Systemd), slice);
         assert_eq!(group(Some("/a.slice/b"), Systemd), "a.slice/b/nacelle-ID");
     }
 

@@ -2,7 +2,7 @@
 //! traits, and the real ones behind them.
 //! Threads: implementations are shared by all pods.
 
-use crate::systemd::Scope;
+use crate::systemd::{Scope, ScopeError};
 use nacelle_base::{Classify, PodId};
 use nacelle_net::{Attachment, NetError, Network, PodRef};
 use nacelle_pod::client::{self, ClientError, PodClient};
@@ -18,6 +18,12 @@ use std::path::{Path, PathBuf};
 pub trait Pods: Send + Sync + 'static {
     /// Starts the process of this folder; on failure nothing runs. Must be awaited to its end.
     async fn spawn(&self, dir: &Path, spec: &PodSpec) -> Result<PodClient, ClientError>;
+
+    /// A pod's process will not be in this group, which lies in the one that kubelet has made for the pod: what that one can
+    /// limit shall stay as if it were.
+    async fn keep_controllers(&self, _group: &Path) -> Result<(), ClientError> {
+        Ok(())
+    }
 
     /// Finds the process that serves this folder; `ClientError::Gone` if there is none.
     async fn connect(&self, dir: &Path) -> Result<PodClient, ClientError> {
@@ -80,14 +86,19 @@ impl Pods for Processes {
         let group = spec.jail.as_ref().and_then(|jail| jail.cgroup.as_deref());
         let Some(scope) = group.and_then(Scope::of) else { return client::spawn(&self.exe, dir, spec).await };
         client::spawn_held(&self.exe, dir, spec, |pid| async move {
-            scope.start(pid).await.map_err(|error| ClientError::Group {
-                group: scope.group.clone(),
-                kind: error.kind(),
-                source: Box::new(error),
-            })
+            scope.start(pid).await.map_err(|error| of_group(&scope, error))
         })
         .await
     }
+
+    async fn keep_controllers(&self, group: &Path) -> Result<(), ClientError> {
+        let Some(scope) = Scope::of(group) else { return Ok(()) };
+        scope.keep_slice().await.map_err(|error| of_group(&scope, error))
+    }
+}
+
+fn of_group(scope: &Scope, error: ScopeError) -> ClientError {
+    ClientError::Group { group: scope.group.clone(), kind: error.kind(), source: Box::new(error) }
 }
 
 #[tonic::async_trait]
