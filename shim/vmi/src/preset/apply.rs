@@ -90,6 +90,7 @@ fn size(tree: &mut Tree, name: &str, topology: Topology, catalogue: &Catalogue, 
     let memory = &kind.memory;
     let mut fields: Vec<(&[&str], Value)> = Vec::new();
     if let Some(guest) = cpu.guest {
+        let mut free = true;
         for part in ["cores", "sockets", "threads"] {
             let path = ["domain", "cpu", part];
             if let Some(said) = tree.get(&path).cloned() {
@@ -97,6 +98,7 @@ fn size(tree: &mut Tree, name: &str, topology: Topology, catalogue: &Catalogue, 
                 let other = tree.source(&at);
                 let message = format!("{other} says it, and {from} says how many processors there are ({guest})");
                 causes.conflict(rule, at, said, message);
+                free = false;
             }
         }
         let path: &[&str] = match topology {
@@ -104,7 +106,7 @@ fn size(tree: &mut Tree, name: &str, topology: Topology, catalogue: &Catalogue, 
             Topology::Sockets => &["domain", "cpu", "sockets"],
             Topology::Threads => &["domain", "cpu", "threads"],
         };
-        if causes.is_empty() {
+        if free {
             fields.push((path, json!(guest)));
         }
     }

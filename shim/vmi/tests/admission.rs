@@ -1,0 +1,93 @@
+//! Owns: what comes of annotations that are right: presets, instance type, preference and defaults in the specification, and the
+//! record of who said what.
+
+use nacelle_vmi::admit::{self, Admitted};
+use nacelle_vmi::annotations::PREFIX;
+use nacelle_vmi::preset::Catalogue;
+use nacelle_vmi::spec::{Bus, PodKind, Power, RunStrategy};
+use nacelle_vmi::{Causes, read};
+use std::collections::BTreeMap;
+
+const CATALOGUE: &str = "
+kind: VirtualMachinePreference
+metadata: { name: linux }
+spec:
+  cpu: { preferredCPUTopology: cores }
+  devices: { preferredDiskBus: scsi, preferredDiskCache: none, preferredInterfaceModel: e1000 }
+  preferredTerminationGracePeriodSeconds: 5
+---
+kind: VirtualMachineInstancePreset
+metadata: { name: clocked }
+spec: { domain: { clock: { timezone: Europe/Berlin }, cpu: { model: host-model } } }
+";
+
+fn admitted(annotations: &[(&str, &str)]) -> Result<Option<Admitted>, Causes> {
+    let mut catalogue = Catalogue::default();
+    for document in read::all(CATALOGUE, "catalogue").unwrap() {
+        catalogue.add(document, "catalogue").unwrap();
+    }
+    let annotations: BTreeMap<String, String> =
+        annotations.iter().map(|(name, value)| (format!("{PREFIX}{name}"), (*value).to_owned())).collect();
+    admit::pod(&annotations, &catalogue)
+}
+
+#[test]
+fn without_annotations_there_is_nothing_to_admit() {
+    assert_eq!(admitted(&[]), Ok(None));
+}
+
+#[test]
+fn a_container_pod_is_shaped_and_no_more() {
+    let shaped = admitted(&[("cpus", "4"), ("memory", "2Gi"), ("disks", "data=empty:1Gi")]).unwrap().unwrap();
+    assert_eq!((shaped.kind(), shaped.run_strategy(), shaped.power()), (PodKind::Container, None, Power::On));
+    let domain = &shaped.spec().domain;
+    assert_eq!(domain.cpu.as_ref().unwrap().count(), Some(4));
+    assert_eq!(domain.devices.disks[0].bus(), Some(Bus::Virtio));
+    assert!(domain.machine.is_none() && domain.devices.interfaces.is_empty());
+}
+
+#[test]
+fn what_was_applied_is_recorded() {
+    let machine = admitted(&[
+        ("kind", "machine"),
+        ("instancetype", "u1.large"),
+        ("preference", "linux"),
+        ("presets", "clocked"),
+        ("ssh-keys", "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAA me"),
+        ("mac", "02:00:00:00:00:01"),
+        (
+            "spec",
+            "{domain: {devices: {disks: [{name: root}, {name: cd, cdrom: {bus: sata}}]}}, volumes: [{name: root, persistentVolumeClaim: {claimName: a}}, {name: cd, containerDisk: {image: b}}]}",
+        ),
+    ]);
+    let machine = machine.unwrap().unwrap();
+    let spec = machine.spec();
+    let cpu = spec.domain.cpu.as_ref().unwrap();
+    assert_eq!((cpu.cores, cpu.sockets, cpu.threads, cpu.model.as_str()), (Some(2), Some(1), Some(1), "host-model"));
+    assert_eq!(spec.domain.memory.as_ref().unwrap().guest.as_ref().unwrap().bytes(), Some(8 << 30));
+    let buses: Vec<_> = spec.domain.devices.disks.iter().map(|disk| disk.bus().unwrap()).collect();
+    // The preference, the document, and a default: the volume for the keys came last.
+    assert_eq!(buses, [Bus::Scsi, Bus::Sata, Bus::Virtio]);
+    assert!(spec.volumes[2].cloud_init_no_cloud.is_some());
+    assert_eq!(spec.networks[0].name, "default");
+    assert_eq!(spec.termination_grace_period_seconds, Some(5));
+    assert_eq!((machine.kind(), machine.run_strategy()), (PodKind::Machine, Some(RunStrategy::Always)));
+    assert_eq!(machine.ssh_keys().len(), 1);
+    let applied = machine.applied();
+    assert_eq!(applied.instancetype.as_deref(), Some("u1.large"));
+    let from = |field: &str| applied.fields.get(field).map(String::as_str);
+    assert_eq!(from("spec.domain.cpu.cores"), Some("instance type u1.large"));
+    assert_eq!(from("spec.domain.clock.timezone"), Some("preset clocked"));
+    assert_eq!(from("spec.terminationGracePeriodSeconds"), Some("preference linux"));
+    assert_eq!(from("spec.domain.devices.interfaces[0]"), Some("vm.nacelle.dev/mac"));
+    // It can be stored, and is read again.
+    let text = serde_json::to_string(applied).unwrap();
+    assert_eq!(&serde_json::from_str::<nacelle_vmi::preset::Applied>(&text).unwrap(), applied);
+}
+
+#[test]
+fn both_sides_may_say_the_same() {
+    let spec = "{domain: {memory: {guest: 1Gi}, cpu: {sockets: 2, threads: 2}, devices: {disks: [{name: a}]}}, volumes: [{name: a, emptyDisk: {capacity: 1Gi}}]}";
+    let same = [("kind", "machine"), ("spec", spec), ("memory", "1Gi"), ("cpus", "4")];
+    assert_eq!(admitted(&same).unwrap().unwrap().spec().domain.cpu.as_ref().unwrap().sockets, Some(2));
+}
