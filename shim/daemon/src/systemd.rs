@@ -16,9 +16,6 @@ use zbus::{Connection, Variant};
 
 /// Is there where systemd is the first process (sd_booted(3)).
 const BOOTED: &str = "/run/systemd/system";
-/// systemd's own socket, for root, which needs no bus; then that of the bus.
-const PRIVATE: &str = "unix:path=/run/systemd/private";
-const BUS: &str = "unix:path=/run/dbus/system_bus_socket";
 const NAME: &str = "org.freedesktop.systemd1";
 const OBJECT: &str = "/org/freedesktop/systemd1";
 const MANAGER: &str = "org.freedesktop.systemd1.Manager";
@@ -37,8 +34,10 @@ pub(crate) fn runs() -> bool {
 /// systemd does not give a pod its scope.
 #[derive(Debug, thiserror::Error)]
 pub enum ScopeError {
-    /// Nobody answers.
-    #[error("systemd does not answer; sandbox.cgroup_driver is \"systemd\": is that the node's first process?")]
+    /// Nobody answers on the bus.
+    #[error(
+        "there is no system bus, over which sandbox.cgroup_driver = \"systemd\" asks for control groups: install dbus, or set it to \"cgroupfs\""
+    )]
     Connect(#[source] Box<zbus::Error>),
     /// It refuses.
     #[error("systemd refuses {unit}")]
@@ -105,13 +104,9 @@ fn mask(list: &str) -> Vec<u8> {
     mask
 }
 
-/// systemd's own socket, else the bus.
+/// Over the system's bus, as kubelet does; systemd's own socket is for its own programs.
 async fn connect() -> Result<Connection, ScopeError> {
-    let connected = match Builder::address(PRIVATE).p2p().build().await {
-        Ok(connection) => Ok(connection),
-        Err(_none) => Builder::address(BUS).build().await,
-    };
-    connected.map_err(|error| ScopeError::Connect(Box::new(error)))
+    Builder::system().build().await.map_err(|error| ScopeError::Connect(Box::new(error)))
 }
 
 /// A pod's scope.
