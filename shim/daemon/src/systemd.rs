@@ -16,6 +16,8 @@ use zbus::{Connection, Variant};
 
 /// Is there where systemd is the first process (sd_booted(3)).
 const BOOTED: &str = "/run/systemd/system";
+/// Where the system's bus is.
+const BUS: &str = "/run/dbus/system_bus_socket";
 const NAME: &str = "org.freedesktop.systemd1";
 const OBJECT: &str = "/org/freedesktop/systemd1";
 const MANAGER: &str = "org.freedesktop.systemd1.Manager";
@@ -29,6 +31,11 @@ const LOOK: Duration = Duration::from_millis(1);
 /// Whether systemd is the node's first process.
 pub(crate) fn runs() -> bool {
     Path::new(BOOTED).is_dir()
+}
+
+/// Whether somebody answers on the system's bus. Blocks.
+pub(crate) fn has_bus() -> bool {
+    std::os::unix::net::UnixStream::connect(BUS).is_ok()
 }
 
 /// systemd does not give a pod its scope.

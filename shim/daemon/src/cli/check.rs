@@ -241,11 +241,14 @@ fn network(config: &Config) -> anyhow::Result<Finding> {
 
 /// The one who is asked for control groups, if the configuration says so.
 fn systemd(driver: CgroupDriver) -> Option<Finding> {
-    let says = "the node's first process is another: set sandbox.cgroup_driver to \"cgroupfs\"";
-    match (driver, crate::systemd::runs()) {
-        (CgroupDriver::Cgroupfs, _) => None,
-        (CgroupDriver::Systemd, true) => Some(finding(Level::Good, "systemd", "makes the control groups of pods")),
-        (CgroupDriver::Systemd, false) => Some(finding(Level::Bad, "systemd", says)),
+    let bad = |says| Some(finding(Level::Bad, "systemd", says));
+    match driver {
+        CgroupDriver::Cgroupfs => None,
+        CgroupDriver::Systemd if !crate::systemd::runs() => {
+            bad("the node's first process is another: set sandbox.cgroup_driver to \"cgroupfs\"")
+        }
+        CgroupDriver::Systemd if !crate::systemd::has_bus() => bad("no system bus to ask it over: install dbus"),
+        CgroupDriver::Systemd => Some(finding(Level::Good, "systemd", "makes the control groups of pods")),
     }
 }
 

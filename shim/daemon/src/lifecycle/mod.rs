@@ -156,6 +156,9 @@ impl View {
     }
 }
 
+/// The inbox of a pod that exists already, and the answer that it shall get.
+type Known = (mpsc::Sender<Message>, Answer<()>);
+
 #[derive(Clone)]
 struct Handle {
     inbox: mpsc::Sender<Message>,
@@ -293,13 +296,12 @@ impl Node {
     }
 
     /// Finds the pod of this name, or starts one: then `answer` is its actor's already.
-    #[allow(clippy::type_complexity, reason = "one caller")]
     fn place(
         &self,
         config: PodConfig,
         handler: String,
         answer: Answer<()>,
-    ) -> Result<(PodId, Option<(mpsc::Sender<Message>, Answer<()>)>), LifecycleError> {
+    ) -> Result<(PodId, Option<Known>), LifecycleError> {
         let mut rows = self.table.rows();
         if let Some(id) = rows.names.get(&config.name) {
             let taken = || LifecycleError::NameTaken { what: "pod", name: config.name.to_string(), id: id.to_string() };

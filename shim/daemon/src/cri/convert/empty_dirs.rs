@@ -3,6 +3,7 @@
 use super::{FieldError, bad, cut};
 use crate::config::{EmptyDir, EngineSetting, Handler};
 use crate::nouns::{EmptyDirs, MAX_EMPTY_DIR, MIN_EMPTY_DIR, PodConfig};
+use nacelle_vmi::quantity::Quantity;
 use std::collections::BTreeMap;
 
 /// The annotation with the sizes of emptyDirs, of which CRI says nothing.
@@ -10,7 +11,7 @@ pub const LIMITS: &str = "vm.nacelle.dev/empty-dir-limits";
 /// The same, as errors name it.
 const FIELD: &str = "config.annotations[\"vm.nacelle.dev/empty-dir-limits\"]";
 const RULE: &str = "NAME=SIZE,NAME=SIZE is expected: names of the pod's volumes, each once and at most 64; sizes of 16Mi to 4Ti, \
-                    whole numbers with Ki, Mi, Gi, Ti, k, M, G, T or nothing";
+                    whole bytes, as Kubernetes writes quantities";
 /// Volumes that one pod may name.
 const MOST: usize = 64;
 
@@ -59,22 +60,9 @@ fn volume_name(text: &str) -> Option<String> {
     label.then(|| text.to_owned())
 }
 
+/// Whole bytes.
 fn bytes(text: &str) -> Option<u64> {
-    let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
-    let (number, unit) = text.split_at(digits);
-    let unit: u64 = match unit {
-        "" => 1,
-        "Ki" => 1 << 10,
-        "Mi" => 1 << 20,
-        "Gi" => 1 << 30,
-        "Ti" => 1 << 40,
-        "k" => 1_000,
-        "M" => 1_000_000,
-        "G" => 1_000_000_000,
-        "T" => 1_000_000_000_000,
-        _ => return None,
-    };
-    let size = number.parse::<u64>().ok()?.checked_mul(unit)?;
+    let size = Quantity::parse(text).ok()?.bytes()?;
     (MIN_EMPTY_DIR..=MAX_EMPTY_DIR).contains(&size).then_some(size)
 }
 
@@ -98,9 +86,12 @@ mod tests {
     #[test]
     fn sizes_are_those_of_the_annotation_else_of_the_handler() {
         let handler = Handler { empty_dir_mib: Some(100), ..disks() };
-        let found = empty_dirs(&pod(Some("scratch=64Mi,cache-2=20M")), &handler).unwrap().unwrap();
+        let found = empty_dirs(&pod(Some("scratch=64Mi,cache-2=20M,big=1.5Gi")), &handler).unwrap().unwrap();
         assert_eq!((found.disks, found.limit), (true, Some(100 << 20)));
-        assert_eq!(found.limits, [("scratch".into(), 64 << 20), ("cache-2".into(), 20_000_000)].into());
+        assert_eq!(
+            found.limits,
+            [("scratch".into(), 64 << 20), ("cache-2".into(), 20_000_000), ("big".into(), 3 << 29)].into()
+        );
         let found = empty_dirs(&pod(None), &Handler::default()).unwrap().unwrap();
         assert_eq!(found, EmptyDirs { disks: false, limits: BTreeMap::new(), limit: None });
     }
@@ -122,9 +113,8 @@ mod tests {
             "-a=16Mi",
             "a=15Mi",
             "a=5Ti",
-            "a=1.5Gi",
+            "a=16777216.5",
             "a=-16Mi",
-            "a=+16Mi",
             "a=16MiB",
             "a=16 Mi",
             "a=99999999999999999999",

@@ -413,7 +413,7 @@ fn zero(file: &File, at: u64, length: u64, may_unmap: bool) -> io::Result<()> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::panic)]
+#[allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 mod tests {
     use super::super::table::Writes;
     use super::*;
