@@ -1,6 +1,6 @@
 //! Owns: the daemon of a node: CRI on a unix socket, pods and containers, their records, and the commands of the
 //! program. docs/architecture.md is the map.
-//! May use: `proto`, `base`, `engine` (its probe), `image`, `net`, `stream`, `pod` (specification and client).
+//! May use: `proto`, `base`, `engine` (its probe), `image`, `net`, `stream`, `pod` (specification and client), `keeper` (document), `vmi`.
 
 pub mod accounting;
 mod cdi;
@@ -11,6 +11,7 @@ mod deadline;
 mod hugepages;
 pub mod lifecycle;
 mod lists;
+pub mod machine_pod;
 mod node_service;
 pub mod nouns;
 pub mod oci;

@@ -1,6 +1,7 @@
 //! Owns: pods and containers as the daemon understands them after everything was checked: plain data, stored as
 //! it is. No CRI type, no effect.
 
+use crate::machine_pod::MachinePod;
 use crate::profile::Profile;
 use nacelle_image::ImageId;
 use nacelle_net::{Dns, PortMapping};
@@ -67,6 +68,9 @@ pub struct PodConfig {
     /// What its emptyDirs are that kubelet has on its disk; none: shares of the node's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub empty_dirs: Option<EmptyDirs>,
+    /// Its container is this machine; none: its containers are containers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub machine: Option<Box<MachinePod>>,
     /// Containers may be privileged (in the guest).
     pub privileged: bool,
     /// Memory that all containers together may use, in bytes, if it is limited.

@@ -8,6 +8,8 @@ use tracing_subscriber::prelude::*;
 
 /// The program of pod processes. It is installed beside the daemon's.
 const POD_PROGRAM: &str = "nacelle-pod";
+/// The keeper of machines of machine pods. It is installed there too.
+const KEEPER_PROGRAM: &str = "nacelle-keeper";
 /// The agent, the same that guests have in their initramfs. It is installed there too.
 const AGENT_PROGRAM: &str = "nacelle-agent";
 
@@ -37,6 +39,13 @@ pub fn log(format: LogFormat) {
     }
 }
 
+/// Writes the log to standard output, which is the flight recorder of a machine pod: its lines are among those of the guest.
+pub fn log_for_the_recorder() {
+    let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stdout).with_ansi(false).with_target(false);
+    let filter = Targets::new().with_default(LevelFilter::INFO);
+    tracing_subscriber::registry().with(lines.with_filter(filter)).init();
+}
+
 /// Allows as many open files as the hard limit does: a connection of a pod takes two, and the usual soft limit of 1024
 /// is a guess about programs that use select(2).
 pub fn more_files() {
@@ -51,6 +60,11 @@ pub fn more_files() {
 /// The agent's program, for pods that have no guest.
 pub fn agent_program() -> std::io::Result<PathBuf> {
     Ok(std::env::current_exe()?.with_file_name(AGENT_PROGRAM))
+}
+
+/// The program that keeps machines of machine pods.
+pub fn keeper_program() -> std::io::Result<PathBuf> {
+    Ok(std::env::current_exe()?.with_file_name(KEEPER_PROGRAM))
 }
 
 /// The program of pod processes.

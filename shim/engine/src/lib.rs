@@ -8,6 +8,7 @@
 //! returns as soon as the guest's processors can run (not when it is ready); `machine.link()` talks to it over vsock;
 //! `machine.disks()` are the slots in the order of the spec; dropping the machine kills it and leaves nothing behind.
 
+mod agent;
 mod console;
 pub mod contract;
 mod disk;
@@ -15,11 +16,13 @@ mod ended;
 mod error;
 pub mod fake;
 pub mod host;
+pub mod keeper;
 pub mod kvm;
 mod link;
 mod machine;
 pub mod probe;
 mod process;
+pub mod program;
 pub mod qemu;
 mod spec;
 

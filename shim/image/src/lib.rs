@@ -17,6 +17,7 @@ mod catalogue;
 mod config;
 mod erofs;
 mod error;
+mod files;
 mod folder;
 mod install;
 mod layer;
@@ -30,5 +31,6 @@ mod tree;
 
 pub use config::{Auth, Config, RegistryConfig};
 pub use error::ImageError;
+pub use files::ImageFile;
 pub use reference::{Digest, ImageId, Reference};
 pub use store::{FsInfo, ImageConfig, ImageRecord, Loaded, RootFs, RunAs, Store};

@@ -1,6 +1,7 @@
 //! Owns: the store as its users see it, and that pulls of the same image are one.
 
 use crate::catalogue::{Catalogue, find, record};
+use crate::files::ImageFile;
 use crate::folder::{Folder, Part};
 use crate::install::Shared;
 use crate::registry::Http;
@@ -208,6 +209,13 @@ impl Store {
     pub async fn fs_info(&self) -> Result<FsInfo, ImageError> {
         let shared = Arc::clone(&self.shared);
         Ok(spawn_blocking(move || shared.folder.info()).await??)
+    }
+
+    /// The files of a folder of an image (links, devices and folders in it are left out), for whoever reads them where they
+    /// lie. The image must be in the store or have been in use since it was removed. None: it has no such folder.
+    pub async fn files(&self, id: &ImageId, folder: &str) -> Result<Option<Vec<ImageFile>>, ImageError> {
+        let (shared, id, folder) = (Arc::clone(&self.shared), *id, folder.to_owned());
+        spawn_blocking(move || shared.files(id, &folder)).await?
     }
 
     /// The root file system of an image, which must be in the store or have been in use since it was removed.

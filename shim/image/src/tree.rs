@@ -162,6 +162,13 @@ impl Tree {
         Ok(Some(at))
     }
 
+    /// What a folder has, by its path from the root, links followed; none if there is no such folder.
+    pub fn list(&mut self, path: &str) -> Option<Vec<(&[u8], &Inode)>> {
+        let folder = self.find_folder(path.as_bytes().split(|&byte| byte == b'/'), false).ok()??;
+        let children = self.folder(folder)?.iter();
+        Some(children.filter_map(|(name, ino)| Some((name.as_slice(), self.inodes.get(*ino)?))).collect())
+    }
+
     fn take_away(&mut self, entry: &Entry) -> Result<(), &'static str> {
         if entry.what == What::Opaque {
             // A link or file at the folder's place: the folder comes in this layer and replaces it.

@@ -4,7 +4,7 @@
 use crate::agent::{self, Agent, Gone, read_frame, tokio_stream_of, write_frame};
 use crate::error::{PodError, guest_text};
 use crate::machine::{IMAGE_DISK, SCRATCH_DISK, VOLUME_DISK, blocking, random};
-use crate::spec::{EngineSpec, IdRange, PodSpec};
+use crate::spec::{IdRange, PodSpec};
 use nacelle_base::timeline::{self, Step, Timeline};
 use nacelle_engine::{GuestLink, Incoming};
 use nacelle_proto::{agent as proto, pod};
@@ -105,8 +105,8 @@ async fn shake(
             guest_ms = millis(hello.sent_nanos),
             "the agent says hello"
         );
-        // Without a guest its clock is the node's.
-        if !matches!(spec.engine, EngineSpec::Host { .. }) {
+        // Where the agent is a process of the node, its clock is that's.
+        if spec.engine.has_disks() {
             timeline.add(guest_steps(&hello, timeline::now(), spec.timeouts.boot()));
         }
         Ok((stream, hello))

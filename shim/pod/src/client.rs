@@ -4,7 +4,7 @@
 use crate::error::{PodError, guest_text};
 use crate::identity::{Identity, IdentityError};
 use crate::record::{self, PodRecord, RecordError};
-use crate::spec::{EngineSpec, PodSpec, SpecError};
+use crate::spec::{PodSpec, SpecError};
 use crate::{agent, codes, sys};
 use hyper_util::rt::TokioIo;
 use nacelle_base::files::{FileError, at, remove_if_there, remove_tree_if_there};
@@ -318,14 +318,14 @@ pub async fn clean_up(dir: &Path) -> Result<Option<PodRecord>, ClientError> {
     // It has a name only until the machine has it open; without a specification no process came so far.
     if let Ok(spec) = PodSpec::read(dir) {
         let scratch = spec.scratch_file();
-        let no_guest = matches!(spec.engine, EngineSpec::Host { .. });
+        let folder = !spec.engine.has_disks();
         if let Some(group) = spec.jail.and_then(|jail| jail.cgroup) {
             // The machine's process may still be dying.
             let removed = tokio::task::spawn_blocking(move || nacelle_jail::cgroup::remove(&group)).await;
             removed.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))?;
         }
         // When nobody writes there any more.
-        let remove = move || if no_guest { remove_tree_if_there(&scratch) } else { remove_if_there(&scratch) };
+        let remove = move || if folder { remove_tree_if_there(&scratch) } else { remove_if_there(&scratch) };
         let removed = tokio::task::spawn_blocking(remove).await;
         removed.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))?;
     }

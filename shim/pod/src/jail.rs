@@ -20,7 +20,7 @@ pub(crate) fn enter(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Result<(), P
     if let Some(logs) = &spec.log_directory {
         std::fs::create_dir_all(logs).map_err(at("create", logs))?;
     }
-    if !matches!(spec.engine, EngineSpec::Host { .. }) {
+    if spec.engine.has_machine() {
         expose(Path::new(OOM_SCORE));
     }
     Ok(nacelle_jail::enter(plan(spec, jail, dir))?)
@@ -50,7 +50,8 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Plan {
             profile: Profile::Spawns,
         };
     }
-    places.push(place(&spec.scratch_file(), Access::Take, true));
+    let own = if spec.engine.has_disks() { Access::Take } else { Access::Write };
+    places.push(place(&spec.scratch_file(), own, true));
     places.extend(jail.images.iter().map(|images| place(images, Access::Read, true)));
     // If one is missing, the engine says so.
     places.extend([&spec.kernel, &spec.initrd].map(|file| place(file, Access::Read, false)));
@@ -58,12 +59,16 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Plan {
     let (spawns, kvm) = match &spec.engine {
         EngineSpec::Kvm {} => (None, true),
         EngineSpec::Qemu { binary, accelerator } => (Some(binary), *accelerator == Accelerator::Kvm),
+        EngineSpec::Keeper { qemu, accelerator, .. } => (Some(qemu), *accelerator == Accelerator::Kvm),
         EngineSpec::Host { .. } => (None, false),
     };
     if let Some(program) = spawns {
         places.extend(PROGRAMS.map(|path| place(Path::new(path), Access::Execute, false)));
         places.extend(LINKER.map(|path| place(Path::new(path), Access::Read, false)));
         places.extend(home(program).map(|path| place(&path, Access::Execute, false)));
+        if let EngineSpec::Keeper { program, .. } = &spec.engine {
+            places.push(place(program, Access::Execute, true));
+        }
         places.extend(["/dev/null", "/dev/urandom"].map(device));
     }
     if kvm {

@@ -40,6 +40,7 @@ pub use nacelle_jail::cgroup::memory_limit;
 
 use nacelle_base::Chain;
 use nacelle_engine::Engine;
+use nacelle_engine::keeper::Keeper;
 use nacelle_engine::kvm::Kvm;
 use nacelle_engine::qemu::Qemu;
 use spec::{Accelerator, EngineSpec};
@@ -72,17 +73,24 @@ pub fn run(dir: &Path) -> ExitCode {
     run_with(dir, |spec| {
         let engine: Arc<dyn Engine> = match &spec.engine {
             EngineSpec::Kvm {} => Arc::new(Kvm::new()),
-            EngineSpec::Qemu { binary, accelerator } => {
-                let accelerator = match accelerator {
-                    Accelerator::Kvm => nacelle_engine::Accelerator::Kvm,
-                    Accelerator::Tcg => nacelle_engine::Accelerator::Tcg,
-                };
-                Arc::new(Qemu::new(binary, accelerator))
-            }
+            EngineSpec::Qemu { binary, accelerator } => Arc::new(Qemu::new(binary, accelerator_of(*accelerator))),
+            EngineSpec::Keeper { program, qemu, accelerator } => Arc::new(Keeper {
+                program: program.clone(),
+                qemu: qemu.clone(),
+                accelerator: accelerator_of(*accelerator),
+                scratch: spec.scratch_file(),
+            }),
             EngineSpec::Host { agent, shares } => Arc::new(host::engine(spec, dir, agent, *shares)?),
         };
         Ok(engine)
     })
+}
+
+fn accelerator_of(said: Accelerator) -> nacelle_engine::Accelerator {
+    match said {
+        Accelerator::Kvm => nacelle_engine::Accelerator::Kvm,
+        Accelerator::Tcg => nacelle_engine::Accelerator::Tcg,
+    }
 }
 
 /// As [`run`], with an engine of the caller's choice.

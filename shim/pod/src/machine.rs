@@ -7,7 +7,7 @@ use crate::error::PodError;
 use crate::spec::{EngineSpec, MIN_MEMORY_MIB, PodSpec};
 use crate::{agent, scratch};
 use nacelle_base::Chain;
-use nacelle_base::files::remove_if_there;
+use nacelle_base::files::{at, remove_if_there, remove_tree_if_there};
 use nacelle_base::machine::{ConsoleKind, MemoryPages};
 use nacelle_base::net::Mac;
 use nacelle_base::share::QUEUES;
@@ -16,7 +16,9 @@ use nacelle_base::undo::UndoStack;
 use nacelle_engine::{DiskSpec, Engine, Incoming, Machine, MachineExit, MachineSpec, NicSpec, Slot, Stop};
 use nacelle_jail::ThreadKind;
 use nacelle_net::{NetNs, Tap, tap};
+use std::fs::DirBuilder;
 use std::io;
+use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -80,13 +82,21 @@ pub struct Prepared {
     pub timeline: Timeline,
 }
 
-/// Makes taps and scratch disk; without a guest there is neither. If it fails, nothing is left behind. Blocks for a few
+/// Makes taps and scratch disk; without a guest there is neither. A machine with disks of its own has a folder for them. If it fails, nothing is left behind. Blocks for a few
 /// milliseconds.
 pub fn prepare(spec: &PodSpec) -> Result<Prepared, PodError> {
     let disk = spec.scratch_file();
     let timeline = Timeline::default();
     if matches!(spec.engine, EngineSpec::Host { .. }) {
         return Ok(Prepared { taps: Vec::new(), disk, named: false, share: None, pushed: None, timeline });
+    }
+    if !spec.engine.has_disks() {
+        remove_tree_if_there(&disk)?;
+        DirBuilder::new().recursive(true).mode(0o700).create(&disk).map_err(at("create", &disk))?;
+        let taps = timeline.begin("taps");
+        let made = make_taps(spec)?;
+        taps.done();
+        return Ok(Prepared { taps: made, disk, named: false, share: None, pushed: None, timeline });
     }
     let running = timeline.begin("taps and scratch disk");
     let (taps, copied) = std::thread::scope(|scope| {
@@ -131,7 +141,7 @@ pub async fn assemble(
         let Tap { fd, more_queues, .. } = tap;
         Ok(NicSpec { tap: fd, more_queues, mac: random_mac()?, mtu: MAX_MTU })
     });
-    let guest = !matches!(spec.engine, EngineSpec::Host { .. });
+    let guest = spec.engine.has_machine();
     let machine = MachineSpec {
         // Without a guest processors and memory are the node's.
         vcpus: if guest { u8::try_from(spec.vcpus).unwrap_or(u8::MAX) } else { 1 },
@@ -141,7 +151,7 @@ pub async fn assemble(
         kernel: spec.kernel.clone(),
         initrd: spec.initrd.clone(),
         cmdline: spec.kernel_args.clone(),
-        disks: if guest {
+        disks: if spec.engine.has_disks() {
             vec![
                 DiskSpec::Growing { serial: "images".into() },
                 DiskSpec::File { path: disk.clone(), read_only: false, serial: "scratch".into() },
@@ -179,7 +189,7 @@ fn make_taps(spec: &PodSpec) -> Result<Vec<Tap>, PodError> {
     let netns = NetNs::open(&network.netns)?;
     let queues = match spec.engine {
         EngineSpec::Kvm {} => usize::try_from(spec.vcpus).unwrap_or(1).clamp(1, MAX_QUEUES),
-        EngineSpec::Qemu { .. } | EngineSpec::Host { .. } => 1,
+        EngineSpec::Qemu { .. } | EngineSpec::Keeper { .. } | EngineSpec::Host { .. } => 1,
     };
     let tap = |n| tap::create_with(&netns, &tap_name(n), queues);
     Ok((0..network.interfaces.len()).map(tap).collect::<Result<Vec<Tap>, _>>()?)

@@ -4,7 +4,7 @@ use crate::actor::{Ask, Handles, Live, Message, Reply};
 use crate::error::PodError;
 use crate::exec::Running;
 use crate::record::PodRecord;
-use crate::spec::{EngineSpec, PodSpec};
+use crate::spec::PodSpec;
 use crate::stats::{self, Bounds};
 use nacelle_proto::pod as proto;
 use proto::pod_server::Pod;
@@ -140,10 +140,14 @@ impl Pod for Server {
         let answer = agent.stats().await.map_err(|error| crate::codes::status(&error))?;
         let network = self.spec.network.as_ref();
         // Without a guest there is no bound but the node.
-        let guest = !matches!(self.spec.engine, EngineSpec::Host { .. });
+        let guest = self.spec.engine.has_machine();
         let bounds = Bounds {
             memory: if guest { u64::from(self.spec.memory_mib) << 20 } else { u64::MAX },
-            disk: if guest { self.spec.scratch.size_mib.saturating_mul(1 << 20) } else { u64::MAX },
+            disk: if self.spec.engine.has_disks() {
+                self.spec.scratch.size_mib.saturating_mul(1 << 20)
+            } else {
+                u64::MAX
+            },
             containers: self.published.borrow().containers.iter().map(|container| container.id.clone()).collect(),
             interface: network.and_then(|network| network.interfaces.first()).map(String::as_str),
         };

@@ -4,7 +4,7 @@
 
 use crate::error::PodError;
 use crate::identity::{Identity, IdentityError};
-use crate::spec::{EngineSpec, PodSpec};
+use crate::spec::PodSpec;
 use nacelle_base::{Classify, Kind};
 pub use nacelle_fs::{Owners, Propagation, Taker, Volume};
 use nacelle_fs::{Share, ShareError};
@@ -52,7 +52,7 @@ impl Classify for VolumesError {
 
 /// Starts the process, for pods that are jailed machines, in the pod's control group. None: the pod needs none.
 pub(crate) fn start(spec: &PodSpec, dir: &Path) -> Result<Option<Share>, PodError> {
-    let Some(jail) = spec.jail.as_ref().filter(|_| !matches!(spec.engine, EngineSpec::Host { .. })) else {
+    let Some(jail) = spec.jail.as_ref().filter(|_| spec.engine.has_disks()) else {
         return Ok(None);
     };
     if let Some(group) = &jail.cgroup {

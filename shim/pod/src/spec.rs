@@ -113,6 +113,27 @@ pub enum EngineSpec {
         #[serde(default)]
         shares: Shares,
     },
+    /// The pod's container is a machine of its own making, in QEMU.
+    Keeper {
+        /// The keeper's program, absolute.
+        program: PathBuf,
+        /// QEMU's.
+        qemu: PathBuf,
+        /// What the daemon's probe chose for this node.
+        accelerator: Accelerator,
+    },
+}
+
+impl EngineSpec {
+    /// There is a machine, and with it memory and processors of the pod's own.
+    pub fn has_machine(&self) -> bool {
+        !matches!(self, EngineSpec::Host { .. })
+    }
+
+    /// The machine is one for containers: it has disks for images, layers and volumes.
+    pub fn has_disks(&self) -> bool {
+        matches!(self, EngineSpec::Kvm {} | EngineSpec::Qemu { .. })
+    }
 }
 
 /// Namespaces of the node that a pod without a guest has instead of its own.
@@ -283,10 +304,10 @@ impl Classify for SpecError {
 }
 
 impl PodSpec {
-    /// The scratch disk of this pod while it has a name: from its making until the machine has it open. Without a guest:
-    /// a folder, as long as there is the pod.
+    /// The scratch disk of this pod while it has a name: from its making until the machine has it open. Where a machine has
+    /// no such disk: a folder, as long as there is the pod.
     pub fn scratch_file(&self) -> PathBuf {
-        if matches!(self.engine, EngineSpec::Host { .. }) {
+        if !self.engine.has_disks() {
             return self.scratch.templates.join(format!("{}{}", crate::scratch::FOLDER, self.id));
         }
         self.scratch.templates.join(format!("{}{}.ext4", crate::scratch::DISK, self.id))
@@ -373,7 +394,12 @@ pub(crate) mod tests {
     #[test]
     fn comes_back_from_its_file() {
         let dir = tempfile::tempdir().unwrap();
-        for engine in [sample().engine, EngineSpec::Kvm {}] {
+        let keeper = EngineSpec::Keeper {
+            program: "/usr/bin/nacelle-keeper".into(),
+            qemu: "/usr/bin/qemu-system-x86_64".into(),
+            accelerator: Accelerator::Kvm,
+        };
+        for engine in [sample().engine, EngineSpec::Kvm {}, keeper] {
             let spec = PodSpec { engine, ..sample() };
             spec.write(dir.path()).unwrap();
             assert_eq!(PodSpec::read(dir.path()).unwrap(), spec);

@@ -27,6 +27,7 @@ pub(super) fn engine() -> (EngineChoice, probe::KvmVerdict) {
         accelerator,
         // Without a path of this program there are no pod processes either, which says why.
         agent: program::agent_program().unwrap_or_default(),
+        keeper: program::keeper_program().unwrap_or_default(),
     };
     (choice, verdict)
 }

@@ -2,6 +2,9 @@
 //! May use: `nacelle-base`, the option types of `nacelle-image`, `nacelle-net` and `nacelle-stream`. Starts nothing.
 
 mod check;
+mod machines;
+
+pub use machines::Machines;
 
 pub use check::Rule;
 
@@ -32,6 +35,8 @@ pub struct Config {
     pub jail: Jail,
     /// CNI.
     pub network: Network,
+    /// Machines of machine pods.
+    pub machines: Machines,
     /// Where exec, attach and port-forward are served.
     pub streaming: Streaming,
     /// Registries and layers.
@@ -254,6 +259,7 @@ impl Default for Config {
             sandbox: Sandbox::default(),
             jail: Jail::default(),
             network: Network::default(),
+            machines: Machines::default(),
             streaming: Streaming::default(),
             images: Images::default(),
             handlers: BTreeMap::new(),

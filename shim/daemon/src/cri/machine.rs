@@ -2,12 +2,15 @@
 //! `nacelle vm validate`, and what this version does not run is refused by name.
 
 use super::convert::EMPTY_DIR_LIMITS;
-use super::status::refuse;
-use crate::nouns::Pairs;
+use super::status::{refuse, status};
+use crate::config::{Config, EngineSetting, Handler};
+use crate::machine_pod::{self, MachinePod};
+use crate::nouns::{Pairs, PodConfig};
 use nacelle_base::Kind;
 use nacelle_vmi::admit;
 use nacelle_vmi::annotations::PREFIX;
 use nacelle_vmi::preset::Catalogue;
+use nacelle_vmi::spec::PodKind;
 use tonic::Status;
 
 /// How much of what is wrong is told: gRPC has room for little more.
@@ -15,20 +18,38 @@ const TOLD: usize = 3500;
 /// What others honour: docs/volumes.md.
 const ELSEWHERE: [&str; 1] = [EMPTY_DIR_LIMITS];
 
-/// Whether the pod can be without a machine of its own making.
-pub(super) fn check(annotations: &Pairs) -> Result<(), Status> {
+/// The machine that a pod's annotations make of its container; none, if they make none.
+pub(super) fn of(pod: &PodConfig, config: &Config, handler: &Handler) -> Result<Option<Box<MachinePod>>, Status> {
+    let annotations = &pod.annotations;
     let ours = annotations.iter().filter(|(key, _)| key.starts_with(PREFIX) && !ELSEWHERE.contains(&key.as_str()));
     let ours: Pairs = ours.map(|(key, value)| (key.clone(), value.clone())).collect();
     if ours.is_empty() {
-        return Ok(());
+        return Ok(None);
     }
-    if let Err(causes) = admit::pod(&ours, &Catalogue::default()) {
-        return Err(refuse(Kind::Invalid, &format!("config.annotations: {}", causes.brief(TOLD))));
+    let admitted = admit::pod(&ours, &Catalogue::default())
+        .map_err(|causes| refuse(Kind::Invalid, &format!("config.annotations: {}", causes.brief(TOLD))))?;
+    if let Some(admitted) = admitted.filter(|admitted| admitted.kind() == PodKind::Machine) {
+        if pod.needs_host() || handler.engine == EngineSetting::Host {
+            let message = "config.annotations: a machine pod needs a handler whose engine is not host, and no namespace of the node";
+            return Err(refuse(Kind::Invalid, message));
+        }
+        if pod.user_namespace.is_some() {
+            let message =
+                "config.linux.security_context.namespace_options.userns_options: a machine has users of its own";
+            return Err(refuse(Kind::Invalid, message));
+        }
+        if let Some(name) = pod.sysctls.keys().next() {
+            let message = format!("config.linux.sysctls has {name:?}: a machine's system sets its own");
+            return Err(refuse(Kind::Invalid, &message));
+        }
+        return machine_pod::build(&admitted, pod, &config.machines)
+            .map(|machine| Some(Box::new(machine)))
+            .map_err(status);
     }
     let keys: Vec<&str> = ours.keys().map(String::as_str).collect();
     let message = format!(
-        "config.annotations has {}: what is said there is right, but this version of Nacelle does not shape or run machines \
-         by annotations (docs/vm.md): take them out",
+        "config.annotations has {}: what is said there is right, but this version of Nacelle does not shape machines \
+         for containers by annotations (docs/vm.md): take them out",
         keys.join(", ")
     );
     Err(refuse(Kind::Unsupported, &message))
@@ -37,11 +58,17 @@ pub(super) fn check(annotations: &Pairs) -> Result<(), Status> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cri::convert::{pod_config, sample};
     use tonic::Code;
 
     fn told(annotations: &[(&str, &str)]) -> Option<(Code, String)> {
-        let pairs = annotations.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
-        check(&pairs).err().map(|status| (status.code(), status.message().to_owned()))
+        of_pod(annotations).err().map(|status| (status.code(), status.message().to_owned()))
+    }
+
+    fn of_pod(annotations: &[(&str, &str)]) -> Result<Option<Box<MachinePod>>, Status> {
+        let mut pod = pod_config(Some(&sample()), "h", &Default::default()).unwrap();
+        pod.annotations = annotations.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
+        of(&pod, &Config::default(), &Handler::default())
     }
 
     #[test]
@@ -69,5 +96,41 @@ mod tests {
         let disks: String = (0..30).map(|disk| format!("d{disk}=empty:1Gi,bus=ide,cache=some;")).collect();
         let (_, message) = told(&[("vm.nacelle.dev/disks", &disks)]).unwrap();
         assert!(message.len() < 4000 && message.ends_with("more: `nacelle vm validate` tells all"), "{message}");
+    }
+
+    #[test]
+    fn a_machine_pod_is_what_its_annotations_say() {
+        let machine = [
+            ("vm.nacelle.dev/kind", "machine"),
+            ("vm.nacelle.dev/memory", "512Mi"),
+            ("vm.nacelle.dev/cpus", "2"),
+            ("vm.nacelle.dev/firmware", "efi"),
+            ("vm.nacelle.dev/disks", "root=image:a:1,boot=1;data=empty:1Gi,bus=sata"),
+            ("vm.nacelle.dev/cloud-init", "#cloud-config\n"),
+            (
+                "vm.nacelle.dev/ssh-keys",
+                "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ1lZDI1NTE5AAAAIJ1lZDI1NTE5AAAAIJ1lZDI1 me",
+            ),
+        ];
+        let machine = of_pod(&machine).unwrap().unwrap();
+        assert_eq!((machine.memory_mib, machine.processors.count(), machine.cards.len()), (512, 2, 1));
+        let disks: Vec<_> = machine.disks.iter().map(|disk| disk.name.as_str()).collect();
+        assert_eq!(disks, ["root", "data", "cloud-init"]);
+        assert!(machine.screen && machine.random && machine.balloon);
+    }
+
+    #[test]
+    fn what_no_machine_pod_has_is_refused_by_its_field() {
+        let [kind, memory] = [("vm.nacelle.dev/kind", "machine"), ("vm.nacelle.dev/memory", "512Mi")];
+        let disk = |disk| ("vm.nacelle.dev/disks", disk);
+        let (code, message) = told(&[kind, memory, disk("root=claim:a")]).unwrap();
+        assert_eq!(code, Code::Unimplemented);
+        assert!(message.contains("spec.volumes[0].persistentVolumeClaim.claimName"), "{message}");
+        let (code, message) = told(&[kind, memory, disk("root=image:a:1"), ("vm.nacelle.dev/name", "db")]).unwrap();
+        assert_eq!(code, Code::Unimplemented);
+        assert!(message.contains("vm.nacelle.dev/name"), "{message}");
+        let (code, message) = told(&[kind]).unwrap();
+        assert_eq!(code, Code::InvalidArgument);
+        assert!(message.contains("domain.memory.guest"), "{message}");
     }
 }

@@ -36,7 +36,7 @@ impl Cri {
             );
             return Err(refuse(Kind::Invalid, &message));
         }
-        machine::check(&pod.annotations)?;
+        pod.machine = machine::of(&pod, config, handler)?;
         pod.empty_dirs = empty_dirs(&pod, handler).map_err(status)?;
         let name = name.to_owned();
         let id = self.node.run_pod(pod, name).await.map_err(status)?;

@@ -51,7 +51,11 @@ pub(super) async fn boot(
     timeline: Timeline,
 ) -> Result<Up, LifecycleError> {
     let dir = parts.pod_dir(&id);
-    if handler.memory_pages == MemoryPages::Hugetlb {
+    let pooled = match &config.machine {
+        Some(machine) => machine.hugepages,
+        None => handler.memory_pages == MemoryPages::Hugetlb,
+    };
+    if pooled {
         hugepages::check(memory_mib(&config, &handler))?;
     }
     make_folders(dir.clone(), config.log_directory.clone()).await?;
@@ -148,6 +152,9 @@ pub(super) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send 
 
 /// The memory of the pod's machine: the handler's, and what its containers may have; whole huge pages.
 fn memory_mib(config: &PodConfig, handler: &Handler) -> u64 {
+    if let Some(machine) = &config.machine {
+        return machine.memory_mib;
+    }
     let limit = config.memory_limit.map_or(0, |bytes| bytes.div_ceil(1 << 20));
     let mib = handler.memory_mib.saturating_add(limit);
     match handler.memory_pages {
@@ -157,13 +164,16 @@ fn memory_mib(config: &PodConfig, handler: &Handler) -> u64 {
 }
 
 fn vcpus(config: &PodConfig, handler: &Handler) -> u32 {
+    if let Some(machine) = &config.machine {
+        return machine.processors.count();
+    }
     let cpus = config.cpu_limit_milli.map_or(0, |milli| milli.div_ceil(1000));
     handler.vcpus.max(narrow(cpus))
 }
 
 /// What the pod's machine has for its containers.
 fn size(config: &PodConfig, handler: &Handler) -> MachineSize {
-    let own = if config.memory_limit.is_some() { handler.memory_mib } else { 0 };
+    let own = if config.memory_limit.is_some() && config.machine.is_none() { handler.memory_mib } else { 0 };
     let memory = memory_mib(config, handler).saturating_sub(own).saturating_mul(1 << 20);
     MachineSize { vcpus: vcpus(config, handler), memory }
 }
@@ -186,7 +196,8 @@ fn pod_spec(
         engine: parts.engine.spec(handler.engine, config),
         vcpus: vcpus(config, handler),
         memory_mib: narrow(memory_mib(config, handler)),
-        memory_pages: handler.memory_pages,
+        // The memory of a machine pod's machine is none of the pod process's.
+        memory_pages: if config.machine.is_some() { MemoryPages::default() } else { handler.memory_pages },
         console: handler.console,
         kernel: handler.kernel.clone(),
         initrd: handler.initrd.clone(),

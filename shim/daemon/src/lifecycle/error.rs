@@ -2,6 +2,7 @@
 
 use super::state::Refused;
 use crate::hugepages::TooFew;
+use crate::machine_pod::SourceError;
 use crate::nouns::MIN_EMPTY_DIR;
 use crate::oci::OciError;
 use crate::store::{Left, StoreError};
@@ -264,6 +265,9 @@ pub enum StepError {
     /// The OCI specification.
     #[error(transparent)]
     Oci(#[from] Arc<OciError>),
+    /// The disks of a machine pod.
+    #[error(transparent)]
+    Source(#[from] Arc<SourceError>),
 }
 
 macro_rules! from {
@@ -275,7 +279,7 @@ macro_rules! from {
         }
     )*};
 }
-from!(ClientError => Pod, NetError => Net, ImageError => Image, StoreError => Store, FileError => File, OciError => Oci, VolumesError => Volumes, ProcessorsError => Processors, ScratchError => Disk);
+from!(ClientError => Pod, NetError => Net, ImageError => Image, StoreError => Store, FileError => File, OciError => Oci, VolumesError => Volumes, ProcessorsError => Processors, ScratchError => Disk, SourceError => Source);
 
 /// Says which step failed: `.map_err(at("start the machine"))`.
 pub fn at<E: Into<StepError>>(step: &'static str) -> impl FnOnce(E) -> LifecycleError {
@@ -300,6 +304,7 @@ impl Classify for StepError {
             StepError::Disk(error) => error.kind(),
             StepError::Volumes(error) => error.kind(),
             StepError::Processors(error) => error.kind(),
+            StepError::Source(error) => error.kind(),
         }
     }
 }

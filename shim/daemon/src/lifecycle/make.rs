@@ -5,6 +5,7 @@ use super::boot::blocking;
 use super::error::{LifecycleError, StepError, at};
 use super::{Parts, clip};
 use super::{devices, disks, memory, pushed};
+use crate::machine_pod::{self, MachinePod};
 use crate::nouns::{ContainerConfig, MountOption, NodeVolume, PidMode, PodConfig, Propagation, User};
 use crate::oci::{self, DeviceNode};
 use crate::store::{ContainerRecord, PodRecord};
@@ -22,6 +23,8 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::timeout;
 
+/// What a machine is told first that shall end; whatever it is but SIGKILL, its power button is pressed.
+const POWER_BUTTON: u32 = 15;
 /// Between attempts to remove what is still being made.
 const PAUSE: Duration = Duration::from_millis(50);
 /// Groups that a pod process may report of one user; Linux allows 65536.
@@ -70,6 +73,10 @@ pub(super) async fn prepare(
     pod: &PodRecord,
     record: &ContainerRecord,
 ) -> Result<Prepared, LifecycleError> {
+    if let Some(machine) = &pod.config.machine {
+        let request = machine_request(parts, machine, record).await?;
+        return Ok(Prepared { request, client, offers: Vec::new() });
+    }
     let asked = Arc::clone(&record.config);
     let mut found =
         blocking(move || resolve(&asked)).await.map_err(at("find the volumes of the container on the node"))?;
@@ -132,6 +139,29 @@ pub(super) async fn prepare(
     }
 }
 
+/// What the pod process is asked for where the container is a machine.
+async fn machine_request(
+    parts: &Parts,
+    machine: &MachinePod,
+    record: &ContainerRecord,
+) -> Result<proto::CreateContainerRequest, LifecycleError> {
+    let config = &record.config;
+    let root = parts.images.rootfs(&record.image.id).await.map_err(at("read the image of the container"))?;
+    let document = machine_pod::document(machine, &record.image, &parts.images).await;
+    Ok(proto::CreateContainerRequest {
+        id: record.id.to_string(),
+        oci_spec: document.map_err(at("find the disks of the machine"))?,
+        image_key: record.image.id.to_string(),
+        image: extents(&root.disk),
+        tty: config.tty,
+        stdin: config.stdin,
+        stdin_once: config.stdin_once,
+        log_path: record.log_path.as_ref().map(|path| path.display().to_string()).unwrap_or_default(),
+        stop_signal: config.stop_signal.unwrap_or(POWER_BUTTON),
+        ..Default::default()
+    })
+}
+
 /// Makes the container in the guest; its volumes are taken back if it cannot be made.
 pub(super) async fn make(
     parts: Arc<Parts>,
@@ -176,7 +206,7 @@ async fn take_back_from(parts: &Parts, pod: &PodRecord, record: &ContainerRecord
 /// Where a container may have volumes.
 fn takers(parts: &Parts, pod: &PodRecord, config: &ContainerConfig) -> &'static [Taker] {
     match taker(parts, pod) {
-        _ if config.node_volumes.is_empty() => &[],
+        _ if config.node_volumes.is_empty() || pod.config.machine.is_some() => &[],
         Taker::Share | Taker::Pushed => &[Taker::Share, Taker::Pushed],
         Taker::Agent => &[Taker::Agent],
     }

@@ -60,6 +60,8 @@ pub struct EngineChoice {
     pub accelerator: Accelerator,
     /// The agent's program, for pods that have no guest.
     pub agent: PathBuf,
+    /// The keeper's program, for machine pods.
+    pub keeper: PathBuf,
 }
 
 impl EngineChoice {
@@ -67,7 +69,12 @@ impl EngineChoice {
     fn spec(&self, setting: EngineSetting, pod: &PodConfig) -> EngineSpec {
         let setting = if pod.needs_host() { EngineSetting::Host } else { setting };
         let shares = pod.node_namespaces;
-        match setting.or(self.fitting) {
+        let engine = setting.or(self.fitting);
+        if pod.machine.is_some() && engine != EngineKind::Host {
+            let accelerator = if engine == EngineKind::Kvm { Accelerator::Kvm } else { self.accelerator };
+            return EngineSpec::Keeper { program: self.keeper.clone(), qemu: self.qemu.clone(), accelerator };
+        }
+        match engine {
             EngineKind::Kvm => EngineSpec::Kvm {},
             EngineKind::Qemu => EngineSpec::Qemu { binary: self.qemu.clone(), accelerator: self.accelerator },
             EngineKind::Host => EngineSpec::Host { agent: self.agent.clone(), shares },

@@ -202,6 +202,7 @@ pub(crate) mod tests {
                 on_host: false,
                 user_namespace: None,
                 empty_dirs: None,
+                machine: None,
                 privileged: false,
                 memory_limit: Some(1 << 28),
                 overhead_memory: None,

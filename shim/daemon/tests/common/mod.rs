@@ -246,6 +246,7 @@ impl World {
             engine: EngineChoice {
                 fitting: EngineKind::Qemu,
                 agent: "/usr/bin/nacelle-agent".into(),
+                keeper: "/usr/bin/nacelle-keeper".into(),
                 qemu: "/usr/bin/qemu".into(),
                 accelerator: Accelerator::Tcg,
             },

@@ -410,3 +410,34 @@ async fn archives_of_all_kinds_are_loaded() {
         assert!(store.load(&path, None).await.is_err());
     }
 }
+
+#[tokio::test]
+async fn a_file_is_read_where_it_lies() {
+    let folder = tempfile::tempdir().unwrap();
+    let disk = noise(10_001);
+    let base = Tar::new().folder("disk", 0o755).file("disk/old.img", 0o644, b"old").file("disk/root.img", 0o440, b"x");
+    let top = Tar::new()
+        .file("disk/.wh.old.img", 0o644, b"")
+        .file("disk/root.img", 0o440, &disk)
+        .link(EntryType::Symlink, "disk/link", "root.img")
+        .link(EntryType::Symlink, "other", "disk");
+    let layers = [(base.done(), Packing::Gzip), (top.done(), Packing::Plain)];
+    write_layout(&image(&layers), &folder.path().join("layout"), "disk:1");
+    let store = Store::open(&folder.path().join("store"), Config::default()).unwrap();
+    let id = store.load(&folder.path().join("layout"), None).await.unwrap()[0].id;
+    for name in ["disk", "/disk/", "other", "a/../disk"] {
+        let Some(files) = store.files(&id, name).await.unwrap() else {
+            assert_eq!(name, "a/../disk", "a folder that is not there leads nowhere");
+            continue;
+        };
+        let [file] = files.as_slice() else { panic!("{files:?}") };
+        assert_eq!((file.name.as_str(), file.size), ("root.img", 10_001));
+        let (blob, offset) = file.place.clone().unwrap();
+        let bytes = std::fs::read(blob).unwrap();
+        let offset = usize::try_from(offset).unwrap();
+        assert_eq!(&bytes[offset..offset + disk.len()], disk);
+        assert!(bytes[offset + disk.len()..offset + 12_288].iter().all(|byte| *byte == 0));
+    }
+    assert_eq!(store.files(&id, "none").await.unwrap(), None);
+    assert_eq!(store.files(&id, "disk/root.img").await.unwrap(), None);
+}

@@ -17,6 +17,9 @@ pub use empty_dirs::{LIMITS as EMPTY_DIR_LIMITS, empty_dirs};
 pub use pod::pod_config;
 pub use volume::for_a_guest;
 
+#[cfg(test)]
+pub(crate) use pod::tests::sample;
+
 use crate::nouns::Pairs;
 use nacelle_base::{Classify, Kind};
 use nacelle_proto::cri;

@@ -52,6 +52,7 @@ pub fn pod_config(
         on_host,
         user_namespace,
         empty_dirs: None,
+        machine: None,
         privileged: security.privileged,
         memory_limit: positive(resources.memory_limit_in_bytes),
         overhead_memory: positive(linux.overhead.unwrap_or_default().memory_limit_in_bytes),

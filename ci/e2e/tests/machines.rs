@@ -1,0 +1,229 @@
+//! Owns: machine pods: a pod whose container is a machine with a disk of its own, driven by crictl. Most of them boot a disk of one
+//! sector, which says what happens to it; one boots Debian.
+
+use nacelle_e2e::node::{Options, engine};
+use nacelle_e2e::{Container, Image, Node, Pod, eventually};
+use serde_json::{Value, json};
+use std::fs;
+
+/// `machines/boot.s`, assembled.
+const BOOT: &str = "fa31c08ed88ec08ed0bc007c8816007eba0206b80001efbe9c7ce86400b80102e84f00fe060080b80103e84500a0008004\
+    30e85600b00ae85100ba0006eda900017519bafd03eca80174efbaf803ec3c71740f3c727415e83100ebdebea27ce81f00ba0406b80020eff4\
+    ebfdb0fee664ebf78a16007eb600b90200bb0080cd13c3ac84c07415e80200ebf688c4bafd03eca82074f8baf80388e0eec3626f6f74200070\
+    7265737365640a00";
+const ANNOTATIONS: [&str; 8] = ["kind", "memory", "cpus", "disks", "cloud-init", "firmware", "ssh-keys", "spec"];
+
+fn key(name: &str) -> String {
+    format!("vm.nacelle.dev/{name}")
+}
+
+fn node() -> Node {
+    let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(nacelle_e2e::part);
+    let allowed: Vec<String> = ANNOTATIONS.iter().map(|name| key(name)).collect();
+    let extra = format!(
+        "[handlers.vm]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nallowed_annotations = {allowed:?}\n",
+        engine()
+    );
+    Node::with(Options { extra, ..Options::default() })
+}
+
+/// A disk of 1 MiB that boots.
+fn boot_disk() -> Vec<u8> {
+    let hex: String = BOOT.split_whitespace().collect();
+    let mut disk = hex::decode(hex).expect("it is hexadecimal");
+    disk.resize(510, 0);
+    disk.extend([0x55, 0xaa]);
+    disk.resize(1 << 20, 0);
+    disk
+}
+
+fn boot_image(node: &Node) -> String {
+    let disk = boot_disk();
+    node.image(&Image::busybox().layer(|layer| layer.file("disk/boot.img", &disk, 0o440)), "boot:1")
+}
+
+fn annotated(node: &Node, name: &str, annotations: &[(&str, &str)]) -> Pod {
+    let all: serde_json::Map<String, Value> =
+        annotations.iter().map(|(name, value)| (key(name), json!(value))).collect();
+    Pod::new(name, &node.folder().join("logs")).set("annotations", Value::Object(all))
+}
+
+fn machine(node: &Node, image: &str) -> Pod {
+    let disks = format!("root=image:{image},boot=1;data=empty:1Mi");
+    annotated(node, "machine", &[("kind", "machine"), ("memory", "64Mi"), ("disks", &disks)])
+}
+
+fn container(image: &str, attempt: u32) -> Container {
+    Container::new("machine", image, &[])
+        .set("metadata", json!({"name": "machine", "attempt": attempt}))
+        .set("log_path", json!(format!("machine-{attempt}.log")))
+}
+
+#[test]
+fn a_machine_boots_from_its_image_and_ends_by_its_power_button() {
+    let node = node();
+    let image = boot_image(&node);
+    let pod = node.crictl.run_pod_of("vm", machine(&node, &image));
+    let first = pod.start(container(&image, 0).set("stdin", json!(true)));
+    first.says("boot 1\n");
+    // What is typed goes to its console; "r" restarts it: the same machine, with what it wrote.
+    let attached = node.crictl.feed(["attach", "-i", &first.id], b"hellor");
+    assert_eq!(attached.code, 0, "{attached:?}");
+    first.says("hello");
+    first.says("boot 2\n");
+    assert_eq!(first.status()["state"], "CONTAINER_RUNNING");
+
+    let status = node.crictl.try_call(["exec", "--sync", &first.id, "@vm", "status"]).ok();
+    let status: Value = serde_json::from_str(&status).unwrap();
+    assert_eq!((&status["phase"], &status["agentConnected"]), (&json!("Running"), &json!(false)), "{status}");
+    let vm = |verb: &str| node.crictl.try_call(["exec", "--sync", &first.id, "@vm", verb]);
+    for _ in 0..2 {
+        vm("pause").ok();
+        assert!(vm("status").ok().contains("\"Paused\""));
+    }
+    for _ in 0..2 {
+        vm("unpause").ok();
+        assert!(vm("status").ok().contains("\"Running\""));
+    }
+    let picture = vm("screenshot");
+    assert_eq!(picture.code, 0, "{}", picture.stderr);
+    assert!(picture.stdout.contains("PNG"), "a picture");
+    assert!(vm("fly").err().contains("power-button"));
+    // There is nobody in it who could.
+    let refused = first.exec("true").err();
+    assert!(refused.contains("the guest agent"), "{refused}");
+
+    node.crictl.call(["stop", "--timeout", "60", &first.id]);
+    let ended = first.exited();
+    assert_eq!((&ended["exitCode"], &ended["reason"]), (&json!(0), &json!("Completed")), "{ended}");
+    first.says("pressed\n");
+
+    // The next container is the next machine: its own disk is as the image has it.
+    let second = pod.start(container(&image, 1));
+    second.says("boot 1\n");
+    let both = pod.try_create(container(&image, 2));
+    node.crictl.call(["stop", "--timeout", "0", &second.id]);
+    assert_eq!(second.exited()["exitCode"], 137);
+    drop(both);
+    pod.remove();
+}
+
+#[test]
+fn a_machine_outlives_the_daemon_and_goes_with_its_pod() {
+    let mut node = node();
+    let image = boot_image(&node);
+    let config = machine(&node, &image);
+    let again = Pod(config.0.clone());
+    let (pod, id) = {
+        let pod = node.crictl.run_pod_of("vm", config);
+        let running = pod.start(container(&image, 0).set("stdin", json!(true)));
+        running.says("boot 1\n");
+        (pod.id.clone(), running.id.clone())
+    };
+    node.kill();
+    node.start();
+    let state = |node: &Node, id: &str| node.crictl.json(["inspect", "-o", "json", id])["status"]["state"].clone();
+    eventually("the machine is found again", || (state(&node, &id) == "CONTAINER_RUNNING").then_some(()));
+    assert_eq!(node.crictl.feed(["attach", "-i", &id], b"q").code, 0);
+    eventually("the machine has ended", || (state(&node, &id) == "CONTAINER_EXITED").then_some(()));
+    let pod = node.crictl.pod(&pod, again);
+    let console = pod.inspect()["info"]["console"].to_string();
+    assert!(console.contains("boot 1"), "the flight recorder has it: {console}");
+    pod.remove();
+}
+
+#[test]
+fn what_a_machine_pod_cannot_be_is_refused_before_it_is() {
+    let node = node();
+    let image = boot_image(&node);
+    let run = |annotations: &[(&str, &str)]| {
+        let file = node.crictl.file("pod", &annotated(&node, "refused", annotations).0);
+        node.crictl.try_call(["runp", "--runtime", "vm", &file]).err()
+    };
+    let machine = [("kind", "machine"), ("memory", "64Mi")];
+    let with = |more: (&'static str, &'static str)| run(&[machine[0], machine[1], more]);
+    for (told, words) in [
+        (run(&machine[..1]), "spec.domain.memory.guest: Required value"),
+        (run(&machine), "there is nothing to boot"),
+        (with(("disks", "root=claim:data")), "persistentVolumeClaim"),
+        (with(("firmware", "efi-secure")), "secureBoot"),
+        (with(("cpus", "0")), "domain.cpu"),
+        (run(&[("memory", "64Mi"), ("cloud-init", "#cloud-config")]), "cloud"),
+    ] {
+        assert!(told.contains(words), "{words:?} in {told}");
+    }
+    let other = annotated(&node, "other", &[machine[0], machine[1], ("disks", "root=image:nowhere.example/a:1")]);
+    let pod = node.crictl.run_pod_of("vm", other);
+    for (container, words) in [
+        (container(&image, 0), "another one"),
+        (Container::sh("machine", &image, "true"), "config.command"),
+        (
+            container(&image, 0).set("mounts", json!([{"host_path": node.folder(), "container_path": "/data"}])),
+            "container_path is \"/data\"",
+        ),
+    ] {
+        let told = pod.try_create(container).err();
+        assert!(told.contains(words), "{words:?} in {told}");
+    }
+    pod.remove();
+}
+
+/// Debian from `ci/disk-image`: cloud-init, the guest agent, ssh, both kinds of firmware.
+#[test]
+fn debian_boots_with_cloud_init_and_answers() {
+    let Some(folder) = std::env::var_os("NACELLE_DISK_IMAGE") else {
+        println!("skipped: NACELLE_DISK_IMAGE is not set: ci/disk-image makes the disk of Debian");
+        return;
+    };
+    let disk = fs::read(std::path::Path::new(&folder).join("disk.qcow2")).expect("ci/disk-image has made it");
+    let node = node();
+    let image = node.image(&Image::busybox().layer(|layer| layer.file("disk/disk.qcow2", &disk, 0o440)), "debian:1");
+    let ssh = node.folder().join("key");
+    nacelle_e2e::run::call("ssh-keygen", ["-q", "-t", "ed25519", "-N", "", "-f", &ssh.display().to_string()]).ok();
+    let key = fs::read_to_string(ssh.with_extension("pub")).expect("ssh-keygen has made it");
+    for firmware in ["bios", "efi"] {
+        let disks = format!("root=image:{image},boot=1;data=empty:64Mi,serial=data");
+        let data = "#cloud-config\nwrite_files: [{path: /etc/nacelle-was-here, content: \"yes\\n\"}]\n";
+        let pod = annotated(
+            &node,
+            "debian",
+            &[
+                ("kind", "machine"),
+                ("memory", "768Mi"),
+                ("cpus", "2"),
+                ("firmware", firmware),
+                ("disks", &disks),
+                ("cloud-init", data),
+                ("ssh-keys", key.trim()),
+            ],
+        );
+        let pod = node.crictl.run_pod_of("vm", pod.set("hostname", json!("db")));
+        let machine = pod.start(container(&image, 0));
+        machine.says("db login:");
+        let exec = |script: &str| machine.exec(script);
+        eventually("the guest agent answers", || (exec("true").code == 0).then_some(()));
+        eventually("cloud-init has ended", || {
+            exec("test -e /run/cloud-init/result.json").ok().is_empty().then_some(())
+        });
+        assert_eq!(exec("cat /etc/nacelle-was-here; hostname").ok(), "yes\ndb\n");
+        assert_eq!(exec("exit 7").code, 7);
+        let efi = exec("test -d /sys/firmware/efi").code == 0;
+        assert_eq!(efi, firmware == "efi");
+        let addresses = exec("ip -o address show").ok();
+        assert!(addresses.contains(&pod.ip()), "the pod's address is the guest's: {addresses}");
+        assert!(exec("ls /dev/disk/by-id").ok().contains("virtio-data"));
+        let words = ["-i", &ssh.display().to_string(), "-oStrictHostKeyChecking=no", "-oUserKnownHostsFile=/dev/null"];
+        let target = format!("debian@{}", pod.ip());
+        let told = node.run("ssh", &[&words[..], &[&target, "cat", "/etc/hostname"]].concat());
+        assert_eq!(told.stdout, "db\n", "{told:?}");
+        let picture = node.crictl.try_call(["exec", "--sync", &machine.id, "@vm", "screenshot"]);
+        assert!(picture.code == 0 && picture.stdout.len() > 1000, "{}", picture.stderr);
+        let stats = node.crictl.json(["stats", "-o", "json", &machine.id]);
+        let memory = stats["stats"][0]["memory"]["workingSetBytes"]["value"].as_str().unwrap_or_default().to_owned();
+        let memory: u64 = memory.parse().expect("a number");
+        assert!(memory > 64 << 20 && memory < 768 << 20, "{stats}");
+        node.crictl.call(["stop", "--timeout", "120", &machine.id]);
+        assert_eq!(machine.exited()["exitCode"], 0, "it powered itself off");
+        pod.remove();
+    }
+}

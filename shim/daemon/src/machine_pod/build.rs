@@ -1,0 +1,352 @@
+//! Owns: from a specification that was admitted to a machine: what is not run is refused by its field. Pure.
+
+use super::{MachinePod, Wish, honoured};
+use crate::config::Machines;
+use crate::nouns::PodConfig;
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use nacelle_base::{Classify, Kind};
+use nacelle_keeper::spec::{
+    Board, Bus, Cache, Card, CardModel, CloudInit, CloudInitForm, Disk, DiskKind, Firmware, Identity, MachineDocument,
+    Processors, WatchdogAction,
+};
+use nacelle_vmi::admit::Admitted;
+use nacelle_vmi::spec::{self as vmi, CpuFeaturePolicy, InstanceSpec, NicModel, Power, RunStrategy};
+
+/// Why a machine that is right is not run here.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refused {
+    /// Fields that no machine of this version has.
+    #[error("this version of Nacelle does not run machines with {}: take them out (docs/vm.md)", fields.join(", "))]
+    Fields {
+        /// Their paths.
+        fields: Vec<String>,
+    },
+    /// A value that no machine of this version has.
+    #[error("{field} is {value:?}, which this version of Nacelle does not run: {instead}")]
+    Value {
+        /// Its path.
+        field: String,
+        /// The value.
+        value: String,
+        /// What to say instead.
+        instead: &'static str,
+    },
+    /// Something that must be said.
+    #[error("{field} is missing: {rule}")]
+    Missing {
+        /// Its path.
+        field: &'static str,
+        /// Why.
+        rule: &'static str,
+    },
+    /// A value that is wrong, which only shows here.
+    #[error("{field} is wrong: {rule}")]
+    Wrong {
+        /// Its path.
+        field: String,
+        /// The rule that it breaks.
+        rule: &'static str,
+    },
+}
+
+impl Classify for Refused {
+    fn kind(&self) -> Kind {
+        match self {
+            Refused::Fields { .. } | Refused::Value { .. } => Kind::Unsupported,
+            Refused::Missing { .. } | Refused::Wrong { .. } => Kind::Invalid,
+        }
+    }
+}
+
+fn value<T>(field: impl Into<String>, value: impl ToString, instead: &'static str) -> Result<T, Refused> {
+    Err(Refused::Value { field: field.into(), value: value.to_string(), instead })
+}
+
+/// The machine of a pod.
+pub fn build(admitted: &Admitted, pod: &PodConfig, machines: &Machines) -> Result<MachinePod, Refused> {
+    let spec = admitted.spec();
+    let fields = honoured::others(&nacelle_vmi::version::written(spec));
+    if !fields.is_empty() {
+        return Err(Refused::Fields { fields: fields.into_iter().map(|field| format!("spec.{field}")).collect() });
+    }
+    if let Some(name) = admitted.name() {
+        return value("vm.nacelle.dev/name", name, "machines that outlive their pods come later: take it out");
+    }
+    match admitted.run_strategy() {
+        None | Some(RunStrategy::Always) => {}
+        Some(other) => {
+            return value("vm.nacelle.dev/run-strategy", format!("{other:?}"), "say it by the pod's restartPolicy");
+        }
+    }
+    let paused = match admitted.power() {
+        Power::On => spec.start_strategy.is_some(),
+        Power::Paused => true,
+        Power::Off => return value("vm.nacelle.dev/power", "off", "do not run the pod"),
+    };
+    if spec.architecture.is_some_and(|architecture| architecture != vmi::Architecture::Amd64) {
+        return value("spec.architecture", format!("{:?}", spec.architecture), "this node is an amd64");
+    }
+    let domain = &spec.domain;
+    let devices = &domain.devices;
+    for (field, asked) in [
+        ("autoattachSerialConsole", devices.autoattach_serial_console),
+        ("logSerialConsole", devices.log_serial_console),
+    ] {
+        if asked == Some(false) {
+            return value(format!("spec.domain.devices.{field}"), false, "the console is the container's output");
+        }
+    }
+    if domain.features.as_ref().and_then(|features| features.acpi.as_ref()).is_some_and(|acpi| !acpi.on()) {
+        return value("spec.domain.features.acpi.enabled", false, "without it there is no power button");
+    }
+    Ok(MachineDocument {
+        name: format!("{}/{}", pod.name.namespace, pod.name.name),
+        processors: processors(domain.cpu.as_ref())?,
+        memory_mib: memory_mib(domain)?,
+        hugepages: hugepages(domain)?,
+        board: board(domain)?,
+        firmware: firmware(domain, machines)?,
+        identity: identity(domain),
+        disks: disks(spec, admitted.ssh_keys(), pod)?,
+        cards: cards(spec)?,
+        screen: devices.autoattach_graphics_device == Some(true),
+        tablet: tablet(devices)?,
+        random: devices.rng.is_some(),
+        balloon: devices.autoattach_mem_balloon != Some(false),
+        watchdog: devices.watchdog.as_ref().and_then(|watchdog| watchdog.i6300esb.as_ref()).map(|card| {
+            match card.action {
+                Some(vmi::WatchdogAction::Shutdown) => WatchdogAction::Shutdown,
+                Some(vmi::WatchdogAction::Poweroff) => WatchdogAction::Poweroff,
+                Some(vmi::WatchdogAction::Reset) | None => WatchdogAction::Reset,
+            }
+        }),
+        ends_at_reboot: domain.reboot_policy == Some(vmi::RebootPolicy::Terminate),
+        paused,
+    })
+}
+
+fn processors(cpu: Option<&vmi::Cpu>) -> Result<Processors, Refused> {
+    let cpu = cpu.cloned().unwrap_or_default();
+    let one = |part: Option<u32>| part.unwrap_or(1);
+    let mut features = Vec::new();
+    let mut strict = false;
+    for (n, feature) in cpu.features.iter().enumerate() {
+        let there = match feature.policy {
+            Some(CpuFeaturePolicy::Forbid) => {
+                let instead = "disable takes it away";
+                return value(format!("spec.domain.cpu.features[{n}].policy"), "forbid", instead);
+            }
+            Some(CpuFeaturePolicy::Disable) => false,
+            Some(CpuFeaturePolicy::Optional) => true,
+            Some(CpuFeaturePolicy::Force | CpuFeaturePolicy::Require) | None => {
+                strict = true;
+                true
+            }
+        };
+        features.push((feature.name.clone(), there));
+    }
+    // The names of these become words of a command line.
+    let plain = |name: &str| name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b));
+    if let Some((name, _)) = features.iter().find(|(name, _)| !plain(name)) {
+        return value("spec.domain.cpu.features[].name", name, "letters, digits, '-', '_' and '.' make a name");
+    }
+    let model = match cpu.model.as_str() {
+        "" | "host-passthrough" | "host-model" => None,
+        model if plain(model) => Some(model.to_owned()),
+        model => return value("spec.domain.cpu.model", model, "letters, digits, '-', '_' and '.' make a name"),
+    };
+    Ok(Processors {
+        sockets: one(cpu.sockets),
+        cores: one(cpu.cores),
+        threads: one(cpu.threads),
+        model,
+        features,
+        strict,
+    })
+}
+
+/// In whole MiB, as QEMU counts.
+fn memory_mib(domain: &vmi::Domain) -> Result<u64, Refused> {
+    let said = domain.memory.as_ref().and_then(|memory| memory.guest.as_ref());
+    let mib = said.and_then(|guest| guest.bytes()).map(|bytes| bytes.div_ceil(1 << 20));
+    mib.ok_or(Refused::Missing { field: "spec.domain.memory.guest", rule: "a machine must say how much memory it has" })
+}
+
+fn hugepages(domain: &vmi::Domain) -> Result<bool, Refused> {
+    match domain.memory.as_ref().and_then(|memory| memory.hugepages.as_ref()).map(|pages| pages.page_size.as_str()) {
+        None => Ok(false),
+        Some("2Mi") => Ok(true),
+        Some(other) => value("spec.domain.memory.hugepages.pageSize", other, "2Mi is possible"),
+    }
+}
+
+fn board(domain: &vmi::Domain) -> Result<Board, Refused> {
+    let kind = domain.machine.as_ref().map_or("q35", |board| board.kind.as_str());
+    match kind {
+        "q35" => Ok(Board::Q35),
+        "pc" => Ok(Board::Pc),
+        other => value("spec.domain.machine.type", other, "a machine pod's board is q35 or pc"),
+    }
+}
+
+fn firmware(domain: &vmi::Domain, machines: &Machines) -> Result<Firmware, Refused> {
+    let loader = domain.firmware.as_ref().and_then(|firmware| firmware.bootloader.as_ref());
+    let Some(efi) = loader.and_then(|loader| loader.efi.as_ref()) else { return Ok(Firmware::Bios {}) };
+    if efi.secure_boot == Some(true) {
+        let instead = "say false (vm.nacelle.dev/firmware: efi)";
+        return value("spec.domain.firmware.bootloader.efi.secureBoot", true, instead);
+    }
+    if efi.persistent == Some(true) {
+        let instead = "machines that outlive their pods come later: say false";
+        return value("spec.domain.firmware.bootloader.efi.persistent", true, instead);
+    }
+    Ok(Firmware::Efi { code: machines.efi_code.clone(), variables: machines.efi_variables.clone() })
+}
+
+fn identity(domain: &vmi::Domain) -> Identity {
+    let firmware = domain.firmware.clone().unwrap_or_default();
+    let case = domain.chassis.clone().unwrap_or_default();
+    Identity {
+        uuid: firmware.uuid,
+        serial: firmware.serial,
+        chassis: [case.manufacturer, case.version, case.serial, case.asset, case.sku],
+    }
+}
+
+fn tablet(devices: &vmi::Devices) -> Result<bool, Refused> {
+    for (n, input) in devices.inputs.iter().enumerate() {
+        if input.kind != Some(vmi::InputKind::Tablet) || input.bus != Some(vmi::InputBus::Usb) {
+            let instead = "a tablet on bus usb is possible";
+            return value(format!("spec.domain.devices.inputs[{n}]"), &input.name, instead);
+        }
+    }
+    Ok(!devices.inputs.is_empty() || devices.autoattach_input_device == Some(true))
+}
+
+fn cards(spec: &InstanceSpec) -> Result<Vec<Card>, Refused> {
+    let card = |(n, interface): (usize, &vmi::Interface)| {
+        let place = |field: &str| format!("spec.domain.devices.interfaces[{n}].{field}");
+        if n > 0 {
+            return value(place("name"), &interface.name, "a pod has one network here");
+        }
+        let model = match interface.model {
+            Some(NicModel::Virtio) | None => CardModel::Virtio,
+            Some(NicModel::E1000) => CardModel::E1000,
+            Some(NicModel::E1000e) => CardModel::E1000e,
+            Some(NicModel::Rtl8139) => CardModel::Rtl8139,
+            Some(other) => {
+                let instead = "virtio, e1000, e1000e and rtl8139 are possible";
+                return value(place("model"), format!("{other:?}"), instead);
+            }
+        };
+        let mac = match interface.mac_address.as_str() {
+            "" => None,
+            text => Some(mac(text).ok_or_else(|| Refused::Wrong {
+                field: place("macAddress"),
+                rule: "six numbers of two hexadecimal digits are expected",
+            })?),
+        };
+        Ok(Card { model, mac, boot_order: interface.boot_order })
+    };
+    spec.domain.devices.interfaces.iter().enumerate().map(card).collect()
+}
+
+fn mac(text: &str) -> Option<[u8; 6]> {
+    let bytes: Option<Vec<u8>> = text.split([':', '-']).map(|part| u8::from_str_radix(part, 16).ok()).collect();
+    bytes?.try_into().ok()
+}
+
+fn disks(spec: &InstanceSpec, keys: &[String], pod: &PodConfig) -> Result<Vec<Disk<Wish>>, Refused> {
+    spec.domain.devices.disks.iter().enumerate().map(|(n, disk)| one_disk(n, disk, spec, keys, pod)).collect()
+}
+
+fn one_disk(
+    n: usize,
+    disk: &vmi::Disk,
+    spec: &InstanceSpec,
+    keys: &[String],
+    pod: &PodConfig,
+) -> Result<Disk<Wish>, Refused> {
+    let place = |field: &str| format!("spec.domain.devices.disks[{n}].{field}");
+    let (kind, bus, read_only) = match (&disk.disk, &disk.cdrom) {
+        (_, Some(target)) => {
+            if target.tray == Some(vmi::Tray::Open) {
+                return value(place("cdrom.tray"), "open", "leave it closed");
+            }
+            if target.readonly == Some(false) {
+                return value(place("cdrom.readonly"), false, "a disc is read-only");
+            }
+            (DiskKind::Cdrom, target.bus, true)
+        }
+        (target, None) => {
+            let target = target.clone().unwrap_or_default();
+            (DiskKind::Disk, target.bus, target.readonly == Some(true))
+        }
+    };
+    let bus = match bus {
+        Some(vmi::Bus::Sata) => Bus::Sata,
+        Some(vmi::Bus::Scsi) => Bus::Scsi,
+        Some(vmi::Bus::Usb) => Bus::Usb,
+        Some(vmi::Bus::Virtio) | None => Bus::Virtio,
+    };
+    let cache = match disk.cache {
+        Some(vmi::Cache::None) => Cache::None,
+        Some(vmi::Cache::Writethrough) => Cache::Writethrough,
+        Some(vmi::Cache::Writeback) | None => Cache::Writeback,
+    };
+    let sizes = disk.block_size.as_ref().and_then(|size| size.custom.as_ref());
+    let volume = spec
+        .volumes
+        .iter()
+        .find(|volume| volume.name == disk.name)
+        .ok_or(Refused::Missing { field: "spec.volumes[]", rule: "each disk has a volume of its name" })?;
+    Ok(Disk {
+        name: disk.name.clone(),
+        kind,
+        bus,
+        read_only,
+        boot_order: disk.boot_order,
+        serial: disk.serial.clone(),
+        cache,
+        block_size: sizes.map(|custom| (custom.logical.unwrap_or(512), custom.physical.unwrap_or(512))),
+        source: wish(volume, keys, pod)?,
+    })
+}
+
+fn wish(volume: &vmi::Volume, keys: &[String], pod: &PodConfig) -> Result<Wish, Refused> {
+    if let Some(disk) = &volume.container_disk {
+        return Ok(Wish::Image { image: disk.image.clone(), path: disk.path.clone() });
+    }
+    if let Some(disk) = &volume.empty_disk {
+        let bytes = disk.capacity.as_ref().and_then(|capacity| capacity.bytes());
+        let rule = "an empty disk has a size";
+        let bytes = bytes.ok_or(Refused::Missing { field: "spec.volumes[].emptyDisk.capacity", rule })?;
+        return Ok(Wish::Empty { bytes: bytes.next_multiple_of(512) });
+    }
+    let Some((form, data)) = volume.cloud_init() else {
+        let sources = volume.sources().join(", ");
+        let instead = "containerDisk, emptyDisk, cloudInitNoCloud and cloudInitConfigDrive are possible";
+        return value(format!("spec.volumes[{}]", volume.name), sources, instead);
+    };
+    let text = |plain: &str, coded: &str, field: &str| {
+        if coded.is_empty() {
+            return Ok(plain.to_owned());
+        }
+        let wrong = || Refused::Wrong {
+            field: format!("spec.volumes[{}].{form}.{field}Base64", volume.name),
+            rule: "text in base64 is expected",
+        };
+        let bytes = STANDARD.decode(coded.trim()).map_err(|_wrong| wrong())?;
+        String::from_utf8(bytes).map_err(|_wrong| wrong())
+    };
+    let network = text(&data.network_data, &data.network_data_base64, "networkData")?;
+    Ok(Wish::CloudInit(CloudInit {
+        form: if form == "cloudInitNoCloud" { CloudInitForm::NoCloud } else { CloudInitForm::ConfigDrive },
+        instance: format!("{}-{}", pod.name.name, pod.name.uid),
+        hostname: pod.hostname.clone(),
+        keys: keys.to_vec(),
+        user_data: text(&data.user_data, &data.user_data_base64, "userData")?,
+        network_data: Some(network).filter(|network| !network.is_empty()),
+    }))
+}

@@ -1,0 +1,103 @@
+//! Owns: the disks of a machine, found: in its container's image.
+
+use super::{MachinePod, Wish};
+use crate::nouns::ImageOf;
+use nacelle_base::{Classify, Kind};
+use nacelle_image::{ImageError, Store};
+use nacelle_keeper::spec::{MachineDocument, Source};
+use std::collections::BTreeMap;
+
+/// Where images have their disks.
+const DISKS: &str = "disk";
+
+/// Why a disk is not found.
+#[derive(Debug, thiserror::Error)]
+pub enum SourceError {
+    /// The image cannot be read.
+    #[error("disk {disk}: its image cannot be read")]
+    Image {
+        /// The disk.
+        disk: String,
+        /// Why.
+        source: ImageError,
+    },
+    /// The image is another one.
+    #[error(
+        "disk {disk} is to come from image {asked:?}, and the container's image is another one: say the same image in both"
+    )]
+    OtherImage {
+        /// The disk.
+        disk: String,
+        /// As the specification names it.
+        asked: String,
+    },
+    /// It is not in the image.
+    #[error("disk {disk}: {rule}")]
+    NotThere {
+        /// The disk.
+        disk: String,
+        /// What is expected.
+        rule: &'static str,
+    },
+    /// The document cannot be written.
+    #[error("the machine cannot be described")]
+    Document(#[from] serde_json::Error),
+}
+
+impl Classify for SourceError {
+    fn kind(&self) -> Kind {
+        match self {
+            SourceError::Image { source, .. } => source.kind(),
+            SourceError::Document(_) => Kind::Internal,
+            SourceError::OtherImage { .. } | SourceError::NotThere { .. } => Kind::Invalid,
+        }
+    }
+}
+
+/// The machine's document with its disks, for a container with this image.
+pub async fn document(machine: &MachinePod, image: &ImageOf, store: &Store) -> Result<Vec<u8>, SourceError> {
+    let mut found = BTreeMap::new();
+    for disk in &machine.disks {
+        if let Wish::Image { image: asked, path } = &disk.source {
+            found.insert(disk.name.clone(), in_image(&disk.name, asked, path, image, store).await?);
+        }
+    }
+    let document: MachineDocument = machine.with(|disk| match &disk.source {
+        Wish::Image { .. } => found
+            .remove(&disk.name)
+            .ok_or(SourceError::NotThere { disk: disk.name.clone(), rule: "each disk has a name of its own" }),
+        Wish::Empty { bytes } => Ok(Source::Empty { bytes: *bytes }),
+        Wish::CloudInit(data) => Ok(Source::CloudInit(data.clone())),
+    })?;
+    Ok(serde_json::to_vec(&document)?)
+}
+
+async fn in_image(disk: &str, asked: &str, path: &str, image: &ImageOf, store: &Store) -> Result<Source, SourceError> {
+    let failed = |source| SourceError::Image { disk: disk.to_owned(), source };
+    let not_there = |rule| SourceError::NotThere { disk: disk.to_owned(), rule };
+    if store.status(asked).map_err(failed)?.is_none_or(|known| known.id != image.id) {
+        return Err(SourceError::OtherImage { disk: disk.to_owned(), asked: asked.to_owned() });
+    }
+    let (folder, name) = match path.trim_matches('/').rsplit_once('/') {
+        Some((folder, name)) => (folder, Some(name)),
+        None if path.is_empty() => (DISKS, None),
+        None => ("", Some(path.trim_matches('/'))),
+    };
+    let files = store.files(&image.id, folder).await.map_err(failed)?;
+    let files = files.ok_or_else(|| not_there("the image has no such folder; disks of images are in /disk"))?;
+    let file = match name {
+        Some(name) => {
+            files.iter().find(|file| file.name == name).ok_or_else(|| not_there("the image has no such file"))?
+        }
+        None => match files.as_slice() {
+            [file] => file,
+            [] => return Err(not_there("the image has no file in /disk")),
+            _ => return Err(not_there("the image has several files in /disk: say path")),
+        },
+    };
+    let (path, offset) = file.place.clone().ok_or_else(|| {
+        not_there("the file has holes in the image's layer, and is no disk therefore: pack it without, or as qcow2")
+    })?;
+    // Up to the end of its block there are zeros.
+    Ok(Source::Image { file: path, offset, length: file.size.next_multiple_of(512) })
+}

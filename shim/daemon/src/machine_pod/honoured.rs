@@ -1,0 +1,133 @@
+//! Owns: which fields of a specification are honoured for machine pods. Whatever else a document says is refused by its name.
+
+use serde_json::Value;
+
+/// Paths of fields; `[]` is any entry of a list, `*` at the end is all below.
+const FIELDS: &[&str] = &[
+    "architecture",
+    "startStrategy",
+    "terminationGracePeriodSeconds",
+    "domain.cpu.cores",
+    "domain.cpu.sockets",
+    "domain.cpu.threads",
+    "domain.cpu.model",
+    "domain.cpu.features[].name",
+    "domain.cpu.features[].policy",
+    "domain.memory.guest",
+    "domain.memory.hugepages.pageSize",
+    "domain.machine.type",
+    "domain.firmware.uuid",
+    "domain.firmware.serial",
+    "domain.firmware.bootloader.bios",
+    "domain.firmware.bootloader.efi.secureBoot",
+    "domain.firmware.bootloader.efi.persistent",
+    "domain.chassis.*",
+    "domain.rebootPolicy",
+    "domain.resources.*",
+    "domain.features.acpi.enabled",
+    "domain.devices.rng",
+    "domain.devices.watchdog.name",
+    "domain.devices.watchdog.i6300esb.action",
+    "domain.devices.inputs[].*",
+    "domain.devices.autoattachGraphicsDevice",
+    "domain.devices.autoattachSerialConsole",
+    "domain.devices.logSerialConsole",
+    "domain.devices.autoattachMemBalloon",
+    "domain.devices.autoattachPodInterface",
+    "domain.devices.autoattachInputDevice",
+    "domain.devices.disks[].name",
+    "domain.devices.disks[].disk.bus",
+    "domain.devices.disks[].disk.readonly",
+    "domain.devices.disks[].cdrom.bus",
+    "domain.devices.disks[].cdrom.readonly",
+    "domain.devices.disks[].cdrom.tray",
+    "domain.devices.disks[].bootOrder",
+    "domain.devices.disks[].serial",
+    "domain.devices.disks[].cache",
+    "domain.devices.disks[].blockSize.custom.logical",
+    "domain.devices.disks[].blockSize.custom.physical",
+    "domain.devices.interfaces[].name",
+    "domain.devices.interfaces[].model",
+    "domain.devices.interfaces[].bridge",
+    "domain.devices.interfaces[].macAddress",
+    "domain.devices.interfaces[].bootOrder",
+    "networks[].name",
+    "networks[].pod",
+    "volumes[].name",
+    "volumes[].containerDisk.image",
+    "volumes[].containerDisk.path",
+    "volumes[].emptyDisk.capacity",
+    "volumes[].cloudInitNoCloud.userData",
+    "volumes[].cloudInitNoCloud.userDataBase64",
+    "volumes[].cloudInitNoCloud.networkData",
+    "volumes[].cloudInitNoCloud.networkDataBase64",
+    "volumes[].cloudInitConfigDrive.userData",
+    "volumes[].cloudInitConfigDrive.userDataBase64",
+    "volumes[].cloudInitConfigDrive.networkData",
+    "volumes[].cloudInitConfigDrive.networkDataBase64",
+];
+
+/// The fields of a document that nobody would honour, with their places.
+pub fn others(document: &Value) -> Vec<String> {
+    let mut found = Vec::new();
+    walk(document, String::new(), String::new(), &mut found);
+    found
+}
+
+/// `place` is where it is in the document, `path` the same as the list above has it.
+fn walk(value: &Value, place: String, path: String, found: &mut Vec<String>) {
+    let known = FIELDS.iter().any(|field| match field.strip_suffix(".*") {
+        Some(above) => path.strip_prefix(above).is_some_and(|rest| rest.is_empty() || rest.starts_with(['.', '['])),
+        None => *field == path,
+    });
+    if known {
+        return;
+    }
+    let below = |key: &str, above: &str| if above.is_empty() { key.to_owned() } else { format!("{above}.{key}") };
+    match value {
+        Value::Object(fields) if !fields.is_empty() => {
+            for (key, value) in fields {
+                walk(value, below(key, &place), below(key, &path), found);
+            }
+        }
+        Value::Array(entries) => {
+            for (n, value) in entries.iter().enumerate() {
+                walk(value, format!("{place}[{n}]"), format!("{path}[]"), found);
+            }
+        }
+        // An empty object on the way to fields says nothing.
+        Value::Object(_) if FIELDS.iter().any(|field| field.starts_with(&format!("{path}."))) => {}
+        Value::Null => {}
+        _ => found.push(place),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn what_nobody_honours_is_named() {
+        let document = json!({
+            "domain": {
+                "cpu": { "cores": 2, "dedicatedCpuPlacement": true },
+                "chassis": { "sku": "a" },
+                "devices": {
+                    "disks": [{ "name": "a", "disk": {} }, { "name": "b", "lun": { "bus": "scsi" }, "shareable": true }],
+                    "rng": {},
+                },
+            },
+            "volumes": [{ "name": "a", "persistentVolumeClaim": { "claimName": "c" } }],
+            "livenessProbe": { "exec": { "command": ["a"] } },
+        });
+        let expected = [
+            "domain.cpu.dedicatedCpuPlacement",
+            "domain.devices.disks[1].lun.bus",
+            "domain.devices.disks[1].shareable",
+            "livenessProbe.exec.command[0]",
+            "volumes[0].persistentVolumeClaim.claimName",
+        ];
+        assert_eq!(others(&document), expected);
+    }
+}

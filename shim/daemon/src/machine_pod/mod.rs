@@ -1,0 +1,38 @@
+//! Owns: machine pods: pods whose container is a machine of its own making. What their annotations say becomes a machine here, and
+//! what their container says becomes its disks.
+//! May use: `vmi` (what people write), `keeper` (what the machine's process is told), the image store.
+
+mod build;
+mod container;
+mod document;
+mod honoured;
+
+pub use build::{Refused, build};
+pub use container::check_container;
+pub use document::{SourceError, document};
+
+use nacelle_keeper::spec::{CloudInit, MachineDocument};
+use serde::{Deserialize, Serialize};
+
+/// A machine whose disks are still to be found.
+pub type MachinePod = MachineDocument<Wish>;
+
+/// What a disk shall have on it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Wish {
+    /// A disk in the container's image.
+    Image {
+        /// The image as the specification names it.
+        image: String,
+        /// The disk's path in it; empty: the only file of `/disk`.
+        path: String,
+    },
+    /// Zeros.
+    Empty {
+        /// Its bytes.
+        bytes: u64,
+    },
+    /// Data for cloud-init.
+    CloudInit(CloudInit),
+}

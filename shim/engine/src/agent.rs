@@ -1,0 +1,165 @@
+//! Owns: a machine that is a process of this node which speaks as the agent of a guest does (agent.proto), over sockets that
+//! it was started with.
+//! Threads: per machine the warden (`process`).
+
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use nacelle_base::{Chain, files};
+
+use crate::machine::{BOOT_PORT, GuestLink, Incoming, Machine, MachineExit, MachineStatus, Stop};
+use crate::process::{Process, Warden};
+use crate::{EngineError, LinkError, Slot, ended};
+
+/// The agent's ports that have a socket in the machine's folder, and its name.
+const SOCKETS: [(u32, &str); 2] = [(1025, "agent.sock"), (1026, "agent-streams.sock")];
+
+/// Our ends of what the process is started with.
+pub(crate) struct Ends {
+    boot: UnixStream,
+    sockets: Sockets,
+}
+
+/// Its own ends: handshake, service, streams.
+pub(crate) struct Theirs {
+    boot: UnixStream,
+    rpc: UnixListener,
+    streams: UnixListener,
+}
+
+impl Ends {
+    /// In this folder. They listen when this returns: nobody is too early.
+    pub fn make(run_dir: &Path) -> Result<(Ends, Theirs), EngineError> {
+        let (boot, their_boot) =
+            UnixStream::pair().map_err(|source| EngineError::Resources { what: "the agent's socket", source })?;
+        let sockets = Sockets(run_dir.to_owned());
+        let [rpc, streams] = SOCKETS;
+        let (rpc, streams) = (sockets.listen(rpc)?, sockets.listen(streams)?);
+        Ok((Ends { boot, sockets }, Theirs { boot: their_boot, rpc, streams }))
+    }
+}
+
+impl Theirs {
+    /// The descriptors that it inherits, in the order in which it is told of them.
+    pub fn numbers(&self) -> [RawFd; 3] {
+        [self.boot.as_raw_fd(), self.rpc.as_raw_fd(), self.streams.as_raw_fd()]
+    }
+}
+
+/// The sockets in the machine's folder; they go with this.
+struct Sockets(PathBuf);
+
+impl Sockets {
+    fn path(&self, port: u32) -> Option<PathBuf> {
+        SOCKETS.iter().find(|(known, _)| *known == port).map(|(_, name)| self.0.join(name))
+    }
+
+    fn listen(&self, (_, name): (u32, &str)) -> Result<UnixListener, EngineError> {
+        let path = self.0.join(name);
+        UnixListener::bind(&path).map_err(|source| EngineError::File { what: "listen on", path, source })
+    }
+}
+
+impl Drop for Sockets {
+    fn drop(&mut self) {
+        for (_, name) in SOCKETS {
+            if let Err(error) = files::remove_if_there(&self.0.join(name)) {
+                tracing::warn!("{}", Chain(&error));
+            }
+        }
+    }
+}
+
+/// The way to the process.
+struct Link {
+    boot: Mutex<Option<UnixStream>>,
+    process: Arc<Process>,
+    sockets: Sockets,
+}
+
+impl GuestLink for Link {
+    fn connect(&self, port: u32, _timeout: Duration) -> Result<UnixStream, LinkError> {
+        let living = || match self.process.ended.get() {
+            Some(_) => Err(LinkError::Stopped),
+            None => Ok(()),
+        };
+        living()?;
+        let refused = LinkError::Refused { port };
+        let Some(path) = self.sockets.path(port) else { return Err(refused) };
+        match UnixStream::connect(path) {
+            Err(error) if matches!(error.kind(), io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound) => {
+                living()?;
+                Err(refused)
+            }
+            other => other.map_err(|source| LinkError::Resources { source }),
+        }
+    }
+
+    /// There is nothing but the one connection that the process was started with.
+    fn listen(&self, port: u32) -> Result<Box<dyn Incoming>, LinkError> {
+        let boot = self.boot.lock().unwrap_or_else(PoisonError::into_inner).take();
+        match boot.filter(|_| port == BOOT_PORT) {
+            Some(boot) => Ok(Box::new(Boot(Mutex::new(Some(boot))))),
+            None => Err(LinkError::PortInUse { port }),
+        }
+    }
+}
+
+struct Boot(Mutex<Option<UnixStream>>);
+
+impl Incoming for Boot {
+    fn accept(&self, _timeout: Duration) -> Result<UnixStream, LinkError> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take().ok_or(LinkError::Stopped)
+    }
+}
+
+/// The machine.
+pub(crate) struct AgentMachine {
+    process: Arc<Process>,
+    warden: Option<Warden>,
+    link: Arc<Link>,
+}
+
+impl AgentMachine {
+    /// Of a process that was started with the other ends of these.
+    pub fn new(process: Arc<Process>, warden: Warden, ends: Ends) -> AgentMachine {
+        let Ends { boot, sockets } = ends;
+        let link = Arc::new(Link { boot: Mutex::new(Some(boot)), process: Arc::clone(&process), sockets });
+        AgentMachine { process, warden: Some(warden), link }
+    }
+}
+
+impl Machine for AgentMachine {
+    fn status(&self) -> MachineStatus {
+        self.process.ended.status(false)
+    }
+
+    fn wait(&self, timeout: Duration) -> Option<MachineExit> {
+        self.process.ended.wait(timeout)
+    }
+
+    fn stop(&self, how: Stop) -> Result<MachineExit, EngineError> {
+        self.process.ended.stop(how, self.process.pid(), || {
+            self.process.kill();
+            Ok(())
+        })
+    }
+
+    fn link(&self) -> Arc<dyn GuestLink> {
+        Arc::<Link>::clone(&self.link)
+    }
+
+    fn disks(&self) -> &[Slot] {
+        &[]
+    }
+}
+
+impl Drop for AgentMachine {
+    fn drop(&mut self) {
+        ended::dropped(self.stop(Stop::Kill), self.warden.take());
+    }
+}

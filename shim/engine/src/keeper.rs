@@ -1,0 +1,57 @@
+//! Owns: the engine of machine pods: a keeper (nacelle-keeper), which has the machine in a QEMU of its own and speaks as an
+//! agent does. The machine is made when the pod's container is, not when this starts.
+//! Threads: per machine the warden (`process`).
+
+use std::os::fd::AsRawFd;
+use std::path::PathBuf;
+
+use crate::agent::{AgentMachine, Ends};
+use crate::console::Console;
+use crate::machine::{Engine, Machine};
+use crate::process::Process;
+use crate::{Accelerator, CheckedSpec, EngineError, EngineKind, Limits};
+
+/// The most network interfaces of a pod.
+const MAX_NICS: usize = 16;
+
+/// The engine.
+#[derive(Clone, Debug)]
+pub struct Keeper {
+    /// The keeper's program, absolute.
+    pub program: PathBuf,
+    /// QEMU's, absolute.
+    pub qemu: PathBuf,
+    /// What that runs guests with.
+    pub accelerator: Accelerator,
+    /// A folder of the node for disks; it is there.
+    pub scratch: PathBuf,
+}
+
+impl Engine for Keeper {
+    fn kind(&self) -> EngineKind {
+        EngineKind::Qemu
+    }
+
+    fn limits(&self) -> Limits {
+        Limits { vcpus: crate::spec::MAX_VCPUS, devices: MAX_NICS }
+    }
+
+    /// Of the spec the network interfaces count, the folder and the console's file.
+    fn start(&self, spec: CheckedSpec) -> Result<Box<dyn Machine>, EngineError> {
+        let spec = spec.into_inner();
+        let log = spec.console_log;
+        let console = Console::open(&log).map_err(|source| EngineError::File { what: "open", path: log, source })?;
+        let (ends, theirs) = Ends::make(&spec.run_dir)?;
+        let taps = spec.nics.iter().map(|nic| nic.tap.as_raw_fd());
+        let inherited: Vec<_> = theirs.numbers().into_iter().chain(taps).collect();
+        let accelerator = match self.accelerator {
+            Accelerator::Kvm => "kvm",
+            Accelerator::Tcg => "tcg",
+        };
+        let paths = [&spec.run_dir, &self.scratch, &self.qemu].map(|path| path.display().to_string());
+        let numbers = inherited.iter().map(ToString::to_string);
+        let args = paths.into_iter().chain([accelerator.to_owned()]).chain(numbers).collect();
+        let (process, warden) = Process::start(&self.program, args, inherited, console, || ())?;
+        Ok(Box::new(AgentMachine::new(process, warden, ends)))
+    }
+}

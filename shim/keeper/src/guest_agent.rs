@@ -1,0 +1,153 @@
+//! Owns: the guest agent (QEMU's): running a command in the guest. It is the guest's: its answers are bounded and checked.
+//! Source: QEMU's docs/interop/qemu-ga-ref.
+
+use crate::error::KeeperError;
+use crate::lines::Lines;
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use serde_json::{Value, json};
+use std::time::Duration;
+use tokio::net::UnixStream;
+use tokio::sync::Mutex;
+
+/// Who it is, in errors.
+const WHOM: &str = "the guest agent";
+/// The longest line: output of a command is one, in base64.
+const LONGEST: u64 = 24 << 20;
+/// For an answer that takes no work.
+const LIMIT: Duration = Duration::from_secs(10);
+/// Whether it is there at all.
+const KNOCK: Duration = Duration::from_secs(3);
+/// Between two looks whether a command has ended.
+const LOOK: (Duration, Duration) = (Duration::from_millis(20), Duration::from_millis(500));
+/// The most of a command's output that is kept, in bytes.
+const MAX_OUTPUT: usize = 16 << 20;
+
+/// The way to it.
+pub struct GuestAgent(Mutex<Lines>);
+
+/// What a command came to.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Outcome {
+    /// Its exit code; 128 + n for signal n.
+    pub code: u32,
+    /// What it printed.
+    pub stdout: Vec<u8>,
+    /// And on its other stream.
+    pub stderr: Vec<u8>,
+}
+
+impl GuestAgent {
+    /// At the end of this stream, if the guest runs one.
+    pub fn new(stream: UnixStream) -> GuestAgent {
+        // It tells nothing unasked.
+        let (lines, _events) = Lines::new(stream, WHOM, LONGEST);
+        GuestAgent(Mutex::new(lines))
+    }
+
+    async fn ask(&self, command: &str, arguments: Value, limit: Duration) -> Result<Value, KeeperError> {
+        self.0.lock().await.ask(command, arguments, limit).await
+    }
+
+    /// Whether it answers.
+    pub async fn ping(&self) -> Result<(), KeeperError> {
+        let mut lines = self.0.lock().await;
+        // What it says after a number of ours is an answer to us, and not to somebody before.
+        let id = 1 + u64::from(std::process::id());
+        let answer = lines.ask("guest-sync", json!({ "id": id }), KNOCK).await?;
+        let garbled = || KeeperError::Garbled { whom: WHOM, command: "guest-sync".into(), what: "another number" };
+        (answer.as_u64() == Some(id)).then_some(()).ok_or_else(garbled)
+    }
+
+    /// Asks something else of it.
+    pub async fn command(&self, command: &str, arguments: Value) -> Result<Value, KeeperError> {
+        self.ping().await?;
+        self.ask(command, arguments, LIMIT).await
+    }
+
+    /// Runs a command to its end, which the caller may give up.
+    pub async fn run(&self, args: &[String]) -> Result<Outcome, KeeperError> {
+        let command = "guest-exec";
+        let garbled = |what| KeeperError::Garbled { whom: WHOM, command: command.to_owned(), what };
+        let (program, rest) = args.split_first().ok_or(KeeperError::Field {
+            field: "args",
+            value: "[]".into(),
+            rule: "a program is expected",
+        })?;
+        self.ping().await?;
+        let request = json!({ "path": program, "arg": rest, "capture-output": true });
+        let begun = self.ask(command, request, LIMIT).await?;
+        let pid = begun.get("pid").and_then(Value::as_i64).ok_or_else(|| garbled("no pid"))?;
+        let mut pause = LOOK.0;
+        loop {
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(LOOK.1);
+            let status = self.ask("guest-exec-status", json!({ "pid": pid }), LIMIT).await?;
+            if status.get("exited").and_then(Value::as_bool) == Some(true) {
+                return outcome(&status).map_err(garbled);
+            }
+        }
+    }
+}
+
+/// What a status says of a command that has ended.
+fn outcome(status: &Value) -> Result<Outcome, &'static str> {
+    let number = |key: &str| status.get(key).and_then(Value::as_u64).and_then(|number| u32::try_from(number).ok());
+    let output = |key: &str| {
+        let text = status.get(key).and_then(Value::as_str).unwrap_or_default();
+        let mut bytes = STANDARD.decode(text).map_err(|_wrong| "output that is not in base64")?;
+        bytes.truncate(MAX_OUTPUT);
+        Ok::<_, &'static str>(bytes)
+    };
+    let code = number("exitcode").or_else(|| number("signal").map(|signal| signal.saturating_add(128)));
+    Ok(Outcome { code: code.ok_or("no exit code")?, stdout: output("out-data")?, stderr: output("err-data")? })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+
+    #[test]
+    fn what_a_status_says_is_checked() {
+        let told = |status: Value| outcome(&status);
+        let status = json!({ "exited": true, "exitcode": 3, "out-data": "aGk=", "out-truncated": false });
+        assert_eq!(told(status).unwrap(), Outcome { code: 3, stdout: b"hi".into(), stderr: vec![] });
+        assert_eq!(told(json!({ "exited": true, "signal": 9 })).unwrap().code, 137);
+        assert_eq!(told(json!({ "exited": true })), Err("no exit code"));
+        assert!(told(json!({ "exitcode": 0, "err-data": "%%" })).is_err());
+        assert!(told(json!({ "exitcode": -1, "signal": u64::MAX })).is_err());
+    }
+
+    #[test]
+    fn a_command_is_waited_for() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let (near, far) = UnixStream::pair().unwrap();
+            tokio::spawn(async move {
+                let (reader, mut writer) = far.into_split();
+                let mut lines = BufReader::new(reader).lines();
+                let mut looks = 0;
+                while let Some(line) = lines.next_line().await.unwrap() {
+                    let asked: Value = serde_json::from_str(&line).unwrap();
+                    let answer = match asked["execute"].as_str().unwrap() {
+                        "guest-sync" => asked["arguments"]["id"].clone(),
+                        "guest-exec" => {
+                            assert_eq!(asked["arguments"]["arg"], json!(["-c", "echo"]));
+                            json!({ "pid": 12 })
+                        }
+                        _ => {
+                            looks += 1;
+                            json!({ "exited": looks > 2, "exitcode": 0, "out-data": "Cg==" })
+                        }
+                    };
+                    writer.write_all(format!("{}\n", json!({ "return": answer })).as_bytes()).await.unwrap();
+                }
+            });
+            let agent = GuestAgent::new(near);
+            let outcome = agent.run(&["/bin/sh", "-c", "echo"].map(str::to_owned)).await.unwrap();
+            assert_eq!((outcome.code, outcome.stdout.as_slice()), (0, &b"\n"[..]));
+            assert!(agent.run(&[]).await.is_err());
+        });
+    }
+}

@@ -1,0 +1,207 @@
+//! Owns: the pod's containers, each of which is a machine, one after the other; and the commands in them.
+
+use crate::error::KeeperError;
+use crate::guest_agent::Outcome;
+use crate::machine::{Machine, Settings, State, blocking};
+use crate::spec::MachineDocument;
+use crate::verbs;
+use nacelle_base::Chain;
+use nacelle_proto::agent::{ContainerState, Exit};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use tokio::sync::watch;
+use tokio::task::AbortHandle;
+
+/// Commands that are known at a time; kubelet's probes are many in a machine's life.
+const MAX_EXECS: usize = 256;
+/// The exit code of a command that the guest could not begin.
+const NOT_BEGUN: u32 = 126;
+/// And of one that was killed.
+const KILLED: u32 = 137;
+/// For the end of a machine without power.
+const END: Duration = Duration::from_secs(60);
+
+/// A command in the guest.
+pub struct Exec {
+    done: watch::Sender<Option<Arc<(Outcome, Exit)>>>,
+    task: Mutex<Option<AbortHandle>>,
+}
+
+impl Exec {
+    /// What it came to; none after `limit`.
+    pub async fn ended(&self, limit: Duration) -> Option<Arc<(Outcome, Exit)>> {
+        let mut done = self.done.subscribe();
+        let ended = tokio::time::timeout(limit, done.wait_for(Option::is_some)).await;
+        ended.ok()?.ok()?.clone()
+    }
+
+    fn finish(&self, outcome: Outcome) {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let at = i64::try_from(now.as_nanos()).unwrap_or(i64::MAX);
+        let exit = Exit { code: outcome.code, oom_killed: false, finished_at_unix_nanos: at };
+        self.done.send_if_modified(|done| {
+            let first = done.is_none();
+            if first {
+                *done = Some(Arc::new((outcome, exit)));
+            }
+            first
+        });
+    }
+
+    /// Nobody waits for it any more. In the guest it may go on: its agent knows no way to end it.
+    pub fn give_up(&self) {
+        if let Some(task) = self.task.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            task.abort();
+        }
+        self.finish(Outcome { code: KILLED, ..Outcome::default() });
+    }
+}
+
+#[derive(Default)]
+struct Known {
+    machines: Vec<Arc<Machine>>,
+    /// By their machine's name and their own.
+    execs: BTreeMap<(String, String), Arc<Exec>>,
+}
+
+impl Known {
+    fn machine(&self, id: &str) -> Option<Arc<Machine>> {
+        self.machines.iter().find(|machine| machine.id == id).cloned()
+    }
+}
+
+/// All there is in the pod.
+pub struct Keeper {
+    settings: Arc<Settings>,
+    known: Mutex<Known>,
+}
+
+impl Keeper {
+    /// Of a pod without a container.
+    pub fn new(settings: Settings) -> Keeper {
+        Keeper { settings: Arc::new(settings), known: Mutex::default() }
+    }
+
+    /// The machine of this name.
+    pub fn machine(&self, id: &str) -> Result<Arc<Machine>, KeeperError> {
+        self.known().machine(id).ok_or_else(|| KeeperError::NoContainer { id: id.to_owned() })
+    }
+
+    /// The machine that was made last.
+    pub fn last(&self) -> Option<Arc<Machine>> {
+        self.known().machines.last().cloned()
+    }
+
+    fn known(&self) -> MutexGuard<'_, Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The addresses of the pod's first interface, without their prefixes.
+    pub fn addresses(&self) -> Vec<String> {
+        let first = self.settings.network.interfaces.first();
+        let all = first.into_iter().flat_map(|interface| &interface.addresses);
+        all.map(|address| address.split('/').next().unwrap_or_default().to_owned()).collect()
+    }
+
+    /// Makes the machine, from its document.
+    pub async fn create(&self, id: String, document: &[u8]) -> Result<(), KeeperError> {
+        if self.known().machine(&id).is_some() {
+            return Ok(());
+        }
+        // Whatever it had on the disk is gone when it has ended.
+        if let Some(machine) = self.last().filter(|machine| !matches!(machine.state(), State::Ended(_))) {
+            return Err(KeeperError::Second { id: machine.id.clone() });
+        }
+        let document: MachineDocument =
+            serde_json::from_slice(document).map_err(|source| KeeperError::Document { source })?;
+        let plain = !id.is_empty() && id.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_".contains(&b));
+        if !plain || id.len() > 128 {
+            let rule = "1 to 128 letters, digits, '-' or '_' are expected";
+            return Err(KeeperError::Field { field: "id", value: crate::lines::printable(&id), rule });
+        }
+        let settings = Arc::clone(&self.settings);
+        let machine = blocking(move || Machine::make(id, document, settings)).await??;
+        self.known().machines.push(Arc::new(machine));
+        Ok(())
+    }
+
+    /// Kills the machine, and removes what is left of it.
+    pub async fn remove(&self, id: &str) -> Result<(), KeeperError> {
+        let Ok(machine) = self.machine(id) else { return Ok(()) };
+        machine.kill();
+        if machine.ended(END).await.is_none() {
+            return Err(KeeperError::TooSlow { whom: "QEMU", command: "the end".into(), limit: END });
+        }
+        let gone = Arc::clone(&machine);
+        blocking(move || gone.remove()).await??;
+        let mut known = self.known();
+        known.machines.retain(|machine| machine.id != id);
+        known.execs.retain(|(of, _), exec| {
+            if of == id {
+                exec.give_up();
+            }
+            of != id
+        });
+        Ok(())
+    }
+
+    /// Begins a command.
+    pub fn exec(&self, id: &str, exec_id: String, args: Vec<String>) -> Result<(), KeeperError> {
+        let machine = self.machine(id)?;
+        match machine.state() {
+            State::Running => {}
+            State::Ended(_) => return Err(KeeperError::State { what: "run a command", state: "has ended" }),
+            _ => return Err(KeeperError::State { what: "run a command", state: "has not started" }),
+        }
+        let exec = Arc::new(Exec { done: watch::channel(None).0, task: Mutex::new(None) });
+        {
+            let (mut known, key) = (self.known(), (id.to_owned(), exec_id));
+            if known.execs.contains_key(&key) {
+                return Ok(());
+            }
+            if known.execs.len() >= MAX_EXECS {
+                known.execs.retain(|_, exec| exec.done.borrow().is_none());
+            }
+            if known.execs.len() >= MAX_EXECS {
+                let source = std::io::ErrorKind::QuotaExceeded.into();
+                return Err(KeeperError::Resources { what: "room for one more command", source });
+            }
+            known.execs.insert(key, Arc::clone(&exec));
+        }
+        let running = Arc::clone(&exec);
+        let task = tokio::spawn(async move {
+            let outcome = match verbs::of(&args) {
+                Some(verb) => verbs::run(&machine, verb).await,
+                None => machine.run(&args).await,
+            };
+            running.finish(outcome.unwrap_or_else(|error| Outcome {
+                code: NOT_BEGUN,
+                stdout: Vec::new(),
+                stderr: format!("{}\n", Chain(&error)).into_bytes(),
+            }));
+        });
+        *exec.task.lock().unwrap_or_else(PoisonError::into_inner) = Some(task.abort_handle());
+        Ok(())
+    }
+
+    /// A command.
+    pub fn command(&self, id: &str, exec_id: &str) -> Result<Arc<Exec>, KeeperError> {
+        self.machine(id)?;
+        let exec = self.known().execs.get(&(id.to_owned(), exec_id.to_owned())).cloned();
+        exec.ok_or_else(|| KeeperError::NoExec { id: id.to_owned(), exec: exec_id.to_owned() })
+    }
+
+    /// The containers, as the pod process asks for them.
+    pub fn list(&self) -> Vec<ContainerState> {
+        let told = |machine: &Arc<Machine>| {
+            let (started, exit) = match machine.state() {
+                State::Created => (false, None),
+                State::Starting | State::Running => (true, None),
+                State::Ended(exit) => (true, Some(exit)),
+            };
+            ContainerState { id: machine.id.clone(), started, exit }
+        };
+        self.known().machines.iter().map(told).collect()
+    }
+}

@@ -1,0 +1,102 @@
+//! Owns: the process that keeps the machine of a machine pod (`nacelle-keeper`): it stands where the agent stands in other pods and
+//! speaks as that does (agent.proto), but its one container is a whole machine in QEMU, with disks, firmware and a console.
+//! May use: `base`, `proto`, and of `engine` how another program is started and watched. Knows no CRI, no image store.
+//! Threads: one for the runtime; one for each program; what blocks is on threads of the runtime's pool.
+
+mod console;
+mod disk;
+mod error;
+mod guest_agent;
+mod keeper;
+mod lines;
+mod machine;
+mod network;
+mod place;
+mod qcow2;
+mod qemu;
+mod rpc;
+mod seed;
+pub mod spec;
+mod streams;
+mod sys;
+mod verbs;
+
+pub use error::KeeperError;
+
+use crate::keeper::Keeper;
+use crate::machine::Settings;
+use crate::place::Place;
+use crate::rpc::Service;
+use nacelle_base::Chain;
+use nacelle_proto::agent::agent_server::AgentServer;
+use std::io;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::net::UnixListener;
+use tokio::sync::Notify;
+use tokio_stream::wrappers::UnixListenerStream;
+
+/// No request takes longer; a caller's own deadline may be nearer.
+const DEADLINE: Duration = Duration::from_secs(120);
+/// How long after Shutdown the pod process may leave its answers unread.
+const FAREWELL: Duration = Duration::from_millis(50);
+/// One message: user data of a machine.
+const MESSAGE_LIMIT: usize = 40 << 20;
+
+/// The process, with the arguments that the pod process has started it with (see `Place::parse` for them).
+pub fn run(arguments: impl IntoIterator<Item = String>) -> ExitCode {
+    let Some(mut place) = Place::parse(arguments) else {
+        eprintln!("nacelle-keeper is started by nacelle-pod, and runs nowhere else");
+        return ExitCode::from(2);
+    };
+    let served = place.greet().map_err(|error| Chain(&error).to_string()).and_then(|network| {
+        let Place { folder, scratch, qemu, accelerator, host, rpc, streams, taps } = place;
+        drop(host);
+        let settings = Settings { folder, scratch, qemu, accelerator, taps, network };
+        serve(settings, rpc, streams).map_err(|error| error.to_string())
+    });
+    match served {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("nacelle-keeper: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+type StdListener = std::os::unix::net::UnixListener;
+
+/// Serves until the pod process says Shutdown.
+fn serve(settings: Settings, rpc: StdListener, streams: StdListener) -> io::Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().max_blocking_threads(16).build()?;
+    let served = runtime.block_on(async {
+        let listener = |listener: StdListener| {
+            listener.set_nonblocking(true)?;
+            UnixListener::from_std(listener)
+        };
+        let keeper = Arc::new(Keeper::new(settings));
+        tokio::spawn(streams::serve(listener(streams)?, Arc::clone(&keeper)));
+        let end = Arc::new(Notify::new());
+        let service = Service { keeper: Arc::clone(&keeper), end: Arc::clone(&end) };
+        let service = AgentServer::new(service).max_decoding_message_size(MESSAGE_LIMIT);
+        let server = tonic::transport::Server::builder()
+            .timeout(DEADLINE)
+            .concurrency_limit_per_connection(256)
+            .add_service(service)
+            .serve_with_incoming(UnixListenerStream::new(listener(rpc)?));
+        tokio::select! {
+            served = server => served.map_err(io::Error::other),
+            () = async {
+                end.notified().await;
+                if let Some(machine) = keeper.last() {
+                    machine.kill();
+                }
+                tokio::time::sleep(FAREWELL).await;
+            } => Ok(()),
+        }
+    });
+    // What still blocks has nothing to give back any more.
+    runtime.shutdown_background();
+    served
+}

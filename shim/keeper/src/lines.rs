@@ -1,0 +1,170 @@
+//! Owns: asking over a socket with lines of JSON: QEMU's monitor (QMP) and the guest agent (QGA) both speak so.
+//! The other end is not trusted: lines are bounded, and what comes unasked is passed over.
+//! Threads: a task for each connection; asking takes turns.
+
+use crate::error::KeeperError;
+use serde_json::{Map, Value, json};
+use std::time::Duration;
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::UnixStream;
+use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::sync::mpsc;
+
+/// Words of a refusal that are passed on, in characters.
+const MAX_WORDS: usize = 300;
+/// Events that wait for whoever reads them; more are lost.
+const EVENTS: usize = 64;
+
+/// One connection.
+pub struct Lines {
+    whom: &'static str,
+    writer: OwnedWriteHalf,
+    answers: mpsc::Receiver<Map<String, Value>>,
+}
+
+/// Something that was told without a question.
+#[derive(Debug)]
+pub struct Event {
+    /// Its name.
+    pub name: String,
+    /// What it says.
+    pub data: Value,
+}
+
+impl Lines {
+    /// A connection with `whom`, whose lines have at most `longest` bytes; what it tells unasked goes to the receiver, which ends
+    /// with the connection.
+    pub fn new(stream: UnixStream, whom: &'static str, longest: u64) -> (Lines, mpsc::Receiver<Event>) {
+        let (reader, writer) = stream.into_split();
+        let (tell_answer, answers) = mpsc::channel(4);
+        let (tell_event, events) = mpsc::channel(EVENTS);
+        tokio::spawn(read(reader, longest, whom, tell_answer, tell_event));
+        (Lines { whom, writer, answers }, events)
+    }
+
+    /// Asks, and waits for the answer.
+    pub async fn ask(&mut self, command: &str, arguments: Value, limit: Duration) -> Result<Value, KeeperError> {
+        let (whom, command) = (self.whom, command.to_owned());
+        // Of a question that was given up before.
+        while self.answers.try_recv().is_ok() {}
+        let mut line = json!({ "execute": command });
+        if !arguments.is_null() {
+            line["arguments"] = arguments;
+        }
+        let asked = async {
+            let sent = self.writer.write_all(format!("{line}\n").as_bytes()).await;
+            sent.map_err(|_broken| KeeperError::Gone { whom })?;
+            self.answers.recv().await.ok_or(KeeperError::Gone { whom })
+        };
+        let answer = tokio::time::timeout(limit, asked).await;
+        let mut answer =
+            answer.map_err(|_elapsed| KeeperError::TooSlow { whom, command: command.clone(), limit })??;
+        if let Some(error) = answer.get("error") {
+            let words = error.get("desc").and_then(Value::as_str).unwrap_or_default();
+            return Err(KeeperError::Refused { whom, command, words: printable(words) });
+        }
+        Ok(answer.remove("return").unwrap_or_default())
+    }
+}
+
+/// Reads until the connection ends, or sends something that no honest end does.
+async fn read(
+    reader: OwnedReadHalf,
+    longest: u64,
+    whom: &'static str,
+    answers: mpsc::Sender<Map<String, Value>>,
+    events: mpsc::Sender<Event>,
+) {
+    let mut reader = BufReader::new(reader);
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        match (&mut reader).take(longest).read_until(b'\n', &mut line).await {
+            Ok(0) | Err(_) => return,
+            Ok(_) if line.last() != Some(&b'\n') => {
+                tracing::warn!(whom, "a line that is too long, or cut: not listened to any more");
+                return;
+            }
+            Ok(_) => {}
+        }
+        // A guest agent that starts anew may send bytes of its old life first.
+        let start = line.iter().rposition(|byte| *byte == 0xff).map_or(0, |at| at + 1);
+        let Ok(Value::Object(mut message)) = serde_json::from_slice(line.get(start..).unwrap_or_default()) else {
+            continue;
+        };
+        if message.contains_key("return") || message.contains_key("error") {
+            // Nobody waits for what was not asked.
+            let _ = answers.try_send(message);
+        } else if let Some(Value::String(name)) = message.remove("event") {
+            let _ = events.try_send(Event { name, data: message.remove("data").unwrap_or_default() });
+        }
+    }
+}
+
+/// Text of somebody who is not trusted, for people.
+pub fn printable(text: &str) -> String {
+    text.chars().filter(|c| !c.is_control()).take(MAX_WORDS).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nacelle_base::{Classify, Kind};
+
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    fn with<T>(answer: &'static [u8], then: impl AsyncFnOnce(Lines, mpsc::Receiver<Event>) -> T) -> T {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let (near, mut far) = UnixStream::pair().unwrap();
+            let other = tokio::spawn(async move {
+                let mut buffer = [0; 256];
+                let _ = far.read(&mut buffer).await;
+                let _ = far.write_all(answer).await;
+                // Until the test is over.
+                let _ = far.read(&mut buffer).await;
+            });
+            let (lines, events) = Lines::new(near, "QEMU", 200);
+            let outcome = then(lines, events).await;
+            other.abort();
+            outcome
+        })
+    }
+
+    #[test]
+    fn an_answer_is_told_from_an_event() {
+        let answer =
+            b"{\"QMP\": {}}\r\n{\"event\": \"RESET\", \"data\": {\"guest\": true}}\r\nrubbish\n{\"return\": 5}\r\n";
+        with(answer, async |mut lines, mut events| {
+            assert_eq!(lines.ask("a", Value::Null, LIMIT).await.unwrap(), 5);
+            let event = events.recv().await.unwrap();
+            assert_eq!((event.name.as_str(), event.data["guest"].as_bool()), ("RESET", Some(true)));
+        });
+    }
+
+    #[test]
+    fn refusals_silence_and_floods_are_errors() {
+        with(
+            b"{\"error\": {\"class\": \"GenericError\", \"desc\": \"no\\u0007 such\"}}\n",
+            async |mut lines, _events| {
+                let error = lines.ask("a", Value::Null, LIMIT).await.unwrap_err();
+                assert_eq!(error.to_string(), "QEMU refuses a: \"no such\"");
+            },
+        );
+        with(b"", async |mut lines, _events| {
+            let error = lines.ask("a", json!({}), Duration::from_millis(10)).await.unwrap_err();
+            assert_eq!(error.kind(), Kind::Timeout);
+        });
+        with(&[b'x'; 400], async |mut lines, mut events| {
+            assert!(matches!(lines.ask("a", Value::Null, LIMIT).await, Err(KeeperError::Gone { .. })));
+            assert!(events.recv().await.is_none());
+        });
+    }
+
+    #[test]
+    fn what_an_agent_says_anew_begins_after_its_marker() {
+        with(b"{\"return\": \xff{\"return\": 7}\n", async |mut lines, _events| {
+            assert_eq!(lines.ask("a", Value::Null, LIMIT).await.unwrap(), 7);
+        });
+    }
+}

@@ -1,0 +1,130 @@
+//! Owns: the pod's network in the words of cloud-init. Pure.
+//! Sources: cloud-init's "Networking config Version 2" and OpenStack's network_data.json.
+
+use nacelle_proto::agent::{BootConfig, Interface, Route};
+use serde_json::{Map, Value, json};
+
+/// A hardware address as people write it.
+pub fn hex(mac: &[u8]) -> String {
+    mac.iter().map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().join(":")
+}
+
+fn routes<'a>(network: &'a BootConfig, interface: &'a Interface) -> impl Iterator<Item = &'a Route> {
+    network.routes.iter().filter(move |route| route.interface == interface.name)
+}
+
+/// Whether an address or a prefix is one of IPv6.
+fn six(address: &str) -> bool {
+    address.contains(':')
+}
+
+/// In version 2 (netplan's).
+pub fn version_2(network: &BootConfig) -> Value {
+    let dns = network.dns.clone().unwrap_or_default();
+    let mut cards = Map::new();
+    for interface in &network.interfaces {
+        let route = |route: &Route| {
+            let mut told = json!({ "to": route.destination });
+            if route.gateway.is_empty() {
+                told["scope"] = json!("link");
+            } else {
+                told["via"] = json!(route.gateway);
+                told["on-link"] = json!(true);
+            }
+            if let Some(metric) = route.metric {
+                told["metric"] = json!(metric);
+            }
+            told
+        };
+        let mut card = json!({
+            "match": { "macaddress": hex(&interface.mac) },
+            "set-name": interface.name,
+            "addresses": interface.addresses,
+            "routes": routes(network, interface).map(route).collect::<Vec<_>>(),
+            "nameservers": { "addresses": dns.servers, "search": dns.searches },
+        });
+        if interface.mtu > 0 {
+            card["mtu"] = json!(interface.mtu);
+        }
+        cards.insert(interface.name.clone(), card);
+    }
+    json!({ "version": 2, "ethernets": cards })
+}
+
+/// As OpenStack says it.
+pub fn open_stack(network: &BootConfig) -> Value {
+    let (mut links, mut networks) = (Vec::new(), Vec::new());
+    for interface in &network.interfaces {
+        links.push(json!({
+            "id": interface.name,
+            "name": interface.name,
+            "type": "phy",
+            "ethernet_mac_address": hex(&interface.mac),
+            "mtu": interface.mtu,
+        }));
+        for (n, address) in interface.addresses.iter().enumerate() {
+            let first = !interface.addresses.iter().take(n).any(|earlier| six(earlier) == six(address));
+            let own = routes(network, interface)
+                .filter(|route| first && six(&route.destination) == six(address) && !route.gateway.is_empty());
+            networks.push(json!({
+                "id": format!("{}-{n}", interface.name),
+                "link": interface.name,
+                "type": if six(address) { "ipv6" } else { "ipv4" },
+                "ip_address": address,
+                "routes": own.map(|route| {
+                    let (to, bits) = route.destination.split_once('/').unwrap_or((&route.destination, "32"));
+                    json!({ "network": to, "netmask": bits, "gateway": route.gateway })
+                }).collect::<Vec<_>>(),
+            }));
+        }
+    }
+    let dns = network.dns.clone().unwrap_or_default();
+    let services: Vec<Value> = dns.servers.iter().map(|server| json!({ "type": "dns", "address": server })).collect();
+    json!({ "links": links, "networks": networks, "services": services })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nacelle_proto::agent::Dns;
+
+    fn network() -> BootConfig {
+        let route = |destination: &str, gateway: &str| Route {
+            destination: destination.into(),
+            gateway: gateway.into(),
+            interface: "eth0".into(),
+            metric: None,
+        };
+        BootConfig {
+            interfaces: vec![Interface {
+                name: "eth0".into(),
+                mac: vec![2, 0, 0, 0, 0, 0xab],
+                mtu: 1450,
+                addresses: vec!["10.1.0.5/24".into(), "fd00::5/64".into()],
+            }],
+            routes: vec![route("0.0.0.0/0", "10.1.0.1"), route("10.9.0.0/16", ""), route("::/0", "fd00::1")],
+            dns: Some(Dns { servers: vec!["10.96.0.10".into()], searches: vec!["svc".into()], options: vec![] }),
+            ..Default::default()
+        }
+    }
+
+    #[test]
+    fn version_2_has_what_cni_gave() {
+        let told = version_2(&network());
+        let card = &told["ethernets"]["eth0"];
+        assert_eq!(card["match"]["macaddress"], "02:00:00:00:00:ab");
+        assert_eq!(card["addresses"], json!(["10.1.0.5/24", "fd00::5/64"]));
+        assert_eq!(card["routes"][0], json!({ "to": "0.0.0.0/0", "via": "10.1.0.1", "on-link": true }));
+        assert_eq!(card["routes"][1], json!({ "to": "10.9.0.0/16", "scope": "link" }));
+        assert_eq!((&card["mtu"], &card["nameservers"]["addresses"][0]), (&json!(1450), &json!("10.96.0.10")));
+    }
+
+    #[test]
+    fn openstack_has_a_network_for_each_address() {
+        let told = open_stack(&network());
+        assert_eq!(told["networks"][0]["routes"][0]["gateway"], "10.1.0.1");
+        assert_eq!(told["networks"][1]["type"], "ipv6");
+        assert_eq!(told["networks"][1]["routes"][0], json!({ "network": "::", "netmask": "0", "gateway": "fd00::1" }));
+        assert_eq!(told["services"][0]["address"], "10.96.0.10");
+    }
+}

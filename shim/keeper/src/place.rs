@@ -1,0 +1,143 @@
+//! Owns: what the pod process hands over at the start, and the handshake with it: the same that an agent in a guest has
+//! (agent.proto).
+
+use crate::error::KeeperError;
+use crate::sys;
+use nacelle_engine::Accelerator;
+use nacelle_proto::agent::{AgentHello, BootConfig, BootReport};
+use prost::Message;
+use std::collections::BTreeSet;
+use std::io::{Read, Write};
+use std::os::fd::{OwnedFd, RawFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+
+/// The longest frame of the handshake, in bytes.
+const MAX_FRAME: u32 = 1 << 20;
+/// The version of agent.proto.
+const PROTOCOL: u32 = 1;
+
+/// What the pod process hands over.
+#[derive(Debug)]
+pub struct Place {
+    /// The pod's folder on the node: sockets.
+    pub folder: PathBuf,
+    /// A folder of the node for disks.
+    pub scratch: PathBuf,
+    /// QEMU's program.
+    pub qemu: PathBuf,
+    /// What it runs guests with.
+    pub accelerator: Accelerator,
+    /// Connected to the pod process.
+    pub host: UnixStream,
+    /// Listens for the service.
+    pub rpc: UnixListener,
+    /// Listens for the streams.
+    pub streams: UnixListener,
+    /// Taps, in the order of the pod's interfaces.
+    pub taps: Vec<OwnedFd>,
+}
+
+impl Place {
+    /// Of the arguments: the pod's folder, the folder for disks, QEMU, `kvm` or `tcg`, and the numbers of descriptors: handshake,
+    /// service, streams, taps.
+    pub fn parse(arguments: impl IntoIterator<Item = String>) -> Option<Place> {
+        let mut arguments = arguments.into_iter();
+        let mut path = || arguments.next().map(PathBuf::from).filter(|path| path.is_absolute());
+        let (folder, scratch, qemu) = (path()?, path()?, path()?);
+        let accelerator = match arguments.next()?.as_str() {
+            "kvm" => Accelerator::Kvm,
+            "tcg" => Accelerator::Tcg,
+            _ => return None,
+        };
+        let numbers: Vec<RawFd> = arguments.map(|number| number.parse().ok()).collect::<Option<_>>()?;
+        let distinct: BTreeSet<RawFd> = numbers.iter().copied().filter(|number| *number > 2).collect();
+        if distinct.len() != numbers.len() || numbers.len() < 3 {
+            return None;
+        }
+        let mut fds = sys::adopt(numbers).ok()?.into_iter();
+        let (host, rpc, streams) = (fds.next()?.into(), fds.next()?.into(), fds.next()?.into());
+        Some(Place { folder, scratch, qemu, accelerator, host, rpc, streams, taps: fds.collect() })
+    }
+
+    /// Says hello, and hears what the pod's network is.
+    pub fn greet(&mut self) -> Result<BootConfig, KeeperError> {
+        let failed = |source| KeeperError::Resources { what: "the pod's configuration", source };
+        let release = nix::sys::utsname::uname().map_err(|errno| failed(errno.into()))?;
+        let hello = AgentHello {
+            protocol: PROTOCOL,
+            agent_version: env!("CARGO_PKG_VERSION").to_owned(),
+            kernel_release: release.release().to_string_lossy().into_owned(),
+            started_nanos: 0,
+            sent_nanos: 0,
+        };
+        send(&mut self.host, &hello).map_err(failed)?;
+        let config = receive(&mut self.host).map_err(failed)?;
+        send(&mut self.host, &BootReport { error: String::new() }).map_err(failed)?;
+        Ok(config)
+    }
+}
+
+fn send(to: &mut impl Write, message: &impl Message) -> std::io::Result<()> {
+    let payload = message.encode_to_vec();
+    let length = u32::try_from(payload.len()).map_err(std::io::Error::other)?;
+    to.write_all(&length.to_le_bytes())?;
+    to.write_all(&payload)
+}
+
+fn receive<M: Message + Default>(from: &mut impl Read) -> std::io::Result<M> {
+    let mut head = [0; 4];
+    from.read_exact(&mut head)?;
+    let length = u32::from_le_bytes(head);
+    if length > MAX_FRAME {
+        return Err(std::io::ErrorKind::InvalidData.into());
+    }
+    let mut payload = vec![0; usize::try_from(length).unwrap_or_default()];
+    from.read_exact(&mut payload)?;
+    M::decode(payload.as_slice()).map_err(std::io::Error::other)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bad_arguments_are_refused() {
+        for arguments in [
+            &[][..],
+            &["/f", "/s", "/q", "tcg"],
+            &["/f", "/s", "/q", "tcg", "900", "901"],
+            &["/f", "/s", "/q", "hvf", "900", "901", "902"],
+            &["/f", "/s", "q", "tcg", "900", "901", "902"],
+            &["/f", "/s", "/q", "tcg", "900", "901", "901"],
+            &["/f", "/s", "/q", "tcg", "2", "901", "902"],
+            &["/f", "/s", "/q", "tcg", "900", "901", "902", "x"],
+            // Not open.
+            &["/f", "/s", "/q", "tcg", "900", "901", "902"],
+        ] {
+            assert!(Place::parse(arguments.iter().map(|word| (*word).to_owned())).is_none(), "{arguments:?}");
+        }
+    }
+
+    #[test]
+    fn the_handshake_is_that_of_the_agent() {
+        let (mut near, far) = UnixStream::pair().unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let listener = |name: &str| UnixListener::bind(folder.path().join(name)).unwrap();
+        let mut place = Place {
+            folder: "/f".into(),
+            scratch: "/s".into(),
+            qemu: "/q".into(),
+            accelerator: Accelerator::Tcg,
+            host: far,
+            rpc: listener("a"),
+            streams: listener("b"),
+            taps: Vec::new(),
+        };
+        let other = std::thread::spawn(move || place.greet().unwrap());
+        assert_eq!(receive::<AgentHello>(&mut near).unwrap().protocol, PROTOCOL);
+        send(&mut near, &BootConfig { hostname: "web".into(), ..Default::default() }).unwrap();
+        assert_eq!(receive::<BootReport>(&mut near).unwrap().error, "");
+        assert_eq!(other.join().unwrap().hostname, "web");
+    }
+}

@@ -1,0 +1,139 @@
+//! Owns: what is known of qcow2 here: reading a header that a stranger wrote, and writing an empty disk that lies over another.
+//! Pure. Source: QEMU's docs/interop/qcow2.txt.
+
+/// How a qcow2 file begins.
+const MAGIC: u32 = 0x5146_49fb;
+/// Its header with what version 3 adds, in bytes.
+pub const HEADER: usize = 104;
+/// Clusters of the disks that are written here: 64 KiB.
+const CLUSTER_BITS: u32 = 16;
+const CLUSTER: u64 = 1 << CLUSTER_BITS;
+/// What one entry of the first table is for, in bytes: a table of 8192 clusters.
+const REACH: u64 = CLUSTER << (CLUSTER_BITS - 3);
+/// The largest disk, in bytes: what a first table of one cluster reaches.
+pub const MAX_SIZE: u64 = REACH * (CLUSTER / 8);
+/// Features that change how the file is read: dirty and corrupt are flags of its state; 3 is the type of compression.
+const KNOWN: u64 = 0b1011;
+
+/// What a file is, by its first bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    /// The bytes of a disk.
+    Raw,
+    /// A qcow2 file of a disk with so many bytes.
+    Qcow2 {
+        /// Bytes of the disk.
+        size: u64,
+    },
+}
+
+/// Why a qcow2 file is not taken.
+pub type Refusal = &'static str;
+
+/// Looks at the first bytes of a file, at most [`HEADER`] of them.
+pub fn format(head: &[u8]) -> Result<Format, Refusal> {
+    let four = |at: usize| head.get(at..at + 4).and_then(|bytes| bytes.try_into().ok()).map(u32::from_be_bytes);
+    let eight = |at: usize| head.get(at..at + 8).and_then(|bytes| bytes.try_into().ok()).map(u64::from_be_bytes);
+    if four(0) != Some(MAGIC) {
+        return Ok(Format::Raw);
+    }
+    let cut = "its qcow2 header is cut";
+    let (version, backing) = (four(4).ok_or(cut)?, eight(8).ok_or(cut)?);
+    let (size, encryption) = (eight(24).ok_or(cut)?, four(32).ok_or(cut)?);
+    if !(2..=3).contains(&version) {
+        return Err("a qcow2 file of version 2 or 3 is expected");
+    }
+    if backing != 0 {
+        return Err("a qcow2 file that lies over another file is not taken: make one file of both");
+    }
+    if encryption != 0 {
+        return Err("an encrypted qcow2 file is not taken");
+    }
+    if version == 3 && eight(72).ok_or(cut)? & !KNOWN != 0 {
+        return Err("a qcow2 file whose data lie in another file, or that has unknown features, is not taken");
+    }
+    if size == 0 || size > MAX_SIZE {
+        return Err("a disk of 1 byte to 4 TiB is expected");
+    }
+    Ok(Format::Qcow2 { size })
+}
+
+/// An empty qcow2 file of version 3, with its header, its table of references and its first table: what is not written to it is
+/// that of the disk below, which QEMU is told of by name. `size` is the disk's, in bytes, at most [`MAX_SIZE`].
+pub fn empty(size: u64) -> Vec<u8> {
+    // Clusters: 0 the header, 1 the table of reference blocks, 2 its one block, 3 the first table.
+    let mut file = vec![0; usize::try_from(4 * CLUSTER).unwrap_or_default()];
+    let mut put = |at: usize, bytes: &[u8]| {
+        if let Some(place) = file.get_mut(at..at + bytes.len()) {
+            place.copy_from_slice(bytes);
+        }
+    };
+    let entries = u32::try_from(size.div_ceil(REACH).max(1)).unwrap_or(u32::MAX);
+    put(0, &MAGIC.to_be_bytes());
+    put(4, &3u32.to_be_bytes());
+    put(20, &CLUSTER_BITS.to_be_bytes());
+    put(24, &size.to_be_bytes());
+    put(36, &entries.to_be_bytes());
+    put(40, &(3 * CLUSTER).to_be_bytes());
+    put(48, &CLUSTER.to_be_bytes());
+    put(56, &1u32.to_be_bytes());
+    // Counts of references have 16 bits.
+    put(96, &4u32.to_be_bytes());
+    put(100, &u32::try_from(HEADER).unwrap_or_default().to_be_bytes());
+    let at = |cluster: u64| usize::try_from(cluster * CLUSTER).unwrap_or_default();
+    put(at(1), &(2 * CLUSTER).to_be_bytes());
+    for cluster in 0..4 {
+        put(at(2) + 2 * cluster, &1u16.to_be_bytes());
+    }
+    file
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn head() -> Vec<u8> {
+        empty(10 << 30)[..HEADER].to_vec()
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        assert_eq!(format(&head()), Ok(Format::Qcow2 { size: 10 << 30 }));
+        assert_eq!(format(b"\xebc\x90"), Ok(Format::Raw));
+        assert_eq!(format(b""), Ok(Format::Raw));
+    }
+
+    #[test]
+    fn files_that_lead_to_other_files_are_refused() {
+        let refusal = |at: usize, value: u8| {
+            let mut head = head();
+            head[at] = value;
+            format(&head).unwrap_err()
+        };
+        assert!(refusal(15, 1).contains("over another"), "a backing file");
+        assert!(refusal(79, 4).contains("another file"), "an external data file");
+        assert!(refusal(35, 2).contains("encrypted"));
+        assert!(refusal(7, 9).contains("version"));
+        assert!(refusal(24, 0xff).contains("4 TiB"));
+        assert!(format(&head()[..40]).unwrap_err().contains("cut"));
+    }
+
+    proptest! {
+        #[test]
+        fn no_header_makes_it_panic(tail in prop::collection::vec(any::<u8>(), 0..120), cut in 0usize..124) {
+            let mut head = [&MAGIC.to_be_bytes()[..], &tail].concat();
+            head.truncate(cut);
+            if let Ok(Format::Qcow2 { size }) = format(&head) {
+                prop_assert!(size > 0 && size <= MAX_SIZE);
+            }
+        }
+
+        #[test]
+        fn every_size_has_its_table(size in 1..=MAX_SIZE) {
+            let file = empty(size);
+            let entries = u32::from_be_bytes(file[36..40].try_into().unwrap());
+            prop_assert!(u64::from(entries) * REACH >= size && u64::from(entries) * 8 <= CLUSTER);
+        }
+    }
+}

@@ -1,0 +1,430 @@
+//! Owns: QEMU's command line of a whole machine: board, firmware, disks, cards, screen. Pure.
+
+use crate::disk::{Base, Files, Ready};
+use crate::network::hex;
+use crate::spec::{Board, Bus, Cache, CardModel, DiskKind, Identity, MachineDocument, Processors, WatchdogAction};
+use nacelle_engine::Accelerator;
+use std::os::fd::RawFd;
+use std::path::{Path, PathBuf};
+
+/// The port of the guest agent, as it looks for it.
+pub const AGENT_PORT: &str = "org.qemu.guest_agent.0";
+/// What is emulated of processors: see the same constant of `nacelle-engine`.
+const EMULATED: &str = "max,erms=off,fsrm=off";
+
+/// All that QEMU is told.
+#[derive(Debug)]
+pub struct Machine<'a> {
+    /// What the machine is.
+    pub document: &'a MachineDocument,
+    /// What runs its instructions.
+    pub accelerator: Accelerator,
+    /// Its disks.
+    pub disks: &'a [Ready],
+    /// The firmware's program and its variables; none: the board's own.
+    pub firmware: Option<(&'a Path, PathBuf)>,
+    /// Its cards, with the taps behind them.
+    pub cards: Vec<Card>,
+    /// Where VNC listens.
+    pub screen: Option<PathBuf>,
+    /// Ends of socket pairs.
+    pub monitor: RawFd,
+    /// Of the serial console.
+    pub console: RawFd,
+    /// Of the guest agent.
+    pub agent: RawFd,
+}
+
+/// A network card.
+#[derive(Debug)]
+pub struct Card {
+    /// The tap behind it.
+    pub tap: RawFd,
+    /// Its model.
+    pub model: CardModel,
+    /// Its address.
+    pub mac: [u8; 6],
+    /// What the guest is told of the longest packet; 0: nothing.
+    pub mtu: u32,
+    /// Its place in the order of booting.
+    pub boot_order: Option<u32>,
+}
+
+/// An option's value, with the commas of values doubled as QEMU wants it.
+struct Opt(String);
+
+impl Opt {
+    fn new(head: impl std::fmt::Display) -> Opt {
+        Opt(head.to_string())
+    }
+
+    fn set(mut self, key: &str, value: impl std::fmt::Display) -> Opt {
+        let value = value.to_string().replace(',', ",,");
+        self.0.push_str(&format!(",{key}={value}"));
+        self
+    }
+
+    fn set_if<T: std::fmt::Display>(self, key: &str, value: Option<T>) -> Opt {
+        match value {
+            Some(value) => self.set(key, value),
+            None => self,
+        }
+    }
+}
+
+/// The words so far.
+struct Args(Vec<String>);
+
+impl Args {
+    fn flag(&mut self, name: &str) {
+        self.0.push(format!("-{name}"));
+    }
+
+    fn add(&mut self, name: &str, value: Opt) {
+        self.flag(name);
+        self.0.push(value.0);
+    }
+
+    fn device(&mut self, value: Opt) {
+        self.add("device", value);
+    }
+}
+
+impl Machine<'_> {
+    /// The file descriptors that QEMU must inherit.
+    pub fn inherited(&self) -> Vec<RawFd> {
+        let taps = self.cards.iter().map(|card| card.tap);
+        taps.chain([self.monitor, self.console, self.agent]).collect()
+    }
+
+    /// The words after the program's name.
+    pub fn args(&self) -> Vec<String> {
+        let document = self.document;
+        let mut args = Args(Vec::with_capacity(96));
+        for flag in ["nodefaults", "no-user-config"] {
+            args.flag(flag);
+        }
+        args.add("name", Opt::new(format!("guest={}", document.name.replace(',', ",,"))));
+        self.board(&mut args);
+        self.ends(&mut args);
+        identity(&mut args, &document.identity);
+        for (n, ready) in self.disks.iter().enumerate() {
+            disk(&mut args, n, ready, document.board);
+        }
+        for (n, card) in self.cards.iter().enumerate() {
+            let name = format!("net{n}");
+            args.add("netdev", Opt::new("tap").set("id", &name).set("fd", card.tap).set("vhost", "off"));
+            let device = Opt::new(model(card.model)).set("netdev", &name).set("mac", hex(&card.mac));
+            let mtu = (card.model == CardModel::Virtio && card.mtu > 0).then_some(card.mtu);
+            // No program that the card brings with it, but where it is to boot from there.
+            let program = if card.boot_order.is_some() { None } else { Some("") };
+            args.device(device.set_if("host_mtu", mtu).set_if("bootindex", card.boot_order).set_if("romfile", program));
+        }
+        if document.random {
+            args.device(Opt::new("virtio-rng-pci"));
+        }
+        if document.balloon {
+            let balloon = Opt::new("virtio-balloon-pci").set("id", "balloon");
+            args.device(balloon.set("free-page-reporting", "on").set("deflate-on-oom", "on"));
+        }
+        if let Some(action) = document.watchdog {
+            args.device(Opt::new("i6300esb"));
+            let word = match action {
+                WatchdogAction::Reset => "reset",
+                WatchdogAction::Shutdown => "shutdown",
+                WatchdogAction::Poweroff => "poweroff",
+            };
+            args.add("action", Opt::new(format!("watchdog={word}")));
+        }
+        self.screen(&mut args);
+        if document.ends_at_reboot {
+            args.flag("no-reboot");
+        }
+        if document.paused {
+            args.flag("S");
+        }
+        args.0
+    }
+
+    fn board(&self, args: &mut Args) {
+        let document = self.document;
+        let board = match document.board {
+            Board::Q35 => "q35",
+            Board::Pc => "pc",
+        };
+        let unused = ["vmport", "usb", "dump-guest-core", "mem-merge"];
+        let board = unused.iter().fold(Opt::new(board), |option, key| option.set(key, "off"));
+        args.add("machine", board.set("memory-backend", "ram"));
+        let (accel, cpu) = match self.accelerator {
+            Accelerator::Kvm => ("kvm", "host"),
+            Accelerator::Tcg => ("tcg,thread=multi", EMULATED),
+        };
+        args.add("accel", Opt::new(accel));
+        let Processors { sockets, cores, threads, model, features, strict } = &document.processors;
+        let cpu = Opt::new(model.as_deref().unwrap_or(cpu));
+        let cpu = features.iter().fold(cpu, |cpu, (name, there)| cpu.set(name, if *there { "on" } else { "off" }));
+        args.add("cpu", if *strict { cpu.set("enforce", "on") } else { cpu });
+        let count = Opt::new(document.processors.count());
+        args.add("smp", count.set("sockets", sockets).set("cores", cores).set("threads", threads));
+        let memory = format!("{}M", document.memory_mib);
+        args.add("m", Opt::new(&memory));
+        let kind = if document.hugepages { "memory-backend-memfd" } else { "memory-backend-ram" };
+        let ram = Opt::new(kind).set("id", "ram").set("size", &memory);
+        // Taken now, because a page that is missing later is the end of QEMU.
+        let ram = match document.hugepages {
+            true => ram.set("hugetlb", "on").set("hugetlbsize", "2M").set("prealloc", "on"),
+            false => ram,
+        };
+        args.add("object", ram);
+        if let Some((code, variables)) = &self.firmware {
+            let flash = |unit, file: &Path| {
+                Opt::new("if=pflash").set("format", "raw").set("unit", unit).set("file", file.display())
+            };
+            args.add("drive", flash(0, code).set("readonly", "on"));
+            args.add("drive", flash(1, variables));
+        }
+        args.add("rtc", Opt::new("base=utc"));
+        let denied = ["elevateprivileges", "spawn", "resourcecontrol", "obsolete"];
+        args.add("sandbox", denied.iter().fold(Opt::new("on"), |option, key| option.set(key, "deny")));
+    }
+
+    /// What leads out of the machine.
+    fn ends(&self, args: &mut Args) {
+        for (id, fd) in [("monitor", self.monitor), ("console", self.console), ("agent", self.agent)] {
+            args.add("chardev", Opt::new("socket").set("id", id).set("fd", fd));
+        }
+        args.add("mon", Opt::new("monitor").set("mode", "control"));
+        args.add("serial", Opt::new("chardev:console"));
+        args.device(Opt::new("virtio-serial-pci").set("id", "ports"));
+        args.device(Opt::new("virtserialport").set("bus", "ports.0").set("chardev", "agent").set("name", AGENT_PORT));
+        args.device(Opt::new("pvpanic"));
+    }
+
+    fn screen(&self, args: &mut Args) {
+        match &self.screen {
+            Some(socket) => {
+                args.device(Opt::new("VGA"));
+                args.add("display", Opt::new(format!("vnc=unix:{}", socket.display())));
+            }
+            None => args.add("display", Opt::new("none")),
+        }
+        if self.document.tablet {
+            args.device(Opt::new("qemu-xhci").set("id", "usb"));
+            args.device(Opt::new("usb-tablet").set("bus", "usb.0"));
+        }
+    }
+}
+
+fn identity(args: &mut Args, identity: &Identity) {
+    if !identity.uuid.is_empty() {
+        args.add("uuid", Opt::new(&identity.uuid));
+    }
+    let said = |text: &String| Some(text.clone()).filter(|text| !text.is_empty());
+    if let Some(serial) = said(&identity.serial) {
+        args.add("smbios", Opt::new("type=1").set("serial", serial));
+    }
+    if identity.chassis.iter().any(|text| !text.is_empty()) {
+        let keys = ["manufacturer", "version", "serial", "asset", "sku"];
+        let pairs = keys.iter().zip(&identity.chassis);
+        let case = pairs.fold(Opt::new("type=3"), |case, (key, text)| case.set_if(key, said(text)));
+        args.add("smbios", case);
+    }
+}
+
+fn model(model: CardModel) -> &'static str {
+    match model {
+        CardModel::Virtio => "virtio-net-pci",
+        CardModel::E1000 => "e1000",
+        CardModel::E1000e => "e1000e",
+        CardModel::Rtl8139 => "rtl8139",
+    }
+}
+
+/// A node of the block layer, over a file.
+fn file(args: &mut Args, name: &str, path: &Path, read_only: bool, cache: Cache) {
+    let on = |yes: bool| if yes { "on" } else { "off" };
+    let node = Opt::new("driver=file").set("node-name", name).set("filename", path.display());
+    let node = node.set("read-only", on(read_only)).set("auto-read-only", "off").set("locking", on(!read_only));
+    let node = if read_only { node } else { node.set("discard", "unmap") };
+    let node = if cache == Cache::None { node.set("cache.direct", "on").set("aio", "threads") } else { node };
+    args.add("blockdev", node);
+}
+
+fn below(args: &mut Args, n: usize, base: &Base) -> String {
+    let [inner, piece, disk] = ["file", "piece", "base"].map(|part| format!("{part}{n}"));
+    file(args, &inner, &base.file, true, Cache::Writeback);
+    let node = Opt::new("driver=raw").set("node-name", &piece).set("file", inner).set("read-only", "on");
+    args.add("blockdev", node.set("offset", base.offset).set("size", base.length));
+    if !base.qcow2 {
+        return piece;
+    }
+    let node = Opt::new("driver=qcow2").set("node-name", &disk).set("file", piece).set("read-only", "on");
+    args.add("blockdev", node);
+    disk
+}
+
+fn disk(args: &mut Args, n: usize, ready: &Ready, board: Board) {
+    let (disk, cache) = (&ready.disk, ready.disk.cache);
+    let node = match &ready.files {
+        Files::Piece(base) => below(args, n, base),
+        Files::Whole(path) => {
+            let [inner, whole] = ["file", "disk"].map(|part| format!("{part}{n}"));
+            file(args, &inner, path, disk.read_only, cache);
+            let node = Opt::new("driver=raw").set("node-name", &whole).set("file", inner);
+            args.add(
+                "blockdev",
+                if disk.read_only { node.set("read-only", "on") } else { node.set("discard", "unmap") },
+            );
+            whole
+        }
+        Files::Over { top, base } => {
+            let base = below(args, n, base);
+            let [inner, whole] = ["top", "disk"].map(|part| format!("{part}{n}"));
+            file(args, &inner, top, false, cache);
+            let node = Opt::new("driver=qcow2").set("node-name", &whole).set("file", inner).set("backing", base);
+            args.add("blockdev", node.set("discard", "unmap").set("lazy-refcounts", "off"));
+            whole
+        }
+    };
+    let name = format!("d-{}", disk.name);
+    let cdrom = disk.kind == DiskKind::Cdrom;
+    let device = match disk.bus {
+        Bus::Virtio => Opt::new("virtio-blk-pci"),
+        Bus::Sata => {
+            let port = match board {
+                Board::Q35 => format!("ide.{n}"),
+                Board::Pc => format!("ide.{}", n / 2),
+            };
+            Opt::new(if cdrom { "ide-cd" } else { "ide-hd" }).set("bus", port)
+        }
+        Bus::Scsi => {
+            args.device(Opt::new("virtio-scsi-pci").set("id", format!("scsi{n}")));
+            Opt::new(if cdrom { "scsi-cd" } else { "scsi-hd" }).set("bus", format!("scsi{n}.0"))
+        }
+        Bus::Usb => {
+            args.device(Opt::new("qemu-xhci").set("id", format!("xhci{n}")));
+            Opt::new("usb-storage").set("bus", format!("xhci{n}.0"))
+        }
+    };
+    let serial = Some(&disk.serial).filter(|serial| !serial.is_empty());
+    let device = device.set("id", name).set("drive", node).set_if("serial", serial);
+    let device = device.set_if("bootindex", disk.boot_order);
+    let device = match disk.block_size {
+        Some((logical, physical)) => device.set("logical_block_size", logical).set("physical_block_size", physical),
+        None => device,
+    };
+    let through = if cache == Cache::Writethrough { Some("off") } else { None };
+    args.device(if cdrom { device } else { device.set_if("write-cache", through) });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::disk::tests::sample;
+    use crate::spec::{Firmware, Source};
+
+    pub(crate) fn document() -> MachineDocument {
+        MachineDocument {
+            name: "web, one".into(),
+            processors: Processors {
+                sockets: 1,
+                cores: 2,
+                threads: 1,
+                model: None,
+                features: vec![("avx".into(), false)],
+                strict: true,
+            },
+            memory_mib: 1024,
+            hugepages: false,
+            board: Board::Q35,
+            firmware: Firmware::Bios {},
+            identity: Identity { serial: "a,b".into(), ..Identity::default() },
+            disks: vec![],
+            cards: vec![],
+            screen: true,
+            tablet: false,
+            random: true,
+            balloon: true,
+            watchdog: Some(WatchdogAction::Reset),
+            ends_at_reboot: false,
+            paused: false,
+        }
+    }
+
+    fn args(document: &MachineDocument, disks: &[Ready]) -> Vec<String> {
+        let machine = Machine {
+            document,
+            accelerator: Accelerator::Tcg,
+            disks,
+            firmware: Some((Path::new("/code"), "/vars".into())),
+            cards: vec![Card {
+                tap: 7,
+                model: CardModel::Virtio,
+                mac: [2, 0, 0, 0, 0, 1],
+                mtu: 1450,
+                boot_order: None,
+            }],
+            screen: document.screen.then(|| "/run/screen.sock".into()),
+            monitor: 8,
+            console: 9,
+            agent: 10,
+        };
+        assert_eq!(machine.inherited(), [7, 8, 9, 10]);
+        machine.args()
+    }
+
+    fn values<'a>(args: &'a [String], name: &str) -> Vec<&'a str> {
+        args.windows(2).filter(|pair| pair[0] == name).map(|pair| pair[1].as_str()).collect()
+    }
+
+    #[test]
+    fn each_part_of_a_machine_is_said() {
+        let args = args(&document(), &[]);
+        assert_eq!(values(&args, "-name"), ["guest=web,, one"]);
+        assert_eq!(values(&args, "-cpu"), ["max,erms=off,fsrm=off,avx=off,enforce=on"]);
+        assert_eq!(values(&args, "-smp"), ["2,sockets=1,cores=2,threads=1"]);
+        assert_eq!(values(&args, "-smbios"), ["type=1,serial=a,,b"]);
+        assert_eq!(values(&args, "-display"), ["vnc=unix:/run/screen.sock"]);
+        assert_eq!(values(&args, "-action"), ["watchdog=reset"]);
+        assert_eq!(
+            values(&args, "-drive"),
+            ["if=pflash,format=raw,unit=0,file=/code,readonly=on", "if=pflash,format=raw,unit=1,file=/vars"]
+        );
+        let cards: Vec<_> = values(&args, "-device").into_iter().filter(|device| device.contains("net")).collect();
+        assert_eq!(cards, ["virtio-net-pci,netdev=net0,mac=02:00:00:00:00:01,host_mtu=1450,romfile="]);
+    }
+
+    #[test]
+    fn a_disk_over_a_piece_of_an_image() {
+        let base = Base { file: "/blob".into(), offset: 4096, length: 8192, qcow2: true };
+        let files = Files::Over { top: "/top".into(), base };
+        let mut disk = sample("root", Source::Empty { bytes: 512 });
+        disk.boot_order = Some(1);
+        let args = args(&document(), &[Ready { disk, files }]);
+        assert_eq!(
+            values(&args, "-blockdev"),
+            [
+                "driver=file,node-name=file0,filename=/blob,read-only=on,auto-read-only=off,locking=off",
+                "driver=raw,node-name=piece0,file=file0,read-only=on,offset=4096,size=8192",
+                "driver=qcow2,node-name=base0,file=piece0,read-only=on",
+                "driver=file,node-name=top0,filename=/top,read-only=off,auto-read-only=off,locking=on,discard=unmap",
+                "driver=qcow2,node-name=disk0,file=top0,backing=base0,discard=unmap,lazy-refcounts=off",
+            ]
+        );
+        assert!(values(&args, "-device").contains(&"virtio-blk-pci,id=d-root,drive=disk0,bootindex=1"), "{args:?}");
+    }
+
+    #[test]
+    fn each_bus_has_its_devices() {
+        let on = |bus, kind| {
+            let mut disk = sample("a", Source::Empty { bytes: 512 });
+            (disk.bus, disk.kind, disk.cache) = (bus, kind, Cache::None);
+            let args = args(&document(), &[Ready { disk, files: Files::Whole("/f".into()) }]);
+            assert!(values(&args, "-blockdev")[0].ends_with(",cache.direct=on,aio=threads"));
+            values(&args, "-device").into_iter().find(|device| device.contains("id=d-a")).unwrap().to_owned()
+        };
+        assert_eq!(on(Bus::Sata, DiskKind::Cdrom), "ide-cd,bus=ide.0,id=d-a,drive=disk0");
+        assert_eq!(on(Bus::Scsi, DiskKind::Disk), "scsi-hd,bus=scsi0.0,id=d-a,drive=disk0");
+        assert_eq!(on(Bus::Usb, DiskKind::Disk), "usb-storage,bus=xhci0.0,id=d-a,drive=disk0");
+    }
+}

@@ -1,0 +1,157 @@
+//! Owns: the gRPC service (agent.proto): messages to verbs, errors to codes. What only containers have is refused.
+
+use crate::error::KeeperError;
+use crate::keeper::Keeper;
+use nacelle_base::{Chain, Classify};
+use nacelle_proto::agent::agent_server::Agent;
+use nacelle_proto::agent::{
+    AttachDeviceRequest, AttachImageRequest, ContainerRef, ContainerUsage, CreateContainerRequest,
+    CreateContainerResponse, DetachDeviceRequest, DetachImageRequest, DropVolumeRequest, Empty, ExecRequest,
+    ListContainersResponse, PushVolumeRequest, RenewRequest, ResizeRequest, SignalRequest, StatsResponse,
+    UpdateContainerRequest, Usage, WaitRequest, WaitResponse,
+};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::Notify;
+use tonic::{Code, Request, Response, Status, Streaming};
+
+/// The longest that one Wait waits.
+const LONGEST_WAIT: Duration = Duration::from_secs(60);
+const SIGKILL: u32 = 9;
+
+/// The service.
+pub struct Service {
+    /// What it is about.
+    pub keeper: Arc<Keeper>,
+    /// Told when the process shall end.
+    pub end: Arc<Notify>,
+}
+
+fn status(error: &KeeperError) -> Status {
+    Status::new(Code::from_i32(error.kind().grpc_code()), Chain(error).to_string())
+}
+
+fn done<T>(outcome: Result<T, KeeperError>) -> Result<Response<Empty>, Status> {
+    outcome.map(|_| Response::new(Empty {})).map_err(|error| status(&error))
+}
+
+fn refused<T>(what: &'static str, hint: &'static str) -> Result<Response<T>, Status> {
+    Err(status(&KeeperError::Unsupported { what, hint }))
+}
+
+#[tonic::async_trait]
+impl Agent for Service {
+    // What is read of an image is named in the machine's document.
+    async fn attach_image(&self, _: Request<AttachImageRequest>) -> Result<Response<Empty>, Status> {
+        Ok(Response::new(Empty {}))
+    }
+
+    async fn detach_image(&self, _: Request<DetachImageRequest>) -> Result<Response<Empty>, Status> {
+        Ok(Response::new(Empty {}))
+    }
+
+    async fn attach_device(&self, _: Request<AttachDeviceRequest>) -> Result<Response<Empty>, Status> {
+        refused("take a partition", "devices are disks of its document")
+    }
+
+    async fn detach_device(&self, _: Request<DetachDeviceRequest>) -> Result<Response<Empty>, Status> {
+        refused("give a partition back", "devices are disks of its document")
+    }
+
+    async fn create_container(
+        &self,
+        request: Request<CreateContainerRequest>,
+    ) -> Result<Response<CreateContainerResponse>, Status> {
+        let request = request.into_inner();
+        let made = self.keeper.create(request.id, &request.oci_spec).await;
+        made.map(|()| Response::new(CreateContainerResponse::default())).map_err(|error| status(&error))
+    }
+
+    async fn start_container(&self, request: Request<ContainerRef>) -> Result<Response<Empty>, Status> {
+        let machine = self.keeper.machine(&request.into_inner().id).map_err(|error| status(&error))?;
+        // To its end even if the caller goes away: half a start is no state.
+        let started = tokio::spawn(async move { machine.start().await }).await;
+        done(started.map_err(|error| Status::internal(error.to_string()))?)
+    }
+
+    async fn signal(&self, request: Request<SignalRequest>) -> Result<Response<Empty>, Status> {
+        let SignalRequest { id, exec_id, signal, .. } = request.into_inner();
+        if !exec_id.is_empty() {
+            let command = self.keeper.command(&id, &exec_id);
+            return done(command.map(|command| command.give_up()));
+        }
+        let machine = self.keeper.machine(&id);
+        done(machine.map(|machine| if signal == SIGKILL { machine.kill() } else { machine.press() }))
+    }
+
+    async fn wait(&self, request: Request<WaitRequest>) -> Result<Response<WaitResponse>, Status> {
+        let WaitRequest { id, exec_id, timeout_ms } = request.into_inner();
+        let limit = Duration::from_millis(timeout_ms.into()).min(LONGEST_WAIT);
+        let exit = if exec_id.is_empty() {
+            let machine = self.keeper.machine(&id).map_err(|error| status(&error))?;
+            machine.ended(limit).await
+        } else {
+            let command = self.keeper.command(&id, &exec_id).map_err(|error| status(&error))?;
+            command.ended(limit).await.map(|done| done.1)
+        };
+        Ok(Response::new(WaitResponse { exit }))
+    }
+
+    async fn push_volume(&self, _: Request<Streaming<PushVolumeRequest>>) -> Result<Response<Empty>, Status> {
+        refused("take a volume", "volumes are disks of its document")
+    }
+
+    async fn drop_volume(&self, _: Request<DropVolumeRequest>) -> Result<Response<Empty>, Status> {
+        Ok(Response::new(Empty {}))
+    }
+
+    async fn remove_container(&self, request: Request<ContainerRef>) -> Result<Response<Empty>, Status> {
+        done(self.keeper.remove(&request.into_inner().id).await)
+    }
+
+    async fn exec(&self, request: Request<ExecRequest>) -> Result<Response<Empty>, Status> {
+        let ExecRequest { id, exec_id, args, tty, stdin, .. } = request.into_inner();
+        if tty || stdin {
+            let hint = "the guest agent runs a command without a terminal and without input; attach has the console";
+            return refused("give a command a terminal or input", hint);
+        }
+        done(self.keeper.exec(&id, exec_id, args))
+    }
+
+    async fn update_container(&self, _: Request<UpdateContainerRequest>) -> Result<Response<Empty>, Status> {
+        refused("change its limits", "the size of a machine is its pod's")
+    }
+
+    // A serial console has no size.
+    async fn resize(&self, request: Request<ResizeRequest>) -> Result<Response<Empty>, Status> {
+        done(self.keeper.machine(&request.into_inner().id))
+    }
+
+    async fn list_containers(&self, _: Request<Empty>) -> Result<Response<ListContainersResponse>, Status> {
+        Ok(Response::new(ListContainersResponse { containers: self.keeper.list() }))
+    }
+
+    async fn stats(&self, _: Request<Empty>) -> Result<Response<StatsResponse>, Status> {
+        let Some(machine) = self.keeper.last() else { return Ok(Response::new(StatsResponse::default())) };
+        // One that does not run uses nothing.
+        let (cpu_nanos, memory_bytes) = machine.used().await.unwrap_or_default();
+        let usage = Usage {
+            cpu_nanos,
+            memory_bytes,
+            memory_limit_bytes: Some(machine.document.memory_mib << 20),
+            processes: 1,
+            ..Usage::default()
+        };
+        let container = ContainerUsage { id: machine.id.clone(), usage: Some(usage), layer: None, details: None };
+        Ok(Response::new(StatsResponse { pod: Some(usage), containers: vec![container], ..StatsResponse::default() }))
+    }
+
+    async fn renew(&self, _: Request<RenewRequest>) -> Result<Response<Empty>, Status> {
+        refused("be renewed", "it was not restored")
+    }
+
+    async fn shutdown(&self, _: Request<Empty>) -> Result<Response<Empty>, Status> {
+        self.end.notify_one();
+        Ok(Response::new(Empty {}))
+    }
+}

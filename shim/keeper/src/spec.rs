@@ -1,0 +1,291 @@
+//! Owns: what the machine of a machine pod is, as the daemon says it: the document in the place of a container's OCI
+//! specification. Plain data; the daemon has checked what people wrote, and this is what came of it.
+
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+/// The machine. What is on its disks is told by `S`: for the keeper a [`Source`], for whoever has still to look for it something of
+/// its own.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MachineDocument<S = Source> {
+    /// What it is called, for its QEMU's own title.
+    pub name: String,
+    /// Its processors.
+    pub processors: Processors,
+    /// What the guest sees, in MiB.
+    pub memory_mib: u64,
+    /// Of the node's pool of 2 MiB pages.
+    pub hugepages: bool,
+    /// Its board.
+    pub board: Board,
+    /// What loads its system.
+    pub firmware: Firmware,
+    /// What it is told of itself by SMBIOS.
+    pub identity: Identity,
+    /// Its disks, in the order in which the guest finds them.
+    pub disks: Vec<Disk<S>>,
+    /// Its network cards, in the order of the pod's interfaces.
+    pub cards: Vec<Card>,
+    /// It has a screen, which VNC shows.
+    pub screen: bool,
+    /// It has a tablet, so that the pointer of VNC is the guest's.
+    pub tablet: bool,
+    /// It has a random source.
+    pub random: bool,
+    /// It has a balloon, by which the guest gives memory back.
+    pub balloon: bool,
+    /// Its watchdog, if it has one.
+    pub watchdog: Option<WatchdogAction>,
+    /// A reboot of the guest is its end.
+    pub ends_at_reboot: bool,
+    /// It stands still until it is told to go on.
+    pub paused: bool,
+}
+
+impl<S> MachineDocument<S> {
+    /// The same machine, with the sources that `find` knows.
+    pub fn with<T, E>(&self, mut find: impl FnMut(&Disk<S>) -> Result<T, E>) -> Result<MachineDocument<T>, E> {
+        let disk = |disk: &Disk<S>| {
+            Ok(Disk {
+                name: disk.name.clone(),
+                kind: disk.kind,
+                bus: disk.bus,
+                read_only: disk.read_only,
+                boot_order: disk.boot_order,
+                serial: disk.serial.clone(),
+                cache: disk.cache,
+                block_size: disk.block_size,
+                source: find(disk)?,
+            })
+        };
+        Ok(MachineDocument {
+            name: self.name.clone(),
+            processors: self.processors.clone(),
+            memory_mib: self.memory_mib,
+            hugepages: self.hugepages,
+            board: self.board,
+            firmware: self.firmware.clone(),
+            identity: self.identity.clone(),
+            disks: self.disks.iter().map(disk).collect::<Result<_, E>>()?,
+            cards: self.cards.clone(),
+            screen: self.screen,
+            tablet: self.tablet,
+            random: self.random,
+            balloon: self.balloon,
+            watchdog: self.watchdog,
+            ends_at_reboot: self.ends_at_reboot,
+            paused: self.paused,
+        })
+    }
+}
+
+/// Processors.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Processors {
+    /// Sockets.
+    pub sockets: u32,
+    /// Cores of each.
+    pub cores: u32,
+    /// Threads of each of these.
+    pub threads: u32,
+    /// A model that QEMU knows; none: all that the accelerator can.
+    pub model: Option<String>,
+    /// Abilities that are there or are not, beside the model's.
+    pub features: Vec<(String, bool)>,
+    /// Without one of them there is no machine.
+    pub strict: bool,
+}
+
+impl Processors {
+    /// How many virtual processors that is.
+    pub fn count(&self) -> u32 {
+        self.sockets.saturating_mul(self.cores).saturating_mul(self.threads)
+    }
+}
+
+/// A board.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Board {
+    /// PCI Express, SATA.
+    Q35,
+    /// PCI, IDE.
+    Pc,
+}
+
+/// What loads the system.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase", deny_unknown_fields)]
+pub enum Firmware {
+    /// SeaBIOS.
+    Bios {},
+    /// UEFI.
+    Efi {
+        /// Its program.
+        code: PathBuf,
+        /// The variables of a machine that never ran.
+        variables: PathBuf,
+    },
+}
+
+/// What the firmware's tables say of the machine. Empty: nothing.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Identity {
+    /// Its UUID.
+    pub uuid: String,
+    /// Its serial number.
+    pub serial: String,
+    /// Of the case: who made it, version, serial number, asset tag, number in stock.
+    pub chassis: [String; 5],
+}
+
+/// A disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Disk<S = Source> {
+    /// Its name: letters, digits, '-'; once in a machine.
+    pub name: String,
+    /// What it is for the guest.
+    pub kind: DiskKind,
+    /// Where it is plugged in.
+    pub bus: Bus,
+    /// The guest cannot write.
+    pub read_only: bool,
+    /// Its place in the order of booting, from 1.
+    pub boot_order: Option<u32>,
+    /// Its serial number; empty: none.
+    pub serial: String,
+    /// How the node caches it.
+    pub cache: Cache,
+    /// What the guest counts in and what it writes at once, in bytes.
+    pub block_size: Option<(u32, u32)>,
+    /// What is on it.
+    pub source: S,
+}
+
+/// What a disk is for the guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DiskKind {
+    /// A hard disk.
+    Disk,
+    /// A disc in its drive.
+    Cdrom,
+}
+
+/// Where a disk is plugged in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Bus {
+    /// A virtio block device.
+    Virtio,
+    /// A SATA port; of the older board, an IDE port.
+    Sata,
+    /// A unit of a virtio SCSI controller.
+    Scsi,
+    /// A USB stick.
+    Usb,
+}
+
+/// How the node caches a disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Cache {
+    /// Writes are kept until the guest flushes.
+    Writeback,
+    /// Each write is on the disk before the guest goes on.
+    Writethrough,
+    /// The node's memory is not used.
+    None,
+}
+
+/// What is on a disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase", deny_unknown_fields)]
+pub enum Source {
+    /// A disk in an image. What the guest writes goes with the machine.
+    Image {
+        /// The file in which it lies.
+        file: PathBuf,
+        /// Where it begins there, in bytes.
+        offset: u64,
+        /// Its bytes, a multiple of 512.
+        length: u64,
+    },
+    /// Zeros at first; it goes with the pod, whose later machines find it as it is.
+    Empty {
+        /// Its bytes, a multiple of 512.
+        bytes: u64,
+    },
+    /// Data for cloud-init.
+    CloudInit(CloudInit),
+}
+
+/// Data for cloud-init.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CloudInit {
+    /// In which form.
+    pub form: CloudInitForm,
+    /// The instance: when it changes, cloud-init takes the machine for a new one.
+    pub instance: String,
+    /// The guest's host name.
+    pub hostname: String,
+    /// Public keys of SSH.
+    pub keys: Vec<String>,
+    /// What the user says.
+    pub user_data: String,
+    /// What the user says of the network; none: what the pod's network is.
+    pub network_data: Option<String>,
+}
+
+/// The form of data for cloud-init.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CloudInitForm {
+    /// The data source NoCloud.
+    NoCloud,
+    /// The data source ConfigDrive (OpenStack's), version 2.
+    ConfigDrive,
+}
+
+/// A network card.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Card {
+    /// What the guest sees: QEMU's name of a PCI card.
+    pub model: CardModel,
+    /// Its address; none: that of the pod's interface.
+    pub mac: Option<[u8; 6]>,
+    /// Its place in the order of booting, from 1.
+    pub boot_order: Option<u32>,
+}
+
+/// A model of network card.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CardModel {
+    /// Virtio.
+    Virtio,
+    /// Intel 82540EM.
+    E1000,
+    /// Intel 82574L.
+    E1000e,
+    /// Realtek 8139.
+    Rtl8139,
+}
+
+/// What a watchdog does when the guest has not answered it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum WatchdogAction {
+    /// The machine starts anew.
+    Reset,
+    /// The power button is pressed.
+    Shutdown,
+    /// The machine ends.
+    Poweroff,
+}

@@ -1,0 +1,108 @@
+//! Owns: the streams that the pod process opens: console, output of commands, ports of the guest, the screen.
+
+use crate::keeper::Keeper;
+use nacelle_proto::agent::{Stream, StreamOpen, StreamOpened};
+use prost::Message;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::net::{TcpStream, UnixListener, UnixStream};
+
+/// The longest frame, in bytes.
+const MAX_FRAME: u32 = 1 << 20;
+/// For a connection to say what it is.
+const PREAMBLE: Duration = Duration::from_secs(30);
+/// For somebody in the guest to answer.
+const DIAL: Duration = Duration::from_secs(20);
+/// No command runs longer than somebody waits for it.
+const FOREVER: Duration = Duration::from_secs(1 << 30);
+/// The port behind which the screen is, if there is one: VNC's.
+const SCREEN_PORT: u32 = 5900;
+/// Bytes on their way.
+const BUFFER: usize = 32 << 10;
+
+/// Takes connections for ever.
+pub async fn serve(listener: UnixListener, keeper: Arc<Keeper>) {
+    loop {
+        match listener.accept().await {
+            Ok((connection, _)) => {
+                let keeper = Arc::clone(&keeper);
+                tokio::spawn(async move {
+                    if let Err(error) = stream(connection, &keeper).await {
+                        tracing::debug!(%error, "a stream broke");
+                    }
+                });
+            }
+            Err(error) => {
+                tracing::warn!(%error, "a stream is not taken");
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        }
+    }
+}
+
+async fn stream(mut connection: UnixStream, keeper: &Keeper) -> io::Result<()> {
+    let open = tokio::time::timeout(PREAMBLE, read_open(&mut connection)).await;
+    let open = open.unwrap_or_else(|_elapsed| Err(io::ErrorKind::TimedOut.into()))?;
+    let unknown = |error| io::Error::other(nacelle_base::Chain(&error).to_string());
+    match open.stream() {
+        Stream::Port => return forward(connection, keeper, open.port).await,
+        Stream::Stdin if open.exec_id.is_empty() => {
+            return keeper.machine(&open.id).map_err(unknown)?.console.take_input(&mut connection).await;
+        }
+        Stream::Stdout if open.exec_id.is_empty() => {
+            return keeper.machine(&open.id).map_err(unknown)?.console.send_output(&mut connection).await;
+        }
+        // A machine has one output.
+        Stream::Stdin | Stream::Stderr | Stream::Unspecified if open.exec_id.is_empty() => return Ok(()),
+        Stream::Stdin | Stream::Unspecified => return Ok(()),
+        Stream::Stdout | Stream::Stderr => {}
+    }
+    let command = keeper.command(&open.id, &open.exec_id).map_err(unknown)?;
+    let Some(done) = command.ended(FOREVER).await else { return Ok(()) };
+    let output = if open.stream() == Stream::Stdout { &done.0.stdout } else { &done.0.stderr };
+    connection.write_all(output).await?;
+    connection.shutdown().await
+}
+
+async fn read_open(connection: &mut UnixStream) -> io::Result<StreamOpen> {
+    let length = connection.read_u32_le().await?;
+    if length > MAX_FRAME {
+        return Err(io::ErrorKind::InvalidData.into());
+    }
+    let mut payload = vec![0; usize::try_from(length).unwrap_or_default()];
+    connection.read_exact(&mut payload).await?;
+    StreamOpen::decode(payload.as_slice()).map_err(io::Error::other)
+}
+
+trait Both: AsyncRead + AsyncWrite + Unpin + Send {}
+impl<T: AsyncRead + AsyncWrite + Unpin + Send> Both for T {}
+
+async fn forward(mut connection: UnixStream, keeper: &Keeper, port: u32) -> io::Result<()> {
+    let dialled = tokio::time::timeout(DIAL, dial(keeper, port)).await;
+    let dialled = dialled.unwrap_or_else(|_elapsed| Err(io::ErrorKind::TimedOut.into()));
+    let error = dialled.as_ref().err().map_or_else(String::new, ToString::to_string);
+    let answer = StreamOpened { error }.encode_to_vec();
+    connection.write_u32_le(u32::try_from(answer.len()).map_err(io::Error::other)?).await?;
+    connection.write_all(&answer).await?;
+    let mut port = dialled?;
+    tokio::io::copy_bidirectional_with_sizes(&mut connection, &mut port, BUFFER, BUFFER).await.map(drop)
+}
+
+/// The screen, or a port of the guest at the pod's address.
+async fn dial(keeper: &Keeper, port: u32) -> io::Result<Box<dyn Both>> {
+    let screen = keeper.last().and_then(|machine| machine.screen());
+    if let Some(socket) = screen.filter(|_| port == SCREEN_PORT) {
+        return Ok(Box::new(UnixStream::connect(socket).await?));
+    }
+    let port = u16::try_from(port).map_err(|_too_large| io::Error::from(io::ErrorKind::InvalidInput))?;
+    let mut failed = io::Error::from(io::ErrorKind::AddrNotAvailable);
+    for address in keeper.addresses() {
+        match TcpStream::connect((address.as_str(), port)).await {
+            Ok(stream) => return Ok(Box::new(stream)),
+            Err(error) => failed = error,
+        }
+    }
+    Err(failed)
+}

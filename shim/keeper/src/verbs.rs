@@ -1,0 +1,137 @@
+//! Owns: what somebody who has only `kubectl exec` can do with the machine itself: `exec POD -- @vm VERB`.
+
+use crate::error::KeeperError;
+use crate::guest_agent::Outcome;
+use crate::machine::{Machine, State, blocking};
+use serde_json::{Value, json};
+use std::sync::Arc;
+
+/// The program that is none.
+const PROGRAM: &str = "@vm";
+/// A picture of the screen, in the folder of QEMU's sockets, while it is taken.
+const PICTURE: &str = "screen.png";
+/// The largest picture, in bytes.
+const MAX_PICTURE: u64 = 64 << 20;
+
+/// What can be done.
+const VERBS: &[(&str, &str)] = &[
+    ("status", "how the machine is, as JSON"),
+    ("pause", "the processors stand still"),
+    ("unpause", "they go on"),
+    ("reset", "as the button"),
+    ("soft-reboot", "the guest agent is asked to restart the system"),
+    ("power-button", "as the button: the system ends, if it listens"),
+    ("screenshot", "a picture of the screen, as PNG"),
+    ("guest-info", "what the guest agent says of the system, as JSON"),
+    ("help", "this"),
+];
+
+/// The verb that a command line is, if it is one; an unknown one, or none, is the empty one.
+pub fn of(args: &[String]) -> Option<&str> {
+    let (program, rest) = args.split_first()?;
+    (program == PROGRAM).then_some(match rest {
+        [verb] => verb.as_str(),
+        _ => "",
+    })
+}
+
+fn help() -> String {
+    VERBS.iter().map(|(verb, what)| format!("{verb:<14}{what}\n")).collect()
+}
+
+fn said(text: String) -> Outcome {
+    Outcome { stdout: text.into_bytes(), ..Outcome::default() }
+}
+
+/// Does it.
+pub async fn run(machine: &Arc<Machine>, verb: &str) -> Result<Outcome, KeeperError> {
+    let qemu = async |command: &str| machine.ask(command, Value::Null).await.map(|_| Outcome::default());
+    match verb {
+        "status" => status(machine).await,
+        "pause" => qemu("stop").await,
+        "unpause" => qemu("cont").await,
+        "reset" => qemu("system_reset").await,
+        "power-button" => qemu("system_powerdown").await,
+        "soft-reboot" => soft_reboot(machine).await,
+        "screenshot" => screenshot(machine).await,
+        "guest-info" => guest_info(machine).await,
+        "help" => Ok(said(help())),
+        _ => Ok(Outcome { code: 2, stdout: Vec::new(), stderr: format!("{PROGRAM} VERB:\n{}", help()).into_bytes() }),
+    }
+}
+
+async fn status(machine: &Arc<Machine>) -> Result<Outcome, KeeperError> {
+    let told = machine.ask("query-status", Value::Null).await?;
+    let accelerated = machine.ask("query-kvm", Value::Null).await?;
+    let text = |value: &Value, key: &str| value.get(key).cloned().unwrap_or_default();
+    let phase = match (machine.state(), text(&told, "status").as_str()) {
+        (State::Running, Some("paused" | "prelaunch" | "suspended")) => "Paused",
+        (State::Running, _) => "Running",
+        (State::Ended(_), _) => "Succeeded",
+        _ => "Scheduling",
+    };
+    let agent = machine.ask_guest("guest-ping", Value::Null).await.is_ok();
+    let emulated = text(&accelerated, "enabled") != json!(true);
+    let status = json!({
+        "phase": phase,
+        "qemu": text(&told, "status"),
+        "agentConnected": agent,
+        "softwareEmulation": emulated,
+    });
+    Ok(said(format!("{status}\n")))
+}
+
+async fn soft_reboot(machine: &Arc<Machine>) -> Result<Outcome, KeeperError> {
+    match machine.ask_guest("guest-shutdown", json!({ "mode": "reboot" })).await {
+        // One that does it may not answer any more.
+        Err(KeeperError::TooSlow { command, .. }) if command == "guest-shutdown" => Ok(Outcome::default()),
+        Err(error) => Err(error),
+        Ok(_) => Ok(Outcome::default()),
+    }
+}
+
+async fn screenshot(machine: &Arc<Machine>) -> Result<Outcome, KeeperError> {
+    let Some(socket) = machine.screen() else {
+        let hint = "it has no screen: say domain.devices.autoattachGraphicsDevice";
+        return Err(KeeperError::Unsupported { what: "show its screen", hint });
+    };
+    let path = socket.with_file_name(PICTURE);
+    machine.ask("screendump", json!({ "filename": path, "format": "png" })).await?;
+    blocking(move || {
+        let failed = |source| KeeperError::File { what: "read", path: path.clone(), source };
+        let length = std::fs::metadata(&path).map_err(failed)?.len();
+        if length > MAX_PICTURE {
+            return Err(failed(std::io::ErrorKind::FileTooLarge.into()));
+        }
+        let picture = std::fs::read(&path).map_err(failed)?;
+        std::fs::remove_file(&path).map_err(failed)?;
+        Ok(Outcome { stdout: picture, ..Outcome::default() })
+    })
+    .await?
+}
+
+async fn guest_info(machine: &Arc<Machine>) -> Result<Outcome, KeeperError> {
+    let system = machine.ask_guest("guest-get-osinfo", Value::Null).await?;
+    let name = machine.ask_guest("guest-get-host-name", Value::Null).await?;
+    let interfaces = machine.ask_guest("guest-network-get-interfaces", Value::Null).await?;
+    let info = json!({ "os": system, "hostname": name.get("host-name"), "interfaces": interfaces });
+    Ok(said(format!("{info}\n")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_verb_is_told_from_a_program() {
+        let verb = |words: &[&str]| {
+            let words: Vec<String> = words.iter().map(|word| (*word).to_owned()).collect();
+            of(&words).map(str::to_owned)
+        };
+        assert_eq!(verb(&["@vm", "pause"]).as_deref(), Some("pause"));
+        assert_eq!(verb(&["@vm"]).as_deref(), Some(""));
+        assert_eq!(verb(&["@vm", "pause", "now"]).as_deref(), Some(""));
+        assert_eq!(verb(&["/bin/vm", "pause"]), None);
+        assert_eq!(verb(&[]), None);
+    }
+}
