@@ -11,7 +11,8 @@ const BOOT: &str = "fa31c08ed88ec08ed0bc007c8816007eba0206b80001efbe9c7ce86400b8
     30e85600b00ae85100ba0006eda900017519bafd03eca80174efbaf803ec3c71740f3c727415e83100ebdebea27ce81f00ba0406b80020eff4\
     ebfdb0fee664ebf78a16007eb600b90200bb0080cd13c3ac84c07415e80200ebf688c4bafd03eca82074f8baf80388e0eec3626f6f74200070\
     7265737365640a00";
-const ANNOTATIONS: [&str; 8] = ["kind", "memory", "cpus", "disks", "cloud-init", "firmware", "ssh-keys", "spec"];
+const ANNOTATIONS: [&str; 11] =
+    ["kind", "memory", "cpus", "disks", "cloud-init", "firmware", "ssh-keys", "spec", "name", "run-strategy", "power"];
 
 fn key(name: &str) -> String {
     format!("vm.nacelle.dev/{name}")
@@ -142,12 +143,14 @@ fn what_a_machine_pod_cannot_be_is_refused_before_it_is() {
     };
     let machine = [("kind", "machine"), ("memory", "64Mi")];
     let with = |more: (&'static str, &'static str)| run(&[machine[0], machine[1], more]);
+    let disk = ("disks", "root=image:a.example/a:1");
     for (told, words) in [
         (run(&machine[..1]), "spec.domain.memory.guest: Required value"),
         (run(&machine), "there is nothing to boot"),
         (with(("disks", "root=claim:data")), "persistentVolumeClaim"),
-        (with(("firmware", "efi-secure")), "secureBoot"),
-        (with(("cpus", "0")), "domain.cpu"),
+        (run(&[machine[0], machine[1], disk, ("firmware", "efi-secure")]), "secureBoot"),
+        (run(&[machine[0], machine[1], disk, ("power", "off")]), "name it"),
+        (run(&[machine[0], machine[1], disk, ("cpus", "0")]), "domain.cpu"),
         (run(&[("memory", "64Mi"), ("cloud-init", "#cloud-config")]), "cloud"),
     ] {
         assert!(told.contains(words), "{words:?} in {told}");
@@ -166,6 +169,129 @@ fn what_a_machine_pod_cannot_be_is_refused_before_it_is() {
         assert!(told.contains(words), "{words:?} in {told}");
     }
     pod.remove();
+}
+
+/// A run of the machine `db`.
+fn named(node: &Node, image: &str, more: &[(&str, &str)]) -> Pod {
+    let disks = format!("root=image:{image},boot=1;data=empty:1Mi");
+    let all = [("kind", "machine"), ("memory", "64Mi"), ("disks", disks.as_str()), ("name", "db")];
+    annotated(node, "db", &[&all[..], more].concat())
+}
+
+/// What QEMU was told of the machine's identity.
+fn identity(node: &Node) -> Vec<String> {
+    let lines = nacelle_e2e::census::processes(&node.folder().join("run"));
+    let (_, line) = lines.into_iter().find(|(_, line)| line.contains(" -uuid ")).expect("the machine runs");
+    let words: Vec<&str> = line.split([' ', ',']).collect();
+    let uuid = words.windows(2).find(|pair| pair[0] == "-uuid").expect("it has one")[1];
+    let mac = words.iter().find(|word| word.starts_with("mac=")).expect("it has one");
+    vec![uuid.to_owned(), (*mac).to_owned()]
+}
+
+fn phase(node: &Node, id: &str) -> String {
+    let told = node.crictl.try_call(["exec", "--sync", id, "@vm", "status"]).ok();
+    let told: Value = serde_json::from_str(&told).expect("it is JSON");
+    told["phase"].as_str().unwrap_or_default().to_owned()
+}
+
+#[test]
+fn a_machine_with_a_name_outlives_its_pods() {
+    let mut node = node();
+    let image = boot_image(&node);
+    let first = node.crictl.run_pod_of("vm", named(&node, &image, &[]));
+    let machine = first.start(container(&image, 0).set("stdin", json!(true)));
+    machine.says("boot 1\n");
+    let known = identity(&node);
+    // One run at a time, and whoever asks is told who has it.
+    let second = node.crictl.file("pod", &named(&node, &image, &[]).0);
+    let refused = node.crictl.try_call(["runp", "--runtime", "vm", &second]).err();
+    assert!(refused.contains("FailedPrecondition") && refused.contains(&first.id), "{refused}");
+    // It switches itself off, and runs again: that is its strategy.
+    node.crictl.feed(["attach", "-i", &machine.id], b"q");
+    machine.says("boot 2\n");
+    assert_eq!((machine.status()["state"].clone(), identity(&node)), (json!("CONTAINER_RUNNING"), known.clone()));
+    first.remove();
+
+    let pod = {
+        let next = node.crictl.run_pod_of("vm", named(&node, &image, &[]));
+        next.start(container(&image, 0)).says("boot 3\n");
+        next.id.clone()
+    };
+    assert_eq!(identity(&node), known);
+    // Its processes die, and the daemon with them.
+    node.kill();
+    for process in node.processes("") {
+        nacelle_e2e::run::call("kill", ["-9", &process.to_string()]);
+    }
+    node.start();
+    node.crictl.call(["rmp", "--force", &pod]);
+    let last = node.crictl.run_pod_of("vm", named(&node, &image, &[]));
+    let machine = last.start(container(&image, 0));
+    machine.says("boot 4\n");
+    assert_eq!(identity(&node), known);
+    // Another image is another disk, and the same machine.
+    last.remove();
+    let other = node.image(
+        &Image::busybox().layer(|layer| layer.file("disk/boot.img", &boot_disk(), 0o440)).config("Env", json!(["A=b"])),
+        "boot:2",
+    );
+    let last = node.crictl.run_pod_of("vm", named(&node, &other, &[]));
+    let machine = last.start(container(&other, 0));
+    machine.says("boot 1\n");
+    assert_eq!(identity(&node), known);
+    last.remove();
+}
+
+#[test]
+fn a_machine_is_off_and_on_as_it_is_told() {
+    let mut node = node();
+    let image = boot_image(&node);
+    let (pod, id, log) = {
+        let pod = node.crictl.run_pod_of("vm", named(&node, &image, &[("run-strategy", "Halted")]));
+        let machine = pod.start(container(&image, 0));
+        assert!(machine.exec("true").err().contains("is off"));
+        assert_eq!(machine.status()["state"], "CONTAINER_RUNNING");
+        (pod.id.clone(), machine.id.clone(), machine.log.clone())
+    };
+    let vm = |node: &Node, verb: &str| node.crictl.try_call(["exec", "--sync", &id, "@vm", verb]);
+    let becomes = |node: &Node, wanted: &str| {
+        eventually(wanted, || (phase(node, &id) == wanted).then_some(()));
+    };
+    let says = |text: &str| {
+        let said = || fs::read_to_string(&log).unwrap_or_default().contains(text);
+        eventually(&format!("the machine says {text:?}"), || said().then_some(()));
+    };
+    becomes(&node, "Stopped");
+    for verb in ["pause", "unpause", "reset", "power-button", "power-off", "screenshot", "soft-reboot", "guest-info"] {
+        assert!(vm(&node, verb).err().contains("is off"), "{verb} of one that is off");
+    }
+    vm(&node, "stop").ok();
+    vm(&node, "start").ok();
+    says("boot 1");
+    vm(&node, "start").ok();
+    becomes(&node, "Running");
+    // Also by a daemon that was not there when it began.
+    node.kill();
+    node.start();
+    eventually("the pod is found", || (vm(&node, "status").code == 0).then_some(()));
+    vm(&node, "restart").ok();
+    says("pressed");
+    says("boot 2");
+    becomes(&node, "Running");
+    for _ in 0..2 {
+        vm(&node, "stop").ok();
+        becomes(&node, "Stopped");
+    }
+    vm(&node, "start").ok();
+    says("boot 3");
+    vm(&node, "power-off").ok();
+    becomes(&node, "Stopped");
+    // What is off has nothing to wait for.
+    node.crictl.call(["stop", "--timeout", "60", &id]);
+    let state = || node.crictl.json(["inspect", "-o", "json", &id])["status"].clone();
+    let ended = eventually("it has ended", || Some(state()).filter(|status| status["state"] == "CONTAINER_EXITED"));
+    assert_eq!(ended["exitCode"], 0);
+    node.crictl.call(["rmp", "--force", &pod]);
 }
 
 /// Debian from `ci/disk-image`: cloud-init, the guest agent, ssh, both kinds of firmware.
@@ -199,12 +325,10 @@ fn debian_boots_with_cloud_init_and_answers() {
         );
         let pod = node.crictl.run_pod_of("vm", pod.set("hostname", json!("db")));
         let machine = pod.start(container(&image, 0));
-        machine.says("db login:");
+        machine.says("Debian GNU/Linux 12 db ttyS0");
         let exec = |script: &str| machine.exec(script);
         eventually("the guest agent answers", || (exec("true").code == 0).then_some(()));
-        eventually("cloud-init has ended", || {
-            exec("test -e /run/cloud-init/result.json").ok().is_empty().then_some(())
-        });
+        eventually("cloud-init has ended", || (exec("test -e /run/cloud-init/result.json").code == 0).then_some(()));
         assert_eq!(exec("cat /etc/nacelle-was-here; hostname").ok(), "yes\ndb\n");
         assert_eq!(exec("exit 7").code, 7);
         let efi = exec("test -d /sys/firmware/efi").code == 0;

@@ -71,6 +71,9 @@ pub struct PodConfig {
     /// Its container is this machine; none: its containers are containers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub machine: Option<Box<MachinePod>>,
+    /// Namespace and name of the machine that outlives the pod, of which it is a run.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vm: Option<String>,
     /// Containers may be privileged (in the guest).
     pub privileged: bool,
     /// Memory that all containers together may use, in bytes, if it is limited.

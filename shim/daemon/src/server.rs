@@ -10,6 +10,7 @@ use crate::node_service::NodeService;
 use crate::store::{Observer, Store, StoreError};
 use crate::streaming::Guests;
 use crate::supervision::{SupervisionError, Supervisor};
+use crate::vms::Vms;
 use nacelle_base::files::{FileError, at, remove_if_there};
 use nacelle_base::{Classify, Kind};
 use nacelle_image::ImageError;
@@ -110,10 +111,11 @@ pub async fn open(setup: Setup) -> Result<Node, ServeError> {
         // The state store first: it keeps a second daemon out.
         let (store, contents) = Store::open(&paths.store(), observer)?;
         let images = open_images(&with)?;
-        Ok((store, contents, images))
+        let vms = Vms::open(paths.machines(), store.clone(), contents.vms.clone())?;
+        Ok((store, contents, images, vms))
     });
-    let (store, contents, images) = opened.await.map_err(|source| ServeError::GivenUp { source })??;
-    let parts = Parts { config, engine, store, images, pods, networks, cidrs: RwLock::new(Vec::new()), events };
+    let (store, contents, images, vms) = opened.await.map_err(|source| ServeError::GivenUp { source })??;
+    let parts = Parts { config, engine, store, images, vms, pods, networks, cidrs: RwLock::new(Vec::new()), events };
     Ok(Node::recover(parts, contents).await)
 }
 

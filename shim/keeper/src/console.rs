@@ -6,6 +6,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
 
 /// Pieces that wait for whoever reads.
 const PIECES: usize = 16;
@@ -15,6 +16,7 @@ const PIECE: usize = 4096;
 /// The console of one machine.
 pub struct Console {
     typed: tokio::sync::Mutex<Option<OwnedWriteHalf>>,
+    reading: Mutex<Option<JoinHandle<()>>>,
     output: Mutex<Option<mpsc::Receiver<Vec<u8>>>>,
     printed: mpsc::Sender<Vec<u8>>,
 }
@@ -23,14 +25,20 @@ impl Console {
     /// Of a machine that has not started.
     pub fn new() -> Console {
         let (printed, output) = mpsc::channel(PIECES);
-        Console { typed: tokio::sync::Mutex::new(None), output: Mutex::new(Some(output)), printed }
+        Console {
+            typed: tokio::sync::Mutex::new(None),
+            reading: Mutex::new(None),
+            output: Mutex::new(Some(output)),
+            printed,
+        }
     }
 
-    /// The machine's end of it is here now. What is printed goes to `recorder`, too.
+    /// The machine's end of it is here now, until it runs again. What is printed goes to `recorder`, too.
     pub async fn connect(&self, stream: UnixStream, recorder: impl FnMut(&[u8]) + Send + 'static) {
         let (reader, writer) = stream.into_split();
         *self.typed.lock().await = Some(writer);
-        tokio::spawn(read(reader, self.printed.clone(), recorder));
+        let reading = tokio::spawn(read(reader, self.printed.clone(), recorder));
+        *self.reading.lock().unwrap_or_else(PoisonError::into_inner) = Some(reading);
     }
 
     /// Writes what the guest prints, from its first word to its last. For one caller; a second one hears nothing.
@@ -58,14 +66,21 @@ impl Console {
         }
     }
 
-    /// The machine has ended without having printed anything: whoever waits for it shall not.
+    /// The machine will not run again: whoever waits for its output shall not.
     pub fn end(&self) {
-        // If there is no room, the reader is about to find the end itself.
-        let _ = self.printed.try_send(Vec::new());
+        let reading = self.reading.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let printed = self.printed.clone();
+        tokio::spawn(async move {
+            if let Some(reading) = reading {
+                // Its last words come first; a task that broke down has said them.
+                let _ = reading.await;
+            }
+            let _ = printed.send(Vec::new()).await;
+        });
     }
 }
 
-/// Reads until the machine's end closes; an empty piece says so.
+/// Reads until the machine's end closes.
 async fn read(mut from: OwnedReadHalf, printed: mpsc::Sender<Vec<u8>>, mut recorder: impl FnMut(&[u8])) {
     let mut buffer = vec![0; PIECE];
     while let Ok(count @ 1..) = from.read(&mut buffer).await {
@@ -74,7 +89,6 @@ async fn read(mut from: OwnedReadHalf, printed: mpsc::Sender<Vec<u8>>, mut recor
         // Without a reader it goes to the recorder alone.
         let _ = printed.send(piece.to_vec()).await;
     }
-    let _ = printed.send(Vec::new()).await;
 }
 
 #[cfg(test)]
@@ -97,10 +111,16 @@ mod tests {
             assert_eq!(&typed, b"root\n");
             guest.write_all(b"login: ").await.unwrap();
             drop(guest);
+            let (near, mut guest) = UnixStream::pair().unwrap();
+            let record = Arc::clone(&recorded);
+            console.connect(near, move |piece| record.lock().unwrap().extend_from_slice(piece)).await;
+            guest.write_all(b"again").await.unwrap();
+            drop(guest);
+            console.end();
             let mut output = std::io::Cursor::new(Vec::new());
             console.send_output(&mut output).await.unwrap();
-            assert_eq!(output.into_inner(), b"login: ");
-            assert_eq!(*recorded.lock().unwrap(), b"login: ");
+            assert_eq!(output.into_inner(), b"login: again");
+            assert_eq!(*recorded.lock().unwrap(), b"login: again");
             let mut second = std::io::Cursor::new(Vec::new());
             console.send_output(&mut second).await.unwrap();
             assert!(second.into_inner().is_empty());

@@ -5,6 +5,7 @@ use crate::error::KeeperError;
 use crate::qcow2::{self, Format};
 use crate::seed;
 use crate::spec::{CloudInit, Disk, Source};
+use nacelle_base::files::write_whole;
 use nacelle_proto::agent::BootConfig;
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -49,33 +50,45 @@ pub struct Base {
     pub qcow2: bool,
 }
 
-/// Makes the files of a disk: what is the machine's own in `folder`, what is the pod's in `of_pod`.
-pub fn prepare(disk: &Disk, folder: &Path, of_pod: &Path, network: &BootConfig) -> Result<Ready, KeeperError> {
+/// Where files of disks are made.
+#[derive(Clone, Copy, Debug)]
+pub struct Folders<'a> {
+    /// The machine's own: they go with it.
+    pub own: &'a Path,
+    /// The pod's: they go with that.
+    pub pod: &'a Path,
+    /// What is kept, if it is a machine of which something is.
+    pub keep: Option<&'a Path>,
+}
+
+/// Makes the files of a disk.
+pub fn prepare(disk: &Disk, folders: Folders, network: &BootConfig) -> Result<Ready, KeeperError> {
+    let folder = folders.own;
     let files = match &disk.source {
-        Source::Image { file, offset, length } => of_image(disk, folder, file, *offset, *length)?,
-        Source::Empty { bytes } => Files::Whole(empty(disk, of_pod, *bytes)?),
+        Source::Image { image, file, offset, length } => {
+            let base = base(disk, file, *offset, *length)?;
+            match folders.keep {
+                _ if disk.read_only => Files::Piece(base.0),
+                Some(keep) => kept(disk, keep, image, base)?,
+                None => over(folder, disk, base)?,
+            }
+        }
+        Source::Empty { bytes } => Files::Whole(empty(disk, folders.keep.unwrap_or(folders.pod), *bytes)?),
         Source::CloudInit(data) => Files::Whole(cloud_init(disk, folder, data, network)?),
     };
     Ok(Ready { disk: disk.clone(), files })
 }
 
-fn failed(what: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> KeeperError {
-    let path = path.to_owned();
-    move |source| KeeperError::File { what, path, source }
-}
-
-fn of_image(disk: &Disk, folder: &Path, path: &Path, offset: u64, length: u64) -> Result<Files, KeeperError> {
-    let mut file = File::open(path).map_err(failed("open", path))?;
-    file.seek(SeekFrom::Start(offset)).map_err(failed("read", path))?;
+/// The disk in an image, and its size for the guest, in bytes.
+fn base(disk: &Disk, path: &Path, offset: u64, length: u64) -> Result<(Base, u64), KeeperError> {
+    let mut file = File::open(path).map_err(KeeperError::file("open", path))?;
+    file.seek(SeekFrom::Start(offset)).map_err(KeeperError::file("read", path))?;
     let mut head = Vec::new();
     let wanted = length.min(qcow2::HEADER as u64);
-    file.take(wanted).read_to_end(&mut head).map_err(failed("read", path))?;
+    file.take(wanted).read_to_end(&mut head).map_err(KeeperError::file("read", path))?;
     let refused = |rule| KeeperError::Disk { name: disk.name.clone(), rule };
     let format = qcow2::format(&head).map_err(refused)?;
     let base = Base { file: path.to_owned(), offset, length, qcow2: format != Format::Raw };
-    if disk.read_only {
-        return Ok(Files::Piece(base));
-    }
     let size = match format {
         Format::Raw => length,
         Format::Qcow2 { size } => size,
@@ -83,37 +96,61 @@ fn of_image(disk: &Disk, folder: &Path, path: &Path, offset: u64, length: u64) -
     if size == 0 || size > qcow2::MAX_SIZE {
         return Err(refused("a disk of 1 byte to 4 TiB is expected"));
     }
+    Ok((base, size))
+}
+
+/// With a new file over it.
+fn over(folder: &Path, disk: &Disk, (base, size): (Base, u64)) -> Result<Files, KeeperError> {
     let top = folder.join(format!("{}.qcow2", disk.name));
-    make(&top)?.write_all(&qcow2::empty(size)).map_err(failed("write", &top))?;
+    let mut file = make(&top)?;
+    file.write_all(&qcow2::empty(size)).and_then(|()| file.sync_all()).map_err(KeeperError::file("write", &top))?;
     Ok(Files::Over { top, base })
+}
+
+/// With the file that was over it before, if the image is the same; else with a new one.
+fn kept(disk: &Disk, keep: &Path, image: &str, base: (Base, u64)) -> Result<Files, KeeperError> {
+    let (top, mark) = (keep.join(format!("{}.qcow2", disk.name)), keep.join(format!("{}.image", disk.name)));
+    let same = std::fs::read_to_string(&mark).is_ok_and(|before| before == image);
+    if same && top.exists() {
+        return Ok(Files::Over { top, base: base.0 });
+    }
+    let files = over(keep, disk, base)?;
+    // Afterwards: a mark says that there is what it speaks of.
+    write_whole(&mark, image.as_bytes()).map_err(KeeperError::Mark)?;
+    Ok(files)
 }
 
 fn empty(disk: &Disk, folder: &Path, bytes: u64) -> Result<PathBuf, KeeperError> {
     let path = folder.join(format!("{}.raw", disk.name));
     let opened = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path);
     // One that a machine before this one has used is as long already.
-    opened.map_err(failed("make", &path))?.set_len(bytes).map_err(failed("size", &path))?;
+    opened.map_err(KeeperError::file("make", &path))?.set_len(bytes).map_err(KeeperError::file("size", &path))?;
     Ok(path)
 }
 
 fn cloud_init(disk: &Disk, folder: &Path, data: &CloudInit, network: &BootConfig) -> Result<PathBuf, KeeperError> {
     let path = folder.join(format!("{}.seed", disk.name));
-    make(&path)?.write_all(&seed::disk(data, network)?).map_err(failed("write", &path))?;
+    make(&path)?.write_all(&seed::disk(data, network)?).map_err(KeeperError::file("write", &path))?;
     Ok(path)
 }
 
-/// A copy of the variables of a machine that never ran.
-pub fn variables(from: &Path, folder: &Path) -> Result<PathBuf, KeeperError> {
-    let path = folder.join("efi-variables");
-    let mut source = File::open(from).map_err(failed("open", from))?;
-    std::io::copy(&mut source, &mut make(&path)?).map_err(failed("copy", from))?;
+/// The firmware's variables: those that were kept, or a copy of those of a machine that never ran.
+pub fn variables(from: &Path, folders: Folders) -> Result<PathBuf, KeeperError> {
+    let path = folders.keep.unwrap_or(folders.own).join("efi-variables");
+    let length = |path: &Path| std::fs::metadata(path).map(|data| data.len()).ok();
+    // One that was cut is made anew.
+    if folders.keep.is_some() && length(&path).is_some_and(|kept| Some(kept) == length(from)) {
+        return Ok(path);
+    }
+    let mut source = File::open(from).map_err(KeeperError::file("open", from))?;
+    std::io::copy(&mut source, &mut make(&path)?).map_err(KeeperError::file("copy", from))?;
     Ok(path)
 }
 
 /// A new file; one of an earlier attempt is made anew.
 fn make(path: &Path) -> Result<File, KeeperError> {
     let opened = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path);
-    opened.map_err(failed("make", path))
+    opened.map_err(KeeperError::file("make", path))
 }
 
 #[cfg(test)]
@@ -135,25 +172,49 @@ pub(crate) mod tests {
         }
     }
 
+    fn folders(path: &Path) -> Folders<'_> {
+        Folders { own: path, pod: path, keep: None }
+    }
+
+    #[test]
+    fn what_was_written_is_kept_until_the_image_is_another() {
+        let folder = tempfile::tempdir().unwrap();
+        let (blob, keep) = (folder.path().join("blob"), folder.path().join("keep"));
+        std::fs::create_dir(&keep).unwrap();
+        std::fs::write(&blob, vec![7; 4096]).unwrap();
+        let top = |image: &str| {
+            let source = Source::Image { image: image.into(), file: blob.clone(), offset: 0, length: 4096 };
+            let folders = Folders { keep: Some(&keep), ..folders(folder.path()) };
+            match prepare(&sample("root", source), folders, &BootConfig::default()).unwrap().files {
+                Files::Over { top, .. } => top,
+                other => panic!("{other:?}"),
+            }
+        };
+        std::fs::write(top("a"), "written").unwrap();
+        assert_eq!(std::fs::read(top("a")).unwrap(), b"written");
+        assert!(std::fs::read(top("b")).unwrap().starts_with(b"QFI"), "another image is another disk");
+        let source = folder.path().join("variables");
+        std::fs::write(&source, "new!").unwrap();
+        let variables = || variables(&source, Folders { keep: Some(&keep), ..folders(folder.path()) }).unwrap();
+        std::fs::write(variables(), "kept").unwrap();
+        assert_eq!(std::fs::read(variables()).unwrap(), b"kept");
+    }
+
     #[test]
     fn a_disk_in_an_image_has_what_is_written_beside_it() {
         let folder = tempfile::tempdir().unwrap();
         let blob = folder.path().join("blob");
         let inner = qcow2::empty(1 << 30);
         std::fs::write(&blob, [vec![7; 4096], inner.clone()].concat()).unwrap();
-        let piece = |offset, length| Source::Image { file: blob.clone(), offset, length };
-        let ready = prepare(
-            &sample("root", piece(4096, inner.len() as u64)),
-            folder.path(),
-            folder.path(),
-            &BootConfig::default(),
-        );
+        let piece = |offset, length| Source::Image { image: "a".into(), file: blob.clone(), offset, length };
+        let ready =
+            prepare(&sample("root", piece(4096, inner.len() as u64)), folders(folder.path()), &BootConfig::default());
         let Files::Over { top, base } = ready.unwrap().files else { panic!("it can be written") };
         assert!(base.qcow2);
         let head = std::fs::read(top).unwrap();
         assert_eq!(qcow2::format(&head[..qcow2::HEADER]), Ok(Format::Qcow2 { size: 1 << 30 }));
         let raw = Disk { read_only: true, ..sample("root", piece(0, 4096)) };
-        let ready = prepare(&raw, folder.path(), folder.path(), &BootConfig::default()).unwrap();
+        let ready = prepare(&raw, folders(folder.path()), &BootConfig::default()).unwrap();
         assert!(matches!(ready.files, Files::Piece(Base { qcow2: false, .. })));
     }
 
@@ -162,14 +223,13 @@ pub(crate) mod tests {
         use std::os::unix::fs::MetadataExt;
         let folder = tempfile::tempdir().unwrap();
         let disk = sample("data", Source::Empty { bytes: 1 << 20 });
-        let Files::Whole(path) = prepare(&disk, folder.path(), folder.path(), &BootConfig::default()).unwrap().files
-        else {
+        let Files::Whole(path) = prepare(&disk, folders(folder.path()), &BootConfig::default()).unwrap().files else {
             panic!("it is one file")
         };
         let data = std::fs::metadata(path).unwrap();
         assert_eq!((data.len(), data.blocks(), data.mode() & 0o777), (1 << 20, 0, 0o600));
         std::fs::write(folder.path().join("data.raw"), "kept").unwrap();
-        prepare(&disk, folder.path(), folder.path(), &BootConfig::default()).unwrap();
+        prepare(&disk, folders(folder.path()), &BootConfig::default()).unwrap();
         let again = std::fs::read(folder.path().join("data.raw")).unwrap();
         assert_eq!((again.len(), &again[..4]), (1 << 20, &b"kept"[..]));
     }

@@ -70,6 +70,15 @@ pub enum KeeperError {
         /// Why.
         source: io::Error,
     },
+    /// What a kept disk is of.
+    #[error(transparent)]
+    Mark(nacelle_base::files::FileError),
+    /// Another process has the machine.
+    #[error("the machine runs already: another process has locked {}", path.display())]
+    Locked {
+        /// What it keeps.
+        path: PathBuf,
+    },
     /// A disk that the machine cannot have.
     #[error("disk {name}: {rule}")]
     Disk {
@@ -127,12 +136,21 @@ pub enum KeeperError {
     },
 }
 
+impl KeeperError {
+    /// What could not be done with a file.
+    pub(crate) fn file(what: &'static str, path: &std::path::Path) -> impl FnOnce(io::Error) -> KeeperError + use<> {
+        let path = path.to_owned();
+        move |source| KeeperError::File { what, path, source }
+    }
+}
+
 impl Classify for KeeperError {
     fn kind(&self) -> Kind {
         match self {
             KeeperError::Document { .. } | KeeperError::Field { .. } | KeeperError::Disk { .. } => Kind::Invalid,
             KeeperError::NoContainer { .. } | KeeperError::NoExec { .. } => Kind::NotFound,
-            KeeperError::Second { .. } | KeeperError::State { .. } => Kind::Conflict,
+            KeeperError::Mark(error) => error.kind(),
+            KeeperError::Locked { .. } | KeeperError::Second { .. } | KeeperError::State { .. } => Kind::Conflict,
             KeeperError::Unsupported { .. } => Kind::Unsupported,
             KeeperError::File { source, .. } => source.kind().into(),
             KeeperError::Resources { .. } => Kind::Exhausted,

@@ -152,6 +152,9 @@ impl Keeper {
         match machine.state() {
             State::Running => {}
             State::Ended(_) => return Err(KeeperError::State { what: "run a command", state: "has ended" }),
+            // The machine itself can be asked also then.
+            State::Off | State::Crashing if verbs::of(&args).is_some() => {}
+            State::Off | State::Crashing => return Err(KeeperError::State { what: "run a command", state: "is off" }),
             _ => return Err(KeeperError::State { what: "run a command", state: "has not started" }),
         }
         let exec = Arc::new(Exec { done: watch::channel(None).0, task: Mutex::new(None) });
@@ -197,7 +200,7 @@ impl Keeper {
         let told = |machine: &Arc<Machine>| {
             let (started, exit) = match machine.state() {
                 State::Created => (false, None),
-                State::Starting | State::Running => (true, None),
+                State::Starting | State::Running | State::Off | State::Crashing => (true, None),
                 State::Ended(exit) => (true, Some(exit)),
             };
             ContainerState { id: machine.id.clone(), started, exit }

@@ -2,43 +2,31 @@
 //! Threads: tasks of the runtime; what blocks is done elsewhere.
 
 use crate::console::Console;
-use crate::disk;
+use crate::disk::{self, Folders};
 use crate::error::KeeperError;
-use crate::guest_agent::GuestAgent;
-use crate::lines::{Event, Lines};
+use crate::guest_agent::Outcome;
+use crate::live::{self, DIED, Ends, KILLED, Launched, Live};
 use crate::qemu::{self, Card};
-use crate::spec::{Firmware, MachineDocument};
+use crate::runs::{Next, Order, Runs};
+use crate::spec::{self, Firmware, MachineDocument};
 use crate::sys;
+use nacelle_base::Chain;
 use nacelle_base::files::remove_tree_if_there;
-use nacelle_engine::program::Program;
-use nacelle_engine::{Accelerator, ExitKind, MachineExit};
-use nacelle_proto::agent::{BootConfig, Exit};
+use nacelle_engine::Accelerator;
+use nacelle_proto::agent::{BootConfig, Exit, Interface};
 use serde_json::{Value, json};
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
-use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
-use tokio::sync::{mpsc, watch};
+use std::fs::{File, OpenOptions, TryLockError};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use tokio::sync::{Notify, watch};
 
 /// Where VNC listens, in the pod's folder.
 pub const SCREEN_SOCKET: &str = "screen.sock";
-/// What QEMU itself prints, in the folder for disks.
-const QEMU_LOG: &str = "qemu.log";
-/// The longest line of QEMU's monitor.
-const LONGEST: u64 = 1 << 20;
-/// For an answer of QEMU's monitor.
-const ANSWER: Duration = Duration::from_secs(60);
 /// Between two presses of the power button: a guest that boots does not notice it.
 const PRESS: Duration = Duration::from_secs(5);
-/// How often the guest's balloon says how much memory is free, in seconds.
-const BALLOON_SECONDS: u32 = 5;
-
-const KILLED: u32 = 137;
-/// The guest's kernel gave up, as a process that aborts.
-const PANICKED: u32 = 134;
-/// QEMU ended by itself.
-const DIED: u32 = 255;
 
 /// What a machine runs with.
 #[derive(Debug)]
@@ -66,15 +54,12 @@ pub enum State {
     Starting,
     /// It runs, or stands still.
     Running,
-    /// It has ended.
+    /// It is off until somebody wants it to run.
+    Off,
+    /// It has ended soon after its start, and waits before it runs again.
+    Crashing,
+    /// It has ended, and its container with it.
     Ended(Exit),
-}
-
-/// QEMU, and the ways to it.
-struct Live {
-    program: Arc<Program>,
-    monitor: tokio::sync::Mutex<Lines>,
-    agent: GuestAgent,
 }
 
 /// The machine.
@@ -90,8 +75,17 @@ pub struct Machine {
     disks: Vec<disk::Ready>,
     firmware: Option<(PathBuf, PathBuf)>,
     state: watch::Sender<State>,
-    live: Mutex<Option<Arc<Live>>>,
-    pressing: Mutex<bool>,
+    changing: Mutex<Changing>,
+    ordered: Notify,
+    /// What it keeps is its own, until it has ended.
+    lock: Mutex<Option<File>>,
+}
+
+/// What changes while it lives.
+struct Changing {
+    live: Option<Arc<Live>>,
+    order: Order,
+    pressing: bool,
 }
 
 impl Machine {
@@ -103,16 +97,18 @@ impl Machine {
         let made = std::fs::create_dir_all(&folder)
             .map_err(|source| KeeperError::File { what: "make", path: folder.clone(), source })
             .and_then(|()| {
-                let disks = document.disks.iter().map(|one| disk::prepare(one, &folder, &settings.scratch, &network));
+                let lock = document.keep.as_deref().map(lock).transpose()?;
+                let folders = Folders { own: &folder, pod: &settings.scratch, keep: document.keep.as_deref() };
+                let disks = document.disks.iter().map(|one| disk::prepare(one, folders, &network));
                 let disks = disks.collect::<Result<Vec<_>, _>>()?;
                 let firmware = match &document.firmware {
                     Firmware::Bios {} => None,
-                    Firmware::Efi { code, variables } => Some((code.clone(), disk::variables(variables, &folder)?)),
+                    Firmware::Efi { code, variables } => Some((code.clone(), disk::variables(variables, folders)?)),
                 };
-                Ok((disks, firmware))
+                Ok((disks, firmware, lock))
             });
         match made {
-            Ok((disks, firmware)) => Ok(Machine {
+            Ok((disks, firmware, lock)) => Ok(Machine {
                 id,
                 document,
                 console: Console::new(),
@@ -121,8 +117,9 @@ impl Machine {
                 disks,
                 firmware,
                 state: watch::channel(State::Created).0,
-                live: Mutex::new(None),
-                pressing: Mutex::new(false),
+                changing: Mutex::new(Changing { live: None, order: Order::None, pressing: false }),
+                ordered: Notify::new(),
+                lock: Mutex::new(lock),
             }),
             Err(error) => {
                 // The first error is the one that matters.
@@ -150,92 +147,152 @@ impl Machine {
         }
     }
 
-    /// Starts it. Said twice, it is one start.
+    /// Starts it, or lets it be off where its strategy says so. Said twice, it is one start.
     pub async fn start(self: &Arc<Self>) -> Result<(), KeeperError> {
+        let runs = Runs::new(self.document.strategy);
+        let begins = runs.begins();
         let mut first = false;
         self.state.send_if_modified(|state| {
             first = *state == State::Created;
             if first {
-                *state = State::Starting;
+                *state = if begins { State::Starting } else { State::Off };
             }
             first
         });
         match self.state() {
-            State::Starting if first => {}
-            State::Starting | State::Running => return Ok(()),
-            _ => return Err(KeeperError::State { what: "start", state: "has ended" }),
+            State::Ended(_) => return Err(KeeperError::State { what: "start", state: "has ended" }),
+            _ if !first => return Ok(()),
+            _ => {}
         }
-        match self.launch().await {
-            Ok(events) => {
-                self.state.send_replace(State::Running);
-                tokio::spawn(Arc::clone(self).watch(events));
-                Ok(())
-            }
-            Err(error) => {
-                self.live.lock().unwrap_or_else(PoisonError::into_inner).take();
-                self.end(DIED);
-                Err(error)
-            }
-        }
+        let launched = match begins {
+            true => match self.launch().await {
+                Ok(launched) => Some(launched),
+                Err(error) => {
+                    self.end(DIED);
+                    return Err(error);
+                }
+            },
+            false => None,
+        };
+        tokio::spawn(Arc::clone(self).live_on(runs, launched));
+        Ok(())
     }
 
-    async fn launch(&self) -> Result<mpsc::Receiver<Event>, KeeperError> {
-        let pair = || UnixStream::pair().map_err(|source| KeeperError::Resources { what: "QEMU's sockets", source });
-        let [(monitor, far_monitor), (console, far_console), (agent, far_agent)] = [pair()?, pair()?, pair()?];
-        let screen = self.document.screen.then(|| self.settings.folder.join(SCREEN_SOCKET));
+    async fn launch(&self) -> Result<Launched, KeeperError> {
+        let ends = Ends::make()?;
+        let [monitor, console, agent] = ends.numbers();
         let machine = qemu::Machine {
             document: &self.document,
             accelerator: self.settings.accelerator,
             disks: &self.disks,
             firmware: self.firmware.as_ref().map(|(code, variables)| (code.as_path(), variables.clone())),
             cards: self.cards(),
-            screen,
-            monitor: far_monitor.as_raw_fd(),
-            console: far_console.as_raw_fd(),
-            agent: far_agent.as_raw_fd(),
+            screen: self.screen(),
+            monitor,
+            console,
+            agent,
         };
-        let (args, inherited) = (machine.args(), machine.inherited());
-        tracing::debug!(?args, "starting QEMU");
-        let (qemu, log) = (self.settings.qemu.clone(), self.folder.join(QEMU_LOG));
-        let started = blocking(move || Program::start(&qemu, args, inherited, &log)).await?;
-        let program = Arc::new(started?);
-        drop((far_monitor, far_console, far_agent));
-        self.console.connect(stream(console)?, record).await;
-        let (mut monitor, events) = Lines::new(stream(monitor)?, "QEMU", LONGEST);
-        // It answers when it has understood its arguments, and has opened all its files.
-        let ready = monitor.ask("qmp_capabilities", Value::Null, ANSWER).await;
-        if let Err(error) = ready {
-            let waited = Arc::clone(&program);
-            let exit = blocking(move || waited.wait(Duration::from_secs(2))).await?;
-            return Err(match exit.map(|exit| exit.how) {
-                Some(ExitKind::Died { message, .. }) => KeeperError::Refused {
-                    whom: "QEMU",
-                    command: "the machine".into(),
-                    words: crate::lines::printable(&message.replace('\n', " | ")),
+        let launched = live::launch(machine, ends, &self.settings, &self.folder).await?;
+        self.changing().live = Some(Arc::clone(&launched.live));
+        if self.changing().order == Order::End {
+            // It was told while it was about to start.
+            launched.live.kill();
+        }
+        self.state.send_replace(State::Running);
+        Ok(launched)
+    }
+
+    /// From run to run, until the container ends.
+    async fn live_on(self: Arc<Self>, mut runs: Runs, mut launched: Option<Launched>) {
+        let mut next = Next::Off;
+        loop {
+            if let Some(Launched { live, console, events }) = launched.take() {
+                let since = Instant::now();
+                self.console.connect(console, record).await;
+                let code = live.ended(events).await;
+                next = runs.next(code, since.elapsed(), self.ended_with_order());
+                if next == Next::End {
+                    return self.over(code).await;
+                }
+            }
+            let waited = match next {
+                Next::Again(pause) => {
+                    let state = if pause.is_zero() { State::Starting } else { State::Crashing };
+                    self.state.send_replace(state);
+                    self.wait_for_order(pause, &[Order::On, Order::Again, Order::Off]).await
+                }
+                Next::Off | Next::End => {
+                    self.state.send_replace(State::Off);
+                    self.wait_for_order(Duration::MAX, &[Order::On, Order::Again]).await
+                }
+            };
+            match waited {
+                Order::End => return self.over(0).await,
+                Order::Off => next = Next::Off,
+                Order::None | Order::On | Order::Again => match self.launch().await {
+                    Ok(running) => launched = Some(running),
+                    Err(error) => {
+                        tracing::error!("the machine does not start: {}", Chain(&error));
+                        next = runs.next(DIED, Duration::ZERO, Order::None);
+                    }
                 },
-                _ => error,
-            });
+            }
         }
-        if self.document.balloon {
-            let arguments = json!({
-                "path": "/machine/peripheral/balloon",
-                "property": "guest-stats-polling-interval",
-                "value": BALLOON_SECONDS,
-            });
-            monitor.ask("qom-set", arguments, ANSWER).await?;
+    }
+
+    /// After a run: the order that was given during it.
+    fn ended_with_order(&self) -> Order {
+        let mut changing = self.changing();
+        changing.live = None;
+        changing.pressing = false;
+        match changing.order {
+            Order::End => Order::End,
+            _ => std::mem::replace(&mut changing.order, Order::None),
         }
-        let live = Live { program, monitor: tokio::sync::Mutex::new(monitor), agent: GuestAgent::new(stream(agent)?) };
-        *self.live.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(live));
-        Ok(events)
+    }
+
+    /// Waits at most so long for one of these orders, or for the end; `None` when the time is over.
+    async fn wait_for_order(&self, limit: Duration, wanted: &[Order]) -> Order {
+        let until = Instant::now().checked_add(limit);
+        loop {
+            let told = self.ordered.notified();
+            {
+                let mut changing = self.changing();
+                let order = changing.order;
+                if order == Order::End {
+                    return order;
+                }
+                if wanted.contains(&order) {
+                    changing.order = Order::None;
+                    return order;
+                }
+            }
+            let left =
+                until.map_or(Duration::from_secs(86_400), |until| until.saturating_duration_since(Instant::now()));
+            if left.is_zero() {
+                return Order::None;
+            }
+            // Told, or not: it is looked at again.
+            let _ = tokio::time::timeout(left, told).await;
+        }
+    }
+
+    /// The end of it all: what it wrote for itself is removed.
+    async fn over(self: &Arc<Self>, code: u32) {
+        let gone = Arc::clone(self);
+        if let Ok(Err(error)) = blocking(move || gone.remove()).await {
+            tracing::warn!("{}", Chain(&error));
+        }
+        self.end(code);
     }
 
     fn cards(&self) -> Vec<Card> {
         let interfaces = self.settings.network.interfaces.iter();
         let pairs = self.document.cards.iter().zip(self.settings.taps.iter().zip(interfaces));
-        let card = |(card, (tap, interface)): (&crate::spec::Card, (&OwnedFd, &nacelle_proto::agent::Interface))| {
+        let card = |(card, (tap, interface)): (&spec::Card, (&OwnedFd, &Interface))| {
             let given = interface.mac.as_slice().try_into().unwrap_or_default();
             Card {
-                tap: tap.as_raw_fd() as RawFd,
+                tap: tap.as_raw_fd(),
                 model: card.model,
                 mac: card.mac.unwrap_or(given),
                 mtu: interface.mtu,
@@ -245,46 +302,23 @@ impl Machine {
         pairs.map(card).collect()
     }
 
-    /// Listens to QEMU until it has ended.
-    async fn watch(self: Arc<Self>, mut events: mpsc::Receiver<Event>) {
-        let mut reason = None;
-        while let Some(Event { name, data }) = events.recv().await {
-            tracing::info!(event = name, data = %crate::lines::printable(&data.to_string()), "the machine");
-            if name == "SHUTDOWN" {
-                reason = data.get("reason").and_then(Value::as_str).map(str::to_owned);
-            }
-        }
-        let Ok(live) = self.live() else { return };
-        let program = Arc::clone(&live.program);
-        let exit = loop {
-            let waiting = Arc::clone(&program);
-            match blocking(move || waiting.wait(Duration::from_secs(60))).await {
-                Ok(Some(exit)) => break exit,
-                // It has closed its monitor and lives: nobody can say what it does.
-                Ok(None) => program.kill(),
-                Err(_) => return,
-            }
-        };
-        self.live.lock().unwrap_or_else(PoisonError::into_inner).take();
-        // What it wrote was its own.
-        let gone = Arc::clone(&self);
-        if let Ok(Err(error)) = blocking(move || gone.remove()).await {
-            tracing::warn!("{}", nacelle_base::Chain(&error));
-        }
-        self.end(code(&exit, reason.as_deref()));
-    }
-
     fn end(&self, code: u32) {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let at = i64::try_from(now.as_nanos()).unwrap_or(i64::MAX);
         self.console.end();
+        self.lock.lock().unwrap_or_else(PoisonError::into_inner).take();
         self.state.send_replace(State::Ended(Exit { code, oom_killed: false, finished_at_unix_nanos: at }));
     }
 
+    fn changing(&self) -> MutexGuard<'_, Changing> {
+        self.changing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn live(&self) -> Result<Arc<Live>, KeeperError> {
-        let live = self.live.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let live = self.changing().live.clone();
         let state = match self.state() {
             State::Created | State::Starting => "has not started",
+            State::Off | State::Crashing => "is off",
             State::Running | State::Ended(_) => "has ended",
         };
         live.ok_or(KeeperError::State { what: "ask it", state })
@@ -292,9 +326,7 @@ impl Machine {
 
     /// Asks QEMU.
     pub async fn ask(&self, command: &str, arguments: Value) -> Result<Value, KeeperError> {
-        let live = self.live()?;
-        let mut monitor = live.monitor.lock().await;
-        monitor.ask(command, arguments, ANSWER).await
+        self.live()?.ask(command, arguments).await
     }
 
     /// Asks the guest agent something that is no command.
@@ -303,46 +335,62 @@ impl Machine {
     }
 
     /// Runs a command in the guest.
-    pub async fn run(&self, args: &[String]) -> Result<crate::guest_agent::Outcome, KeeperError> {
+    pub async fn run(&self, args: &[String]) -> Result<Outcome, KeeperError> {
         self.live()?.agent.run(args).await
     }
 
-    /// Presses the power button, again and again until the machine has ended.
+    /// Says what is wanted of it. The end is the last word.
+    pub fn order(&self, order: Order) {
+        let mut changing = self.changing();
+        if changing.order != Order::End {
+            changing.order = order;
+        }
+        drop(changing);
+        // Also for whoever is only about to wait.
+        self.ordered.notify_one();
+    }
+
+    /// Presses the power button, again and again until it does not run any more.
     pub fn press(self: &Arc<Self>) {
-        let mut pressing = self.pressing.lock().unwrap_or_else(PoisonError::into_inner);
-        if std::mem::replace(&mut *pressing, true) {
+        let Ok(live) = self.live() else { return };
+        if std::mem::replace(&mut self.changing().pressing, true) {
             return;
         }
-        let machine = Arc::clone(self);
         tokio::spawn(async move {
             loop {
                 // One that stands still hears nothing.
-                let pressed = match machine.ask("cont", Value::Null).await {
-                    Ok(_) => machine.ask("system_powerdown", Value::Null).await,
+                let pressed = match live.ask("cont", Value::Null).await {
+                    Ok(_) => live.ask("system_powerdown", Value::Null).await,
                     refused => refused,
                 };
                 if let Err(error) = pressed {
-                    tracing::info!("the power button is not pressed: {}", nacelle_base::Chain(&error));
+                    return tracing::info!("the power button is not pressed any more: {}", Chain(&error));
                 }
-                if machine.ended(PRESS).await.is_some() {
-                    return;
-                }
+                tokio::time::sleep(PRESS).await;
             }
         });
     }
 
-    /// Takes its power away. One that has not started never will.
+    /// Its container shall end: by the power button.
+    pub fn stop(self: &Arc<Self>) {
+        self.order(Order::End);
+        self.press();
+    }
+
+    /// Takes its power away, and ends its container. One that has not started never will.
     pub fn kill(&self) {
-        let mut never = false;
-        self.state.send_if_modified(|state| {
-            never = *state == State::Created;
-            false
-        });
+        self.order(Order::End);
+        let created = *self.state.borrow() == State::Created;
         match self.live() {
-            Ok(live) => live.program.kill(),
-            Err(_) if never => self.end(KILLED),
+            Ok(live) => live.kill(),
+            Err(_) if created => self.end(KILLED),
             Err(_) => {}
         }
+    }
+
+    /// Takes its power away.
+    pub fn power_off(&self) -> Result<(), KeeperError> {
+        self.live().map(|live| live.kill())
     }
 
     /// Removes what it had on the node's disk. Blocks.
@@ -361,7 +409,7 @@ impl Machine {
     /// Processor time in nanoseconds, and memory in use in bytes as the guest says, or all that it has.
     pub async fn used(&self) -> Result<(u64, u64), KeeperError> {
         let live = self.live()?;
-        let nanos = sys::processor_nanos(live.program.pid()).unwrap_or_default();
+        let nanos = sys::processor_nanos(live.pid()).unwrap_or_default();
         let all = self.document.memory_mib << 20;
         if !self.document.balloon {
             return Ok((nanos, all));
@@ -381,16 +429,16 @@ fn in_use(told: &Value, all: u64) -> u64 {
     }
 }
 
-/// The exit code of a machine.
-fn code(exit: &MachineExit, reason: Option<&str>) -> u32 {
-    match (&exit.how, reason) {
-        (ExitKind::Killed, _) => KILLED,
-        (_, Some("guest-panic")) | (ExitKind::Panicked, _) => PANICKED,
-        (ExitKind::Shutdown, _) => 0,
-        (ExitKind::Died { message, .. }, _) => {
-            tracing::error!(message, "QEMU ended by itself");
-            DIED
-        }
+/// Takes what a machine keeps for this process alone. The kernel lets go of it when the process ends, however that is.
+fn lock(keep: &Path) -> Result<File, KeeperError> {
+    let path = keep.join("lock");
+    let failed = |what| KeeperError::file(what, &path);
+    let file = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path);
+    let file = file.map_err(failed("open"))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(TryLockError::WouldBlock) => Err(KeeperError::Locked { path: path.clone() }),
+        Err(TryLockError::Error(source)) => Err(failed("lock")(source)),
     }
 }
 
@@ -429,11 +477,6 @@ fn record(piece: &[u8]) {
     let _ = std::io::stdout().write_all(piece).and_then(|()| std::io::stdout().flush());
 }
 
-fn stream(stream: UnixStream) -> Result<tokio::net::UnixStream, KeeperError> {
-    let made = stream.set_nonblocking(true).and_then(|()| tokio::net::UnixStream::from_std(stream));
-    made.map_err(|source| KeeperError::Resources { what: "QEMU's sockets", source })
-}
-
 /// Runs something that blocks.
 pub async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, KeeperError> {
     let done = tokio::task::spawn_blocking(work).await;
@@ -443,16 +486,6 @@ pub async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'stat
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn an_end_has_its_code() {
-        let exit = |how| MachineExit { how, console_tail: String::new() };
-        let died = ExitKind::Died { code: Some(1), signal: None, message: String::new() };
-        assert_eq!(code(&exit(ExitKind::Shutdown), Some("guest-shutdown")), 0);
-        assert_eq!(code(&exit(ExitKind::Shutdown), Some("guest-panic")), PANICKED);
-        assert_eq!(code(&exit(ExitKind::Killed), None), KILLED);
-        assert_eq!(code(&exit(died), None), DIED);
-    }
 
     #[test]
     fn what_a_balloon_says_is_bounded() {

@@ -348,6 +348,8 @@ mod tests {
             watchdog: Some(WatchdogAction::Reset),
             ends_at_reboot: false,
             paused: false,
+            strategy: None,
+            keep: None,
         }
     }
 

@@ -81,7 +81,7 @@ impl Agent for Service {
             return done(command.map(|command| command.give_up()));
         }
         let machine = self.keeper.machine(&id);
-        done(machine.map(|machine| if signal == SIGKILL { machine.kill() } else { machine.press() }))
+        done(machine.map(|machine| if signal == SIGKILL { machine.kill() } else { machine.stop() }))
     }
 
     async fn wait(&self, request: Request<WaitRequest>) -> Result<Response<WaitResponse>, Status> {

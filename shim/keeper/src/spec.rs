@@ -41,6 +41,12 @@ pub struct MachineDocument<S = Source> {
     pub ends_at_reboot: bool,
     /// It stands still until it is told to go on.
     pub paused: bool,
+    /// When it runs, if it is one that outlives its pod; none: its end is its container's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub strategy: Option<RunStrategy>,
+    /// Where it keeps what outlives its pod: what was written to its disks, and the firmware's variables. None: they go with it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub keep: Option<PathBuf>,
 }
 
 impl<S> MachineDocument<S> {
@@ -76,6 +82,8 @@ impl<S> MachineDocument<S> {
             watchdog: self.watchdog,
             ends_at_reboot: self.ends_at_reboot,
             paused: self.paused,
+            strategy: self.strategy,
+            keep: self.keep.clone(),
         })
     }
 }
@@ -206,8 +214,10 @@ pub enum Cache {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase", deny_unknown_fields)]
 pub enum Source {
-    /// A disk in an image. What the guest writes goes with the machine.
+    /// A disk in an image. What the guest writes goes with the machine; one that is kept keeps it as long as the image is the same.
     Image {
+        /// Names the image.
+        image: String,
         /// The file in which it lies.
         file: PathBuf,
         /// Where it begins there, in bytes.
@@ -250,6 +260,22 @@ pub enum CloudInitForm {
     NoCloud,
     /// The data source ConfigDrive (OpenStack's), version 2.
     ConfigDrive,
+}
+
+/// When a machine runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RunStrategy {
+    /// Always: it runs again, however it has ended.
+    Always,
+    /// Again only if it has failed.
+    RerunOnFailure,
+    /// Once.
+    Once,
+    /// When somebody says so.
+    Manual,
+    /// Not, until somebody says so.
+    Halted,
 }
 
 /// A network card.

@@ -3,6 +3,7 @@
 use crate::error::KeeperError;
 use crate::guest_agent::Outcome;
 use crate::machine::{Machine, State, blocking};
+use crate::runs::Order;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -18,6 +19,10 @@ const VERBS: &[(&str, &str)] = &[
     ("status", "how the machine is, as JSON"),
     ("pause", "the processors stand still"),
     ("unpause", "they go on"),
+    ("start", "one that is off runs"),
+    ("stop", "the power button, and it stays off"),
+    ("restart", "the power button, and it runs again"),
+    ("power-off", "its power is taken; what follows is as after any end"),
     ("reset", "as the button"),
     ("soft-reboot", "the guest agent is asked to restart the system"),
     ("power-button", "as the button: the system ends, if it listens"),
@@ -50,6 +55,10 @@ pub async fn run(machine: &Arc<Machine>, verb: &str) -> Result<Outcome, KeeperEr
         "status" => status(machine).await,
         "pause" => qemu("stop").await,
         "unpause" => qemu("cont").await,
+        "start" => start(machine),
+        "stop" => switch(machine, Order::Off),
+        "restart" => switch(machine, Order::Again),
+        "power-off" => machine.power_off().map(|()| Outcome::default()),
         "reset" => qemu("system_reset").await,
         "power-button" => qemu("system_powerdown").await,
         "soft-reboot" => soft_reboot(machine).await,
@@ -60,15 +69,42 @@ pub async fn run(machine: &Arc<Machine>, verb: &str) -> Result<Outcome, KeeperEr
     }
 }
 
+/// Can be said to one that runs.
+fn start(machine: &Arc<Machine>) -> Result<Outcome, KeeperError> {
+    if machine.state() != State::Running {
+        machine.order(Order::On);
+    }
+    Ok(Outcome::default())
+}
+
+/// By its power button, if it runs. Only one that outlives its pod can be off.
+fn switch(machine: &Arc<Machine>, order: Order) -> Result<Outcome, KeeperError> {
+    if machine.document.strategy.is_none() && order == Order::Off {
+        let hint = "its end is its container's: stop that, or name the machine (vm.nacelle.dev/name)";
+        return Err(KeeperError::Unsupported { what: "be off", hint });
+    }
+    machine.order(order);
+    machine.press();
+    Ok(Outcome::default())
+}
+
 async fn status(machine: &Arc<Machine>) -> Result<Outcome, KeeperError> {
+    let off = match machine.state() {
+        State::Off => Some("Stopped"),
+        State::Crashing => Some("CrashLoopBackOff"),
+        State::Created | State::Starting => Some("Starting"),
+        State::Ended(_) => Some("Succeeded"),
+        State::Running => None,
+    };
+    if let Some(phase) = off {
+        return Ok(said(format!("{}\n", json!({ "phase": phase, "agentConnected": false }))));
+    }
     let told = machine.ask("query-status", Value::Null).await?;
     let accelerated = machine.ask("query-kvm", Value::Null).await?;
     let text = |value: &Value, key: &str| value.get(key).cloned().unwrap_or_default();
-    let phase = match (machine.state(), text(&told, "status").as_str()) {
-        (State::Running, Some("paused" | "prelaunch" | "suspended")) => "Paused",
-        (State::Running, _) => "Running",
-        (State::Ended(_), _) => "Succeeded",
-        _ => "Scheduling",
+    let phase = match text(&told, "status").as_str() {
+        Some("paused" | "prelaunch" | "suspended") => "Paused",
+        _ => "Running",
     };
     let agent = machine.ask_guest("guest-ping", Value::Null).await.is_ok();
     let emulated = text(&accelerated, "enabled") != json!(true);

@@ -66,8 +66,9 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Plan {
         places.extend(PROGRAMS.map(|path| place(Path::new(path), Access::Execute, false)));
         places.extend(LINKER.map(|path| place(Path::new(path), Access::Read, false)));
         places.extend(home(program).map(|path| place(&path, Access::Execute, false)));
-        if let EngineSpec::Keeper { program, .. } = &spec.engine {
+        if let EngineSpec::Keeper { program, keep, .. } = &spec.engine {
             places.push(place(program, Access::Execute, true));
+            places.extend(keep.iter().map(|folder| place(folder, Access::Write, true)));
         }
         places.extend(["/dev/null", "/dev/urandom"].map(device));
     }

@@ -74,7 +74,7 @@ pub fn run(dir: &Path) -> ExitCode {
         let engine: Arc<dyn Engine> = match &spec.engine {
             EngineSpec::Kvm {} => Arc::new(Kvm::new()),
             EngineSpec::Qemu { binary, accelerator } => Arc::new(Qemu::new(binary, accelerator_of(*accelerator))),
-            EngineSpec::Keeper { program, qemu, accelerator } => Arc::new(Keeper {
+            EngineSpec::Keeper { program, qemu, accelerator, .. } => Arc::new(Keeper {
                 program: program.clone(),
                 qemu: qemu.clone(),
                 accelerator: accelerator_of(*accelerator),

@@ -121,6 +121,9 @@ pub enum EngineSpec {
         qemu: PathBuf,
         /// What the daemon's probe chose for this node.
         accelerator: Accelerator,
+        /// What the machine keeps, if it outlives the pod.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        keep: Option<PathBuf>,
     },
 }
 
@@ -398,6 +401,7 @@ pub(crate) mod tests {
             program: "/usr/bin/nacelle-keeper".into(),
             qemu: "/usr/bin/qemu-system-x86_64".into(),
             accelerator: Accelerator::Kvm,
+            keep: Some("/var/lib/nacelle/machines/a".into()),
         };
         for engine in [sample().engine, EngineSpec::Kvm {}, keeper] {
             let spec = PodSpec { engine, ..sample() };

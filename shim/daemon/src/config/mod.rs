@@ -470,6 +470,11 @@ impl Paths {
         self.run.join("pods")
     }
 
+    /// The folder of what machines keep that outlive their pods.
+    pub fn machines(&self) -> PathBuf {
+        self.root.join("machines")
+    }
+
     /// The folder of the templates of scratch disks.
     pub fn scratch(&self) -> PathBuf {
         self.root.join("scratch")

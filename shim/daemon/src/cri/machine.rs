@@ -18,8 +18,17 @@ const TOLD: usize = 3500;
 /// What others honour: docs/volumes.md.
 const ELSEWHERE: [&str; 1] = [EMPTY_DIR_LIMITS];
 
+/// What a pod's annotations make of its container.
+#[derive(Debug)]
+pub(super) struct Made {
+    /// The machine.
+    pub machine: Box<MachinePod>,
+    /// The one that outlives the pod, of which it is a run.
+    pub name: Option<String>,
+}
+
 /// The machine that a pod's annotations make of its container; none, if they make none.
-pub(super) fn of(pod: &PodConfig, config: &Config, handler: &Handler) -> Result<Option<Box<MachinePod>>, Status> {
+pub(super) fn of(pod: &PodConfig, config: &Config, handler: &Handler) -> Result<Option<Made>, Status> {
     let annotations = &pod.annotations;
     let ours = annotations.iter().filter(|(key, _)| key.starts_with(PREFIX) && !ELSEWHERE.contains(&key.as_str()));
     let ours: Pairs = ours.map(|(key, value)| (key.clone(), value.clone())).collect();
@@ -42,9 +51,8 @@ pub(super) fn of(pod: &PodConfig, config: &Config, handler: &Handler) -> Result<
             let message = format!("config.linux.sysctls has {name:?}: a machine's system sets its own");
             return Err(refuse(Kind::Invalid, &message));
         }
-        return machine_pod::build(&admitted, pod, &config.machines)
-            .map(|machine| Some(Box::new(machine)))
-            .map_err(status);
+        let machine = machine_pod::build(&admitted, pod, &config.machines).map_err(status)?;
+        return Ok(Some(Made { machine: Box::new(machine), name: admitted.name().map(str::to_owned) }));
     }
     let keys: Vec<&str> = ours.keys().map(String::as_str).collect();
     let message = format!(
@@ -65,7 +73,7 @@ mod tests {
         of_pod(annotations).err().map(|status| (status.code(), status.message().to_owned()))
     }
 
-    fn of_pod(annotations: &[(&str, &str)]) -> Result<Option<Box<MachinePod>>, Status> {
+    fn of_pod(annotations: &[(&str, &str)]) -> Result<Option<Made>, Status> {
         let mut pod = pod_config(Some(&sample()), "h", &Default::default()).unwrap();
         pod.annotations = annotations.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
         of(&pod, &Config::default(), &Handler::default())
@@ -112,7 +120,8 @@ mod tests {
                 "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ1lZDI1NTE5AAAAIJ1lZDI1NTE5AAAAIJ1lZDI1 me",
             ),
         ];
-        let machine = of_pod(&machine).unwrap().unwrap();
+        let Made { machine, name } = of_pod(&machine).unwrap().unwrap();
+        assert_eq!((name, machine.strategy), (None, None));
         assert_eq!((machine.memory_mib, machine.processors.count(), machine.cards.len()), (512, 2, 1));
         let disks: Vec<_> = machine.disks.iter().map(|disk| disk.name.as_str()).collect();
         assert_eq!(disks, ["root", "data", "cloud-init"]);
@@ -126,11 +135,25 @@ mod tests {
         let (code, message) = told(&[kind, memory, disk("root=claim:a")]).unwrap();
         assert_eq!(code, Code::Unimplemented);
         assert!(message.contains("spec.volumes[0].persistentVolumeClaim.claimName"), "{message}");
-        let (code, message) = told(&[kind, memory, disk("root=image:a:1"), ("vm.nacelle.dev/name", "db")]).unwrap();
+        let (code, message) = told(&[kind, memory, disk("root=image:a:1"), ("vm.nacelle.dev/power", "off")]).unwrap();
         assert_eq!(code, Code::Unimplemented);
-        assert!(message.contains("vm.nacelle.dev/name"), "{message}");
+        assert!(message.contains("vm.nacelle.dev/power"), "{message}");
         let (code, message) = told(&[kind]).unwrap();
         assert_eq!(code, Code::InvalidArgument);
         assert!(message.contains("domain.memory.guest"), "{message}");
+    }
+
+    #[test]
+    fn a_machine_that_is_named_outlives_its_pod() {
+        let named = [
+            ("vm.nacelle.dev/kind", "machine"),
+            ("vm.nacelle.dev/memory", "512Mi"),
+            ("vm.nacelle.dev/disks", "root=image:a:1"),
+            ("vm.nacelle.dev/name", "db"),
+            ("vm.nacelle.dev/run-strategy", "RerunOnFailure"),
+        ];
+        let Made { machine, name } = of_pod(&named).unwrap().unwrap();
+        assert_eq!(name.as_deref(), Some("db"));
+        assert_eq!(machine.strategy, Some(nacelle_keeper::spec::RunStrategy::RerunOnFailure));
     }
 }

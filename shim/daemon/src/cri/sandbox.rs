@@ -4,6 +4,7 @@ use super::Cri;
 use super::convert::{empty_dirs, pod_config, pod_resources_change, report, stats};
 use super::machine;
 use super::status::{refuse, status};
+use crate::machine_pod;
 use nacelle_base::{Kind, PodId};
 use nacelle_proto::cri;
 use nacelle_vmi::annotations::PREFIX;
@@ -36,7 +37,15 @@ impl Cri {
             );
             return Err(refuse(Kind::Invalid, &message));
         }
-        pod.machine = machine::of(&pod, config, handler)?;
+        if let Some(machine::Made { mut machine, name }) = machine::of(&pod, config, handler)? {
+            if let Some(name) = name {
+                let vms = &self.node.parts().vms;
+                let vm = vms.know(&pod.name.namespace, &name).await.map_err(status)?;
+                machine_pod::identify(&mut machine, &vm, vms.folder(&vm));
+                pod.vm = Some(vm.id);
+            }
+            pod.machine = Some(machine);
+        }
         pod.empty_dirs = empty_dirs(&pod, handler).map_err(status)?;
         let name = name.to_owned();
         let id = self.node.run_pod(pod, name).await.map_err(status)?;

@@ -6,6 +6,7 @@ use crate::machine_pod::SourceError;
 use crate::nouns::MIN_EMPTY_DIR;
 use crate::oci::OciError;
 use crate::store::{Left, StoreError};
+use crate::vms::VmError;
 use nacelle_base::files::FileError;
 use nacelle_base::{Classify, Kind};
 use nacelle_image::ImageError;
@@ -44,6 +45,16 @@ pub enum LifecycleError {
         /// The name.
         name: String,
         /// Whose it is.
+        id: String,
+    },
+    /// A machine that outlives its pods has one run at a time.
+    #[error("machine {vm} is held by pod {name}, {id}: stop that one, and wait until its machine is gone")]
+    VmHeld {
+        /// Namespace and name.
+        vm: String,
+        /// The pod's name.
+        name: String,
+        /// Its id.
         id: String,
     },
     /// Not in this state.
@@ -265,6 +276,9 @@ pub enum StepError {
     /// The OCI specification.
     #[error(transparent)]
     Oci(#[from] Arc<OciError>),
+    /// A machine that outlives its pods.
+    #[error(transparent)]
+    Vm(#[from] Arc<VmError>),
     /// The disks of a machine pod.
     #[error(transparent)]
     Source(#[from] Arc<SourceError>),
@@ -279,7 +293,7 @@ macro_rules! from {
         }
     )*};
 }
-from!(ClientError => Pod, NetError => Net, ImageError => Image, StoreError => Store, FileError => File, OciError => Oci, VolumesError => Volumes, ProcessorsError => Processors, ScratchError => Disk, SourceError => Source);
+from!(ClientError => Pod, NetError => Net, ImageError => Image, StoreError => Store, FileError => File, OciError => Oci, VolumesError => Volumes, ProcessorsError => Processors, ScratchError => Disk, SourceError => Source, VmError => Vm);
 
 /// Says which step failed: `.map_err(at("start the machine"))`.
 pub fn at<E: Into<StepError>>(step: &'static str) -> impl FnOnce(E) -> LifecycleError {
@@ -305,6 +319,7 @@ impl Classify for StepError {
             StepError::Volumes(error) => error.kind(),
             StepError::Processors(error) => error.kind(),
             StepError::Source(error) => error.kind(),
+            StepError::Vm(error) => error.kind(),
         }
     }
 }
@@ -330,6 +345,7 @@ impl Classify for LifecycleError {
             | LifecycleError::NotRunning { .. }
             | LifecycleError::TooSmall { .. }
             | LifecycleError::DeviceClosed { .. }
+            | LifecycleError::VmHeld { .. }
             | LifecycleError::DeviceEmpty { .. }
             | LifecycleError::OnDisk { .. }
             | LifecycleError::NoPart { .. }

@@ -74,6 +74,10 @@ pub(super) async fn prepare(
     record: &ContainerRecord,
 ) -> Result<Prepared, LifecycleError> {
     if let Some(machine) = &pod.config.machine {
+        if let Some(vm) = &pod.config.vm {
+            // Before the disk is made of it: it stays as long as the disk.
+            parts.vms.of_image(vm, record.image.id).await.map_err(at("keep the image of the machine"))?;
+        }
         let request = machine_request(parts, machine, record).await?;
         return Ok(Prepared { request, client, offers: Vec::new() });
     }

@@ -26,6 +26,7 @@ pub(crate) use make::ask;
 use crate::config::{Config, EngineSetting};
 use crate::nouns::{ContainerConfig, ImageOf, PodConfig, PodName, PodResources, Resources};
 use crate::store::{ContainerRecord, PodRecord, Store};
+use crate::vms::Vms;
 use actor::{Answer, Begin, Message};
 use ipnet::IpNet;
 use nacelle_base::machine::EngineKind;
@@ -72,7 +73,8 @@ impl EngineChoice {
         let engine = setting.or(self.fitting);
         if pod.machine.is_some() && engine != EngineKind::Host {
             let accelerator = if engine == EngineKind::Kvm { Accelerator::Kvm } else { self.accelerator };
-            return EngineSpec::Keeper { program: self.keeper.clone(), qemu: self.qemu.clone(), accelerator };
+            let keep = pod.machine.as_ref().and_then(|machine| machine.keep.clone());
+            return EngineSpec::Keeper { program: self.keeper.clone(), qemu: self.qemu.clone(), accelerator, keep };
         }
         match engine {
             EngineKind::Kvm => EngineSpec::Kvm {},
@@ -92,6 +94,8 @@ pub struct Parts {
     pub store: Store,
     /// The image store.
     pub images: nacelle_image::Store,
+    /// Machines that outlive their pods.
+    pub vms: Vms,
     /// Pod processes.
     pub pods: Arc<dyn Pods>,
     /// Networks.
@@ -134,7 +138,8 @@ impl Parts {
 
     /// Lets go of images that nobody needs any more, in the background.
     fn collect_images(&self, table: &Table) {
-        let (images, in_use) = (self.images.clone(), table.images_in_use());
+        let (images, mut in_use) = (self.images.clone(), table.images_in_use());
+        in_use.extend(self.vms.images());
         tokio::spawn(async move {
             if let Err(error) = images.collect(&in_use).await {
                 tracing::warn!("cannot collect images: {}", Chain(&error));
@@ -257,6 +262,15 @@ impl Running {
     }
 }
 
+/// Whether a pod has a machine that outlives it: until it is known to be gone.
+fn holds(view: &View, vm: &str) -> bool {
+    view.pod.config.vm.as_deref() == Some(vm) && view.pod.state != state::Pod::Stopped
+}
+
+fn held(vm: &str, view: &View) -> LifecycleError {
+    LifecycleError::VmHeld { vm: vm.to_owned(), name: view.pod.config.name.to_string(), id: view.pod.id.to_string() }
+}
+
 /// The pods of this node.
 #[derive(Clone)]
 pub struct Node {
@@ -285,9 +299,24 @@ impl Node {
         self.table.find_container(id).map(|(id, _, view)| (id, view))
     }
 
-    /// Images that containers are made of or see as volumes.
+    /// Images that containers are made of or see as volumes, and those of disks that machines keep.
     pub fn images_in_use(&self) -> HashSet<ImageId> {
-        self.table.images_in_use()
+        let mut images = self.table.images_in_use();
+        images.extend(self.parts.vms.images());
+        images
+    }
+
+    /// The pod that runs a machine which outlives its pods, or has not let go of it yet.
+    pub fn holder(&self, vm: &str) -> Option<Arc<View>> {
+        self.views().into_iter().find(|view| holds(view, vm))
+    }
+
+    /// Forgets such a machine, with all that it has kept, if no pod holds it.
+    pub async fn forget_vm(&self, vm: &str) -> Result<(), LifecycleError> {
+        if let Some(view) = self.holder(vm) {
+            return Err(held(vm, &view));
+        }
+        self.parts.vms.forget(vm).await.map_err(at("forget the machine"))
     }
 
     /// Makes a pod and waits until it is ready. The same pod asked for again, while it boots or is ready, is the
@@ -319,6 +348,12 @@ impl Node {
                 return Err(taken());
             }
             return Ok((id.clone(), Some((handle.inbox.clone(), answer))));
+        }
+        if let Some(vm) = config.vm.as_deref() {
+            let views = rows.pods.values().map(|handle| Arc::clone(&handle.view.borrow()));
+            if let Some(view) = views.into_iter().find(|view| holds(view, vm)) {
+                return Err(held(vm, &view));
+            }
         }
         let id = loop {
             let id = PodId::from_bytes(new_id());

@@ -8,7 +8,7 @@ use base64::engine::general_purpose::STANDARD;
 use nacelle_base::{Classify, Kind};
 use nacelle_keeper::spec::{
     Board, Bus, Cache, Card, CardModel, CloudInit, CloudInitForm, Disk, DiskKind, Firmware, Identity, MachineDocument,
-    Processors, WatchdogAction,
+    Processors, RunStrategy as Runs, WatchdogAction,
 };
 use nacelle_vmi::admit::Admitted;
 use nacelle_vmi::spec::{self as vmi, CpuFeaturePolicy, InstanceSpec, NicModel, Power, RunStrategy};
@@ -70,20 +70,7 @@ pub fn build(admitted: &Admitted, pod: &PodConfig, machines: &Machines) -> Resul
     if !fields.is_empty() {
         return Err(Refused::Fields { fields: fields.into_iter().map(|field| format!("spec.{field}")).collect() });
     }
-    if let Some(name) = admitted.name() {
-        return value("vm.nacelle.dev/name", name, "machines that outlive their pods come later: take it out");
-    }
-    match admitted.run_strategy() {
-        None | Some(RunStrategy::Always) => {}
-        Some(other) => {
-            return value("vm.nacelle.dev/run-strategy", format!("{other:?}"), "say it by the pod's restartPolicy");
-        }
-    }
-    let paused = match admitted.power() {
-        Power::On => spec.start_strategy.is_some(),
-        Power::Paused => true,
-        Power::Off => return value("vm.nacelle.dev/power", "off", "do not run the pod"),
-    };
+    let strategy = strategy(admitted)?;
     if spec.architecture.is_some_and(|architecture| architecture != vmi::Architecture::Amd64) {
         return value("spec.architecture", format!("{:?}", spec.architecture), "this node is an amd64");
     }
@@ -106,7 +93,7 @@ pub fn build(admitted: &Admitted, pod: &PodConfig, machines: &Machines) -> Resul
         memory_mib: memory_mib(domain)?,
         hugepages: hugepages(domain)?,
         board: board(domain)?,
-        firmware: firmware(domain, machines)?,
+        firmware: firmware(domain, machines, admitted.name().is_some())?,
         identity: identity(domain),
         disks: disks(spec, admitted.ssh_keys(), pod)?,
         cards: cards(spec)?,
@@ -122,8 +109,36 @@ pub fn build(admitted: &Admitted, pod: &PodConfig, machines: &Machines) -> Resul
             }
         }),
         ends_at_reboot: domain.reboot_policy == Some(vmi::RebootPolicy::Terminate),
-        paused,
+        paused: admitted.power() == Power::Paused || spec.start_strategy.is_some(),
+        strategy,
+        keep: None,
     })
+}
+
+/// When a machine that outlives its pod runs; none: it goes with it.
+fn strategy(admitted: &Admitted) -> Result<Option<Runs>, Refused> {
+    let off = admitted.power() == Power::Off;
+    if admitted.name().is_none() {
+        if off {
+            return value("vm.nacelle.dev/power", "off", "only a machine that outlives its pod can be off: name it");
+        }
+        return match admitted.run_strategy() {
+            None | Some(RunStrategy::Always) => Ok(None),
+            Some(other) => {
+                let instead =
+                    "a machine that goes with its pod runs as the pod's restartPolicy says: name it, or leave it out";
+                value("vm.nacelle.dev/run-strategy", format!("{other:?}"), instead)
+            }
+        };
+    }
+    Ok(Some(match admitted.run_strategy() {
+        _ if off => Runs::Halted,
+        Some(RunStrategy::RerunOnFailure) => Runs::RerunOnFailure,
+        Some(RunStrategy::Once) => Runs::Once,
+        Some(RunStrategy::Manual) => Runs::Manual,
+        Some(RunStrategy::Halted) => Runs::Halted,
+        Some(RunStrategy::Always) | None => Runs::Always,
+    }))
 }
 
 fn processors(cpu: Option<&vmi::Cpu>) -> Result<Processors, Refused> {
@@ -190,15 +205,15 @@ fn board(domain: &vmi::Domain) -> Result<Board, Refused> {
     }
 }
 
-fn firmware(domain: &vmi::Domain, machines: &Machines) -> Result<Firmware, Refused> {
+fn firmware(domain: &vmi::Domain, machines: &Machines, named: bool) -> Result<Firmware, Refused> {
     let loader = domain.firmware.as_ref().and_then(|firmware| firmware.bootloader.as_ref());
     let Some(efi) = loader.and_then(|loader| loader.efi.as_ref()) else { return Ok(Firmware::Bios {}) };
     if efi.secure_boot == Some(true) {
         let instead = "say false (vm.nacelle.dev/firmware: efi)";
         return value("spec.domain.firmware.bootloader.efi.secureBoot", true, instead);
     }
-    if efi.persistent == Some(true) {
-        let instead = "machines that outlive their pods come later: say false";
+    if efi.persistent == Some(true) && !named {
+        let instead = "only a machine that outlives its pod keeps them: name it (vm.nacelle.dev/name), or say false";
         return value("spec.domain.firmware.bootloader.efi.persistent", true, instead);
     }
     Ok(Firmware::Efi { code: machines.efi_code.clone(), variables: machines.efi_variables.clone() })

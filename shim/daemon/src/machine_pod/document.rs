@@ -99,5 +99,5 @@ async fn in_image(disk: &str, asked: &str, path: &str, image: &ImageOf, store: &
         not_there("the file has holes in the image's layer, and is no disk therefore: pack it without, or as qcow2")
     })?;
     // Up to the end of its block there are zeros.
-    Ok(Source::Image { file: path, offset, length: file.size.next_multiple_of(512) })
+    Ok(Source::Image { image: image.id.to_string(), file: path, offset, length: file.size.next_multiple_of(512) })
 }

@@ -25,6 +25,7 @@ const FIELDS: &[&str] = &[
     "domain.rebootPolicy",
     "domain.resources.*",
     "domain.features.acpi.enabled",
+    "domain.features.smm.enabled",
     "domain.devices.rng",
     "domain.devices.watchdog.name",
     "domain.devices.watchdog.i6300esb.action",

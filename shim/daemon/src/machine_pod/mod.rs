@@ -11,11 +11,30 @@ pub use build::{Refused, build};
 pub use container::check_container;
 pub use document::{SourceError, document};
 
+use crate::store::VmRecord;
 use nacelle_keeper::spec::{CloudInit, MachineDocument};
 use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
 
 /// A machine whose disks are still to be found.
 pub type MachinePod = MachineDocument<Wish>;
+
+/// Gives a machine that outlives its pods what is the same in all its runs: where nothing else is said, its identity and the
+/// address of its card; and for cloud-init what tells it from a new machine. What it keeps is in `folder`.
+pub fn identify(machine: &mut MachinePod, vm: &VmRecord, folder: PathBuf) {
+    if machine.identity.uuid.is_empty() {
+        machine.identity.uuid.clone_from(&vm.uuid);
+    }
+    if let Some(card) = machine.cards.first_mut() {
+        card.mac.get_or_insert(vm.mac);
+    }
+    for disk in &mut machine.disks {
+        if let Wish::CloudInit(data) = &mut disk.source {
+            data.instance.clone_from(&vm.uuid);
+        }
+    }
+    machine.keep = Some(folder);
+}
 
 /// What a disk shall have on it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -6,7 +6,7 @@ mod record;
 
 #[cfg(test)]
 pub(crate) use record::tests as tests_support;
-pub use record::{ContainerRecord, Left, PodRecord, RecordError};
+pub use record::{ContainerRecord, Left, PodRecord, RecordError, VmRecord};
 
 use nacelle_base::{Classify, ContainerId, Kind, PodId};
 use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, TableDefinition};
@@ -19,6 +19,7 @@ use tokio::sync::{mpsc, oneshot};
 
 const PODS: TableDefinition<&str, &[u8]> = TableDefinition::new("pods");
 const CONTAINERS: TableDefinition<&str, &[u8]> = TableDefinition::new("containers");
+const VMS: TableDefinition<&str, &[u8]> = TableDefinition::new("machines");
 const SETTINGS: TableDefinition<&str, &str> = TableDefinition::new("settings");
 
 /// Commits that wait for the writer; more callers wait for a place.
@@ -83,6 +84,10 @@ pub enum Change {
     ForgetPod(PodId),
     /// Removes a container.
     ForgetContainer(ContainerId),
+    /// Writes a machine that outlives its pods.
+    Vm(Box<VmRecord>),
+    /// Removes such a machine, by its namespace and name.
+    ForgetVm(String),
     /// Writes a setting of the node.
     Setting(&'static str, String),
 }
@@ -109,6 +114,8 @@ pub struct Contents {
     pub pods: Vec<PodRecord>,
     /// Containers.
     pub containers: Vec<ContainerRecord>,
+    /// Machines that outlive their pods.
+    pub vms: Vec<VmRecord>,
     /// Settings of the node.
     pub settings: std::collections::BTreeMap<String, String>,
 }
@@ -174,6 +181,11 @@ fn read(database: &Database) -> Result<Contents, StoreError> {
         let (id, bytes) = row.map_err(access("read"))?;
         contents.containers.push(ContainerRecord::decode(id.value(), bytes.value())?);
     }
+    let vms = transaction.open_table(VMS).map_err(access("read"))?;
+    for row in vms.iter().map_err(access("read"))? {
+        let (id, bytes) = row.map_err(access("read"))?;
+        contents.vms.push(VmRecord::decode(id.value(), bytes.value())?);
+    }
     let settings = transaction.open_table(SETTINGS).map_err(access("read"))?;
     for row in settings.iter().map_err(access("read"))? {
         let (name, value) = row.map_err(access("read"))?;
@@ -187,6 +199,7 @@ fn write(database: &Database, changes: &[Change]) -> Result<(), StoreError> {
     {
         let mut pods = transaction.open_table(PODS).map_err(access("write"))?;
         let mut containers = transaction.open_table(CONTAINERS).map_err(access("write"))?;
+        let mut vms = transaction.open_table(VMS).map_err(access("write"))?;
         let mut settings = transaction.open_table(SETTINGS).map_err(access("write"))?;
         for change in changes {
             match change {
@@ -201,6 +214,12 @@ fn write(database: &Database, changes: &[Change]) -> Result<(), StoreError> {
                 }
                 Change::ForgetContainer(id) => {
                     containers.remove(id.as_str()).map_err(access("write"))?;
+                }
+                Change::Vm(record) => {
+                    vms.insert(record.id.as_str(), record.encode()?.as_slice()).map_err(access("write"))?;
+                }
+                Change::ForgetVm(id) => {
+                    vms.remove(id.as_str()).map_err(access("write"))?;
                 }
                 Change::Setting(name, value) => {
                     settings.insert(*name, value.as_str()).map_err(access("write"))?;

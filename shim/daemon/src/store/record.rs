@@ -5,6 +5,7 @@ use crate::lifecycle::state;
 use crate::nouns::{ContainerConfig, ImageOf, MachineSize, PodConfig, PodResources, Resources, User};
 use nacelle_base::timeline::Step;
 use nacelle_base::{ContainerId, PodId};
+use nacelle_image::ImageId;
 use serde::{Deserialize, Serialize};
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -124,11 +125,50 @@ impl ContainerRecord {
     }
 }
 
+/// A machine that outlives its pods.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VmRecord {
+    /// Namespace and name, with a slash between them.
+    pub id: String,
+    /// Names what it keeps: 32 hexadecimal digits.
+    pub uid: String,
+    /// Its identity in SMBIOS.
+    pub uuid: String,
+    /// Of its first network card.
+    pub mac: [u8; 6],
+    /// When it was first named, in nanoseconds since 1970.
+    pub created_at: i64,
+    /// The image that its disk was made of; none: of none yet.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image: Option<ImageId>,
+}
+
+impl VmRecord {
+    /// A machine with an identity of these random bytes.
+    pub fn new(namespace: &str, name: &str, random: &[u8; 22], created_at: i64) -> VmRecord {
+        let [a, b, c, d, e, f, identity @ ..] = *random;
+        let mut uuid = identity;
+        // RFC 9562, version 4.
+        uuid[6] = (uuid[6] & 0x0f) | 0x40;
+        uuid[8] = (uuid[8] & 0x3f) | 0x80;
+        let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+        let [p, q, r, s, t] = [&uuid[..4], &uuid[4..6], &uuid[6..8], &uuid[8..10], &uuid[10..]].map(hex);
+        VmRecord {
+            id: format!("{namespace}/{name}"),
+            uid: hex(&uuid),
+            uuid: format!("{p}-{q}-{r}-{s}-{t}"),
+            mac: [(a & 0xfc) | 2, b, c, d, e, f],
+            created_at,
+            image: None,
+        }
+    }
+}
+
 /// A record that this version cannot read or write.
 #[derive(Debug, thiserror::Error)]
 #[error("the record of {what} {id} is not one that this version of Nacelle knows")]
 pub struct RecordError {
-    /// "pod", "container".
+    /// "pod", "container", "machine".
     pub what: &'static str,
     /// Its key.
     pub id: String,
@@ -172,6 +212,7 @@ macro_rules! stored {
 
 stored!(PodRecord, "pod");
 stored!(ContainerRecord, "container");
+stored!(VmRecord, "machine");
 
 #[cfg(test)]
 pub(crate) mod tests {
@@ -203,6 +244,7 @@ pub(crate) mod tests {
                 user_namespace: None,
                 empty_dirs: None,
                 machine: None,
+                vm: None,
                 privileged: false,
                 memory_limit: Some(1 << 28),
                 overhead_memory: None,
@@ -283,6 +325,13 @@ pub(crate) mod tests {
         assert_eq!(PodRecord::decode("x", text.as_bytes()).unwrap(), pod(1));
         let text = include_str!("../../tests/golden/container-v1.json");
         assert_eq!(ContainerRecord::decode("x", text.as_bytes()).unwrap(), container(2, 1));
+        let text = include_str!("../../tests/golden/machine-v1.json");
+        assert_eq!(VmRecord::decode("x", text.as_bytes()).unwrap(), machine());
+    }
+
+    fn machine() -> VmRecord {
+        let random = std::array::from_fn(|n| u8::try_from(n).unwrap());
+        VmRecord { image: Some(Digest([7; 32])), ..VmRecord::new("default", "db", &random, 9) }
     }
 
     #[test]
@@ -292,6 +341,8 @@ pub(crate) mod tests {
         assert_eq!(value(&pod(1).encode().unwrap()), value(text.as_bytes()));
         let text = include_str!("../../tests/golden/container-v1.json");
         assert_eq!(value(&container(2, 1).encode().unwrap()), value(text.as_bytes()));
+        let text = include_str!("../../tests/golden/machine-v1.json");
+        assert_eq!(value(&machine().encode().unwrap()), value(text.as_bytes()));
     }
 
     #[test]

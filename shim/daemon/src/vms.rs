@@ -1,0 +1,195 @@
+//! Owns: machines that outlive their pods: who they are, what they keep and where. A pod that names one is a run of it.
+//! Threads: any; changes come one after the other, and each is on the disk before it counts.
+
+use crate::store::{Change, Store, StoreError, VmRecord};
+use nacelle_base::files::{FileError, at, remove_tree_if_there};
+use nacelle_base::{Chain, Classify, Kind, random};
+use nacelle_image::ImageId;
+use std::collections::BTreeMap;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::sync::{PoisonError, RwLock};
+
+/// Why a machine cannot be known, or forgotten.
+#[derive(Debug, thiserror::Error)]
+pub enum VmError {
+    /// Its record.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// Its folder.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// Its identity.
+    #[error("no random numbers for a machine's identity")]
+    Random {
+        /// Why.
+        source: std::io::Error,
+    },
+    /// There is none of this name.
+    #[error("machine {id} does not exist")]
+    NotFound {
+        /// Namespace and name.
+        id: String,
+    },
+    /// Work was given up, which is a defect.
+    #[error("what was to be done for a machine was given up")]
+    GivenUp {
+        /// Why.
+        source: tokio::task::JoinError,
+    },
+}
+
+impl Classify for VmError {
+    fn kind(&self) -> Kind {
+        match self {
+            VmError::Store(error) => error.kind(),
+            VmError::File(error) => error.kind(),
+            VmError::NotFound { .. } => Kind::NotFound,
+            VmError::Random { .. } | VmError::GivenUp { .. } => Kind::Internal,
+        }
+    }
+}
+
+/// The machines of this node that outlive their pods.
+pub struct Vms {
+    folder: PathBuf,
+    store: Store,
+    known: RwLock<BTreeMap<String, VmRecord>>,
+    changing: tokio::sync::Mutex<()>,
+}
+
+/// Namespace and name, as one word.
+pub fn id(namespace: &str, name: &str) -> String {
+    format!("{namespace}/{name}")
+}
+
+impl Vms {
+    /// Those of these records; what is in the folder without one is removed. Blocks.
+    pub fn open(folder: PathBuf, store: Store, records: Vec<VmRecord>) -> Result<Vms, FileError> {
+        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder).map_err(at("create", &folder))?;
+        for entry in std::fs::read_dir(&folder).map_err(at("read", &folder))? {
+            let entry = entry.map_err(at("read", &folder))?;
+            let known = |record: &VmRecord| entry.file_name().to_str() == Some(&record.uid);
+            if !records.iter().any(known) {
+                remove_tree_if_there(&entry.path())?;
+            }
+        }
+        let known = records.into_iter().map(|record| (record.id.clone(), record)).collect();
+        Ok(Vms { folder, store, known: RwLock::new(known), changing: tokio::sync::Mutex::new(()) })
+    }
+
+    /// All of them.
+    pub fn list(&self) -> Vec<VmRecord> {
+        self.known.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
+    }
+
+    /// One of them.
+    pub fn find(&self, id: &str) -> Option<VmRecord> {
+        self.known.read().unwrap_or_else(PoisonError::into_inner).get(id).cloned()
+    }
+
+    /// What must stay in the image store for them.
+    pub fn images(&self) -> Vec<ImageId> {
+        self.known.read().unwrap_or_else(PoisonError::into_inner).values().filter_map(|record| record.image).collect()
+    }
+
+    /// Where a machine keeps its disks.
+    pub fn folder(&self, record: &VmRecord) -> PathBuf {
+        self.folder.join(&record.uid)
+    }
+
+    /// The machine of this name, which is made if there is none.
+    pub async fn know(&self, namespace: &str, name: &str) -> Result<VmRecord, VmError> {
+        let _alone = self.changing.lock().await;
+        if let Some(record) = self.find(&id(namespace, name)) {
+            return Ok(record);
+        }
+        let mut bytes = [0; 22];
+        random::fill(&mut bytes).map_err(|source| VmError::Random { source })?;
+        let record = VmRecord::new(namespace, name, &bytes, crate::lifecycle::now());
+        let folder = self.folder(&record);
+        blocking(move || std::fs::DirBuilder::new().mode(0o700).create(&folder).map_err(at("create", &folder)))
+            .await??;
+        let written = self.write(record.clone()).await;
+        if written.is_err() {
+            self.clear(&self.folder(&record)).await;
+        }
+        written.map(|()| record)
+    }
+
+    /// The machine's disk is of this image from now on.
+    pub async fn of_image(&self, id: &str, image: ImageId) -> Result<(), VmError> {
+        let _alone = self.changing.lock().await;
+        match self.find(id) {
+            None => Err(VmError::NotFound { id: id.to_owned() }),
+            Some(record) if record.image == Some(image) => Ok(()),
+            Some(record) => self.write(VmRecord { image: Some(image), ..record }).await,
+        }
+    }
+
+    async fn write(&self, record: VmRecord) -> Result<(), VmError> {
+        self.store.commit(vec![Change::Vm(Box::new(record.clone()))]).await?;
+        self.known.write().unwrap_or_else(PoisonError::into_inner).insert(record.id.clone(), record);
+        Ok(())
+    }
+
+    /// Forgets it, and removes what it has kept. Nobody may run it.
+    pub async fn forget(&self, id: &str) -> Result<(), VmError> {
+        let _alone = self.changing.lock().await;
+        let record = self.find(id).ok_or_else(|| VmError::NotFound { id: id.to_owned() })?;
+        self.store.commit(vec![Change::ForgetVm(id.to_owned())]).await?;
+        self.known.write().unwrap_or_else(PoisonError::into_inner).remove(id);
+        self.clear(&self.folder(&record)).await;
+        Ok(())
+    }
+
+    /// What is left is removed when the next daemon starts.
+    async fn clear(&self, folder: &Path) {
+        let folder = folder.to_owned();
+        match blocking(move || remove_tree_if_there(&folder)).await {
+            Ok(Err(error)) => tracing::warn!("{}", Chain(&error)),
+            Err(error) => tracing::warn!("{}", Chain(&error)),
+            Ok(Ok(())) => {}
+        }
+    }
+}
+
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, VmError> {
+    tokio::task::spawn_blocking(work).await.map_err(|source| VmError::GivenUp { source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn opened(folder: &Path) -> Vms {
+        let (store, contents) = Store::open(&folder.join("s.redb"), None).unwrap();
+        Vms::open(folder.join("machines"), store, contents.vms).unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_machine_is_the_same_after_a_restart_and_gone_when_forgotten() {
+        let folder = tempfile::tempdir().unwrap();
+        let vms = opened(folder.path());
+        let first = vms.know("default", "db").await.unwrap();
+        assert_eq!(vms.know("default", "db").await.unwrap(), first);
+        assert_ne!(vms.know("other", "db").await.unwrap().uuid, first.uuid);
+        assert!(first.mac[0] & 3 == 2, "a station's own address");
+        assert_eq!(first.uuid.len(), 36);
+        vms.of_image("default/db", nacelle_image::Digest([7; 32])).await.unwrap();
+        std::fs::write(vms.folder(&first).join("root.qcow2"), "data").unwrap();
+        let stray = folder.path().join("machines/stray");
+        std::fs::create_dir(&stray).unwrap();
+        drop(vms);
+
+        let vms = opened(folder.path());
+        assert!(!stray.exists() && vms.folder(&first).join("root.qcow2").exists());
+        assert_eq!(vms.images(), [nacelle_image::Digest([7; 32])]);
+        let again = vms.know("default", "db").await.unwrap();
+        assert_eq!((&again.uuid, again.mac), (&first.uuid, first.mac));
+        vms.forget("default/db").await.unwrap();
+        assert!(!vms.folder(&first).exists());
+        assert_eq!(vms.forget("default/db").await.unwrap_err().kind(), Kind::NotFound);
+        assert_ne!(vms.know("default", "db").await.unwrap().uuid, first.uuid);
+    }
+}

@@ -1,0 +1,185 @@
+//! Owns: one run of the machine: QEMU, started and asked, and what was heard of its end.
+
+use crate::error::KeeperError;
+use crate::guest_agent::GuestAgent;
+use crate::lines::{Event, Lines, printable};
+use crate::machine::{Settings, blocking};
+use crate::qemu;
+use nacelle_engine::program::Program;
+use nacelle_engine::{ExitKind, MachineExit};
+use serde_json::{Value, json};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::{Mutex, mpsc};
+
+/// What QEMU itself prints, in the machine's folder.
+const QEMU_LOG: &str = "qemu.log";
+/// The longest line of QEMU's monitor.
+const LONGEST: u64 = 1 << 20;
+/// For an answer of QEMU's monitor.
+const ANSWER: Duration = Duration::from_secs(60);
+/// From QEMU's last word to its end.
+const LAST: Duration = Duration::from_secs(60);
+/// How often the guest's balloon says how much memory is free, in seconds.
+const BALLOON_SECONDS: u32 = 5;
+
+/// The exit code of a machine without power.
+pub const KILLED: u32 = 137;
+/// The guest's kernel gave up, as a process that aborts.
+const PANICKED: u32 = 134;
+/// QEMU ended by itself.
+pub const DIED: u32 = 255;
+
+/// QEMU, and the ways to it.
+pub struct Live {
+    program: Arc<Program>,
+    monitor: Mutex<Lines>,
+    /// The guest's agent.
+    pub agent: GuestAgent,
+}
+
+/// QEMU's ends of the ways to it.
+pub struct Ends {
+    ours: [UnixStream; 3],
+    theirs: [OwnedFd; 3],
+}
+
+impl Ends {
+    /// Of a machine that is about to start.
+    pub fn make() -> Result<Ends, KeeperError> {
+        let pair = || UnixStream::pair().map_err(|source| KeeperError::Resources { what: "QEMU's sockets", source });
+        let [(monitor, their_monitor), (console, their_console), (agent, their_agent)] = [pair()?, pair()?, pair()?];
+        let theirs = [their_monitor.into(), their_console.into(), their_agent.into()];
+        Ok(Ends { ours: [monitor, console, agent], theirs })
+    }
+
+    /// The numbers of monitor, console and agent, as QEMU inherits them.
+    pub fn numbers(&self) -> [i32; 3] {
+        self.theirs.each_ref().map(AsRawFd::as_raw_fd)
+    }
+}
+
+/// A machine that runs.
+pub struct Launched {
+    /// The ways to it.
+    pub live: Arc<Live>,
+    /// Its serial console.
+    pub console: tokio::net::UnixStream,
+    /// What it tells.
+    pub events: mpsc::Receiver<Event>,
+}
+
+/// Starts QEMU; when this returns it has understood what it was told, and has opened all its files.
+pub async fn launch(
+    machine: qemu::Machine<'_>,
+    ends: Ends,
+    settings: &Settings,
+    folder: &Path,
+) -> Result<Launched, KeeperError> {
+    let (args, inherited, balloon) = (machine.args(), machine.inherited(), machine.document.balloon);
+    tracing::debug!(?args, "starting QEMU");
+    let Ends { ours: [monitor, console, agent], theirs } = ends;
+    let (qemu, log) = (settings.qemu.clone(), folder.join(QEMU_LOG));
+    let started = blocking(move || {
+        let started = Program::start(&qemu, args, inherited, &log);
+        drop(theirs);
+        started
+    });
+    let program = Arc::new(started.await??);
+    let (mut monitor, events) = Lines::new(stream(monitor)?, "QEMU", LONGEST);
+    if let Err(error) = monitor.ask("qmp_capabilities", Value::Null, ANSWER).await {
+        let waited = Arc::clone(&program);
+        let exit = blocking(move || waited.wait(Duration::from_secs(2))).await?;
+        return Err(match exit.map(|exit| exit.how) {
+            Some(ExitKind::Died { message, .. }) => KeeperError::Refused {
+                whom: "QEMU",
+                command: "the machine".into(),
+                words: printable(&message.replace('\n', " | ")),
+            },
+            _ => error,
+        });
+    }
+    if balloon {
+        let arguments = json!({
+            "path": "/machine/peripheral/balloon",
+            "property": "guest-stats-polling-interval",
+            "value": BALLOON_SECONDS,
+        });
+        monitor.ask("qom-set", arguments, ANSWER).await?;
+    }
+    let live = Live { program, monitor: Mutex::new(monitor), agent: GuestAgent::new(stream(agent)?) };
+    Ok(Launched { live: Arc::new(live), console: stream(console)?, events })
+}
+
+impl Live {
+    /// Asks QEMU.
+    pub async fn ask(&self, command: &str, arguments: Value) -> Result<Value, KeeperError> {
+        self.monitor.lock().await.ask(command, arguments, ANSWER).await
+    }
+
+    /// Takes its power away.
+    pub fn kill(&self) {
+        self.program.kill();
+    }
+
+    /// QEMU's process.
+    pub fn pid(&self) -> u32 {
+        self.program.pid()
+    }
+
+    /// Listens until it has ended; its exit code.
+    pub async fn ended(&self, mut events: mpsc::Receiver<Event>) -> u32 {
+        let mut reason = None;
+        while let Some(Event { name, data }) = events.recv().await {
+            tracing::info!(event = name, data = %printable(&data.to_string()), "the machine");
+            if name == "SHUTDOWN" {
+                reason = data.get("reason").and_then(Value::as_str).map(str::to_owned);
+            }
+        }
+        loop {
+            let waiting = Arc::clone(&self.program);
+            match blocking(move || waiting.wait(LAST)).await {
+                Ok(Some(exit)) => return code(&exit, reason.as_deref()),
+                // It has closed its monitor and lives: nobody can say what it does.
+                Ok(None) => self.kill(),
+                Err(_) => return DIED,
+            }
+        }
+    }
+}
+
+/// The exit code of a machine.
+fn code(exit: &MachineExit, reason: Option<&str>) -> u32 {
+    match (&exit.how, reason) {
+        (ExitKind::Killed, _) => KILLED,
+        (_, Some("guest-panic")) | (ExitKind::Panicked, _) => PANICKED,
+        (ExitKind::Shutdown, _) => 0,
+        (ExitKind::Died { message, .. }, _) => {
+            tracing::error!(message, "QEMU ended by itself");
+            DIED
+        }
+    }
+}
+
+fn stream(stream: UnixStream) -> Result<tokio::net::UnixStream, KeeperError> {
+    let made = stream.set_nonblocking(true).and_then(|()| tokio::net::UnixStream::from_std(stream));
+    made.map_err(|source| KeeperError::Resources { what: "QEMU's sockets", source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_end_has_its_code() {
+        let exit = |how| MachineExit { how, console_tail: String::new() };
+        let died = ExitKind::Died { code: Some(1), signal: None, message: String::new() };
+        assert_eq!(code(&exit(ExitKind::Shutdown), Some("guest-shutdown")), 0);
+        assert_eq!(code(&exit(ExitKind::Shutdown), Some("guest-panic")), PANICKED);
+        assert_eq!(code(&exit(ExitKind::Killed), None), KILLED);
+        assert_eq!(code(&exit(died), None), DIED);
+    }
+}
