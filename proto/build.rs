@@ -1,7 +1,8 @@
 //! Owns: compiling the contracts to Rust, without a protoc on the machine.
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let files = ["cri/v1/api.proto", "agent/v1/agent.proto", "pod/v1/pod.proto", "node/v1/node.proto"];
+    let files =
+        ["cri/v1/api.proto", "agent/v1/agent.proto", "pod/v1/pod.proto", "node/v1/node.proto", "vm/v1/vm.proto"];
     for file in files {
         println!("cargo::rerun-if-changed={file}");
     }

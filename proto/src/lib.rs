@@ -24,5 +24,10 @@ pub mod node {
     tonic::include_proto!("nacelle.node.v1");
 }
 
+/// Between the commands of machines and the daemon, beside CRI.
+pub mod vm {
+    tonic::include_proto!("nacelle.vm.v1");
+}
+
 /// The compiled descriptors (a `FileDescriptorSet`) of all of them.
 pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/descriptors.bin"));

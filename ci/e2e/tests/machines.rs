@@ -294,6 +294,70 @@ fn a_machine_is_off_and_on_as_it_is_told() {
     node.crictl.call(["rmp", "--force", &pod]);
 }
 
+#[test]
+fn the_vm_commands_list_machines_and_say_what_they_shall_do() {
+    let node = node();
+    let image = boot_image(&node);
+    let config = node.folder().join("config.toml").display().to_string();
+    let program = nacelle_e2e::part("NACELLE_BIN");
+    let vm = |words: &[&str]| {
+        let words = [&["vm"], words, &["--config", &config]].concat();
+        nacelle_e2e::run::call(&program, words)
+    };
+    let of = |verb: &str, name: &str| vm(&[verb, name, "--namespace", "e2e"]);
+    let describe = |name: &str| -> Value { serde_json::from_str(&of("describe", name).ok()).expect("it is JSON") };
+    let becomes = |name: &str, phase: &str| {
+        eventually(&format!("{name} is {phase}"), || (describe(name)["phase"] == phase).then_some(()));
+    };
+    assert!(of("pause", "db").err().contains("NotFound"));
+    let other = node.crictl.run_pod_of("vm", machine(&node, &image));
+    let one = node.crictl.run_pod_of("vm", named(&node, &image, &[]));
+    becomes("db", "Pending");
+    assert!(of("pause", "db").err().contains("FailedPrecondition"));
+    other.start(container(&image, 0)).says("boot 1\n");
+    let db = one.start(container(&image, 0));
+    db.says("boot 1\n");
+    becomes("db", "Running");
+    let table = vm(&["list"]).ok();
+    assert!(table.lines().count() == 3 && table.contains("machine") && table.contains("Always"), "{table}");
+    assert_eq!(vm(&["list", "--namespace", "nobodys"]).ok().lines().count(), 1);
+    let known = describe("db");
+    assert_eq!((&known["outlivesPods"], &known["memoryMiB"]), (&json!(true), &json!(64)), "{known}");
+    assert_eq!(identity(&node).len(), 2);
+    for (verb, phase) in [("pause", "Paused"), ("unpause", "Running"), ("stop", "Stopped"), ("start", "Running")] {
+        for _ in 0..2 {
+            of(verb, "db").ok();
+        }
+        becomes("db", phase);
+    }
+    of("restart", "db").ok();
+    db.says("boot 3\n");
+    of("power-off", "db").ok();
+    db.says("boot 4\n");
+    of("reset", "db").ok();
+    db.says("boot 5\n");
+    let picture = node.folder().join("screen.png");
+    vm(&["screenshot", "db", "--namespace", "e2e", "--output", &picture.display().to_string()]).ok();
+    assert!(fs::read(&picture).expect("it is there").starts_with(b"\x89PNG"));
+    // Only one that outlives its pods can be off.
+    assert!(of("stop", "machine").err().contains("name the machine"));
+    assert!(of("guest-info", "db").err().contains("the guest agent"));
+    assert!(of("delete", "db").err().contains(&one.id), "it is held");
+    one.remove();
+    assert_eq!((&describe("db")["phase"], &describe("db")["uuid"]), (&json!("Stopped"), &known["uuid"]));
+    assert!(of("start", "db").err().contains("has no pod"));
+    for _ in 0..2 {
+        of("delete", "db").ok();
+    }
+    assert!(of("describe", "db").err().contains("NotFound"));
+    let next = node.crictl.run_pod_of("vm", named(&node, &image, &[]));
+    next.start(container(&image, 0)).says("boot 1\n");
+    assert_ne!(describe("db")["uuid"], known["uuid"]);
+    next.remove();
+    of("delete", "db").ok();
+    other.remove();
+}
+
 /// Debian from `ci/disk-image`: cloud-init, the guest agent, ssh, both kinds of firmware.
 #[test]
 fn debian_boots_with_cloud_init_and_answers() {
@@ -329,7 +393,7 @@ fn debian_boots_with_cloud_init_and_answers() {
         let exec = |script: &str| machine.exec(script);
         eventually("the guest agent answers", || (exec("true").code == 0).then_some(()));
         eventually("cloud-init has ended", || (exec("test -e /run/cloud-init/result.json").code == 0).then_some(()));
-        assert_eq!(exec("cat /etc/nacelle-was-here; hostname").ok(), "yes\ndb\n");
+        assert_eq!(exec("cat /etc/nacelle-was-here; hostname").ok().trim(), "yes\ndb");
         assert_eq!(exec("exit 7").code, 7);
         let efi = exec("test -d /sys/firmware/efi").code == 0;
         assert_eq!(efi, firmware == "efi");

@@ -24,4 +24,5 @@ mod streaming;
 pub mod supervision;
 mod sys;
 mod systemd;
+mod vm_service;
 pub mod vms;

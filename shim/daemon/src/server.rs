@@ -10,6 +10,7 @@ use crate::node_service::NodeService;
 use crate::store::{Observer, Store, StoreError};
 use crate::streaming::Guests;
 use crate::supervision::{SupervisionError, Supervisor};
+use crate::vm_service::VmService;
 use crate::vms::Vms;
 use nacelle_base::files::{FileError, at, remove_if_there};
 use nacelle_base::{Classify, Kind};
@@ -17,6 +18,7 @@ use nacelle_image::ImageError;
 use nacelle_proto::cri::image_service_server::ImageServiceServer;
 use nacelle_proto::cri::runtime_service_server::RuntimeServiceServer;
 use nacelle_proto::node::node_server::NodeServer;
+use nacelle_proto::vm::machines_server::MachinesServer;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::Path;
 use std::sync::{Arc, RwLock};
@@ -163,7 +165,8 @@ pub async fn serve(
                 .max_decoding_message_size(MESSAGE_LIMIT),
         )
         .add_service(ImageServiceServer::new(cri).max_encoding_message_size(MESSAGE_LIMIT))
-        .add_service(NodeServer::new(NodeService::new(node)))
+        .add_service(NodeServer::new(NodeService::new(node.clone())))
+        .add_service(MachinesServer::new(VmService::new(node)).max_encoding_message_size(MESSAGE_LIMIT))
         .serve_with_incoming_shutdown(UnixListenerStream::new(listener), async move {
             end.await;
             drop(watch);

@@ -2,6 +2,7 @@
 
 mod check;
 mod image;
+mod machines;
 mod pods;
 mod serve;
 mod vm;
@@ -46,8 +47,10 @@ enum Command {
         #[arg(long, value_name = "ID")]
         timeline: Option<String>,
     },
-    /// Works with the specifications of machines, without a daemon.
+    /// Works with machines, and with their specifications, for which it needs no daemon.
     Vm {
+        #[command(flatten)]
+        config: Config,
         #[command(subcommand)]
         command: vm::Vm,
     },
@@ -82,7 +85,7 @@ pub fn run() -> ExitCode {
         Command::Check(config) => config.load().and_then(check::check),
         Command::Image { config, command } => config.load().and_then(|config| image::run(config, command)),
         Command::Pods { config, timeline } => config.load().and_then(|config| pods::run(&config, timeline)),
-        Command::Vm { command } => vm::run(command),
+        Command::Vm { config, command } => vm::run(&config, command),
         Command::Version => {
             println!("nacelle {}", env!("CARGO_PKG_VERSION"));
             Ok(ExitCode::SUCCESS)

@@ -1,6 +1,7 @@
-//! Owns: `nacelle vm`: checks and converts the manifests of machines, and prints their schema. It asks no daemon: what is
-//! right is the same everywhere.
+//! Owns: `nacelle vm`: checks and converts the manifests of machines, and prints their schema, for which it asks no daemon: what
+//! is right is the same everywhere. What is done with machines is in `machines`.
 
+use super::machines::{self, Machines};
 use anyhow::Context;
 use clap::{Subcommand, ValueEnum};
 use nacelle_vmi::manifest::{self, Options, Verdict};
@@ -39,6 +40,9 @@ pub(super) enum Vm {
         #[arg(long, value_name = "REFERENCE")]
         image: Option<String>,
     },
+    /// Works with the machines of this node, through the daemon.
+    #[command(flatten)]
+    Machines(Machines),
     /// Prints the schema of machines as an OpenAPI v3 document.
     Schema {
         /// The version of the documents.
@@ -66,8 +70,9 @@ pub(super) enum SchemaVersion {
     V1alpha1,
 }
 
-pub(super) fn run(command: Vm) -> anyhow::Result<ExitCode> {
+pub(super) fn run(config: &super::Config, command: Vm) -> anyhow::Result<ExitCode> {
     match command {
+        Vm::Machines(command) => machines::run(&config.load()?, command),
         Vm::Validate { files, catalogue, output } => validate(&files, &catalogue.read()?, output),
         Vm::Convert { files, catalogue, runtime_class, image } => {
             let usual = Options::default();

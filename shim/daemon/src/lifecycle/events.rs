@@ -138,6 +138,11 @@ impl Events {
         }
     }
 
+    /// Whether the daemon does not end yet.
+    pub fn is_open(&self) -> bool {
+        self.inner().ring.is_some()
+    }
+
     /// Ends all subscriptions once they have told what happened until now.
     pub fn close(&self) {
         let mut inner = self.inner();

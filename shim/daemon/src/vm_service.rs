@@ -1,0 +1,324 @@
+//! Owns: what the commands of machines ask of the daemon (proto/vm/v1): which machines there are, and their verbs.
+//! A machine is asked as `exec -- @vm VERB` asks it: its keeper has the verbs.
+
+use crate::cri::status::{refuse, status};
+use crate::lifecycle::{Node, View};
+use crate::nouns::PodConfig;
+use crate::store::{ContainerRecord, VmRecord};
+use crate::vms;
+use nacelle_base::Kind;
+use nacelle_keeper::spec::RunStrategy;
+use nacelle_proto::vm;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio_stream::Stream;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status};
+
+/// For a verb that takes no work.
+const VERB: Duration = Duration::from_secs(60);
+/// For a machine to say how it is, where many are asked.
+const LOOK: Duration = Duration::from_secs(5);
+/// Between two looks of one who watches.
+const WATCH: Duration = Duration::from_secs(1);
+/// What a machine says that does not answer.
+const UNKNOWN: &str = "Unknown";
+
+/// The service on one node.
+#[derive(Clone)]
+pub(crate) struct VmService {
+    node: Node,
+}
+
+impl VmService {
+    pub(crate) fn new(node: Node) -> VmService {
+        VmService { node }
+    }
+
+    /// The pod that has a machine, and the machine's container, if it runs.
+    fn find(&self, machine: &vm::MachineRef) -> Result<(Arc<View>, Option<ContainerRecord>), Status> {
+        let id = vms::id(&machine.namespace, &machine.name);
+        let wanted = Some((machine.namespace.as_str(), machine.name.as_str()));
+        let named = |view: &Arc<View>| named(&view.pod.config) == wanted;
+        let view = self.node.holder(&id).or_else(|| self.node.views().into_iter().find(named));
+        match view {
+            Some(view) => {
+                let container = running(&view).cloned();
+                Ok((view, container))
+            }
+            None if self.node.parts().vms.find(&id).is_some() => {
+                Err(refuse(Kind::Conflict, &format!("machine {id} has no pod: run one with vm.nacelle.dev/name")))
+            }
+            None => Err(refuse(Kind::NotFound, &format!("machine {id} does not exist on this node"))),
+        }
+    }
+
+    async fn verb(&self, machine: vm::MachineRef, verb: &str) -> Result<Vec<u8>, Status> {
+        let (_, container) = self.find(&machine)?;
+        let id = vms::id(&machine.namespace, &machine.name);
+        let container = container.ok_or_else(|| refuse(Kind::Conflict, &format!("machine {id} does not run")))?;
+        self.ask(&container, verb, VERB).await
+    }
+
+    async fn ask(&self, container: &ContainerRecord, verb: &str, limit: Duration) -> Result<Vec<u8>, Status> {
+        let words = ["@vm", verb].map(str::to_owned).to_vec();
+        let done = self.node.exec(container.id.as_str(), words, Some(limit)).await.map_err(status)?;
+        if done.exit_code == 0 {
+            return Ok(done.stdout);
+        }
+        let words = String::from_utf8_lossy(&done.stderr).trim().chars().take(500).collect::<String>();
+        Err(refuse(Kind::Conflict, &words))
+    }
+
+    async fn done(&self, request: Request<vm::MachineRef>, verb: &'static str) -> Result<Response<vm::Empty>, Status> {
+        self.verb(request.into_inner(), verb).await.map(|_| Response::new(vm::Empty {}))
+    }
+
+    /// All machines of a namespace; empty: of all.
+    async fn list(&self, namespace: &str) -> Vec<vm::Machine> {
+        let mut asked = JoinSet::new();
+        let mut machines = Vec::new();
+        for view in self.node.views() {
+            let Some(mut machine) = of_pod(&view) else { continue };
+            if !namespace.is_empty() && machine.namespace != namespace {
+                continue;
+            }
+            // Of one that outlives its pods, the pod that has it counts.
+            if machine.outlives_pods && machine.pod_id.is_empty() {
+                continue;
+            }
+            match running(&view).cloned() {
+                Some(container) => {
+                    let service = self.clone();
+                    asked.spawn(async move {
+                        let told = service.ask(&container, "status", LOOK).await.ok();
+                        look(&mut machine, told.as_deref());
+                        machine
+                    });
+                }
+                None => machines.push(machine),
+            }
+        }
+        while let Some(Ok(machine)) = asked.join_next().await {
+            machines.push(machine);
+        }
+        let records = self.node.parts().vms.list().into_iter().map(of_record);
+        for machine in records.filter(|machine| namespace.is_empty() || machine.namespace == namespace) {
+            let same = |other: &vm::Machine| other.namespace == machine.namespace && other.name == machine.name;
+            if !machines.iter().any(|other| other.outlives_pods && same(other)) {
+                machines.push(machine);
+            }
+        }
+        machines.sort_by(|a, b| (&a.namespace, &a.name).cmp(&(&b.namespace, &b.name)));
+        machines
+    }
+}
+
+/// Namespace and name of a pod's machine.
+fn named(pod: &PodConfig) -> Option<(&str, &str)> {
+    pod.machine.as_ref()?;
+    match &pod.vm {
+        Some(id) => id.split_once('/'),
+        None => Some((&pod.name.namespace, &pod.name.name)),
+    }
+}
+
+/// The container that is the machine, if it runs.
+fn running(view: &View) -> Option<&ContainerRecord> {
+    view.containers.values().find(|container| container.state == crate::lifecycle::state::Container::Running)
+}
+
+/// What is known of the machine of a pod without asking it.
+fn of_pod(view: &View) -> Option<vm::Machine> {
+    let config = &view.pod.config;
+    let (namespace, name) = named(config)?;
+    let machine = config.machine.as_ref()?;
+    let mac = machine.cards.first().and_then(|card| card.mac);
+    let holds = view.pod.state != crate::lifecycle::state::Pod::Stopped;
+    let last = view.containers.values().max_by_key(|container| container.created_at);
+    Some(vm::Machine {
+        namespace: namespace.to_owned(),
+        name: name.to_owned(),
+        phase: if last.is_some_and(|last| last.finished_at > 0) { "Succeeded" } else { "Pending" }.to_owned(),
+        outlives_pods: config.vm.is_some(),
+        pod_id: if holds { view.pod.id.to_string() } else { String::new() },
+        pod_name: config.name.name.clone(),
+        container_id: running(view).map(|container| container.id.to_string()).unwrap_or_default(),
+        addresses: view.pod.ips.iter().map(ToString::to_string).collect(),
+        uuid: machine.identity.uuid.clone(),
+        mac: mac.map(hex).unwrap_or_default(),
+        vcpus: machine.processors.count(),
+        memory_mib: machine.memory_mib,
+        run_strategy: machine.strategy.map(word).unwrap_or_default().to_owned(),
+        agent_connected: false,
+        software_emulation: false,
+        created_at: view.pod.created_at,
+    })
+}
+
+fn of_record(record: VmRecord) -> vm::Machine {
+    let (namespace, name) = record.id.split_once('/').unwrap_or_default();
+    vm::Machine {
+        namespace: namespace.to_owned(),
+        name: name.to_owned(),
+        phase: "Stopped".to_owned(),
+        outlives_pods: true,
+        mac: hex(record.mac),
+        created_at: record.created_at,
+        uuid: record.uuid,
+        ..vm::Machine::default()
+    }
+}
+
+fn hex(mac: [u8; 6]) -> String {
+    mac.map(|byte| format!("{byte:02x}")).join(":")
+}
+
+fn word(strategy: RunStrategy) -> &'static str {
+    match strategy {
+        RunStrategy::Always => "Always",
+        RunStrategy::RerunOnFailure => "RerunOnFailure",
+        RunStrategy::Once => "Once",
+        RunStrategy::Manual => "Manual",
+        RunStrategy::Halted => "Halted",
+    }
+}
+
+/// What a machine says of itself; none: it does not answer. Its keeper is a process of the pod's: its words are cut.
+fn look(machine: &mut vm::Machine, told: Option<&[u8]>) {
+    let told: Value = told.and_then(|text| serde_json::from_slice(text).ok()).unwrap_or_default();
+    let yes = |key: &str| told.get(key).and_then(Value::as_bool).unwrap_or_default();
+    let phase = told.get("phase").and_then(Value::as_str).unwrap_or(UNKNOWN);
+    machine.phase = phase.chars().filter(|c| c.is_ascii_alphanumeric()).take(32).collect();
+    machine.agent_connected = yes("agentConnected");
+    machine.software_emulation = yes("softwareEmulation");
+}
+
+#[tonic::async_trait]
+impl vm::machines_server::Machines for VmService {
+    async fn list(&self, request: Request<vm::ListRequest>) -> Result<Response<vm::ListResponse>, Status> {
+        let machines = self.list(&request.into_inner().namespace).await;
+        Ok(Response::new(vm::ListResponse { machines }))
+    }
+
+    async fn describe(&self, request: Request<vm::MachineRef>) -> Result<Response<vm::Machine>, Status> {
+        let vm::MachineRef { namespace, name } = request.into_inner();
+        let machines = self.list(&namespace).await;
+        let machine = machines.into_iter().find(|machine| machine.namespace == namespace && machine.name == name);
+        let id = vms::id(&namespace, &name);
+        let gone = || refuse(Kind::NotFound, &format!("machine {id} does not exist on this node"));
+        machine.map(Response::new).ok_or_else(gone)
+    }
+
+    async fn start(&self, request: Request<vm::MachineRef>) -> Result<Response<vm::Empty>, Status> {
+        self.done(request, "start").await
+    }
+
+    async fn stop(&self, request: Request<vm::MachineRef>) -> Result<Response<vm::Empty>, Status> {
+        self.done(request, "stop").await
+    }
+
+    async fn restart(&self, request: Request<vm::MachineRef>) -> Result<Response<vm::Empty>, Status> {
+        self.done(request, "restart").await
+    }
+
+    async fn power_off(&self, request: Request<vm::MachineRef>) -> Result<Response<vm::Empty>, Status> {
+        self.done(request, "power-off").await
+    }
+
+    async fn pause(&self, request: Request<vm::MachineRef>) -> Result<Response<vm::Empty>, Status> {
+        self.done(request, "pause").await
+    }
+
+    async fn unpause(&self, request: Request<vm::MachineRef>) -> Result<Response<vm::Empty>, Status> {
+        self.done(request, "unpause").await
+    }
+
+    async fn reset(&self, request: Request<vm::MachineRef>) -> Result<Response<vm::Empty>, Status> {
+        self.done(request, "reset").await
+    }
+
+    async fn soft_reboot(&self, request: Request<vm::MachineRef>) -> Result<Response<vm::Empty>, Status> {
+        self.done(request, "soft-reboot").await
+    }
+
+    async fn screenshot(&self, request: Request<vm::MachineRef>) -> Result<Response<vm::Picture>, Status> {
+        let png = self.verb(request.into_inner(), "screenshot").await?;
+        Ok(Response::new(vm::Picture { png }))
+    }
+
+    async fn guest_info(&self, request: Request<vm::MachineRef>) -> Result<Response<vm::Json>, Status> {
+        let told = self.verb(request.into_inner(), "guest-info").await?;
+        Ok(Response::new(vm::Json { text: String::from_utf8_lossy(&told).into_owned() }))
+    }
+
+    async fn delete(&self, request: Request<vm::MachineRef>) -> Result<Response<vm::Empty>, Status> {
+        let vm::MachineRef { namespace, name } = request.into_inner();
+        match self.node.forget_vm(&vms::id(&namespace, &name)).await {
+            // One that is gone is deleted.
+            Err(error) if nacelle_base::Classify::kind(&error) == Kind::NotFound => {}
+            other => other.map_err(status)?,
+        }
+        Ok(Response::new(vm::Empty {}))
+    }
+
+    type WatchStream = Pin<Box<dyn Stream<Item = Result<vm::Machine, Status>> + Send>>;
+
+    async fn watch(&self, request: Request<vm::ListRequest>) -> Result<Response<Self::WatchStream>, Status> {
+        let (namespace, service) = (request.into_inner().namespace, self.clone());
+        let (tell, told) = mpsc::channel(16);
+        tokio::spawn(async move {
+            let mut known: BTreeMap<(String, String), vm::Machine> = BTreeMap::new();
+            while service.node.parts().events.is_open() {
+                let key = |machine: &vm::Machine| (machine.namespace.clone(), machine.name.clone());
+                let listed = service.list(&namespace).await;
+                let now: BTreeMap<_, _> = listed.into_iter().map(|machine| (key(&machine), machine)).collect();
+                let other = now.iter().filter(|(key, machine)| known.get(*key) != Some(*machine));
+                let gone = known.iter().filter(|(key, _)| !now.contains_key(*key));
+                let deleted = |machine: &vm::Machine| vm::Machine { phase: "Deleted".to_owned(), ..machine.clone() };
+                let news: Vec<_> = other
+                    .map(|(_, machine)| machine.clone())
+                    .chain(gone.map(|(_, machine)| deleted(machine)))
+                    .collect();
+                for machine in news {
+                    if tell.send(Ok(machine)).await.is_err() {
+                        return;
+                    }
+                }
+                known = now;
+                tokio::select! {
+                    () = tokio::time::sleep(WATCH) => {}
+                    () = tell.closed() => return,
+                }
+            }
+        });
+        Ok(Response::new(Box::pin(ReceiverStream::new(told))))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_machine_says_is_cut() {
+        let mut machine = vm::Machine::default();
+        look(&mut machine, Some(br#"{"phase": "Running", "agentConnected": true, "softwareEmulation": true}"#));
+        assert_eq!(
+            (machine.phase.as_str(), machine.agent_connected, machine.software_emulation),
+            ("Running", true, true)
+        );
+        for told in [None, Some(&b"rubbish"[..]), Some(b"[]")] {
+            look(&mut machine, told);
+            assert_eq!((machine.phase.as_str(), machine.agent_connected), (UNKNOWN, false));
+        }
+        let long = format!(r#"{{"phase": "{}\u0007"}}"#, "x".repeat(1000));
+        look(&mut machine, Some(long.as_bytes()));
+        assert_eq!(machine.phase.len(), 32);
+    }
+}
