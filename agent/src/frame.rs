@@ -107,7 +107,14 @@ mod tests {
 
     #[test]
     fn a_message_comes_back() {
-        let sent = StreamOpen { id: "a".into(), exec_id: "b".into(), stream: 2, keep_open: true, port: 7 };
+        let sent = StreamOpen {
+            id: "a".into(),
+            exec_id: "b".into(),
+            stream: 2,
+            keep_open: true,
+            port: 7,
+            device: String::new(),
+        };
         let mut bytes = Vec::new();
         write(&mut bytes, &sent).unwrap();
         assert_eq!(read::<StreamOpen>(&mut bytes.as_slice()).unwrap(), sent);

@@ -77,7 +77,8 @@ async fn join(mut connection: Connection, pod: &Pod) {
                 None => Ok(()),
             }
         }
-        Stream::Port | Stream::Unspecified => Ok(()),
+        // A guest has the disks that its machine has.
+        Stream::Port | Stream::Device | Stream::Unspecified => Ok(()),
     };
     if let Err(error) = result {
         tracing::debug!(%error, id = open.id, "a stream broke");

@@ -8,6 +8,7 @@
 pub mod census;
 pub mod crictl;
 pub mod image;
+pub mod machine;
 pub mod manager;
 pub mod node;
 pub mod registry;

@@ -1,63 +1,14 @@
 //! Owns: machine pods: a pod whose container is a machine with a disk of its own, driven by crictl. Most of them boot a disk of one
 //! sector, which says what happens to it; one boots Debian.
 
-use nacelle_e2e::node::{Options, engine};
+use nacelle_e2e::machine::{annotated, boot_disk, boot_image, container, node};
 use nacelle_e2e::{Container, Image, Node, Pod, eventually};
 use serde_json::{Value, json};
 use std::fs;
 
-/// `machines/boot.s`, assembled.
-const BOOT: &str = "fa31c08ed88ec08ed0bc007c8816007eba0206b80001efbe9c7ce86400b80102e84f00fe060080b80103e84500a0008004\
-    30e85600b00ae85100ba0006eda900017519bafd03eca80174efbaf803ec3c71740f3c727415e83100ebdebea27ce81f00ba0406b80020eff4\
-    ebfdb0fee664ebf78a16007eb600b90200bb0080cd13c3ac84c07415e80200ebf688c4bafd03eca82074f8baf80388e0eec3626f6f74200070\
-    7265737365640a00";
-const ANNOTATIONS: [&str; 11] =
-    ["kind", "memory", "cpus", "disks", "cloud-init", "firmware", "ssh-keys", "spec", "name", "run-strategy", "power"];
-
-fn key(name: &str) -> String {
-    format!("vm.nacelle.dev/{name}")
-}
-
-fn node() -> Node {
-    let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(nacelle_e2e::part);
-    let allowed: Vec<String> = ANNOTATIONS.iter().map(|name| key(name)).collect();
-    let extra = format!(
-        "[handlers.vm]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nallowed_annotations = {allowed:?}\n",
-        engine()
-    );
-    Node::with(Options { extra, ..Options::default() })
-}
-
-/// A disk of 1 MiB that boots.
-fn boot_disk() -> Vec<u8> {
-    let hex: String = BOOT.split_whitespace().collect();
-    let mut disk = hex::decode(hex).expect("it is hexadecimal");
-    disk.resize(510, 0);
-    disk.extend([0x55, 0xaa]);
-    disk.resize(1 << 20, 0);
-    disk
-}
-
-fn boot_image(node: &Node) -> String {
-    let disk = boot_disk();
-    node.image(&Image::busybox().layer(|layer| layer.file("disk/boot.img", &disk, 0o440)), "boot:1")
-}
-
-fn annotated(node: &Node, name: &str, annotations: &[(&str, &str)]) -> Pod {
-    let all: serde_json::Map<String, Value> =
-        annotations.iter().map(|(name, value)| (key(name), json!(value))).collect();
-    Pod::new(name, &node.folder().join("logs")).set("annotations", Value::Object(all))
-}
-
 fn machine(node: &Node, image: &str) -> Pod {
     let disks = format!("root=image:{image},boot=1;data=empty:1Mi");
     annotated(node, "machine", &[("kind", "machine"), ("memory", "64Mi"), ("disks", &disks)])
-}
-
-fn container(image: &str, attempt: u32) -> Container {
-    Container::new("machine", image, &[])
-        .set("metadata", json!({"name": "machine", "attempt": attempt}))
-        .set("log_path", json!(format!("machine-{attempt}.log")))
 }
 
 #[test]
@@ -142,12 +93,10 @@ fn what_a_machine_pod_cannot_be_is_refused_before_it_is() {
         node.crictl.try_call(["runp", "--runtime", "vm", &file]).err()
     };
     let machine = [("kind", "machine"), ("memory", "64Mi")];
-    let with = |more: (&'static str, &'static str)| run(&[machine[0], machine[1], more]);
     let disk = ("disks", "root=image:a.example/a:1");
     for (told, words) in [
         (run(&machine[..1]), "spec.domain.memory.guest: Required value"),
         (run(&machine), "there is nothing to boot"),
-        (with(("disks", "root=claim:data")), "persistentVolumeClaim"),
         (run(&[machine[0], machine[1], disk, ("firmware", "efi-secure")]), "secureBoot"),
         (run(&[machine[0], machine[1], disk, ("power", "off")]), "name it"),
         (run(&[machine[0], machine[1], disk, ("cpus", "0")]), "domain.cpu"),

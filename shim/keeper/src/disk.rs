@@ -1,19 +1,22 @@
-//! Owns: the files of a machine's disks: looked at, made where they are the machine's own, and described for QEMU.
-//! May use: `qcow2`, `seed`. Blocks on files.
+//! Owns: the files of a machine's disks: looked at, locked where others could have them, made where they are the machine's own, and
+//! described for QEMU.
+//! May use: `qcow2`, `seed`, `sys`. Blocks on files.
 
 use crate::error::KeeperError;
 use crate::qcow2::{self, Format};
 use crate::seed;
 use crate::spec::{CloudInit, Disk, Source};
+use crate::sys;
 use nacelle_base::files::write_whole;
 use nacelle_proto::agent::BootConfig;
+use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 /// A disk whose files are there.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub struct Ready {
     /// The disk.
     pub disk: Disk,
@@ -22,7 +25,7 @@ pub struct Ready {
 }
 
 /// What a disk is made of.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub enum Files {
     /// One file, byte by byte the disk.
     Whole(PathBuf),
@@ -35,6 +38,13 @@ pub enum Files {
     },
     /// A piece of a file, which the guest only reads.
     Piece(Base),
+    /// A block device or file of the node, byte by byte the disk. It is locked for as long as it is open, here or in QEMU.
+    Device {
+        /// Opened, also for writing where the guest may.
+        file: File,
+        /// It is a block device.
+        block: bool,
+    },
 }
 
 /// A piece of a file that is never written to.
@@ -61,8 +71,13 @@ pub struct Folders<'a> {
     pub keep: Option<&'a Path>,
 }
 
-/// Makes the files of a disk.
-pub fn prepare(disk: &Disk, folders: Folders, network: &BootConfig) -> Result<Ready, KeeperError> {
+/// Makes the files of a disk; one that was handed over is taken from `handed` by the disk's name.
+pub fn prepare(
+    disk: &Disk,
+    folders: Folders,
+    network: &BootConfig,
+    handed: &mut BTreeMap<String, File>,
+) -> Result<Ready, KeeperError> {
     let folder = folders.own;
     let files = match &disk.source {
         Source::Image { image, file, offset, length } => {
@@ -74,6 +89,7 @@ pub fn prepare(disk: &Disk, folders: Folders, network: &BootConfig) -> Result<Re
             }
         }
         Source::Empty { bytes } => Files::Whole(empty(disk, folders.keep.unwrap_or(folders.pod), *bytes)?),
+        Source::Device { path } => device(disk, path, handed.remove(&disk.name))?,
         Source::CloudInit(data) => Files::Whole(cloud_init(disk, folder, data, network)?),
     };
     Ok(Ready { disk: disk.clone(), files })
@@ -120,6 +136,22 @@ fn kept(disk: &Disk, keep: &Path, image: &str, base: (Base, u64)) -> Result<File
     Ok(files)
 }
 
+fn device(disk: &Disk, path: &str, file: Option<File>) -> Result<Files, KeeperError> {
+    let refused = |rule| KeeperError::Disk { name: disk.name.clone(), rule };
+    let file = file.ok_or_else(|| refused("it was not handed over"))?;
+    let kind = file.metadata().map_err(KeeperError::file("look at", Path::new(path)))?.file_type();
+    if !kind.is_file() && !kind.is_block_device() {
+        return Err(refused("a file or a block device is expected"));
+    }
+    if sys::writable(&file).map_err(KeeperError::file("look at", Path::new(path)))? == disk.read_only {
+        return Err(refused("it must be open for writing, unless the guest only reads it"));
+    }
+    if !sys::lock(&file, !disk.read_only).map_err(KeeperError::file("lock", Path::new(path)))? {
+        return Err(KeeperError::InUse { name: disk.name.clone(), path: path.to_owned() });
+    }
+    Ok(Files::Device { file, block: kind.is_block_device() })
+}
+
 fn empty(disk: &Disk, folder: &Path, bytes: u64) -> Result<PathBuf, KeeperError> {
     let path = folder.join(format!("{}.raw", disk.name));
     let opened = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path);
@@ -157,6 +189,7 @@ fn make(path: &Path) -> Result<File, KeeperError> {
 pub(crate) mod tests {
     use super::*;
     use crate::spec::{Bus, Cache, DiskKind};
+    use nacelle_base::{Classify, Kind};
 
     pub(crate) fn sample(name: &str, source: Source) -> Disk {
         Disk {
@@ -172,6 +205,10 @@ pub(crate) mod tests {
         }
     }
 
+    fn none() -> BTreeMap<String, File> {
+        BTreeMap::new()
+    }
+
     fn folders(path: &Path) -> Folders<'_> {
         Folders { own: path, pod: path, keep: None }
     }
@@ -185,7 +222,7 @@ pub(crate) mod tests {
         let top = |image: &str| {
             let source = Source::Image { image: image.into(), file: blob.clone(), offset: 0, length: 4096 };
             let folders = Folders { keep: Some(&keep), ..folders(folder.path()) };
-            match prepare(&sample("root", source), folders, &BootConfig::default()).unwrap().files {
+            match prepare(&sample("root", source), folders, &BootConfig::default(), &mut none()).unwrap().files {
                 Files::Over { top, .. } => top,
                 other => panic!("{other:?}"),
             }
@@ -207,14 +244,18 @@ pub(crate) mod tests {
         let inner = qcow2::empty(1 << 30);
         std::fs::write(&blob, [vec![7; 4096], inner.clone()].concat()).unwrap();
         let piece = |offset, length| Source::Image { image: "a".into(), file: blob.clone(), offset, length };
-        let ready =
-            prepare(&sample("root", piece(4096, inner.len() as u64)), folders(folder.path()), &BootConfig::default());
+        let ready = prepare(
+            &sample("root", piece(4096, inner.len() as u64)),
+            folders(folder.path()),
+            &BootConfig::default(),
+            &mut none(),
+        );
         let Files::Over { top, base } = ready.unwrap().files else { panic!("it can be written") };
         assert!(base.qcow2);
         let head = std::fs::read(top).unwrap();
         assert_eq!(qcow2::format(&head[..qcow2::HEADER]), Ok(Format::Qcow2 { size: 1 << 30 }));
         let raw = Disk { read_only: true, ..sample("root", piece(0, 4096)) };
-        let ready = prepare(&raw, folders(folder.path()), &BootConfig::default()).unwrap();
+        let ready = prepare(&raw, folders(folder.path()), &BootConfig::default(), &mut none()).unwrap();
         assert!(matches!(ready.files, Files::Piece(Base { qcow2: false, .. })));
     }
 
@@ -223,14 +264,50 @@ pub(crate) mod tests {
         use std::os::unix::fs::MetadataExt;
         let folder = tempfile::tempdir().unwrap();
         let disk = sample("data", Source::Empty { bytes: 1 << 20 });
-        let Files::Whole(path) = prepare(&disk, folders(folder.path()), &BootConfig::default()).unwrap().files else {
+        let Files::Whole(path) =
+            prepare(&disk, folders(folder.path()), &BootConfig::default(), &mut none()).unwrap().files
+        else {
             panic!("it is one file")
         };
         let data = std::fs::metadata(path).unwrap();
         assert_eq!((data.len(), data.blocks(), data.mode() & 0o777), (1 << 20, 0, 0o600));
         std::fs::write(folder.path().join("data.raw"), "kept").unwrap();
-        prepare(&disk, folders(folder.path()), &BootConfig::default()).unwrap();
+        prepare(&disk, folders(folder.path()), &BootConfig::default(), &mut none()).unwrap();
         let again = std::fs::read(folder.path().join("data.raw")).unwrap();
         assert_eq!((again.len(), &again[..4]), (1 << 20, &b"kept"[..]));
+    }
+
+    #[test]
+    fn what_was_handed_over_is_one_machines_at_a_time() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk.img");
+        std::fs::write(&path, [0; 512]).unwrap();
+        let open = |writable| File::options().read(true).write(writable).open(&path).unwrap();
+        let source = || Source::Device { path: path.display().to_string() };
+        let (written, read) = (sample("data", source()), Disk { read_only: true, ..sample("data", source()) });
+        let prepare = |disk: &Disk, file: Option<File>| {
+            let mut handed = file.into_iter().map(|file| ("data".to_owned(), file)).collect();
+            prepare(disk, folders(folder.path()), &BootConfig::default(), &mut handed)
+        };
+        for (disk, file, words) in [
+            (&written, None, "not handed over"),
+            (&written, Some(open(false)), "open for writing"),
+            (&read, Some(open(true)), "open for writing"),
+            (&read, Some(File::open("/dev/null").unwrap()), "a file or a block device"),
+        ] {
+            let error = prepare(disk, file).unwrap_err();
+            assert!(error.kind() == Kind::Invalid && error.to_string().contains(words), "{error}");
+        }
+        let first = prepare(&written, Some(open(true))).unwrap();
+        assert!(matches!(first.files, Files::Device { block: false, .. }));
+        for second in [prepare(&written, Some(open(true))), prepare(&read, Some(open(false)))] {
+            let error = second.unwrap_err();
+            assert!(error.kind() == Kind::Conflict && error.to_string().contains("disk.img is in use"), "{error}");
+        }
+        drop(first);
+        let readers = [(); 2].map(|()| prepare(&read, Some(open(false))).unwrap());
+        assert!(prepare(&written, Some(open(true))).is_err());
+        drop(readers);
+        prepare(&written, Some(open(true))).unwrap();
     }
 }

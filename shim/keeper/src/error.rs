@@ -87,6 +87,17 @@ pub enum KeeperError {
         /// What is wrong with it.
         rule: &'static str,
     },
+    /// Another machine has it.
+    #[error(
+        "disk {name}: {path} is in use by another machine: one at a time may write to it, and while it does no other may read it; \
+         stop that one first"
+    )]
+    InUse {
+        /// The disk's name.
+        name: String,
+        /// On the node.
+        path: String,
+    },
     /// A resource of the process.
     #[error("cannot get {what}")]
     Resources {
@@ -150,7 +161,10 @@ impl Classify for KeeperError {
             KeeperError::Document { .. } | KeeperError::Field { .. } | KeeperError::Disk { .. } => Kind::Invalid,
             KeeperError::NoContainer { .. } | KeeperError::NoExec { .. } => Kind::NotFound,
             KeeperError::Mark(error) => error.kind(),
-            KeeperError::Locked { .. } | KeeperError::Second { .. } | KeeperError::State { .. } => Kind::Conflict,
+            KeeperError::Locked { .. }
+            | KeeperError::InUse { .. }
+            | KeeperError::Second { .. }
+            | KeeperError::State { .. } => Kind::Conflict,
             KeeperError::Unsupported { .. } => Kind::Unsupported,
             KeeperError::File { source, .. } => source.kind().into(),
             KeeperError::Resources { .. } => Kind::Exhausted,

@@ -8,6 +8,7 @@ use crate::verbs;
 use nacelle_base::Chain;
 use nacelle_proto::agent::{ContainerState, Exit};
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::watch;
@@ -15,6 +16,8 @@ use tokio::task::AbortHandle;
 
 /// Commands that are known at a time; kubelet's probes are many in a machine's life.
 const MAX_EXECS: usize = 256;
+/// Disks that wait for their machine.
+const MAX_OFFERS: usize = 256;
 /// The exit code of a command that the guest could not begin.
 const NOT_BEGUN: u32 = 126;
 /// And of one that was killed.
@@ -63,6 +66,18 @@ struct Known {
     machines: Vec<Arc<Machine>>,
     /// By their machine's name and their own.
     execs: BTreeMap<(String, String), Arc<Exec>>,
+    /// By numbers that grow.
+    offers: BTreeMap<u64, Offer>,
+    offered: u64,
+}
+
+/// A disk that was handed over for a machine that is to be made.
+struct Offer {
+    /// The machine's name.
+    id: String,
+    /// The disk's.
+    disk: String,
+    file: File,
 }
 
 impl Known {
@@ -104,7 +119,34 @@ impl Keeper {
         all.map(|address| address.split('/').next().unwrap_or_default().to_owned()).collect()
     }
 
-    /// Makes the machine, from its document.
+    /// Keeps a disk until its machine is made, or it is withdrawn by the number in the answer.
+    pub fn offer(&self, id: String, disk: String, file: File) -> Result<u64, KeeperError> {
+        let mut known = self.known();
+        if known.offers.len() >= MAX_OFFERS {
+            let source = std::io::ErrorKind::QuotaExceeded.into();
+            return Err(KeeperError::Resources { what: "room for one more disk", source });
+        }
+        known.offered += 1;
+        let number = known.offered;
+        known.offers.insert(number, Offer { id, disk, file });
+        Ok(number)
+    }
+
+    /// Gives a disk back, unless a machine has it.
+    pub fn withdraw(&self, number: u64) {
+        self.known().offers.remove(&number);
+    }
+
+    /// The disks for a machine by their names, of each the newest.
+    fn take_offers(&self, id: &str) -> BTreeMap<String, File> {
+        let mut known = self.known();
+        let (taken, left) = std::mem::take(&mut known.offers).into_iter().partition(|(_, offer)| offer.id == id);
+        known.offers = left;
+        let taken: BTreeMap<u64, Offer> = taken;
+        taken.into_values().map(|offer| (offer.disk, offer.file)).collect()
+    }
+
+    /// Makes the machine, from its document and the disks that were handed over for it.
     pub async fn create(&self, id: String, document: &[u8]) -> Result<(), KeeperError> {
         if self.known().machine(&id).is_some() {
             return Ok(());
@@ -121,7 +163,8 @@ impl Keeper {
             return Err(KeeperError::Field { field: "id", value: crate::lines::printable(&id), rule });
         }
         let settings = Arc::clone(&self.settings);
-        let machine = blocking(move || Machine::make(id, document, settings)).await??;
+        let handed = self.take_offers(&id);
+        let machine = blocking(move || Machine::make(id, document, handed, settings)).await??;
         self.known().machines.push(Arc::new(machine));
         Ok(())
     }

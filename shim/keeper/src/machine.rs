@@ -15,6 +15,7 @@ use nacelle_base::files::remove_tree_if_there;
 use nacelle_engine::Accelerator;
 use nacelle_proto::agent::{BootConfig, Exit, Interface};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions, TryLockError};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
@@ -72,7 +73,8 @@ pub struct Machine {
     pub console: Console,
     settings: Arc<Settings>,
     folder: PathBuf,
-    disks: Vec<disk::Ready>,
+    /// Until it has ended: then others may have what is the node's of them.
+    disks: Mutex<Arc<Vec<disk::Ready>>>,
     firmware: Option<(PathBuf, PathBuf)>,
     state: watch::Sender<State>,
     changing: Mutex<Changing>,
@@ -89,8 +91,13 @@ struct Changing {
 }
 
 impl Machine {
-    /// Makes its disks; if that fails, nothing is left of them. Blocks.
-    pub fn make(id: String, document: MachineDocument, settings: Arc<Settings>) -> Result<Machine, KeeperError> {
+    /// Makes its disks, of which those in `handed` were handed over; if that fails, nothing is left of them. Blocks.
+    pub fn make(
+        id: String,
+        document: MachineDocument,
+        mut handed: BTreeMap<String, File>,
+        settings: Arc<Settings>,
+    ) -> Result<Machine, KeeperError> {
         let folder = settings.scratch.join(format!("machine-{id}"));
         check(&document, &settings)?;
         let network = network(&document, &settings.network);
@@ -99,7 +106,8 @@ impl Machine {
             .and_then(|()| {
                 let lock = document.keep.as_deref().map(lock).transpose()?;
                 let folders = Folders { own: &folder, pod: &settings.scratch, keep: document.keep.as_deref() };
-                let disks = document.disks.iter().map(|one| disk::prepare(one, folders, &network));
+                let disks = document.disks.iter();
+                let disks = disks.map(|one| disk::prepare(one, folders, &network, &mut handed));
                 let disks = disks.collect::<Result<Vec<_>, _>>()?;
                 let firmware = match &document.firmware {
                     Firmware::Bios {} => None,
@@ -114,7 +122,7 @@ impl Machine {
                 console: Console::new(),
                 settings,
                 folder,
-                disks,
+                disks: Mutex::new(Arc::new(disks)),
                 firmware,
                 state: watch::channel(State::Created).0,
                 changing: Mutex::new(Changing { live: None, order: Order::None, pressing: false }),
@@ -181,10 +189,11 @@ impl Machine {
     async fn launch(&self) -> Result<Launched, KeeperError> {
         let ends = Ends::make()?;
         let [monitor, console, agent] = ends.numbers();
+        let disks = Arc::clone(&self.disks.lock().unwrap_or_else(PoisonError::into_inner));
         let machine = qemu::Machine {
             document: &self.document,
             accelerator: self.settings.accelerator,
-            disks: &self.disks,
+            disks: &disks,
             firmware: self.firmware.as_ref().map(|(code, variables)| (code.as_path(), variables.clone())),
             cards: self.cards(),
             screen: self.screen(),
@@ -307,6 +316,7 @@ impl Machine {
         let at = i64::try_from(now.as_nanos()).unwrap_or(i64::MAX);
         self.console.end();
         self.lock.lock().unwrap_or_else(PoisonError::into_inner).take();
+        *self.disks.lock().unwrap_or_else(PoisonError::into_inner) = Arc::default();
         self.state.send_replace(State::Ended(Exit { code, oom_killed: false, finished_at_unix_nanos: at }));
     }
 

@@ -4,7 +4,7 @@ use crate::disk::{Base, Files, Ready};
 use crate::network::hex;
 use crate::spec::{Board, Bus, Cache, CardModel, DiskKind, Identity, MachineDocument, Processors, WatchdogAction};
 use nacelle_engine::Accelerator;
-use std::os::fd::RawFd;
+use std::os::fd::{AsRawFd, RawFd};
 use std::path::{Path, PathBuf};
 
 /// The port of the guest agent, as it looks for it.
@@ -94,7 +94,11 @@ impl Machine<'_> {
     /// The file descriptors that QEMU must inherit.
     pub fn inherited(&self) -> Vec<RawFd> {
         let taps = self.cards.iter().map(|card| card.tap);
-        taps.chain([self.monitor, self.console, self.agent]).collect()
+        let disks = self.disks.iter().filter_map(|ready| match &ready.files {
+            Files::Device { file, .. } => Some(file.as_raw_fd()),
+            _ => None,
+        });
+        taps.chain(disks).chain([self.monitor, self.console, self.agent]).collect()
     }
 
     /// The words after the program's name.
@@ -242,9 +246,15 @@ fn model(model: CardModel) -> &'static str {
 
 /// A node of the block layer, over a file.
 fn file(args: &mut Args, name: &str, path: &Path, read_only: bool, cache: Cache) {
+    // Files that are only read are never written to.
+    protocol(args, "file", name, &path.display().to_string(), (read_only, !read_only), cache);
+}
+
+/// The same over whatever a driver finds by a file's name; whether it is read-only, and whether others are told so.
+fn protocol(args: &mut Args, driver: &str, name: &str, path: &str, (read_only, locking): (bool, bool), cache: Cache) {
     let on = |yes: bool| if yes { "on" } else { "off" };
-    let node = Opt::new("driver=file").set("node-name", name).set("filename", path.display());
-    let node = node.set("read-only", on(read_only)).set("auto-read-only", "off").set("locking", on(!read_only));
+    let node = Opt::new(format!("driver={driver}")).set("node-name", name).set("filename", path);
+    let node = node.set("read-only", on(read_only)).set("auto-read-only", "off").set("locking", on(locking));
     let node = if read_only { node } else { node.set("discard", "unmap") };
     let node = if cache == Cache::None { node.set("cache.direct", "on").set("aio", "threads") } else { node };
     args.add("blockdev", node);
@@ -263,6 +273,11 @@ fn below(args: &mut Args, n: usize, base: &Base) -> String {
     disk
 }
 
+fn raw(args: &mut Args, inner: String, name: &str, read_only: bool) {
+    let node = Opt::new("driver=raw").set("node-name", name).set("file", inner);
+    args.add("blockdev", if read_only { node.set("read-only", "on") } else { node.set("discard", "unmap") });
+}
+
 fn disk(args: &mut Args, n: usize, ready: &Ready, board: Board) {
     let (disk, cache) = (&ready.disk, ready.disk.cache);
     let node = match &ready.files {
@@ -270,11 +285,16 @@ fn disk(args: &mut Args, n: usize, ready: &Ready, board: Board) {
         Files::Whole(path) => {
             let [inner, whole] = ["file", "disk"].map(|part| format!("{part}{n}"));
             file(args, &inner, path, disk.read_only, cache);
-            let node = Opt::new("driver=raw").set("node-name", &whole).set("file", inner);
-            args.add(
-                "blockdev",
-                if disk.read_only { node.set("read-only", "on") } else { node.set("discard", "unmap") },
-            );
+            raw(args, inner, &whole, disk.read_only);
+            whole
+        }
+        Files::Device { file, block } => {
+            let [inner, whole] = ["file", "disk"].map(|part| format!("{part}{n}"));
+            args.add("add-fd", Opt::new(format!("fd={}", file.as_raw_fd())).set("set", n));
+            let driver = if *block { "host_device" } else { "file" };
+            protocol(args, driver, &inner, &format!("/dev/fdset/{n}"), (disk.read_only, true), cache);
+            // Never anything else: what the guest writes could lead elsewhere.
+            raw(args, inner, &whole, disk.read_only);
             whole
         }
         Files::Over { top, base } => {
@@ -321,7 +341,7 @@ fn disk(args: &mut Args, n: usize, ready: &Ready, board: Board) {
 mod tests {
     use super::*;
     use crate::disk::tests::sample;
-    use crate::spec::{Firmware, Source};
+    use crate::spec::{Disk, Firmware, Source};
 
     pub(crate) fn document() -> MachineDocument {
         MachineDocument {
@@ -371,7 +391,8 @@ mod tests {
             console: 9,
             agent: 10,
         };
-        assert_eq!(machine.inherited(), [7, 8, 9, 10]);
+        assert!(machine.inherited().starts_with(&[7]) && machine.inherited().ends_with(&[8, 9, 10]));
+        assert_eq!(machine.inherited().len(), 4 + values(&machine.args(), "-add-fd").len());
         machine.args()
     }
 
@@ -414,6 +435,33 @@ mod tests {
             ]
         );
         assert!(values(&args, "-device").contains(&"virtio-blk-pci,id=d-root,drive=disk0,bootindex=1"), "{args:?}");
+    }
+
+    #[test]
+    fn a_device_of_the_node_is_inherited_and_always_raw() {
+        let told = |block, read_only| {
+            let disk = Disk { read_only, ..sample("data", Source::Device { path: "/x".into() }) };
+            let file = std::fs::File::open("/dev/null").unwrap();
+            let fd = file.as_raw_fd();
+            let args = args(&document(), &[Ready { disk, files: Files::Device { file, block } }]);
+            assert_eq!(values(&args, "-add-fd"), [format!("fd={fd},set=0")]);
+            values(&args, "-blockdev").into_iter().map(str::to_owned).collect::<Vec<_>>()
+        };
+        let inner = "node-name=file0,filename=/dev/fdset/0";
+        assert_eq!(
+            told(true, false),
+            [
+                &format!("driver=host_device,{inner},read-only=off,auto-read-only=off,locking=on,discard=unmap"),
+                "driver=raw,node-name=disk0,file=file0,discard=unmap",
+            ]
+        );
+        assert_eq!(
+            told(false, true),
+            [
+                &format!("driver=file,{inner},read-only=on,auto-read-only=off,locking=on"),
+                "driver=raw,node-name=disk0,file=file0,read-only=on",
+            ]
+        );
     }
 
     #[test]

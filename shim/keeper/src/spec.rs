@@ -230,6 +230,12 @@ pub enum Source {
         /// Its bytes, a multiple of 512.
         bytes: u64,
     },
+    /// A block device or file of the node, byte by byte the disk: it was handed over before, under the disk's name. No other machine
+    /// has it at a time, unless none of them writes.
+    Device {
+        /// On the node; for people.
+        path: String,
+    },
     /// Data for cloud-init.
     CloudInit(CloudInit),
 }

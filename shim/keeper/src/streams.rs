@@ -1,12 +1,16 @@
-//! Owns: the streams that the pod process opens: console, output of commands, ports of the guest, the screen.
+//! Owns: the streams that the pod process opens: console, output of commands, ports of the guest, the screen, and disks that it hands
+//! over.
 
 use crate::keeper::Keeper;
+use crate::sys;
 use nacelle_proto::agent::{Stream, StreamOpen, StreamOpened};
 use prost::Message;
+use std::fs::File;
 use std::io;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, Interest};
 use tokio::net::{TcpStream, UnixListener, UnixStream};
 
 /// The longest frame, in bytes.
@@ -48,6 +52,7 @@ async fn stream(mut connection: UnixStream, keeper: &Keeper) -> io::Result<()> {
     let unknown = |error| io::Error::other(nacelle_base::Chain(&error).to_string());
     match open.stream() {
         Stream::Port => return forward(connection, keeper, open.port).await,
+        Stream::Device => return take(connection, keeper, open).await,
         Stream::Stdin if open.exec_id.is_empty() => {
             return keeper.machine(&open.id).map_err(unknown)?.console.take_input(&mut connection).await;
         }
@@ -83,11 +88,36 @@ async fn forward(mut connection: UnixStream, keeper: &Keeper, port: u32) -> io::
     let dialled = tokio::time::timeout(DIAL, dial(keeper, port)).await;
     let dialled = dialled.unwrap_or_else(|_elapsed| Err(io::ErrorKind::TimedOut.into()));
     let error = dialled.as_ref().err().map_or_else(String::new, ToString::to_string);
-    let answer = StreamOpened { error }.encode_to_vec();
-    connection.write_u32_le(u32::try_from(answer.len()).map_err(io::Error::other)?).await?;
-    connection.write_all(&answer).await?;
+    answer(&mut connection, error).await?;
     let mut port = dialled?;
     tokio::io::copy_bidirectional_with_sizes(&mut connection, &mut port, BUFFER, BUFFER).await.map(drop)
+}
+
+async fn answer(connection: &mut UnixStream, error: String) -> io::Result<()> {
+    let answer = StreamOpened { error }.encode_to_vec();
+    connection.write_u32_le(u32::try_from(answer.len()).map_err(io::Error::other)?).await?;
+    connection.write_all(&answer).await
+}
+
+/// Takes a disk for a machine that is to be made, and gives it back when the connection ends, unless a machine has it by then.
+async fn take(mut connection: UnixStream, keeper: &Keeper, open: StreamOpen) -> io::Result<()> {
+    let received = connection.async_io(Interest::READABLE, || sys::receive(connection.as_fd()));
+    let received = tokio::time::timeout(PREAMBLE, received).await;
+    let file = File::from(received.unwrap_or_else(|_elapsed| Err(io::ErrorKind::TimedOut.into()))?);
+    let number = match keeper.offer(open.id, open.device, file) {
+        Ok(number) => number,
+        Err(error) => {
+            let told = nacelle_base::Chain(&error).to_string();
+            return answer(&mut connection, told).await;
+        }
+    };
+    let answered = answer(&mut connection, String::new()).await;
+    if answered.is_ok() {
+        // Nothing comes; the end does, or an error that means the same.
+        let _ = connection.read(&mut [0]).await;
+    }
+    keeper.withdraw(number);
+    answered
 }
 
 /// The screen, or a port of the guest at the pod's address.

@@ -1,9 +1,17 @@
-//! Owns: taking over descriptors that this process was started with, and the time that another process has used.
+//! Owns: taking over descriptors that this process was started with or is sent, locks on files, and the time that another process
+//! has used.
 #![allow(unsafe_code)] // reason: a descriptor is only a number where it comes from.
 
-use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, FdFlag, OFlag, fcntl};
+use nix::libc;
+use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
+use std::fs::File;
 use std::io;
-use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+
+/// The byte of a disk that is locked: behind all that are on it, and behind those that QEMU locks.
+const LOCKED: libc::off_t = 1 << 62;
 
 /// Takes descriptors over by their numbers, which must be distinct and above 2; later children do not inherit them. To be called
 /// once, at the start of the process, before it opens anything.
@@ -21,6 +29,42 @@ pub fn adopt(numbers: Vec<RawFd>) -> io::Result<Vec<OwnedFd>> {
     Ok(adopted)
 }
 
+/// Takes the descriptor that comes with the next byte of a socket; `InvalidData` if there is none.
+pub fn receive(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    let mut byte = [0; 1];
+    let mut parts = [io::IoSliceMut::new(&mut byte)];
+    let mut space = nix::cmsg_space!([RawFd; 1]);
+    let received = recvmsg::<()>(socket.as_raw_fd(), &mut parts, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC)?;
+    let found = received.cmsgs()?.find_map(|message| match message {
+        ControlMessageOwned::ScmRights(descriptors) => descriptors.first().copied(),
+        _ => None,
+    });
+    let found = found.ok_or(io::ErrorKind::InvalidData)?;
+    // SAFETY: the kernel made this number for this process in the recvmsg call, the only one for which there was room; nobody else
+    // has it.
+    Ok(unsafe { OwnedFd::from_raw_fd(found) })
+}
+
+/// Whether it was opened for writing, too.
+pub fn writable(file: &File) -> io::Result<bool> {
+    let flags = OFlag::from_bits_retain(fcntl(file, FcntlArg::F_GETFL)?);
+    Ok(flags & OFlag::O_ACCMODE == OFlag::O_RDWR)
+}
+
+/// Locks a file for as long as it, or a copy of its descriptor, is open: for its only writer, or as one of those who read. False:
+/// somebody else has a lock that does not go with this one.
+pub fn lock(file: &File, alone: bool) -> io::Result<bool> {
+    let kind = if alone { libc::F_WRLCK } else { libc::F_RDLCK };
+    let part = |number: libc::c_int| libc::c_short::try_from(number).unwrap_or_default();
+    let wanted =
+        libc::flock { l_type: part(kind), l_whence: part(libc::SEEK_SET), l_start: LOCKED, l_len: 1, l_pid: 0 };
+    match fcntl(file, FcntlArg::F_OFD_SETLK(&wanted)) {
+        Ok(_) => Ok(true),
+        Err(Errno::EAGAIN | Errno::EACCES) => Ok(false),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
 /// The processor time that a process, one of our children, has used, in nanoseconds.
 pub fn processor_nanos(pid: u32) -> Option<u64> {
     let clock = nix::time::clock_getcpuclockid(nix::unistd::Pid::from_raw(pid.cast_signed())).ok()?;
@@ -32,6 +76,49 @@ pub fn processor_nanos(pid: u32) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_lock_is_held_by_whoever_has_the_file_open() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk");
+        std::fs::write(&path, "").unwrap();
+        let write = || File::options().read(true).write(true).open(&path).unwrap();
+        let read = || File::open(&path).unwrap();
+        assert!(writable(&write()).unwrap() && !writable(&read()).unwrap());
+        let readers = [read(), read()];
+        assert!(readers.iter().all(|reader| lock(reader, false).unwrap()));
+        let writer = write();
+        assert!(!lock(&writer, true).unwrap());
+        drop(readers);
+        assert!(lock(&writer, true).unwrap());
+        let copy = writer.try_clone().unwrap();
+        drop(writer);
+        assert!(!lock(&write(), true).unwrap() && !lock(&read(), false).unwrap());
+        drop(copy);
+        assert!(lock(&write(), true).unwrap());
+    }
+
+    #[test]
+    fn a_descriptor_comes_with_a_byte() {
+        use nix::sys::socket::{ControlMessage, sendmsg};
+        use std::os::fd::AsFd;
+        use std::os::unix::net::UnixStream;
+        let (near, far) = UnixStream::pair().unwrap();
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(7).unwrap();
+        let all = [file.as_raw_fd()];
+        sendmsg::<()>(
+            near.as_raw_fd(),
+            &[io::IoSlice::new(&[0])],
+            &[ControlMessage::ScmRights(&all)],
+            MsgFlags::empty(),
+            None,
+        )
+        .unwrap();
+        assert_eq!(File::from(receive(far.as_fd()).unwrap()).metadata().unwrap().len(), 7);
+        drop(near);
+        assert_eq!(receive(far.as_fd()).unwrap_err().kind(), io::ErrorKind::InvalidData);
+    }
 
     #[test]
     fn a_process_that_lives_has_used_some_time() {

@@ -5,17 +5,20 @@
 use crate::codes;
 use crate::error::{PodError, guest_text};
 use crate::machine::blocking;
+use crate::sys;
 use hyper_util::rt::TokioIo;
 use nacelle_base::Kind;
 use nacelle_engine::{GuestLink, LinkError, MachineExit};
 use nacelle_proto::agent as proto;
 use prost::Message;
 use proto::agent_client::AgentClient;
+use std::fs::File;
 use std::io;
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
 use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::{Channel, Endpoint, Uri};
@@ -220,18 +223,44 @@ impl Agent {
         }
     }
 
+    /// Hands a disk to a machine that is to be made, as a container `id`. Until then it belongs to the result.
+    pub async fn hand_over(&self, id: &str, disk: &str, file: File) -> Result<HandedOver, PodError> {
+        let (id, stream, device) = (id.to_owned(), proto::Stream::Device.into(), disk.to_owned());
+        let open = proto::StreamOpen { id, stream, device, ..Default::default() };
+        let mut stream = tokio_stream_of(connect(Arc::clone(&self.link), STREAM_PORT, self.limit).await?)?;
+        write_frame(&mut stream, &open, self.limit).await?;
+        let what = "hand a disk over";
+        let sent = stream.async_io(Interest::WRITABLE, || sys::hand_over(stream.as_fd(), file.as_fd()));
+        let sent = tokio::time::timeout(self.limit, sent).await;
+        sent.map_err(|_elapsed| PodError::TooSlow { what, limit: self.limit })?
+            .map_err(|source| PodError::Stream { what, source })?;
+        self.opened(&mut stream, what).await?;
+        Ok(HandedOver { _stream: stream })
+    }
+
+    async fn opened(&self, stream: &mut tokio::net::UnixStream, what: &'static str) -> Result<(), PodError> {
+        let opened: proto::StreamOpened = read_frame(stream, "answer to a stream", self.limit).await?;
+        if opened.error.is_empty() {
+            return Ok(());
+        }
+        let message = guest_text(&opened.error, MAX_TEXT);
+        Err(PodError::Agent { what, kind: Kind::Unavailable, message })
+    }
+
     async fn try_open(&self, open: &proto::StreamOpen) -> Result<tokio::net::UnixStream, PodError> {
         let mut stream = tokio_stream_of(connect(Arc::clone(&self.link), STREAM_PORT, self.limit).await?)?;
         write_frame(&mut stream, open, self.limit).await?;
         if open.stream() == proto::Stream::Port {
-            let opened: proto::StreamOpened = read_frame(&mut stream, "answer for a port", self.limit).await?;
-            if !opened.error.is_empty() {
-                let message = guest_text(&opened.error, MAX_TEXT);
-                return Err(PodError::Agent { what: "connect to the port", kind: Kind::Unavailable, message });
-            }
+            self.opened(&mut stream, "connect to the port").await?;
         }
         Ok(stream)
     }
+}
+
+/// A disk that was handed over. Dropping it takes it back, unless a machine has it.
+#[derive(Debug)]
+pub struct HandedOver {
+    _stream: tokio::net::UnixStream,
 }
 
 /// Ends with the machine.

@@ -81,13 +81,14 @@ pub struct DeviceAttach {
     pub tell: watch::Sender<Option<Result<(), Failure>>>,
 }
 
-/// Attaches the images that nobody did (the root's is the first), and the devices, pushes its volumes, and has the agent make
-/// the container.
+/// Attaches the images that nobody did (the root's is the first), and the devices, pushes its volumes, hands its disks over, and has
+/// the agent make the container.
 pub async fn make(
     agent: Agent,
     request: Arc<pod::CreateContainerRequest>,
     mut images: Vec<ImageUse>,
     devices: Vec<DeviceUse>,
+    disks: Vec<(String, File)>,
     pushed: Pushed,
 ) -> Result<pod::CreateContainerResponse, Failure> {
     // All of them, before it waits for others: nobody waits for a container that waits.
@@ -104,6 +105,10 @@ pub async fn make(
     let of_devices = attached?;
     for volume in &request.pushed {
         pushed.bring(&agent, volume).await?;
+    }
+    let mut handed_over = Vec::with_capacity(disks.len());
+    for (name, file) in disks {
+        handed_over.push(agent.hand_over(&request.id, &name, file).await?);
     }
     let mut partitions = images.iter().map(|image| image.placement.partition);
     let partition = partitions.next().ok_or(PodError::Ending)?;
@@ -128,6 +133,8 @@ pub async fn make(
             empty_dirs: empty_dirs_of(&request, &of_devices),
         })
         .await;
+    // The machine has them, or nobody.
+    drop(handed_over);
     match made {
         Ok(made) => {
             let mut supplemental_groups = made.supplemental_groups;

@@ -91,7 +91,7 @@ async fn offered(
     let received = tokio::time::timeout(PREAMBLE, near.async_io(Interest::READABLE, || sys::receive(near.as_fd())));
     let received = received.await.map_err(|_elapsed| PodError::TooSlow { what, limit: PREAMBLE })?;
     let file = File::from(received.map_err(|source| PodError::Stream { what, source })?);
-    let offer = Offer { id: open.id, container_path: open.device, file };
+    let offer = Offer { id: open.id, device: open.device, file };
     let number = asked(inbox, |reply| Ask::Offer(offer, reply)).await.map_err(|_ending| PodError::Ending)?;
     let answered = write_frame(&mut near, &pod::StreamOpened::default(), PREAMBLE).await;
     if answered.is_ok() {
@@ -132,5 +132,7 @@ async fn connect(inbox: &mpsc::UnboundedSender<Message>, open: pod::StreamOpen) 
     };
     // A container's input goes on after whoever is attached, unless it is to be attached once.
     let keep_open = first && !request.stdin_once;
-    Ok(Far::Guest(agent.open(agent::StreamOpen { id, exec_id, stream: stream.into(), keep_open, port: 0 }).await?))
+    Ok(Far::Guest(
+        agent.open(agent::StreamOpen { id, exec_id, stream: stream.into(), keep_open, ..Default::default() }).await?,
+    ))
 }

@@ -5,7 +5,7 @@ use super::convert::{container_config, for_a_guest, report, resources_change, se
 use super::sandbox::needed;
 use super::status::{refuse, status};
 use crate::cdi;
-use crate::machine_pod::check_container;
+use crate::machine_pod::{check_container, check_volumes};
 use crate::nouns::ImageOf;
 use crate::profile;
 use crate::store::ContainerRecord;
@@ -45,8 +45,9 @@ impl Cri {
         let view = self.node.pod(pod).map_err(status)?;
         let (node, users) = (view.pod.config.node_namespaces, view.pod.config.user_namespace);
         let config = container_config(request.config.as_ref(), profile, node, users).map_err(status)?;
-        if view.pod.config.machine.is_some() {
-            check_container(&config).map_err(status)?;
+        if let Some(machine) = &view.pod.config.machine {
+            check_container(machine, &config).map_err(status)?;
+            check_volumes(machine, &config).map_err(status)?;
         } else if self.node.parts().has_guest(&view.pod) {
             for_a_guest(&config, &self.node.parts().config).map_err(status)?;
         }

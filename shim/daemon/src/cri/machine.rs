@@ -132,11 +132,12 @@ mod tests {
     fn what_no_machine_pod_has_is_refused_by_its_field() {
         let [kind, memory] = [("vm.nacelle.dev/kind", "machine"), ("vm.nacelle.dev/memory", "512Mi")];
         let disk = |disk| ("vm.nacelle.dev/disks", disk);
-        let (code, message) = told(&[kind, memory, disk("root=claim:a")]).unwrap();
+        let (code, message) =
+            told(&[kind, memory, disk("root=image:a:1"), ("vm.nacelle.dev/cpu-pinning", "true")]).unwrap();
         assert_eq!(code, Code::Unimplemented);
-        assert!(message.contains("spec.volumes[0].persistentVolumeClaim.claimName"), "{message}");
+        assert!(message.contains("spec.domain.cpu.dedicatedCpuPlacement"), "{message}");
         let (code, message) = told(&[kind, memory, disk("root=image:a:1"), ("vm.nacelle.dev/power", "off")]).unwrap();
-        assert_eq!(code, Code::Unimplemented);
+        assert_eq!(code, Code::InvalidArgument);
         assert!(message.contains("vm.nacelle.dev/power"), "{message}");
         let (code, message) = told(&[kind]).unwrap();
         assert_eq!(code, Code::InvalidArgument);

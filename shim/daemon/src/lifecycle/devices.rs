@@ -50,7 +50,7 @@ pub(super) fn of_guest(config: &ContainerConfig) -> Result<OfGuest, LifecycleErr
 }
 
 /// A block device of the node, opened as its permissions say. Links lead to it.
-fn block(device: &Device) -> Result<(proto::BlockDevice, OwnedFd), LifecycleError> {
+pub(super) fn block(device: &Device) -> Result<(proto::BlockDevice, OwnedFd), LifecycleError> {
     let path = || device.host_path.clone();
     let metadata = fs::metadata(&device.host_path).map_err(|_missing| LifecycleError::NoDevice { path: path() })?;
     if !metadata.file_type().is_block_device() {

@@ -4,8 +4,7 @@
 use super::boot::blocking;
 use super::error::{LifecycleError, StepError, at};
 use super::{Parts, clip};
-use super::{devices, disks, memory, pushed};
-use crate::machine_pod::{self, MachinePod};
+use super::{devices, disks, machine, memory, pushed};
 use crate::nouns::{ContainerConfig, MountOption, NodeVolume, PidMode, PodConfig, Propagation, User};
 use crate::oci::{self, DeviceNode};
 use crate::store::{ContainerRecord, PodRecord};
@@ -23,8 +22,6 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::timeout;
 
-/// What a machine is told first that shall end; whatever it is but SIGKILL, its power button is pressed.
-const POWER_BUTTON: u32 = 15;
 /// Between attempts to remove what is still being made.
 const PAUSE: Duration = Duration::from_millis(50);
 /// Groups that a pod process may report of one user; Linux allows 65536.
@@ -48,7 +45,7 @@ fn is_unknown(error: &LifecycleError) -> bool {
 pub(super) struct Prepared {
     request: proto::CreateContainerRequest,
     client: PodClient,
-    /// Its block devices, which the pod process has already.
+    /// Its block devices and disks, which the pod process has already.
     offers: Vec<Offer>,
 }
 
@@ -78,8 +75,8 @@ pub(super) async fn prepare(
             // Before the disk is made of it: it stays as long as the disk.
             parts.vms.of_image(vm, record.image.id).await.map_err(at("keep the image of the machine"))?;
         }
-        let request = machine_request(parts, machine, record).await?;
-        return Ok(Prepared { request, client, offers: Vec::new() });
+        let (request, offers) = machine::prepare(parts, &client, machine, record).await?;
+        return Ok(Prepared { request, client, offers });
     }
     let asked = Arc::clone(&record.config);
     let mut found =
@@ -141,29 +138,6 @@ pub(super) async fn prepare(
             Err(error)
         }
     }
-}
-
-/// What the pod process is asked for where the container is a machine.
-async fn machine_request(
-    parts: &Parts,
-    machine: &MachinePod,
-    record: &ContainerRecord,
-) -> Result<proto::CreateContainerRequest, LifecycleError> {
-    let config = &record.config;
-    let root = parts.images.rootfs(&record.image.id).await.map_err(at("read the image of the container"))?;
-    let document = machine_pod::document(machine, &record.image, &parts.images).await;
-    Ok(proto::CreateContainerRequest {
-        id: record.id.to_string(),
-        oci_spec: document.map_err(at("find the disks of the machine"))?,
-        image_key: record.image.id.to_string(),
-        image: extents(&root.disk),
-        tty: config.tty,
-        stdin: config.stdin,
-        stdin_once: config.stdin_once,
-        log_path: record.log_path.as_ref().map(|path| path.display().to_string()).unwrap_or_default(),
-        stop_signal: config.stop_signal.unwrap_or(POWER_BUTTON),
-        ..Default::default()
-    })
 }
 
 /// Makes the container in the guest; its volumes are taken back if it cannot be made.
@@ -261,6 +235,7 @@ async fn request(
         pushed,
         devices: Vec::new(),
         empty_dirs: Vec::new(),
+        disks: Vec::new(),
     })
 }
 
@@ -356,7 +331,7 @@ fn shared(volume: &NodeVolume, pod: &PodConfig) -> Volume {
     }
 }
 
-fn extents(disk: &ImageDisk) -> Vec<proto::Extent> {
+pub(super) fn extents(disk: &ImageDisk) -> Vec<proto::Extent> {
     let text = |path: &std::path::Path| path.to_string_lossy().into_owned();
     let piece =
         |extent: &Extent| proto::Extent { path: text(&extent.path), offset: extent.offset, length: extent.length };

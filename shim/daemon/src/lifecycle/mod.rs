@@ -9,6 +9,7 @@ pub(crate) mod devices;
 mod disks;
 mod error;
 pub mod events;
+mod machine;
 mod make;
 mod memory;
 mod processors;

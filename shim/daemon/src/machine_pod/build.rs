@@ -11,7 +11,7 @@ use nacelle_keeper::spec::{
     Processors, RunStrategy as Runs, WatchdogAction,
 };
 use nacelle_vmi::admit::Admitted;
-use nacelle_vmi::spec::{self as vmi, CpuFeaturePolicy, InstanceSpec, NicModel, Power, RunStrategy};
+use nacelle_vmi::spec::{self as vmi, CpuFeaturePolicy, HostDiskKind, InstanceSpec, NicModel, Power, RunStrategy};
 
 /// Why a machine that is right is not run here.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
@@ -320,7 +320,8 @@ fn one_disk(
         name: disk.name.clone(),
         kind,
         bus,
-        read_only,
+        read_only: read_only
+            || volume.persistent_volume_claim.as_ref().is_some_and(|claim| claim.read_only == Some(true)),
         boot_order: disk.boot_order,
         serial: disk.serial.clone(),
         cache,
@@ -339,9 +340,18 @@ fn wish(volume: &vmi::Volume, keys: &[String], pod: &PodConfig) -> Result<Wish, 
         let bytes = bytes.ok_or(Refused::Missing { field: "spec.volumes[].emptyDisk.capacity", rule })?;
         return Ok(Wish::Empty { bytes: bytes.next_multiple_of(512) });
     }
+    if let Some(claim) = &volume.persistent_volume_claim {
+        return Ok(Wish::Claim { claim: claim.claim_name.clone() });
+    }
+    if let Some(disk) = &volume.host_disk {
+        let bytes = disk.capacity.as_ref().and_then(|capacity| capacity.bytes());
+        let create =
+            bytes.map(|bytes| bytes.next_multiple_of(512)).filter(|_| disk.kind == Some(HostDiskKind::DiskOrCreate));
+        return Ok(Wish::HostDisk { path: disk.path.clone(), create });
+    }
     let Some((form, data)) = volume.cloud_init() else {
         let sources = volume.sources().join(", ");
-        let instead = "containerDisk, emptyDisk, cloudInitNoCloud and cloudInitConfigDrive are possible";
+        let instead = "containerDisk, persistentVolumeClaim, hostDisk, emptyDisk and cloud-init are possible";
         return value(format!("spec.volumes[{}]", volume.name), sources, instead);
     };
     let text = |plain: &str, coded: &str, field: &str| {

@@ -1,6 +1,8 @@
 //! Owns: what the container of a machine pod may say. It has no programs of its own: what is for these is refused, but for what
 //! kubelet gives every container. Pure.
 
+use super::MachinePod;
+use super::volumes::{names_device, names_mount};
 use crate::nouns::ContainerConfig;
 use nacelle_base::{Classify, Kind};
 
@@ -24,7 +26,7 @@ impl Classify for NotForMachines {
 }
 
 /// Whether this can be the container of a machine pod.
-pub fn check_container(config: &ContainerConfig) -> Result<(), NotForMachines> {
+pub fn check_container(machine: &MachinePod, config: &ContainerConfig) -> Result<(), NotForMachines> {
     let refuse = |field, value: &str, hint| Err(NotForMachines { field, value: value.to_owned(), hint });
     if let Some(word) = config.command.first().or(config.args.first()) {
         return refuse("config.command, args", word, "whose system says what runs in it: leave them out");
@@ -32,16 +34,16 @@ pub fn check_container(config: &ContainerConfig) -> Result<(), NotForMachines> {
     if config.privileged {
         return refuse("config.linux.security_context.privileged", "true", "which has all rights in itself");
     }
-    let known = |path: &str| KUBELETS.contains(&path);
+    let known = |path: &str| KUBELETS.contains(&path) || names_mount(machine, path);
     if let Some(volume) = config.node_volumes.iter().find(|volume| !known(&volume.container_path)) {
-        let hint = "whose volumes are disks: this version has none of the node's; take the mount out";
+        let hint = "whose volumes are disks: this is none of the specification's; take the mount out";
         return refuse("config.mounts.container_path", &volume.container_path, hint);
     }
     if let Some(volume) = config.volumes.first() {
         return refuse("config.mounts.image", &volume.image, "whose disks come from the container's own image");
     }
-    if let Some(device) = config.devices.first() {
-        let hint = "whose devices are disks: this version has none of the node's; take it out";
+    if let Some(device) = config.devices.iter().find(|device| !names_device(machine, &device.container_path)) {
+        let hint = "whose devices are disks: this is none of the specification's; take it out";
         return refuse("config.devices.container_path", &device.container_path, hint);
     }
     Ok(())

@@ -1,6 +1,6 @@
-//! Owns: the disks of a machine, found: in its container's image.
+//! Owns: the disks of a machine, found: in its container's image, or on the node.
 
-use super::{MachinePod, Wish};
+use super::{MachinePod, VolumeError, Wish};
 use crate::nouns::ImageOf;
 use nacelle_base::{Classify, Kind};
 use nacelle_image::{ImageError, Store};
@@ -39,6 +39,9 @@ pub enum SourceError {
         /// What is expected.
         rule: &'static str,
     },
+    /// It is no volume of the container's.
+    #[error(transparent)]
+    Volume(#[from] VolumeError),
     /// The document cannot be written.
     #[error("the machine cannot be described")]
     Document(#[from] serde_json::Error),
@@ -48,22 +51,32 @@ impl Classify for SourceError {
     fn kind(&self) -> Kind {
         match self {
             SourceError::Image { source, .. } => source.kind(),
+            SourceError::Volume(error) => error.kind(),
             SourceError::Document(_) => Kind::Internal,
             SourceError::OtherImage { .. } | SourceError::NotThere { .. } => Kind::Invalid,
         }
     }
 }
 
-/// The machine's document with its disks, for a container with this image.
-pub async fn document(machine: &MachinePod, image: &ImageOf, store: &Store) -> Result<Vec<u8>, SourceError> {
+/// The machine's document with its disks, for a container with this image. `paths`: of those that are handed over.
+pub async fn document(
+    machine: &MachinePod,
+    image: &ImageOf,
+    store: &Store,
+    paths: &BTreeMap<String, String>,
+) -> Result<Vec<u8>, SourceError> {
     let mut found = BTreeMap::new();
     for disk in &machine.disks {
         if let Wish::Image { image: asked, path } = &disk.source {
             found.insert(disk.name.clone(), in_image(&disk.name, asked, path, image, store).await?);
         }
     }
+    for disk in machine.disks.iter().filter(|disk| matches!(disk.source, Wish::Claim { .. } | Wish::HostDisk { .. })) {
+        let path = paths.get(&disk.name).cloned();
+        found.extend(path.map(|path| (disk.name.clone(), Source::Device { path })));
+    }
     let document: MachineDocument = machine.with(|disk| match &disk.source {
-        Wish::Image { .. } => found
+        Wish::Image { .. } | Wish::Claim { .. } | Wish::HostDisk { .. } => found
             .remove(&disk.name)
             .ok_or(SourceError::NotThere { disk: disk.name.clone(), rule: "each disk has a name of its own" }),
         Wish::Empty { bytes } => Ok(Source::Empty { bytes: *bytes }),

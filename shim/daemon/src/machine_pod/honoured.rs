@@ -58,6 +58,11 @@ const FIELDS: &[&str] = &[
     "volumes[].containerDisk.image",
     "volumes[].containerDisk.path",
     "volumes[].emptyDisk.capacity",
+    "volumes[].persistentVolumeClaim.claimName",
+    "volumes[].persistentVolumeClaim.readOnly",
+    "volumes[].hostDisk.path",
+    "volumes[].hostDisk.type",
+    "volumes[].hostDisk.capacity",
     "volumes[].cloudInitNoCloud.userData",
     "volumes[].cloudInitNoCloud.userDataBase64",
     "volumes[].cloudInitNoCloud.networkData",
@@ -119,7 +124,7 @@ mod tests {
                     "rng": {},
                 },
             },
-            "volumes": [{ "name": "a", "persistentVolumeClaim": { "claimName": "c" } }],
+            "volumes": [{ "name": "a", "persistentVolumeClaim": { "claimName": "c", "hotpluggable": true } }],
             "livenessProbe": { "exec": { "command": ["a"] } },
         });
         let expected = [
@@ -127,7 +132,7 @@ mod tests {
             "domain.devices.disks[1].lun.bus",
             "domain.devices.disks[1].shareable",
             "livenessProbe.exec.command[0]",
-            "volumes[0].persistentVolumeClaim.claimName",
+            "volumes[0].persistentVolumeClaim.hotpluggable",
         ];
         assert_eq!(others(&document), expected);
     }

@@ -1,15 +1,17 @@
 //! Owns: machine pods: pods whose container is a machine of its own making. What their annotations say becomes a machine here, and
 //! what their container says becomes its disks.
-//! May use: `vmi` (what people write), `keeper` (what the machine's process is told), the image store.
+//! May use: `vmi` (what people write), `keeper` (what the machine's process is told), the image store, files of volumes.
 
 mod build;
 mod container;
 mod document;
 mod honoured;
+mod volumes;
 
 pub use build::{Refused, build};
 pub use container::check_container;
 pub use document::{SourceError, document};
+pub use volumes::{Place, VolumeError, check_volumes, open, place, unused};
 
 use crate::store::VmRecord;
 use nacelle_keeper::spec::{CloudInit, MachineDocument};
@@ -51,6 +53,18 @@ pub enum Wish {
     Empty {
         /// Its bytes.
         bytes: u64,
+    },
+    /// A claim: a block device of the container, or a mount with a file in it.
+    Claim {
+        /// Its name.
+        claim: String,
+    },
+    /// A file of the node, which the container has as a mount.
+    HostDisk {
+        /// The file.
+        path: String,
+        /// The size of one that is made; none: it is there.
+        create: Option<u64>,
     },
     /// Data for cloud-init.
     CloudInit(CloudInit),

@@ -60,6 +60,7 @@ impl Actor {
             path => Some(LogPath::check(self.spec.log_directory.as_deref(), Path::new(path)).map_err(PodError::from)?),
         };
         let volume_disk = self.check_devices(&request)?;
+        let disks = self.take_disks(&request)?;
         let devices = self.acquire_devices(volume_disk.as_ref(), &request)?;
         let images = match self.acquire(self.image_disk().as_ref(), &request) {
             Ok(images) => images,
@@ -72,7 +73,7 @@ impl Actor {
         let (name, own, asked) = (id.to_owned(), self.own.clone(), Arc::clone(&request));
         let pushed = self.pushed.clone();
         tokio::spawn(async move {
-            let made = container::make(agent, asked, images, devices, pushed).await;
+            let made = container::make(agent, asked, images, devices, disks, pushed).await;
             send(&own, News::Made(name, made));
         });
         Ok(Entry {

@@ -14,12 +14,12 @@ use std::sync::Arc;
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
 
-/// A device that was handed over for a container.
+/// A device or disk that was handed over for a container.
 pub struct Offer {
     /// The container.
     pub id: String,
-    /// Where it will have it.
-    pub container_path: String,
+    /// Where it will have it, or the name of a disk.
+    pub device: String,
     /// Opened.
     pub file: File,
 }
@@ -39,10 +39,10 @@ impl Actor {
         tell(reply, Ok(self.offered));
     }
 
-    fn offer_of(&self, id: &str, device: &pod::BlockDevice) -> Option<u64> {
+    fn offer_of(&self, id: &str, device: &str) -> Option<u64> {
         // The newest, if a daemon that is no more has left one.
         let mut all = self.offers.iter().rev();
-        let fits = |offer: &Offer| offer.id == id && offer.container_path == device.container_path;
+        let fits = |offer: &Offer| offer.id == id && offer.device == device;
         all.find(|(_, offer)| fits(offer)).map(|(number, _)| *number)
     }
 
@@ -51,7 +51,7 @@ impl Actor {
         let Some(first) = request.devices.first() else { return Ok(None) };
         let path = |device: &pod::BlockDevice| PathBuf::from(&device.path);
         for device in &request.devices {
-            if self.offer_of(&request.id, device).is_none() {
+            if self.offer_of(&request.id, &device.container_path).is_none() {
                 return Err(PodError::from(DeviceError::NotOffered { path: path(device) }).into());
             }
         }
@@ -62,6 +62,18 @@ impl Actor {
         }
         let slot = self.volume_disk();
         slot.map(Some).ok_or_else(|| PodError::from(DeviceError::NoDisk { path: path(first) }).into())
+    }
+
+    /// The disks that a container asks for, by their names: all, or none.
+    pub(super) fn take_disks(&mut self, request: &pod::CreateContainerRequest) -> Result<Vec<(String, File)>, Failure> {
+        let mut numbers = Vec::with_capacity(request.disks.len());
+        for disk in &request.disks {
+            let number = self.offer_of(&request.id, &disk.name).filter(|number| !numbers.contains(number));
+            let none = || PodError::from(DeviceError::NotOffered { path: PathBuf::from(&disk.path) });
+            numbers.push(number.ok_or_else(none)?);
+        }
+        let offers = numbers.into_iter().filter_map(|number| self.offers.remove(&number));
+        Ok(offers.map(|offer| (offer.device, offer.file)).collect())
     }
 
     /// Counts a container as a user of its devices, which were checked.
@@ -88,7 +100,7 @@ impl Actor {
 
     fn acquire_device(&mut self, slot: Option<&Slot>, id: &str, device: &pod::BlockDevice) -> Option<DeviceUse> {
         let (slot, agent) = (slot?.clone(), self.agent.clone()?);
-        let file = self.offer_of(id, device).and_then(|number| self.offers.remove(&number))?.file;
+        let file = self.offer_of(id, &device.container_path).and_then(|number| self.offers.remove(&number))?.file;
         let held = self.held.get(&device.key);
         let failed = held.is_some_and(|held| matches!(*held.attached.borrow(), Some(Err(_))));
         let (number, change) = self.devices.acquire(&device.key, device.writable, failed)?;

@@ -1,0 +1,62 @@
+//! Owns: what tests of machine pods share: a node that allows them, their annotations, and a disk of one sector that boots and says
+//! what happens to it.
+
+use crate::node::{Options, engine};
+use crate::{Container, Image, Node, Pod};
+use serde_json::{Value, json};
+
+/// `tests/machines/boot.s`, assembled.
+const BOOT: &str = "fa31c08ed88ec08ed0bc007c8816007eba0206b80001efbe9c7ce86400b80102e84f00fe060080b80103e84500a0008004\
+    30e85600b00ae85100ba0006eda900017519bafd03eca80174efbaf803ec3c71740f3c727415e83100ebdebea27ce81f00ba0406b80020eff4\
+    ebfdb0fee664ebf78a16007eb600b90200bb0080cd13c3ac84c07415e80200ebf688c4bafd03eca82074f8baf80388e0eec3626f6f74200070\
+    7265737365640a00";
+const ANNOTATIONS: [&str; 11] =
+    ["kind", "memory", "cpus", "disks", "cloud-init", "firmware", "ssh-keys", "spec", "name", "run-strategy", "power"];
+
+fn key(name: &str) -> String {
+    format!("vm.nacelle.dev/{name}")
+}
+
+/// A node whose handler `vm` allows machine pods.
+pub fn node() -> Node {
+    let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(crate::part);
+    let allowed: Vec<String> = ANNOTATIONS.iter().map(|name| key(name)).collect();
+    let extra = format!(
+        "[handlers.vm]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nallowed_annotations = {allowed:?}\n",
+        engine()
+    );
+    Node::with(Options { extra, ..Options::default() })
+}
+
+/// A disk of 1 MiB that boots.
+///
+/// # Panics
+/// Never: its words are hexadecimal.
+pub fn boot_disk() -> Vec<u8> {
+    let hex: String = BOOT.split_whitespace().collect();
+    let mut disk = hex::decode(hex).expect("it is hexadecimal");
+    disk.resize(510, 0);
+    disk.extend([0x55, 0xaa]);
+    disk.resize(1 << 20, 0);
+    disk
+}
+
+/// An image with that disk.
+pub fn boot_image(node: &Node) -> String {
+    let disk = boot_disk();
+    node.image(&Image::busybox().layer(|layer| layer.file("disk/boot.img", &disk, 0o440)), "boot:1")
+}
+
+/// A pod with annotations of machines.
+pub fn annotated(node: &Node, name: &str, annotations: &[(&str, &str)]) -> Pod {
+    let all: serde_json::Map<String, Value> =
+        annotations.iter().map(|(name, value)| (key(name), json!(value))).collect();
+    Pod::new(name, &node.folder().join("logs")).set("annotations", Value::Object(all))
+}
+
+/// The container of a machine pod.
+pub fn container(image: &str, attempt: u32) -> Container {
+    Container::new("machine", image, &[])
+        .set("metadata", json!({"name": "machine", "attempt": attempt}))
+        .set("log_path", json!(format!("machine-{attempt}.log")))
+}

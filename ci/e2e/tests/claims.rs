@@ -1,0 +1,210 @@
+//! Owns: disks of machine pods that are the node's: claims (block devices and files), files of the node; who may have them at a time,
+//! what is kept, what is refused, and what is left when all around them is killed.
+
+use nacelle_e2e::machine::{annotated, boot_disk, boot_image, container, node};
+use nacelle_e2e::run::call;
+use nacelle_e2e::{Container, Node, Pod, eventually};
+use serde_json::{Value, json};
+use std::fs::{self, File};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+/// A loop device over a disk that boots. Dropping it lets go of it.
+struct Block {
+    file: PathBuf,
+    device: String,
+}
+
+impl Block {
+    fn new(node: &Node) -> Block {
+        let file = node.folder().join("block.raw");
+        fs::write(&file, boot_disk()).expect("the folder is there");
+        let device = call("losetup", ["--find", "--show", &file.display().to_string()]).ok();
+        Block { file, device }
+    }
+
+    /// How often it has booted, as the node sees it.
+    fn boots(&self) -> u8 {
+        call("sync", [&self.device]).ok();
+        fs::read(&self.device).expect("root reads it")[512]
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        call("losetup", ["--detach", &self.device]);
+        assert!(self.file.exists(), "nothing removes a claim");
+    }
+}
+
+fn pod(node: &Node, name: &str, disks: &str) -> Pod {
+    annotated(node, name, &[("kind", "machine"), ("memory", "64Mi"), ("disks", disks)])
+}
+
+fn on_device(image: &str, attempt: u32, device: &str, permissions: &str) -> Container {
+    let device = json!({"host_path": device, "container_path": "/dev/nacelle/root", "permissions": permissions});
+    container(image, attempt).set("devices", json!([device]))
+}
+
+fn on_mount(image: &str, attempt: u32, mounts: &[(&str, &Path, bool)]) -> Container {
+    let mount = |(name, host, readonly): &(&str, &Path, bool)| json!({"host_path": host, "container_path": format!("/run/nacelle/vm/{name}"), "readonly": readonly});
+    container(image, attempt).set("mounts", Value::Array(mounts.iter().map(mount).collect()))
+}
+
+#[test]
+fn a_block_claim_is_one_machines_and_keeps_what_it_wrote() {
+    let node = node();
+    let image = boot_image(&node);
+    let block = Block::new(&node);
+    let written = "root=claim:system,boot=1";
+    let first = node.crictl.run_pod_of("vm", pod(&node, "first", written));
+    let running = first.start(on_device(&image, 0, &block.device, "mrw"));
+    running.says("boot 1\n");
+    assert_eq!(block.boots(), 1);
+
+    let second = node.crictl.run_pod_of("vm", pod(&node, "second", written));
+    for read_only in [false, true] {
+        let disks = if read_only { "root=claim:system,boot=1,readonly" } else { written };
+        let other = node.crictl.run_pod_of("vm", pod(&node, if read_only { "reader" } else { "writer" }, disks));
+        let told = other.try_create(on_device(&image, 0, &block.device, "mrw")).err();
+        for words in ["FailedPrecondition", "disk root", &block.device, "in use by another machine"] {
+            assert!(told.contains(words), "{words:?} in {told}");
+        }
+        other.remove();
+    }
+    node.crictl.call(["stop", "--timeout", "60", &running.id]);
+    assert_eq!(running.exited()["exitCode"], 0);
+    // The same container again, and another pod's: what was written stays.
+    let again = first.start(on_device(&image, 1, &block.device, "rw"));
+    again.says("boot 2\n");
+    node.crictl.call(["stop", "--timeout", "0", &again.id]);
+    again.exited();
+    let next = second.start(on_device(&image, 0, &block.device, "mrw"));
+    next.says("boot 3\n");
+    first.remove();
+    second.remove();
+    assert_eq!(block.boots(), 3);
+
+    // Those who only read share it, and change nothing.
+    let read = "root=claim:system,boot=1,readonly";
+    let readers = ["left", "right"].map(|name| node.crictl.run_pod_of("vm", pod(&node, name, read)));
+    let running = readers.each_ref().map(|pod| pod.start(on_device(&image, 0, &block.device, "r")));
+    running.iter().for_each(|machine| drop(machine.says("boot 4\n")));
+    assert_eq!(block.boots(), 3);
+    drop(running);
+    readers.into_iter().for_each(nacelle_e2e::crictl::RunningPod::remove);
+    eventually("nothing is left", || node.left().is_empty().then_some(()));
+}
+
+#[test]
+fn a_file_claim_survives_the_death_of_all_that_had_it() {
+    let mut node = node();
+    let image = boot_image(&node);
+    let folder = node.folder().join("claim");
+    fs::create_dir(&folder).expect("the node's folder is there");
+    fs::write(folder.join("disk.img"), boot_disk()).expect("the folder is there");
+    let disks = "root=claim:system,boot=1";
+    let config = pod(&node, "first", disks);
+    let again = Pod(config.0.clone());
+    let id = {
+        let first = node.crictl.run_pod_of("vm", config);
+        first.start(on_mount(&image, 0, &[("root", &folder, false)])).says("boot 1\n");
+        first.id.clone()
+    };
+    // The keeper is told of QEMU, too, but not of its disks.
+    assert_eq!(node.processes("-blockdev").len(), 1, "one machine");
+    let pods = node.processes("nacelle-pod ");
+    assert_eq!(pods.len(), 1, "one pod");
+    call("kill", ["-9", &pods[0].to_string()]).ok();
+    node.kill();
+    eventually("the machine goes with its pod's process", || node.processes("-blockdev").is_empty().then_some(()));
+    node.start();
+    node.crictl.pod(&id, again).remove();
+    eventually("nothing is left", || node.left().is_empty().then_some(()));
+
+    let second = node.crictl.run_pod_of("vm", pod(&node, "second", disks));
+    let running = second.start(on_mount(&image, 0, &[("root", &folder, false)]));
+    running.says("boot 2\n");
+    // The next daemon finds the machine with its disk.
+    let third = pod(&node, "third", disks);
+    let (id, running) = (second.id.clone(), running.id.clone());
+    let second = Pod(pod(&node, "second", disks).0);
+    node.kill();
+    node.start();
+    let third = node.crictl.run_pod_of("vm", third);
+    let told = third.try_create(on_mount(&image, 0, &[("root", &folder, false)])).err();
+    assert!(told.contains("in use by another machine"), "{told}");
+    let state = || node.crictl.json(["inspect", "-o", "json", &running])["status"]["state"].clone();
+    eventually("the machine is found again", || (state() == "CONTAINER_RUNNING").then_some(()));
+    node.crictl.pod(&id, second).remove();
+    third.start(on_mount(&image, 1, &[("root", &folder, false)])).says("boot 3\n");
+    third.remove();
+    assert_eq!(fs::read(folder.join("disk.img")).expect("it is there")[512], 3);
+}
+
+#[test]
+fn files_of_the_node_are_disks_and_are_made_where_they_shall_be() {
+    let node = node();
+    let image = boot_image(&node);
+    let [system, data] = ["system.img", "data.img"].map(|name| node.folder().join(name));
+    fs::write(&system, boot_disk()).expect("the node's folder is there");
+    let spec = json!({
+        "domain": {
+            "memory": { "guest": "64Mi" },
+            "devices": { "disks": [{ "name": "root", "disk": {}, "bootOrder": 1 }, { "name": "data", "disk": { "bus": "scsi" } }] },
+        },
+        "volumes": [
+            { "name": "root", "hostDisk": { "path": system, "type": "Disk" } },
+            { "name": "data", "hostDisk": { "path": data, "type": "DiskOrCreate", "capacity": "2Mi" } },
+        ],
+    });
+    let pod = annotated(&node, "files", &[("kind", "machine"), ("spec", &spec.to_string())]);
+    let pod = node.crictl.run_pod_of("vm", pod);
+    let mounts: [(&str, &Path, bool); 2] = [("root", &system, false), ("data", &data, false)];
+    pod.start(on_mount(&image, 0, &mounts)).says("boot 1\n");
+    assert_eq!(fs::metadata(&data).expect("it was made").len(), 2 << 20);
+    pod.remove();
+    assert_eq!(fs::read(&system).expect("it stays")[512], 1);
+}
+
+#[test]
+fn what_a_claim_cannot_be_is_refused_and_changes_nothing() {
+    let node = node();
+    let image = boot_image(&node);
+    let block = Block::new(&node);
+    let [empty, linked, odd] = ["empty", "linked", "odd"].map(|name| {
+        let folder = node.folder().join(name);
+        fs::create_dir(&folder).expect("the node's folder is there");
+        folder
+    });
+    std::os::unix::fs::symlink(&block.file, linked.join("disk.img")).expect("the folder is there");
+    fs::write(odd.join("disk.img"), [0; 700]).expect("the folder is there");
+    let pod = node.crictl.run_pod_of("vm", pod(&node, "refused", "root=claim:system,boot=1"));
+    let both = on_device(&image, 0, &block.device, "rw");
+    let mount = json!({"host_path": empty, "container_path": "/run/nacelle/vm/root"});
+    let elsewhere = json!({"host_path": block.device, "container_path": "/dev/nacelle/other", "permissions": "rw"});
+    for (container, words) in [
+        (container(&image, 0), "disk root is claim system, which the container has not"),
+        (on_device(&image, 0, &block.device, "r"), "config.devices.permissions is \"r\""),
+        (on_device(&image, 0, "/dev/null", "rw"), "config.devices.host_path is \"/dev/null\""),
+        (on_device(&image, 0, &block.file.display().to_string(), "rw"), "config.devices.host_path"),
+        (both.set("mounts", json!([mount])), "not both"),
+        (container(&image, 0).set("devices", json!([elsewhere])), "none of the specification's"),
+        (on_mount(&image, 0, &[("root", &empty, false)]), "there is no file disk.img"),
+        (on_mount(&image, 0, &[("root", &linked, false)]), "disk.img is a link"),
+        (on_mount(&image, 0, &[("root", &odd, false)]), "disk.img has 700 bytes"),
+        (on_mount(&image, 0, &[("root", &odd, true)]), "config.mounts.readonly is \"true\""),
+        (on_mount(&image, 0, &[("root", &block.file, false)]), "needs a folder"),
+    ] {
+        let told = pod.try_create(container).err();
+        assert!(told.contains(words) || told.contains(&words.replace('"', "\\\"")), "{words:?} in {told}");
+    }
+    // As a file system of the node's would hold it.
+    let held = File::options().read(true).custom_flags(nix::fcntl::OFlag::O_EXCL.bits()).open(&block.device);
+    let told = pod.try_create(on_device(&image, 0, &block.device, "rw")).err();
+    assert!(told.contains("FailedPrecondition") && told.contains("in use on the node"), "{told}");
+    drop(held.expect("nobody else has it"));
+    assert!(fs::read_dir(&empty).expect("it is there").next().is_none(), "nothing is made in a claim");
+    pod.start(on_device(&image, 0, &block.device, "rw")).says("boot 1\n");
+    pod.remove();
+}

@@ -1,0 +1,79 @@
+//! Owns: what is prepared on the node for the container of a machine pod: the machine's document, and those of its disks that are
+//! the node's, opened here because a pod process sees none.
+
+use super::boot::blocking;
+use super::error::{LifecycleError, at};
+use super::make::{ask, extents};
+use super::{Parts, devices};
+use crate::machine_pod::{self, MachinePod, Place, SourceError};
+use crate::nouns::ContainerConfig;
+use crate::store::ContainerRecord;
+use nacelle_pod::client::{Offer, PodClient};
+use nacelle_proto::pod as proto;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+/// What a machine is told first that shall end; whatever it is but SIGKILL, its power button is pressed.
+const POWER_BUTTON: u32 = 15;
+/// For errors.
+const STEP: &str = "find the disks of the machine";
+
+/// What the pod process is asked for, and the disks that it has already.
+pub(super) async fn prepare(
+    parts: &Parts,
+    client: &PodClient,
+    machine: &MachinePod,
+    record: &ContainerRecord,
+) -> Result<(proto::CreateContainerRequest, Vec<Offer>), LifecycleError> {
+    let (wanted, config) = (machine.clone(), Arc::clone(&record.config));
+    let disks = blocking(move || open(&wanted, &config)).await?;
+    let config = &record.config;
+    let root = parts.images.rootfs(&record.image.id).await.map_err(at("read the image of the container"))?;
+    let paths = disks.iter().map(|(disk, _)| (disk.name.clone(), disk.path.clone())).collect();
+    let document = machine_pod::document(machine, &record.image, &parts.images, &paths).await;
+    let mut request = proto::CreateContainerRequest {
+        id: record.id.to_string(),
+        oci_spec: document.map_err(at(STEP))?,
+        image_key: record.image.id.to_string(),
+        image: extents(&root.disk),
+        tty: config.tty,
+        stdin: config.stdin,
+        stdin_once: config.stdin_once,
+        log_path: record.log_path.as_ref().map(|path| path.display().to_string()).unwrap_or_default(),
+        stop_signal: config.stop_signal.unwrap_or(POWER_BUTTON),
+        ..Default::default()
+    };
+    let mut offers = Vec::with_capacity(disks.len());
+    for (disk, file) in disks {
+        let call = client.offer(record.id.as_str(), &disk.name, file);
+        offers.push(ask("hand a disk over to the pod", parts.answer_limit(), call).await?);
+        request.disks.push(disk);
+    }
+    Ok((request, offers))
+}
+
+/// The disks that are the node's.
+fn open(machine: &MachinePod, config: &ContainerConfig) -> Result<Vec<(proto::Disk, OwnedFd)>, LifecycleError> {
+    let failed = |error| at(STEP)(SourceError::Volume(error));
+    let mut disks = Vec::new();
+    for disk in &machine.disks {
+        let (path, file) = match machine_pod::place(disk, config).map_err(failed)? {
+            None => continue,
+            Some(Place::Device(device)) => {
+                let mut device = device.clone();
+                if disk.read_only {
+                    device.permissions = "r".to_owned();
+                }
+                let (told, file) = devices::block(&device)?;
+                machine_pod::unused(disk, &device).map_err(failed)?;
+                (told.path, file)
+            }
+            Some(Place::Mount(mount)) => {
+                let (path, file) = machine_pod::open(disk, mount).map_err(failed)?;
+                (path.display().to_string(), file.into())
+            }
+        };
+        disks.push((proto::Disk { name: disk.name.clone(), path }, file));
+    }
+    Ok(disks)
+}

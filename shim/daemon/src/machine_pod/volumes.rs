@@ -1,0 +1,350 @@
+//! Owns: the volumes of a machine pod's container: where its disks are among its mounts and devices, and the files of those that are
+//! the node's, opened.
+//! May use: files of the node, beneath the paths that the container was given. Blocks on them.
+
+use super::{MachinePod, Wish};
+use crate::nouns::{ContainerConfig, Device, NodeVolume};
+use nacelle_base::{Classify, Kind};
+use nacelle_keeper::spec::Disk;
+use nix::errno::Errno;
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
+use nix::sys::stat::Mode;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+/// Where the container has block volumes.
+const DEVICES: &str = "/dev/nacelle";
+/// Where it has folders and files.
+const FOLDERS: &str = "/run/nacelle/vm";
+/// The disk in a claim's file system, as KubeVirt calls it.
+const IN_CLAIM: &str = "disk.img";
+/// What a disk has whole ones of.
+const SECTOR: u64 = 512;
+
+/// Why a volume cannot be a disk.
+#[derive(Debug, thiserror::Error)]
+pub enum VolumeError {
+    /// What was said of it, or what is there, is wrong.
+    #[error("{field} is {value:?}: {rule}")]
+    Field {
+        /// The field of the request.
+        field: &'static str,
+        /// What it says.
+        value: String,
+        /// What is expected.
+        rule: String,
+    },
+    /// The container does not have it.
+    #[error("disk {disk} is {what}, which the container has not: {rule}")]
+    Missing {
+        /// The disk.
+        disk: String,
+        /// "claim data".
+        what: String,
+        /// Where it is expected.
+        rule: String,
+    },
+    /// The node itself uses it.
+    #[error("disk {disk}: {path} is in use on the node (mounted, or part of another device): stop that first")]
+    Busy {
+        /// The disk.
+        disk: String,
+        /// The device.
+        path: String,
+    },
+    /// The node's answer.
+    #[error("disk {disk}: cannot {what} {}", path.display())]
+    Io {
+        /// The disk.
+        disk: String,
+        /// "open".
+        what: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+impl Classify for VolumeError {
+    fn kind(&self) -> Kind {
+        match self {
+            VolumeError::Field { .. } | VolumeError::Missing { .. } => Kind::Invalid,
+            VolumeError::Busy { .. } => Kind::Conflict,
+            VolumeError::Io { source, .. } => source.kind().into(),
+        }
+    }
+}
+
+/// Where a container has a disk of its machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place<'a> {
+    /// A block device.
+    Device(&'a Device),
+    /// A folder with the disk in it, or the file that is the disk.
+    Mount(&'a NodeVolume),
+}
+
+/// Whether the machine has a disk of this device.
+pub fn names_device(machine: &MachinePod, path: &str) -> bool {
+    let claims = machine.disks.iter().filter(|disk| matches!(disk.source, Wish::Claim { .. }));
+    claims.into_iter().any(|disk| Path::new(path) == Path::new(DEVICES).join(&disk.name))
+}
+
+/// Whether the machine has a disk of this mount.
+pub fn names_mount(machine: &MachinePod, path: &str) -> bool {
+    let mut mounted =
+        machine.disks.iter().filter(|disk| matches!(disk.source, Wish::Claim { .. } | Wish::HostDisk { .. }));
+    mounted.any(|disk| Path::new(path) == Path::new(FOLDERS).join(&disk.name))
+}
+
+/// Whether the container has what its machine's disks are made of, as they need it. Looks at no file.
+pub fn check_volumes(machine: &MachinePod, config: &ContainerConfig) -> Result<(), VolumeError> {
+    machine.disks.iter().try_for_each(|disk| place(disk, config).map(drop))
+}
+
+/// Where the container has the disk; none: it is not the node's.
+pub fn place<'a>(disk: &Disk<Wish>, config: &'a ContainerConfig) -> Result<Option<Place<'a>>, VolumeError> {
+    let (device_at, mount_at) = (Path::new(DEVICES).join(&disk.name), Path::new(FOLDERS).join(&disk.name));
+    let device = config.devices.iter().find(|device| Path::new(&device.container_path) == device_at);
+    let mount = config.node_volumes.iter().find(|mount| Path::new(&mount.container_path) == mount_at);
+    let missing = |what: String, rule: String| VolumeError::Missing { disk: disk.name.clone(), what, rule };
+    let (device_at, mount_at) = (device_at.display(), mount_at.display());
+    let found = match &disk.source {
+        Wish::Claim { claim } => {
+            let what = format!("claim {claim}");
+            match (device, mount) {
+                (Some(device), None) => Place::Device(device),
+                (None, Some(mount)) => Place::Mount(mount),
+                (None, None) => {
+                    let rule = format!("as a block device at {device_at} or as a mount at {mount_at} it is expected");
+                    return Err(missing(what, rule));
+                }
+                (Some(device), Some(_)) => {
+                    let rule = format!("disk {} is this or the mount at {mount_at}, not both", disk.name);
+                    return field("config.devices.container_path", &device.container_path, rule);
+                }
+            }
+        }
+        Wish::HostDisk { path, .. } => {
+            let rule = format!("as a mount at {mount_at} it is expected");
+            let mount = mount.ok_or_else(|| missing(format!("file {path} of the node"), rule))?;
+            if Path::new(&mount.host_path) != Path::new(path) {
+                let rule = format!("the mount for disk {} must be of {path:?}, as hostDisk.path says", disk.name);
+                return field("config.mounts.host_path", &mount.host_path, rule);
+            }
+            Place::Mount(mount)
+        }
+        Wish::Image { .. } | Wish::Empty { .. } | Wish::CloudInit(_) => return Ok(None),
+    };
+    let rule = || format!("disk {} is written to: make it writable, or the disk read-only", disk.name);
+    match found {
+        Place::Device(device) if !disk.read_only && !device.permissions.contains('w') => {
+            field("config.devices.permissions", &device.permissions, rule())
+        }
+        Place::Mount(mount) if !disk.read_only && mount.readonly => field("config.mounts.readonly", "true", rule()),
+        found => Ok(Some(found)),
+    }
+}
+
+fn field<T>(field: &'static str, value: &str, rule: impl Into<String>) -> Result<T, VolumeError> {
+    Err(VolumeError::Field { field, value: value.to_owned(), rule: rule.into() })
+}
+
+/// Whether nobody on the node has the device for himself: what is mounted, or part of another device, no guest may write to.
+pub fn unused(disk: &Disk<Wish>, device: &Device) -> Result<(), VolumeError> {
+    if disk.read_only {
+        return Ok(());
+    }
+    let alone = OpenOptions::new().read(true).custom_flags(OFlag::O_EXCL.bits()).open(&device.host_path);
+    match alone.map_err(|error| error.raw_os_error().map(Errno::from_raw)) {
+        Err(Some(Errno::EBUSY)) => Err(VolumeError::Busy { disk: disk.name.clone(), path: device.host_path.clone() }),
+        // Other failures are told by whoever opens it to use it.
+        _ => Ok(()),
+    }
+}
+
+/// Opens the file of a disk in what is mounted for it; its path.
+pub fn open(disk: &Disk<Wish>, mount: &NodeVolume) -> Result<(PathBuf, File), VolumeError> {
+    let mounted = Path::new(&mount.host_path);
+    let wrong = |rule: String| field("config.mounts.host_path", &mount.host_path, rule);
+    let (folder, name, size) = match (&disk.source, mounted.parent(), mounted.file_name()) {
+        (Wish::HostDisk { create, .. }, Some(folder), Some(name)) => (folder, Path::new(name), *create),
+        (Wish::HostDisk { .. }, ..) => return wrong("it is to be a file".to_owned()),
+        _ => (mounted, Path::new(IN_CLAIM), None),
+    };
+    let path = folder.join(name);
+    let failed =
+        |what, source: io::Error| VolumeError::Io { disk: disk.name.clone(), what, path: path.clone(), source };
+    let folder_flags = (OFlag::O_PATH | OFlag::O_DIRECTORY).bits();
+    let folder = match OpenOptions::new().read(true).custom_flags(folder_flags).open(folder) {
+        Ok(folder) => folder,
+        Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
+            return wrong(format!("disk {} needs a folder with the file {IN_CLAIM} in it", disk.name));
+        }
+        Err(error) => return Err(failed("open the folder of", error)),
+    };
+    let access = if disk.read_only { OFlag::O_RDONLY } else { OFlag::O_RDWR };
+    let made = if size.is_some() && !disk.read_only { OFlag::O_CREAT } else { OFlag::empty() };
+    let flags = access | made | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_NOCTTY;
+    let how = OpenHow::new().flags(flags).resolve(ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS);
+    let how = if made.is_empty() { how } else { how.mode(Mode::S_IRUSR | Mode::S_IWUSR) };
+    let name = name.display();
+    let file = match openat2(&folder, Path::new(&name.to_string()), how) {
+        Ok(file) => File::from(file),
+        Err(Errno::ENOENT) => {
+            let rule = format!("disk {}: there is no file {name} in it; make one of the disk's size", disk.name);
+            return wrong(rule);
+        }
+        Err(Errno::ELOOP) => return wrong(format!("disk {}: {name} is a link, which nobody follows", disk.name)),
+        Err(Errno::EISDIR | Errno::ENXIO) => return wrong(format!("disk {}: {name} is no file", disk.name)),
+        Err(errno) => return Err(failed("open", errno.into())),
+    };
+    let metadata = file.metadata().map_err(|source| failed("look at", source))?;
+    if !metadata.is_file() {
+        return wrong(format!("disk {}: {name} is no file", disk.name));
+    }
+    let mut length = metadata.len();
+    if let Some(size) = size.filter(|_| length == 0 && !disk.read_only) {
+        file.set_len(size).map_err(|source| failed("size", source))?;
+        length = size;
+    }
+    if length == 0 || !length.is_multiple_of(SECTOR) {
+        let rule = format!("disk {}: {name} has {length} bytes; whole sectors of {SECTOR} are needed", disk.name);
+        return wrong(rule);
+    }
+    Ok((path, file))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::nouns::Propagation;
+    use nacelle_keeper::spec::{Bus, Cache, DiskKind};
+    use std::io::Read;
+
+    fn disk(source: Wish, read_only: bool) -> Disk<Wish> {
+        Disk {
+            name: "data".into(),
+            kind: DiskKind::Disk,
+            bus: Bus::Virtio,
+            read_only,
+            boot_order: None,
+            serial: String::new(),
+            cache: Cache::Writeback,
+            block_size: None,
+            source,
+        }
+    }
+
+    fn claim(read_only: bool) -> Disk<Wish> {
+        disk(Wish::Claim { claim: "c".into() }, read_only)
+    }
+
+    fn mount(host: &Path, readonly: bool) -> NodeVolume {
+        NodeVolume {
+            host_path: host.display().to_string(),
+            container_path: "/run/nacelle/vm/data".into(),
+            readonly,
+            recursive_read_only: false,
+            propagation: Propagation::Private,
+            id_mapped: false,
+            options: [].into(),
+        }
+    }
+
+    fn config(devices: &[&str], mounts: &[NodeVolume]) -> ContainerConfig {
+        let mut config = (*crate::store::tests_support::container(1, 1).config).clone();
+        let device = |permissions: &&str| Device {
+            container_path: "/dev/nacelle/data".into(),
+            host_path: "/dev/x".into(),
+            permissions: (*permissions).into(),
+        };
+        config.devices = devices.iter().map(device).collect();
+        config.node_volumes = mounts.to_vec();
+        config
+    }
+
+    #[test]
+    fn a_claim_is_the_containers_device_or_mount() {
+        let [writable, read] = [false, true].map(|readonly| mount(Path::new("/v"), readonly));
+        let all = config(&["mrw"], &[]);
+        assert_eq!(place(&claim(false), &all).unwrap(), Some(Place::Device(&all.devices[0])));
+        let all = config(&[], std::slice::from_ref(&writable));
+        assert_eq!(place(&claim(false), &all).unwrap(), Some(Place::Mount(&writable)));
+        assert!(place(&disk(Wish::Empty { bytes: 512 }, false), &all).unwrap().is_none());
+        for (disk, config, words) in [
+            (claim(false), config(&[], &[]), "at /dev/nacelle/data or as a mount at /run/nacelle/vm/data"),
+            (claim(false), config(&["rw"], std::slice::from_ref(&writable)), "not both"),
+            (claim(false), config(&["r"], &[]), "config.devices.permissions is \"r\""),
+            (claim(false), config(&[], std::slice::from_ref(&read)), "config.mounts.readonly is \"true\""),
+            (disk(Wish::HostDisk { path: "/w".into(), create: None }, false), all.clone(), "must be of \"/w\""),
+            (
+                disk(Wish::HostDisk { path: "/w".into(), create: None }, false),
+                config(&["rw"], &[]),
+                "file /w of the node",
+            ),
+        ] {
+            let error = place(&disk, &config).unwrap_err();
+            assert!(error.kind() == Kind::Invalid && error.to_string().contains(words), "{words}: {error}");
+        }
+        assert!(place(&claim(true), &config(&["r"], &[])).unwrap().is_some());
+        assert!(place(&claim(true), &config(&[], &[read])).unwrap().is_some());
+    }
+
+    #[test]
+    fn the_file_of_a_disk_is_a_file_and_beneath_its_mount() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        let refused = |disk: &Disk<Wish>, path: &Path, words: &str| {
+            let error = open(disk, &mount(path, false)).unwrap_err();
+            assert!(error.kind() == Kind::Invalid && error.to_string().contains(words), "{words}: {error}");
+        };
+        refused(&claim(false), folder.path(), "there is no file disk.img");
+        let image = at("disk.img");
+        std::fs::write(&image, "").unwrap();
+        refused(&claim(false), folder.path(), "disk.img has 0 bytes");
+        std::fs::write(&image, [7; 700]).unwrap();
+        refused(&claim(false), folder.path(), "whole sectors");
+        std::fs::write(&image, [7; 1024]).unwrap();
+        refused(&claim(false), &image, "needs a folder");
+        for read_only in [false, true] {
+            let (path, mut file) = open(&claim(read_only), &mount(folder.path(), read_only)).unwrap();
+            let mut all = Vec::new();
+            file.read_to_end(&mut all).unwrap();
+            assert_eq!((path, all), (image.clone(), vec![7; 1024]));
+            assert_eq!(file.set_len(1024).is_ok(), !read_only);
+        }
+        for (name, words) in [("link", "is a link"), ("pipe", "is no file"), ("folder", "is no file")] {
+            let folder = at(name);
+            std::fs::create_dir(&folder).unwrap();
+            let inner = folder.join("disk.img");
+            match name {
+                "link" => std::os::unix::fs::symlink(&image, inner).unwrap(),
+                "pipe" => nix::unistd::mkfifo(&inner, Mode::S_IRWXU).unwrap(),
+                _ => std::fs::create_dir(inner).unwrap(),
+            }
+            refused(&claim(false), &folder, words);
+            if name != "link" {
+                refused(&claim(true), &folder, words);
+            }
+        }
+    }
+
+    #[test]
+    fn a_file_of_the_node_is_made_where_it_shall_be() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("machine.img");
+        let wish = |create| disk(Wish::HostDisk { path: path.display().to_string(), create }, false);
+        let error = open(&wish(None), &mount(&path, false)).unwrap_err();
+        assert!(error.kind() == Kind::Invalid && error.to_string().contains("no file machine.img"), "{error}");
+        let (found, file) = open(&wish(Some(1 << 20)), &mount(&path, false)).unwrap();
+        assert_eq!((found, file.metadata().unwrap().len()), (path.clone(), 1 << 20));
+        // One that is there has its size.
+        std::fs::write(&path, [1; 512]).unwrap();
+        let (_, file) = open(&wish(Some(1 << 20)), &mount(&path, false)).unwrap();
+        assert_eq!(file.metadata().unwrap().len(), 512);
+    }
+}
