@@ -22,6 +22,8 @@ use tonic::{Request, Response, Status};
 
 /// For a verb that takes no work.
 const VERB: Duration = Duration::from_secs(60);
+/// For all memory of a machine to be written to a disk.
+const SNAPSHOT: Duration = Duration::from_secs(1800);
 /// For a machine to say how it is, where many are asked.
 const LOOK: Duration = Duration::from_secs(5);
 /// Between two looks of one who watches.
@@ -58,15 +60,15 @@ impl VmService {
         }
     }
 
-    async fn verb(&self, machine: vm::MachineRef, verb: &str) -> Result<Vec<u8>, Status> {
+    async fn verb(&self, machine: vm::MachineRef, words: &[&str], limit: Duration) -> Result<Vec<u8>, Status> {
         let (_, container) = self.find(&machine)?;
         let id = vms::id(&machine.namespace, &machine.name);
         let container = container.ok_or_else(|| refuse(Kind::Conflict, &format!("machine {id} does not run")))?;
-        self.ask(&container, verb, VERB).await
+        self.ask(&container, words, limit).await
     }
 
-    async fn ask(&self, container: &ContainerRecord, verb: &str, limit: Duration) -> Result<Vec<u8>, Status> {
-        let words = ["@vm", verb].map(str::to_owned).to_vec();
+    async fn ask(&self, container: &ContainerRecord, words: &[&str], limit: Duration) -> Result<Vec<u8>, Status> {
+        let words = ["@vm"].iter().chain(words).map(|word| (*word).to_owned()).collect();
         let done = self.node.exec(container.id.as_str(), words, Some(limit)).await.map_err(status)?;
         if done.exit_code == 0 {
             return Ok(done.stdout);
@@ -76,7 +78,20 @@ impl VmService {
     }
 
     async fn done(&self, request: Request<vm::MachineRef>, verb: &'static str) -> Result<Response<vm::Empty>, Status> {
-        self.verb(request.into_inner(), verb).await.map(|_| Response::new(vm::Empty {}))
+        self.verb(request.into_inner(), &[verb], VERB).await.map(|_| Response::new(vm::Empty {}))
+    }
+
+    async fn snapshot(
+        &self,
+        request: Request<vm::SnapshotRef>,
+        verb: &'static str,
+    ) -> Result<Response<vm::Empty>, Status> {
+        let vm::SnapshotRef { machine, name } = request.into_inner();
+        let machine = machine.ok_or_else(|| refuse(Kind::Invalid, "machine is missing"))?;
+        if name.is_empty() {
+            return Err(refuse(Kind::Invalid, "name is missing"));
+        }
+        self.verb(machine, &[verb, &name], SNAPSHOT).await.map(|_| Response::new(vm::Empty {}))
     }
 
     /// All machines of a namespace; empty: of all.
@@ -96,7 +111,7 @@ impl VmService {
                 Some(container) => {
                     let service = self.clone();
                     asked.spawn(async move {
-                        let told = service.ask(&container, "status", LOOK).await.ok();
+                        let told = service.ask(&container, &["status"], LOOK).await.ok();
                         look(&mut machine, told.as_deref());
                         machine
                     });
@@ -199,6 +214,19 @@ fn look(machine: &mut vm::Machine, told: Option<&[u8]>) {
     machine.software_emulation = yes("softwareEmulation");
 }
 
+/// Snapshots as a keeper tells of them; what is none is left out.
+fn snapshots(told: &[u8]) -> Vec<vm::SnapshotInfo> {
+    let told: Value = serde_json::from_slice(told).unwrap_or_default();
+    let one = |entry: &Value| {
+        Some(vm::SnapshotInfo {
+            name: entry.get("name")?.as_str()?.chars().filter(|c| !c.is_control()).take(64).collect(),
+            taken_at: entry.get("taken")?.as_i64()?.saturating_mul(1_000_000_000),
+            bytes: entry.get("bytes")?.as_u64()?,
+        })
+    };
+    told.as_array().into_iter().flatten().take(1000).filter_map(one).collect()
+}
+
 #[tonic::async_trait]
 impl vm::machines_server::Machines for VmService {
     async fn list(&self, request: Request<vm::ListRequest>) -> Result<Response<vm::ListResponse>, Status> {
@@ -248,13 +276,30 @@ impl vm::machines_server::Machines for VmService {
     }
 
     async fn screenshot(&self, request: Request<vm::MachineRef>) -> Result<Response<vm::Picture>, Status> {
-        let png = self.verb(request.into_inner(), "screenshot").await?;
+        let png = self.verb(request.into_inner(), &["screenshot"], VERB).await?;
         Ok(Response::new(vm::Picture { png }))
     }
 
     async fn guest_info(&self, request: Request<vm::MachineRef>) -> Result<Response<vm::Json>, Status> {
-        let told = self.verb(request.into_inner(), "guest-info").await?;
+        let told = self.verb(request.into_inner(), &["guest-info"], VERB).await?;
         Ok(Response::new(vm::Json { text: String::from_utf8_lossy(&told).into_owned() }))
+    }
+
+    async fn snapshot(&self, request: Request<vm::SnapshotRef>) -> Result<Response<vm::Empty>, Status> {
+        self.snapshot(request, "snapshot").await
+    }
+
+    async fn restore(&self, request: Request<vm::SnapshotRef>) -> Result<Response<vm::Empty>, Status> {
+        self.snapshot(request, "restore").await
+    }
+
+    async fn delete_snapshot(&self, request: Request<vm::SnapshotRef>) -> Result<Response<vm::Empty>, Status> {
+        self.snapshot(request, "delete-snapshot").await
+    }
+
+    async fn list_snapshots(&self, request: Request<vm::MachineRef>) -> Result<Response<vm::Snapshots>, Status> {
+        let told = self.verb(request.into_inner(), &["snapshots"], VERB).await?;
+        Ok(Response::new(vm::Snapshots { snapshots: snapshots(&told) }))
     }
 
     async fn delete(&self, request: Request<vm::MachineRef>) -> Result<Response<vm::Empty>, Status> {

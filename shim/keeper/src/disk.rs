@@ -36,6 +36,8 @@ pub enum Files {
         /// What lies below.
         base: Base,
     },
+    /// A qcow2 file with all of it.
+    Own(PathBuf),
     /// A piece of a file, which the guest only reads.
     Piece(Base),
     /// A block device or file of the node, byte by byte the disk. It is locked for as long as it is open, here or in QEMU.
@@ -88,7 +90,7 @@ pub fn prepare(
                 None => over(folder, disk, base)?,
             }
         }
-        Source::Empty { bytes } => Files::Whole(empty(disk, folders.keep.unwrap_or(folders.pod), *bytes)?),
+        Source::Empty { bytes } => Files::Own(empty(disk, folders.keep.unwrap_or(folders.pod), *bytes)?),
         Source::Device { path } => device(disk, path, handed.remove(&disk.name))?,
         Source::CloudInit(data) => Files::Whole(cloud_init(disk, folder, data, network)?),
     };
@@ -152,11 +154,20 @@ fn device(disk: &Disk, path: &str, file: Option<File>) -> Result<Files, KeeperEr
     Ok(Files::Device { file, block: kind.is_block_device() })
 }
 
+/// One that a machine before this one has used stays as it is, if it has this size.
 fn empty(disk: &Disk, folder: &Path, bytes: u64) -> Result<PathBuf, KeeperError> {
-    let path = folder.join(format!("{}.raw", disk.name));
-    let opened = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path);
-    // One that a machine before this one has used is as long already.
-    opened.map_err(KeeperError::file("make", &path))?.set_len(bytes).map_err(KeeperError::file("size", &path))?;
+    if bytes == 0 || bytes > qcow2::MAX_SIZE {
+        return Err(KeeperError::Disk { name: disk.name.clone(), rule: "a disk of 1 byte to 4 TiB is expected" });
+    }
+    let path = folder.join(format!("{}.qcow2", disk.name));
+    let mut head = Vec::new();
+    let read = File::open(&path).and_then(|file| file.take(qcow2::HEADER as u64).read_to_end(&mut head));
+    if read.is_ok() && qcow2::format(&head) == Ok(Format::Qcow2 { size: bytes }) {
+        return Ok(path);
+    }
+    let mut file = make(&path)?;
+    let written = file.write_all(&qcow2::empty(bytes)).and_then(|()| file.sync_all());
+    written.map_err(KeeperError::file("write", &path))?;
     Ok(path)
 }
 
@@ -166,17 +177,22 @@ fn cloud_init(disk: &Disk, folder: &Path, data: &CloudInit, network: &BootConfig
     Ok(path)
 }
 
-/// The firmware's variables: those that were kept, or a copy of those of a machine that never ran.
-pub fn variables(from: &Path, folders: Folders) -> Result<PathBuf, KeeperError> {
-    let path = folders.keep.unwrap_or(folders.own).join("efi-variables");
-    let length = |path: &Path| std::fs::metadata(path).map(|data| data.len()).ok();
-    // One that was cut is made anew.
-    if folders.keep.is_some() && length(&path).is_some_and(|kept| Some(kept) == length(from)) {
-        return Ok(path);
+/// The firmware's variables: those of a machine that never ran, and over them what was written, or kept.
+pub fn variables(from: &Path, folders: Folders) -> Result<Files, KeeperError> {
+    let folder = folders.keep.unwrap_or(folders.own);
+    let (first, top) = (folder.join("efi-variables"), folder.join("efi-variables.qcow2"));
+    let length = |path: &Path| std::fs::metadata(path).map(|data| data.len());
+    let new = length(from).map_err(KeeperError::file("open", from))?;
+    // A copy, because the firmware's own file changes with its package; one that was cut is made anew.
+    if !top.exists() || length(&first).ok() != Some(new) {
+        let mut source = File::open(from).map_err(KeeperError::file("open", from))?;
+        let mut copy = make(&first)?;
+        std::io::copy(&mut source, &mut copy).and_then(|_| copy.sync_all()).map_err(KeeperError::file("copy", from))?;
+        let mut file = make(&top)?;
+        let written = file.write_all(&qcow2::empty(new)).and_then(|()| file.sync_all());
+        written.map_err(KeeperError::file("write", &top))?;
     }
-    let mut source = File::open(from).map_err(KeeperError::file("open", from))?;
-    std::io::copy(&mut source, &mut make(&path)?).map_err(KeeperError::file("copy", from))?;
-    Ok(path)
+    Ok(Files::Over { top, base: Base { file: first, offset: 0, length: new, qcow2: false } })
 }
 
 /// A new file; one of an earlier attempt is made anew.
@@ -231,8 +247,11 @@ pub(crate) mod tests {
         assert_eq!(std::fs::read(top("a")).unwrap(), b"written");
         assert!(std::fs::read(top("b")).unwrap().starts_with(b"QFI"), "another image is another disk");
         let source = folder.path().join("variables");
-        std::fs::write(&source, "new!").unwrap();
-        let variables = || variables(&source, Folders { keep: Some(&keep), ..folders(folder.path()) }).unwrap();
+        std::fs::write(&source, vec![1; 512]).unwrap();
+        let variables = || match variables(&source, Folders { keep: Some(&keep), ..folders(folder.path()) }).unwrap() {
+            Files::Over { top, .. } => top,
+            other => panic!("{other:?}"),
+        };
         std::fs::write(variables(), "kept").unwrap();
         assert_eq!(std::fs::read(variables()).unwrap(), b"kept");
     }
@@ -260,21 +279,26 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn an_empty_disk_takes_no_room() {
-        use std::os::unix::fs::MetadataExt;
+    fn an_empty_disk_is_as_a_machine_before_has_left_it() {
+        use std::os::unix::fs::PermissionsExt;
         let folder = tempfile::tempdir().unwrap();
-        let disk = sample("data", Source::Empty { bytes: 1 << 20 });
-        let Files::Whole(path) =
-            prepare(&disk, folders(folder.path()), &BootConfig::default(), &mut none()).unwrap().files
-        else {
-            panic!("it is one file")
+        let disk = |bytes| sample("data", Source::Empty { bytes });
+        let made = |bytes| match prepare(&disk(bytes), folders(folder.path()), &BootConfig::default(), &mut none())
+            .unwrap()
+            .files
+        {
+            Files::Own(path) => path,
+            other => panic!("{other:?}"),
         };
-        let data = std::fs::metadata(path).unwrap();
-        assert_eq!((data.len(), data.blocks(), data.mode() & 0o777), (1 << 20, 0, 0o600));
-        std::fs::write(folder.path().join("data.raw"), "kept").unwrap();
-        prepare(&disk, folders(folder.path()), &BootConfig::default(), &mut none()).unwrap();
-        let again = std::fs::read(folder.path().join("data.raw")).unwrap();
-        assert_eq!((again.len(), &again[..4]), (1 << 20, &b"kept"[..]));
+        let path = made(1 << 30);
+        assert!(std::fs::metadata(&path).unwrap().len() < 1 << 20, "it takes no room");
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        let mut used = std::fs::read(&path).unwrap();
+        used.extend(b"written");
+        std::fs::write(&path, &used).unwrap();
+        assert_eq!(std::fs::read(made(1 << 30)).unwrap(), used);
+        assert_ne!(std::fs::read(made(1 << 20)).unwrap(), used, "another size is another disk");
+        assert!(prepare(&disk(0), folders(folder.path()), &BootConfig::default(), &mut none()).is_err());
     }
 
     #[test]

@@ -30,6 +30,12 @@ pub enum KeeperError {
         /// The name.
         id: String,
     },
+    /// There is none of this name.
+    #[error("the machine has no snapshot {name:?}")]
+    NoSnapshot {
+        /// The name.
+        name: String,
+    },
     /// Nobody knows this command.
     #[error("there is no command {exec} in container {id}")]
     NoExec {
@@ -159,7 +165,9 @@ impl Classify for KeeperError {
     fn kind(&self) -> Kind {
         match self {
             KeeperError::Document { .. } | KeeperError::Field { .. } | KeeperError::Disk { .. } => Kind::Invalid,
-            KeeperError::NoContainer { .. } | KeeperError::NoExec { .. } => Kind::NotFound,
+            KeeperError::NoSnapshot { .. } | KeeperError::NoContainer { .. } | KeeperError::NoExec { .. } => {
+                Kind::NotFound
+            }
             KeeperError::Mark(error) => error.kind(),
             KeeperError::Locked { .. }
             | KeeperError::InUse { .. }

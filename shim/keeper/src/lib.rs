@@ -18,6 +18,7 @@ mod qemu;
 mod rpc;
 mod runs;
 mod seed;
+mod snapshots;
 pub mod spec;
 mod streams;
 mod sys;

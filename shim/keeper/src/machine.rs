@@ -75,7 +75,7 @@ pub struct Machine {
     folder: PathBuf,
     /// Until it has ended: then others may have what is the node's of them.
     disks: Mutex<Arc<Vec<disk::Ready>>>,
-    firmware: Option<(PathBuf, PathBuf)>,
+    firmware: Option<(PathBuf, disk::Files)>,
     state: watch::Sender<State>,
     changing: Mutex<Changing>,
     ordered: Notify,
@@ -194,7 +194,7 @@ impl Machine {
             document: &self.document,
             accelerator: self.settings.accelerator,
             disks: &disks,
-            firmware: self.firmware.as_ref().map(|(code, variables)| (code.as_path(), variables.clone())),
+            firmware: self.firmware.as_ref().map(|(code, variables)| (code.as_path(), variables)),
             cards: self.cards(),
             screen: self.screen(),
             monitor,
@@ -342,6 +342,12 @@ impl Machine {
     /// Asks the guest agent something that is no command.
     pub async fn ask_guest(&self, command: &str, arguments: Value) -> Result<Value, KeeperError> {
         self.live()?.agent.command(command, arguments).await
+    }
+
+    /// The nodes of QEMU's block layer of which it can take snapshots.
+    pub fn kept_nodes(&self) -> Vec<String> {
+        let disks = Arc::clone(&self.disks.lock().unwrap_or_else(PoisonError::into_inner));
+        qemu::kept_nodes(&disks, self.firmware.as_ref().map(|(_, variables)| variables))
     }
 
     /// Runs a command in the guest.

@@ -2,7 +2,9 @@
 
 use crate::disk::{Base, Files, Ready};
 use crate::network::hex;
-use crate::spec::{Board, Bus, Cache, CardModel, DiskKind, Identity, MachineDocument, Processors, WatchdogAction};
+use crate::spec::{
+    Board, Bus, Cache, CardModel, DiskKind, Identity, MachineDocument, Processors, Source, WatchdogAction,
+};
 use nacelle_engine::Accelerator;
 use std::os::fd::{AsRawFd, RawFd};
 use std::path::{Path, PathBuf};
@@ -11,6 +13,9 @@ use std::path::{Path, PathBuf};
 pub const AGENT_PORT: &str = "org.qemu.guest_agent.0";
 /// What is emulated of processors: see the same constant of `nacelle-engine`.
 const EMULATED: &str = "max,erms=off,fsrm=off";
+
+/// The node with the firmware's program.
+const CODE: &str = "efi-code";
 
 /// All that QEMU is told.
 #[derive(Debug)]
@@ -22,7 +27,7 @@ pub struct Machine<'a> {
     /// Its disks.
     pub disks: &'a [Ready],
     /// The firmware's program and its variables; none: the board's own.
-    pub firmware: Option<(&'a Path, PathBuf)>,
+    pub firmware: Option<(&'a Path, &'a Files)>,
     /// Its cards, with the taps behind them.
     pub cards: Vec<Card>,
     /// Where VNC listens.
@@ -158,7 +163,20 @@ impl Machine<'_> {
         };
         let unused = ["vmport", "usb", "dump-guest-core", "mem-merge"];
         let board = unused.iter().fold(Opt::new(board), |option, key| option.set(key, "off"));
-        args.add("machine", board.set("memory-backend", "ram"));
+        let board = board.set("memory-backend", "ram");
+        let board = match &self.firmware {
+            Some((code, variables)) => {
+                file(args, "efi-file", code, true, Cache::Writeback);
+                args.add(
+                    "blockdev",
+                    Opt::new("driver=raw").set("node-name", CODE).set("file", "efi-file").set("read-only", "on"),
+                );
+                let variables = node(args, "efi", variables, Cache::Writeback, false);
+                board.set("pflash0", CODE).set("pflash1", variables)
+            }
+            None => board,
+        };
+        args.add("machine", board);
         let (accel, cpu) = match self.accelerator {
             Accelerator::Kvm => ("kvm", "host"),
             Accelerator::Tcg => ("tcg,thread=multi", EMULATED),
@@ -180,13 +198,6 @@ impl Machine<'_> {
             false => ram,
         };
         args.add("object", ram);
-        if let Some((code, variables)) = &self.firmware {
-            let flash = |unit, file: &Path| {
-                Opt::new("if=pflash").set("format", "raw").set("unit", unit).set("file", file.display())
-            };
-            args.add("drive", flash(0, code).set("readonly", "on"));
-            args.add("drive", flash(1, variables));
-        }
         args.add("rtc", Opt::new("base=utc"));
         let denied = ["elevateprivileges", "spawn", "resourcecontrol", "obsolete"];
         args.add("sandbox", denied.iter().fold(Opt::new("on"), |option, key| option.set(key, "deny")));
@@ -260,8 +271,8 @@ fn protocol(args: &mut Args, driver: &str, name: &str, path: &str, (read_only, l
     args.add("blockdev", node);
 }
 
-fn below(args: &mut Args, n: usize, base: &Base) -> String {
-    let [inner, piece, disk] = ["file", "piece", "base"].map(|part| format!("{part}{n}"));
+fn below(args: &mut Args, n: &str, base: &Base) -> String {
+    let [inner, piece, disk] = ["file", "piece", "base"].map(|part| format!("{part}-{n}"));
     file(args, &inner, &base.file, true, Cache::Writeback);
     let node = Opt::new("driver=raw").set("node-name", &piece).set("file", inner).set("read-only", "on");
     args.add("blockdev", node.set("offset", base.offset).set("size", base.length));
@@ -273,39 +284,50 @@ fn below(args: &mut Args, n: usize, base: &Base) -> String {
     disk
 }
 
-fn raw(args: &mut Args, inner: String, name: &str, read_only: bool) {
-    let node = Opt::new("driver=raw").set("node-name", name).set("file", inner);
+/// The node of the block layer with all that files of a disk have; its name.
+fn node(args: &mut Args, n: &str, files: &Files, cache: Cache, read_only: bool) -> String {
+    let [inner, whole] = ["top", "disk"].map(|part| format!("{part}-{n}"));
+    let format = match files {
+        Files::Piece(base) => return below(args, n, base),
+        Files::Whole(path) => {
+            file(args, &inner, path, read_only, cache);
+            Opt::new("driver=raw")
+        }
+        Files::Device { file, block } => {
+            args.add("add-fd", Opt::new(format!("fd={}", file.as_raw_fd())).set("set", n));
+            let driver = if *block { "host_device" } else { "file" };
+            protocol(args, driver, &inner, &format!("/dev/fdset/{n}"), (read_only, true), cache);
+            // Never anything else: what the guest writes could lead elsewhere.
+            Opt::new("driver=raw")
+        }
+        Files::Own(path) => {
+            file(args, &inner, path, read_only, cache);
+            Opt::new("driver=qcow2")
+        }
+        Files::Over { top, base } => {
+            let base = below(args, n, base);
+            file(args, &inner, top, read_only, cache);
+            Opt::new("driver=qcow2").set("backing", base)
+        }
+    };
+    let node = format.set("node-name", &whole).set("file", inner);
     args.add("blockdev", if read_only { node.set("read-only", "on") } else { node.set("discard", "unmap") });
+    whole
+}
+
+/// The nodes of which a snapshot can be taken: all that the guest can write to, in qcow2.
+pub fn kept_nodes(disks: &[Ready], firmware: Option<&Files>) -> Vec<String> {
+    let own = |files: &Files| matches!(files, Files::Own(_) | Files::Over { .. });
+    let disks = disks.iter().enumerate().filter(|(_, ready)| own(&ready.files) && !ready.disk.read_only);
+    let firmware = firmware.filter(|files| own(files)).map(|_| "disk-efi".to_owned());
+    disks.map(|(n, _)| format!("disk-{n}")).chain(firmware).collect()
 }
 
 fn disk(args: &mut Args, n: usize, ready: &Ready, board: Board) {
     let (disk, cache) = (&ready.disk, ready.disk.cache);
-    let node = match &ready.files {
-        Files::Piece(base) => below(args, n, base),
-        Files::Whole(path) => {
-            let [inner, whole] = ["file", "disk"].map(|part| format!("{part}{n}"));
-            file(args, &inner, path, disk.read_only, cache);
-            raw(args, inner, &whole, disk.read_only);
-            whole
-        }
-        Files::Device { file, block } => {
-            let [inner, whole] = ["file", "disk"].map(|part| format!("{part}{n}"));
-            args.add("add-fd", Opt::new(format!("fd={}", file.as_raw_fd())).set("set", n));
-            let driver = if *block { "host_device" } else { "file" };
-            protocol(args, driver, &inner, &format!("/dev/fdset/{n}"), (disk.read_only, true), cache);
-            // Never anything else: what the guest writes could lead elsewhere.
-            raw(args, inner, &whole, disk.read_only);
-            whole
-        }
-        Files::Over { top, base } => {
-            let base = below(args, n, base);
-            let [inner, whole] = ["top", "disk"].map(|part| format!("{part}{n}"));
-            file(args, &inner, top, false, cache);
-            let node = Opt::new("driver=qcow2").set("node-name", &whole).set("file", inner).set("backing", base);
-            args.add("blockdev", node.set("discard", "unmap").set("lazy-refcounts", "off"));
-            whole
-        }
-    };
+    // What cloud-init reads nobody writes, where the bus knows such disks: then it is in no snapshot's way.
+    let seed = matches!(disk.source, Source::CloudInit(_)) && disk.bus != Bus::Sata;
+    let node = node(args, &n.to_string(), &ready.files, cache, disk.read_only || seed);
     let name = format!("d-{}", disk.name);
     let cdrom = disk.kind == DiskKind::Cdrom;
     let device = match disk.bus {
@@ -378,7 +400,7 @@ mod tests {
             document,
             accelerator: Accelerator::Tcg,
             disks,
-            firmware: Some((Path::new("/code"), "/vars".into())),
+            firmware: Some((Path::new("/code"), &Files::Own("/vars".into()))),
             cards: vec![Card {
                 tap: 7,
                 model: CardModel::Virtio,
@@ -409,10 +431,8 @@ mod tests {
         assert_eq!(values(&args, "-smbios"), ["type=1,serial=a,,b"]);
         assert_eq!(values(&args, "-display"), ["vnc=unix:/run/screen.sock"]);
         assert_eq!(values(&args, "-action"), ["watchdog=reset"]);
-        assert_eq!(
-            values(&args, "-drive"),
-            ["if=pflash,format=raw,unit=0,file=/code,readonly=on", "if=pflash,format=raw,unit=1,file=/vars"]
-        );
+        assert!(values(&args, "-machine")[0].ends_with(",pflash0=efi-code,pflash1=disk-efi"), "{args:?}");
+        assert_eq!(values(&args, "-blockdev").len(), 4);
         let cards: Vec<_> = values(&args, "-device").into_iter().filter(|device| device.contains("net")).collect();
         assert_eq!(cards, ["virtio-net-pci,netdev=net0,mac=02:00:00:00:00:01,host_mtu=1450,romfile="]);
     }
@@ -425,16 +445,16 @@ mod tests {
         disk.boot_order = Some(1);
         let args = args(&document(), &[Ready { disk, files }]);
         assert_eq!(
-            values(&args, "-blockdev"),
+            values(&args, "-blockdev")[4..],
             [
-                "driver=file,node-name=file0,filename=/blob,read-only=on,auto-read-only=off,locking=off",
-                "driver=raw,node-name=piece0,file=file0,read-only=on,offset=4096,size=8192",
-                "driver=qcow2,node-name=base0,file=piece0,read-only=on",
-                "driver=file,node-name=top0,filename=/top,read-only=off,auto-read-only=off,locking=on,discard=unmap",
-                "driver=qcow2,node-name=disk0,file=top0,backing=base0,discard=unmap,lazy-refcounts=off",
+                "driver=file,node-name=file-0,filename=/blob,read-only=on,auto-read-only=off,locking=off",
+                "driver=raw,node-name=piece-0,file=file-0,read-only=on,offset=4096,size=8192",
+                "driver=qcow2,node-name=base-0,file=piece-0,read-only=on",
+                "driver=file,node-name=top-0,filename=/top,read-only=off,auto-read-only=off,locking=on,discard=unmap",
+                "driver=qcow2,backing=base-0,node-name=disk-0,file=top-0,discard=unmap",
             ]
         );
-        assert!(values(&args, "-device").contains(&"virtio-blk-pci,id=d-root,drive=disk0,bootindex=1"), "{args:?}");
+        assert!(values(&args, "-device").contains(&"virtio-blk-pci,id=d-root,drive=disk-0,bootindex=1"), "{args:?}");
     }
 
     #[test]
@@ -445,21 +465,21 @@ mod tests {
             let fd = file.as_raw_fd();
             let args = args(&document(), &[Ready { disk, files: Files::Device { file, block } }]);
             assert_eq!(values(&args, "-add-fd"), [format!("fd={fd},set=0")]);
-            values(&args, "-blockdev").into_iter().map(str::to_owned).collect::<Vec<_>>()
+            values(&args, "-blockdev").into_iter().skip(4).map(str::to_owned).collect::<Vec<_>>()
         };
-        let inner = "node-name=file0,filename=/dev/fdset/0";
+        let inner = "node-name=top-0,filename=/dev/fdset/0";
         assert_eq!(
             told(true, false),
             [
                 &format!("driver=host_device,{inner},read-only=off,auto-read-only=off,locking=on,discard=unmap"),
-                "driver=raw,node-name=disk0,file=file0,discard=unmap",
+                "driver=raw,node-name=disk-0,file=top-0,discard=unmap",
             ]
         );
         assert_eq!(
             told(false, true),
             [
                 &format!("driver=file,{inner},read-only=on,auto-read-only=off,locking=on"),
-                "driver=raw,node-name=disk0,file=file0,read-only=on",
+                "driver=raw,node-name=disk-0,file=top-0,read-only=on",
             ]
         );
     }
@@ -470,11 +490,11 @@ mod tests {
             let mut disk = sample("a", Source::Empty { bytes: 512 });
             (disk.bus, disk.kind, disk.cache) = (bus, kind, Cache::None);
             let args = args(&document(), &[Ready { disk, files: Files::Whole("/f".into()) }]);
-            assert!(values(&args, "-blockdev")[0].ends_with(",cache.direct=on,aio=threads"));
+            assert!(values(&args, "-blockdev")[4].ends_with(",cache.direct=on,aio=threads"));
             values(&args, "-device").into_iter().find(|device| device.contains("id=d-a")).unwrap().to_owned()
         };
-        assert_eq!(on(Bus::Sata, DiskKind::Cdrom), "ide-cd,bus=ide.0,id=d-a,drive=disk0");
-        assert_eq!(on(Bus::Scsi, DiskKind::Disk), "scsi-hd,bus=scsi0.0,id=d-a,drive=disk0");
-        assert_eq!(on(Bus::Usb, DiskKind::Disk), "usb-storage,bus=xhci0.0,id=d-a,drive=disk0");
+        assert_eq!(on(Bus::Sata, DiskKind::Cdrom), "ide-cd,bus=ide.0,id=d-a,drive=disk-0");
+        assert_eq!(on(Bus::Scsi, DiskKind::Disk), "scsi-hd,bus=scsi0.0,id=d-a,drive=disk-0");
+        assert_eq!(on(Bus::Usb, DiskKind::Disk), "usb-storage,bus=xhci0.0,id=d-a,drive=disk-0");
     }
 }

@@ -4,6 +4,7 @@ use crate::error::KeeperError;
 use crate::guest_agent::Outcome;
 use crate::machine::{Machine, State, blocking};
 use crate::runs::Order;
+use crate::snapshots::{self, Snapshot};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -27,21 +28,36 @@ const VERBS: &[(&str, &str)] = &[
     ("soft-reboot", "the guest agent is asked to restart the system"),
     ("power-button", "as the button: the system ends, if it listens"),
     ("screenshot", "a picture of the screen, as PNG"),
+    ("snapshot NAME", "disks, memory and devices are kept under this name"),
+    ("restore NAME", "all is as it was then"),
+    ("snapshots", "those there are, as JSON"),
+    ("delete-snapshot NAME", "it is forgotten"),
     ("guest-info", "what the guest agent says of the system, as JSON"),
     ("help", "this"),
 ];
 
-/// The verb that a command line is, if it is one; an unknown one, or none, is the empty one.
-pub fn of(args: &[String]) -> Option<&str> {
+/// The verb that a command line is, if it is one, and what it is about; an unknown one, or none, is the empty one.
+pub fn of(args: &[String]) -> Option<(&str, &str)> {
     let (program, rest) = args.split_first()?;
     (program == PROGRAM).then_some(match rest {
-        [verb] => verb.as_str(),
-        _ => "",
+        [verb] => (verb.as_str(), ""),
+        [verb, what] => (verb.as_str(), what.as_str()),
+        _ => ("", ""),
     })
 }
 
 fn help() -> String {
-    VERBS.iter().map(|(verb, what)| format!("{verb:<14}{what}\n")).collect()
+    VERBS.iter().map(|(verb, what)| format!("{verb:<22}{what}\n")).collect()
+}
+
+fn usage() -> Outcome {
+    Outcome { code: 2, stdout: Vec::new(), stderr: format!("{PROGRAM} VERB:\n{}", help()).into_bytes() }
+}
+
+async fn all_snapshots(machine: &Arc<Machine>) -> Result<Outcome, KeeperError> {
+    let one = |snapshot: Snapshot| json!({ "name": snapshot.name, "taken": snapshot.taken, "bytes": snapshot.bytes });
+    let all: Vec<Value> = snapshots::list(machine).await?.into_iter().map(one).collect();
+    Ok(said(format!("{}\n", Value::Array(all))))
 }
 
 fn said(text: String) -> Outcome {
@@ -49,9 +65,14 @@ fn said(text: String) -> Outcome {
 }
 
 /// Does it.
-pub async fn run(machine: &Arc<Machine>, verb: &str) -> Result<Outcome, KeeperError> {
+pub async fn run(machine: &Arc<Machine>, (verb, what): (&str, &str)) -> Result<Outcome, KeeperError> {
     let qemu = async |command: &str| machine.ask(command, Value::Null).await.map(|_| Outcome::default());
     match verb {
+        "snapshot" => snapshots::save(machine, what).await.map(|()| Outcome::default()),
+        "restore" => snapshots::load(machine, what).await.map(|()| Outcome::default()),
+        "delete-snapshot" => snapshots::delete(machine, what).await.map(|()| Outcome::default()),
+        _ if !what.is_empty() => Ok(usage()),
+        "snapshots" => all_snapshots(machine).await,
         "status" => status(machine).await,
         "pause" => qemu("stop").await,
         "unpause" => qemu("cont").await,
@@ -65,7 +86,7 @@ pub async fn run(machine: &Arc<Machine>, verb: &str) -> Result<Outcome, KeeperEr
         "screenshot" => screenshot(machine).await,
         "guest-info" => guest_info(machine).await,
         "help" => Ok(said(help())),
-        _ => Ok(Outcome { code: 2, stdout: Vec::new(), stderr: format!("{PROGRAM} VERB:\n{}", help()).into_bytes() }),
+        _ => Ok(usage()),
     }
 }
 
@@ -162,11 +183,12 @@ mod tests {
     fn a_verb_is_told_from_a_program() {
         let verb = |words: &[&str]| {
             let words: Vec<String> = words.iter().map(|word| (*word).to_owned()).collect();
-            of(&words).map(str::to_owned)
+            of(&words).map(|(verb, what)| format!("{verb}:{what}"))
         };
-        assert_eq!(verb(&["@vm", "pause"]).as_deref(), Some("pause"));
-        assert_eq!(verb(&["@vm"]).as_deref(), Some(""));
-        assert_eq!(verb(&["@vm", "pause", "now"]).as_deref(), Some(""));
+        assert_eq!(verb(&["@vm", "pause"]).as_deref(), Some("pause:"));
+        assert_eq!(verb(&["@vm"]).as_deref(), Some(":"));
+        assert_eq!(verb(&["@vm", "snapshot", "a"]).as_deref(), Some("snapshot:a"));
+        assert_eq!(verb(&["@vm", "snapshot", "a", "b"]).as_deref(), Some(":"));
         assert_eq!(verb(&["/bin/vm", "pause"]), None);
         assert_eq!(verb(&[]), None);
     }

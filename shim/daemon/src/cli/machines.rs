@@ -56,6 +56,14 @@ pub(super) enum Machines {
     },
     /// Prints what the guest agent says of the system.
     GuestInfo(Name),
+    /// Keeps disks, memory and devices as they are now; meanwhile the machine stands still.
+    Snapshot(SnapshotName),
+    /// Has all as it was when a snapshot was taken.
+    Restore(SnapshotName),
+    /// Lists the snapshots of a machine.
+    Snapshots(Name),
+    /// Forgets a snapshot.
+    DeleteSnapshot(SnapshotName),
     /// Forgets a machine that outlives its pods, with all that it has kept.
     Delete(Name),
     /// Prints each machine, and again when it has changed, as lines of JSON.
@@ -73,6 +81,20 @@ pub(super) struct Name {
     /// Its namespace.
     #[arg(long, short, default_value = "default")]
     namespace: String,
+}
+
+#[derive(clap::Args)]
+pub(super) struct SnapshotName {
+    #[command(flatten)]
+    machine: Name,
+    /// The snapshot.
+    snapshot: String,
+}
+
+impl SnapshotName {
+    fn snapshot(self) -> vm::SnapshotRef {
+        vm::SnapshotRef { machine: Some(self.machine.machine()), name: self.snapshot }
+    }
 }
 
 impl Name {
@@ -116,6 +138,14 @@ async fn ask(mut client: Client, command: Machines) -> anyhow::Result<()> {
         Machines::Reset(name) => drop(client.reset(name.machine()).await.map_err(told)?),
         Machines::SoftReboot(name) => drop(client.soft_reboot(name.machine()).await.map_err(told)?),
         Machines::Delete(name) => drop(client.delete(name.machine()).await.map_err(told)?),
+        Machines::Snapshot(name) => drop(client.snapshot(name.snapshot()).await.map_err(told)?),
+        Machines::Restore(name) => drop(client.restore(name.snapshot()).await.map_err(told)?),
+        Machines::DeleteSnapshot(name) => drop(client.delete_snapshot(name.snapshot()).await.map_err(told)?),
+        Machines::Snapshots(name) => {
+            let all = client.list_snapshots(name.machine()).await.map_err(told)?.into_inner().snapshots;
+            let one = |snapshot: &vm::SnapshotInfo| json!({ "name": snapshot.name, "takenAt": snapshot.taken_at, "bytes": snapshot.bytes });
+            println!("{:#}", Value::Array(all.iter().map(one).collect()));
+        }
         Machines::GuestInfo(name) => {
             print!("{}", client.guest_info(name.machine()).await.map_err(told)?.into_inner().text);
         }

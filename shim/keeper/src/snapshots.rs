@@ -1,0 +1,138 @@
+//! Owns: snapshots of a machine: its disks, its memory and its devices at one moment, in the files of its disks.
+//! Source: QEMU's QMP reference, snapshot-save, snapshot-load and snapshot-delete.
+
+use crate::error::KeeperError;
+use crate::lines::printable;
+use crate::machine::Machine;
+use serde_json::{Value, json};
+use std::time::Duration;
+
+/// Between two looks whether QEMU is done.
+const LOOK: (Duration, Duration) = (Duration::from_millis(20), Duration::from_millis(500));
+/// The longest name.
+const MAX_NAME: usize = 64;
+/// The most snapshots of a machine: each is an entry in its disks' tables.
+const MAX_SNAPSHOTS: usize = 100;
+
+/// A snapshot.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Snapshot {
+    /// Its name.
+    pub name: String,
+    /// When it was taken, in seconds since 1970.
+    pub taken: i64,
+    /// Bytes of memory and devices.
+    pub bytes: u64,
+}
+
+/// Takes one. Meanwhile the machine stands still.
+pub async fn save(machine: &Machine, name: &str) -> Result<(), KeeperError> {
+    let known = list(machine).await?;
+    if known.iter().any(|snapshot| snapshot.name == name) {
+        let rule = "a snapshot has this name: delete it, or take another name";
+        return Err(KeeperError::Field { field: "name", value: name.to_owned(), rule });
+    }
+    if known.len() >= MAX_SNAPSHOTS {
+        let rule = "the machine has 100 snapshots: delete some";
+        return Err(KeeperError::Field { field: "name", value: name.to_owned(), rule });
+    }
+    job(machine, "snapshot-save", name, true).await
+}
+
+/// Goes back to one.
+pub async fn load(machine: &Machine, name: &str) -> Result<(), KeeperError> {
+    there(machine, name).await?;
+    job(machine, "snapshot-load", name, true).await?;
+    // It was taken while the machine ran or stood still; from now on it runs.
+    machine.ask("cont", Value::Null).await.map(drop)
+}
+
+/// Deletes one; one that is not there is deleted.
+pub async fn delete(machine: &Machine, name: &str) -> Result<(), KeeperError> {
+    if there(machine, name).await.is_err() {
+        return Ok(());
+    }
+    job(machine, "snapshot-delete", name, false).await
+}
+
+async fn there(machine: &Machine, name: &str) -> Result<(), KeeperError> {
+    match list(machine).await?.iter().any(|snapshot| snapshot.name == name) {
+        true => Ok(()),
+        false => Err(KeeperError::NoSnapshot { name: printable(name) }),
+    }
+}
+
+/// All of them, the oldest first.
+pub async fn list(machine: &Machine) -> Result<Vec<Snapshot>, KeeperError> {
+    let nodes = machine.ask("query-named-block-nodes", json!({ "flat": true })).await?;
+    let Some(first) = machine.kept_nodes().into_iter().next() else { return Ok(Vec::new()) };
+    Ok(of_node(&nodes, &first))
+}
+
+fn of_node(nodes: &Value, name: &str) -> Vec<Snapshot> {
+    let named = |node: &&Value| node.get("node-name").and_then(Value::as_str) == Some(name);
+    let node = nodes.as_array().into_iter().flatten().find(named);
+    let all = node.and_then(|node| node.pointer("/image/snapshots")).and_then(Value::as_array);
+    let one = |entry: &Value| {
+        Some(Snapshot {
+            name: entry.get("name")?.as_str()?.to_owned(),
+            taken: entry.get("date-sec")?.as_i64()?,
+            bytes: entry.get("vm-state-size")?.as_u64()?,
+        })
+    };
+    all.into_iter().flatten().filter_map(one).collect()
+}
+
+async fn job(machine: &Machine, command: &'static str, name: &str, state: bool) -> Result<(), KeeperError> {
+    let plain = |b: u8| b.is_ascii_alphanumeric() || b"-_.".contains(&b);
+    // QEMU's own names for snapshots are numbers.
+    let number = name.bytes().all(|b| b.is_ascii_digit());
+    if name.is_empty() || name.len() > MAX_NAME || number || !name.bytes().all(plain) {
+        let rule = "1 to 64 letters, digits, '-', '_' or '.' are expected, and not digits alone";
+        return Err(KeeperError::Field { field: "name", value: printable(name), rule });
+    }
+    let nodes = machine.kept_nodes();
+    let Some(first) = nodes.first() else {
+        let hint = "it has no disk of its own to keep them in";
+        return Err(KeeperError::Unsupported { what: "take snapshots", hint });
+    };
+    let id = format!("{command}-{name}");
+    let mut arguments = json!({ "job-id": id, "tag": name, "devices": nodes });
+    if state {
+        arguments["vmstate"] = json!(first);
+    }
+    machine.ask(command, arguments).await?;
+    let mut pause = LOOK.0;
+    let error = loop {
+        let jobs = machine.ask("query-jobs", Value::Null).await?;
+        let ours = |job: &&Value| job.get("id").and_then(Value::as_str) == Some(&id);
+        let Some(job) = jobs.as_array().into_iter().flatten().find(ours) else { return Ok(()) };
+        if job.get("status").and_then(Value::as_str) == Some("concluded") {
+            break job.get("error").and_then(Value::as_str).map(printable);
+        }
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(LOOK.1);
+    };
+    machine.ask("job-dismiss", json!({ "id": id })).await?;
+    match error {
+        Some(words) => Err(KeeperError::Refused { whom: "QEMU", command: command.to_owned(), words }),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn snapshots_are_those_of_the_first_disk() {
+        let entry = |name: &str| json!({ "id": "1", "name": name, "date-sec": 5, "vm-state-size": 9 });
+        let nodes = json!([
+            { "node-name": "top-0", "image": {} },
+            { "node-name": "disk-0", "image": { "snapshots": [entry("a"), { "name": 3 }, entry("b")] } },
+        ]);
+        let names: Vec<_> = of_node(&nodes, "disk-0").into_iter().map(|snapshot| snapshot.name).collect();
+        assert_eq!(names, ["a", "b"]);
+        assert!(of_node(&nodes, "disk-1").is_empty() && of_node(&Value::Null, "disk-0").is_empty());
+    }
+}
