@@ -1,12 +1,14 @@
-//! Owns: disks of machine pods that are the node's: claims (block devices and files), files of the node; who may have them at a time,
-//! what is kept, what is refused, and what is left when all around them is killed.
+//! Owns: disks of machine pods that are the node's: claims (block devices and files), files of the node, what kubelet writes; who may
+//! have them at a time, what is kept, what is refused, and what is left when all around them is killed.
 
 use nacelle_e2e::machine::{annotated, boot_disk, boot_image, container, node};
 use nacelle_e2e::run::call;
 use nacelle_e2e::{Container, Node, Pod, eventually};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::os::unix::fs::OpenOptionsExt;
+use std::io::{Cursor, Read};
+use std::os::unix::fs::{OpenOptionsExt, symlink};
 use std::path::{Path, PathBuf};
 
 /// A loop device over a disk that boots. Dropping it lets go of it.
@@ -177,7 +179,7 @@ fn what_a_claim_cannot_be_is_refused_and_changes_nothing() {
         fs::create_dir(&folder).expect("the node's folder is there");
         folder
     });
-    std::os::unix::fs::symlink(&block.file, linked.join("disk.img")).expect("the folder is there");
+    symlink(&block.file, linked.join("disk.img")).expect("the folder is there");
     fs::write(odd.join("disk.img"), [0; 700]).expect("the folder is there");
     let pod = node.crictl.run_pod_of("vm", pod(&node, "refused", "root=claim:system,boot=1"));
     let both = on_device(&image, 0, &block.device, "rw");
@@ -207,4 +209,116 @@ fn what_a_claim_cannot_be_is_refused_and_changes_nothing() {
     assert!(fs::read_dir(&empty).expect("it is there").next().is_none(), "nothing is made in a claim");
     pod.start(on_device(&image, 0, &block.device, "rw")).says("boot 1\n");
     pod.remove();
+}
+
+/// A folder as kubelet makes it of a ConfigMap or a Secret.
+fn projected(node: &Node, name: &str, files: &[(&str, &str)]) -> PathBuf {
+    let folder = node.folder().join(name);
+    let inner = folder.join("..2026_11_23_05_00_00.1");
+    fs::create_dir_all(&inner).expect("the node's folder is there");
+    symlink("..2026_11_23_05_00_00.1", folder.join("..data")).expect("the folder is there");
+    for (file, text) in files {
+        fs::write(inner.join(file), text).expect("the folder is there");
+        symlink(Path::new("..data").join(file), folder.join(file)).expect("the folder is there");
+    }
+    folder
+}
+
+/// The file systems in memory that a machine has as disks, by their labels: their files.
+fn disks_in_memory(qemu: i32) -> BTreeMap<String, BTreeMap<String, String>> {
+    let all = fs::read_dir(format!("/proc/{qemu}/fd")).expect("it runs").flatten();
+    let ours = all.filter(|entry| {
+        fs::read_link(entry.path()).is_ok_and(|link| link.display().to_string().contains("memfd:nacelle-disk"))
+    });
+    ours.map(|entry| {
+        let bytes = fs::read(entry.path()).expect("root reads it");
+        let system =
+            fatfs::FileSystem::new(Cursor::new(bytes), fatfs::FsOptions::new()).expect("it is a FAT file system");
+        let files = system.root_dir().iter().flatten().filter(fatfs::DirEntry::is_file);
+        let read = files.map(|file| {
+            let mut text = String::new();
+            file.to_file().read_to_string(&mut text).expect("it is text");
+            (file.file_name(), text)
+        });
+        (system.volume_label(), read.collect())
+    })
+    .collect()
+}
+
+#[test]
+fn what_kubelet_writes_is_on_disks_in_memory() {
+    let node = node();
+    let image = boot_image(&node);
+    let settings = projected(&node, "settings", &[("Some.Setting_with-a_long.name", "on"), ("b", "2")]);
+    let secret = projected(&node, "secret", &[("password", "s3cr3t-one")]);
+    let fields = projected(&node, "fields", &[("labels", "app=web")]);
+    let user = projected(&node, "user", &[("userdata", "#cloud-config\n# s3cr3t-two\n")]);
+    let keys = projected(&node, "keys", &[("me", "ssh-ed25519 AAAA me\n")]);
+    let label = |label: &str| {
+        json!({
+            "domain": {
+                "memory": { "guest": "64Mi" },
+                "devices": { "disks": [
+                    { "name": "root", "disk": {}, "bootOrder": 1 }, { "name": "settings", "cdrom": { "bus": "sata" } },
+                    { "name": "secret", "disk": { "readonly": true } }, { "name": "fields", "disk": {} }, { "name": "init", "disk": {} },
+                ] },
+            },
+            "volumes": [
+                { "name": "root", "containerDisk": { "image": image } },
+                { "name": "settings", "configMap": { "name": "settings", "volumeLabel": label } },
+                { "name": "secret", "secret": { "secretName": "mine", "volumeLabel": "SECRET" } },
+                { "name": "fields", "downwardAPI": { "fields": [
+                    { "path": "labels", "fieldRef": { "fieldPath": "metadata.labels" } },
+                ] } },
+                { "name": "init", "cloudInitNoCloud": { "secretRef": { "name": "user" } } },
+            ],
+            "accessCredentials": [{ "sshPublicKey": {
+                "source": { "secret": { "secretName": "keys" } }, "propagationMethod": { "noCloud": {} },
+            } }],
+        })
+        .to_string()
+    };
+    let of =
+        |name: &str, volume_label: &str| annotated(&node, name, &[("kind", "machine"), ("spec", &label(volume_label))]);
+    let file = node.crictl.file("pod", &of("long", "twelve-bytes").0);
+    let told = node.crictl.try_call(["runp", "--runtime", "vm", &file]).err();
+    assert!(told.contains("volumeLabel") && told.contains("at most 11"), "{told}");
+
+    let pod = node.crictl.run_pod_of("vm", of("files", "Settings"));
+    let all: [(&str, &Path, bool); 5] = [
+        ("settings", &settings, true),
+        ("secret", &secret, true),
+        ("fields", &fields, true),
+        ("secret-user", &user, true),
+        ("secret-keys", &keys, true),
+    ];
+    for (without, words) in [(1, "disk secret is secret mine"), (4, "disk init is of secret keys")] {
+        let some: Vec<_> = all.iter().enumerate().filter(|(n, _)| *n != without).map(|(_, mount)| *mount).collect();
+        let told = pod.try_create(on_mount(&image, 0, &some)).err();
+        assert!(told.contains(words) && told.contains("InvalidArgument"), "{words:?} in {told}");
+    }
+    let running = pod.start(on_mount(&image, 0, &all));
+    running.says("boot 1\n");
+    let machines = node.processes("-blockdev");
+    let [machine] = machines.as_slice() else { panic!("one machine: {machines:?}") };
+    let mut disks = disks_in_memory(*machine);
+    let of = |files: &[(&str, &str)]| -> BTreeMap<String, String> {
+        files.iter().map(|(name, text)| ((*name).to_owned(), (*text).to_owned())).collect()
+    };
+    let init = disks.remove("CIDATA").expect("cloud-init has its disk");
+    assert_eq!(init["user-data"], "#cloud-config\n# s3cr3t-two\n");
+    assert!(init["meta-data"].contains("ssh-ed25519 AAAA me"), "{init:?}");
+    let expected = [
+        ("Settings", of(&[("Some.Setting_with-a_long.name", "on"), ("b", "2")])),
+        ("SECRET", of(&[("password", "s3cr3t-one")])),
+        ("cfgdata", of(&[("labels", "app=web")])),
+    ];
+    assert_eq!(disks, expected.map(|(label, files)| (label.to_owned(), files)).into());
+    // What is secret is on no disk of the node but where it came from.
+    let found = call("grep", ["-rl".as_ref(), "s3cr3t".as_ref(), node.folder().as_os_str()]).stdout;
+    let found: Vec<_> =
+        found.lines().filter(|path| ![&secret, &user].iter().any(|from| Path::new(path).starts_with(from))).collect();
+    assert!(found.is_empty(), "{found:?}");
+    pod.remove();
+    eventually("nothing is left", || node.left().is_empty().then_some(()));
 }

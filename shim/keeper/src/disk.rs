@@ -5,10 +5,11 @@
 use crate::error::KeeperError;
 use crate::qcow2::{self, Format};
 use crate::seed;
-use crate::spec::{CloudInit, Disk, Source};
+use crate::spec::{Disk, Source};
 use crate::sys;
 use nacelle_base::files::write_whole;
 use nacelle_proto::agent::BootConfig;
+use nix::sys::memfd::{MFdFlags, memfd_create};
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -27,8 +28,6 @@ pub struct Ready {
 /// What a disk is made of.
 #[derive(Debug)]
 pub enum Files {
-    /// One file, byte by byte the disk.
-    Whole(PathBuf),
     /// What the guest writes, over a piece of a file.
     Over {
         /// A qcow2 file.
@@ -40,6 +39,8 @@ pub enum Files {
     Own(PathBuf),
     /// A piece of a file, which the guest only reads.
     Piece(Base),
+    /// A file in memory, byte by byte the disk: what is on it is written to no disk of the node.
+    Memory(File),
     /// A block device or file of the node, byte by byte the disk. It is locked for as long as it is open, here or in QEMU.
     Device {
         /// Opened, also for writing where the guest may.
@@ -92,7 +93,8 @@ pub fn prepare(
         }
         Source::Empty { bytes } => Files::Own(empty(disk, folders.keep.unwrap_or(folders.pod), *bytes)?),
         Source::Device { path } => device(disk, path, handed.remove(&disk.name))?,
-        Source::CloudInit(data) => Files::Whole(cloud_init(disk, folder, data, network)?),
+        Source::Files(files) => Files::Memory(memory(&seed::files(files)?)?),
+        Source::CloudInit(data) => Files::Memory(memory(&seed::disk(data, network)?)?),
     };
     Ok(Ready { disk: disk.clone(), files })
 }
@@ -171,10 +173,12 @@ fn empty(disk: &Disk, folder: &Path, bytes: u64) -> Result<PathBuf, KeeperError>
     Ok(path)
 }
 
-fn cloud_init(disk: &Disk, folder: &Path, data: &CloudInit, network: &BootConfig) -> Result<PathBuf, KeeperError> {
-    let path = folder.join(format!("{}.seed", disk.name));
-    make(&path)?.write_all(&seed::disk(data, network)?).map_err(KeeperError::file("write", &path))?;
-    Ok(path)
+fn memory(bytes: &[u8]) -> Result<File, KeeperError> {
+    let failed = |source: std::io::Error| KeeperError::Resources { what: "memory for a disk", source };
+    let fd = memfd_create("nacelle-disk", MFdFlags::MFD_CLOEXEC).map_err(|errno| failed(errno.into()))?;
+    let mut file = File::from(fd);
+    file.write_all(bytes).map_err(failed)?;
+    Ok(file)
 }
 
 /// The firmware's variables: those of a machine that never ran, and over them what was written, or kept.

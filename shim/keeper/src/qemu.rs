@@ -6,6 +6,7 @@ use crate::spec::{
     Board, Bus, Cache, CardModel, DiskKind, Identity, MachineDocument, Processors, Source, WatchdogAction,
 };
 use nacelle_engine::Accelerator;
+use std::fs::File;
 use std::os::fd::{AsRawFd, RawFd};
 use std::path::{Path, PathBuf};
 
@@ -100,7 +101,7 @@ impl Machine<'_> {
     pub fn inherited(&self) -> Vec<RawFd> {
         let taps = self.cards.iter().map(|card| card.tap);
         let disks = self.disks.iter().filter_map(|ready| match &ready.files {
-            Files::Device { file, .. } => Some(file.as_raw_fd()),
+            Files::Device { file, .. } | Files::Memory(file) => Some(file.as_raw_fd()),
             _ => None,
         });
         taps.chain(disks).chain([self.monitor, self.console, self.agent]).collect()
@@ -284,17 +285,23 @@ fn below(args: &mut Args, n: &str, base: &Base) -> String {
     disk
 }
 
+/// What QEMU inherits and finds by this number.
+fn inherit(args: &mut Args, n: &str, file: &File) {
+    args.add("add-fd", Opt::new(format!("fd={}", file.as_raw_fd())).set("set", n));
+}
+
 /// The node of the block layer with all that files of a disk have; its name.
 fn node(args: &mut Args, n: &str, files: &Files, cache: Cache, read_only: bool) -> String {
     let [inner, whole] = ["top", "disk"].map(|part| format!("{part}-{n}"));
     let format = match files {
         Files::Piece(base) => return below(args, n, base),
-        Files::Whole(path) => {
-            file(args, &inner, path, read_only, cache);
+        Files::Memory(file) => {
+            inherit(args, n, file);
+            protocol(args, "file", &inner, &format!("/dev/fdset/{n}"), (false, false), Cache::Writeback);
             Opt::new("driver=raw")
         }
         Files::Device { file, block } => {
-            args.add("add-fd", Opt::new(format!("fd={}", file.as_raw_fd())).set("set", n));
+            inherit(args, n, file);
             let driver = if *block { "host_device" } else { "file" };
             protocol(args, driver, &inner, &format!("/dev/fdset/{n}"), (read_only, true), cache);
             // Never anything else: what the guest writes could lead elsewhere.
@@ -325,8 +332,8 @@ pub fn kept_nodes(disks: &[Ready], firmware: Option<&Files>) -> Vec<String> {
 
 fn disk(args: &mut Args, n: usize, ready: &Ready, board: Board) {
     let (disk, cache) = (&ready.disk, ready.disk.cache);
-    // What cloud-init reads nobody writes, where the bus knows such disks: then it is in no snapshot's way.
-    let seed = matches!(disk.source, Source::CloudInit(_)) && disk.bus != Bus::Sata;
+    // What is in memory nobody writes, where the bus knows such disks: then it is in no snapshot's way.
+    let seed = matches!(disk.source, Source::CloudInit(_) | Source::Files(_)) && disk.bus != Bus::Sata;
     let node = node(args, &n.to_string(), &ready.files, cache, disk.read_only || seed);
     let name = format!("d-{}", disk.name);
     let cdrom = disk.kind == DiskKind::Cdrom;
@@ -489,7 +496,7 @@ mod tests {
         let on = |bus, kind| {
             let mut disk = sample("a", Source::Empty { bytes: 512 });
             (disk.bus, disk.kind, disk.cache) = (bus, kind, Cache::None);
-            let args = args(&document(), &[Ready { disk, files: Files::Whole("/f".into()) }]);
+            let args = args(&document(), &[Ready { disk, files: Files::Own("/f".into()) }]);
             assert!(values(&args, "-blockdev")[4].ends_with(",cache.direct=on,aio=threads"));
             values(&args, "-device").into_iter().find(|device| device.contains("id=d-a")).unwrap().to_owned()
         };

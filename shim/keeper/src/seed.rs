@@ -1,9 +1,12 @@
-//! Owns: the disk that cloud-init reads: a small FAT file system with a label, in memory. Pure.
+//! Owns: small FAT file systems with a label, in memory: the disk that cloud-init reads, and disks with files. Pure.
 //! Sources: cloud-init's documentation of its data sources NoCloud and ConfigDrive.
 
 use crate::error::KeeperError;
+use crate::lines::printable;
 use crate::network::{open_stack, version_2};
-use crate::spec::{CloudInit, CloudInitForm};
+use crate::spec::{CloudInit, CloudInitForm, FilesDisk};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
 use nacelle_proto::agent::BootConfig;
 use serde_json::json;
 use std::io::{Cursor, Write};
@@ -12,6 +15,14 @@ use std::io::{Cursor, Write};
 const SPARE: usize = 256 << 10;
 /// The smallest that is made.
 const LEAST: usize = 512 << 10;
+/// Bytes of a label.
+const LABEL: usize = 11;
+/// No cluster of so small a file system is larger, in bytes.
+const CLUSTER: usize = 4096;
+/// Bytes of one entry of a folder.
+const ENTRY: usize = 32;
+/// Letters of a name that one entry has room for; there is one more for each name.
+const LETTERS: usize = 13;
 
 /// The disk, byte by byte.
 pub fn disk(data: &CloudInit, network: &BootConfig) -> Result<Vec<u8>, KeeperError> {
@@ -19,7 +30,25 @@ pub fn disk(data: &CloudInit, network: &BootConfig) -> Result<Vec<u8>, KeeperErr
         CloudInitForm::NoCloud => (*b"CIDATA     ", no_cloud(data, network)),
         CloudInitForm::ConfigDrive => (*b"CONFIG-2   ", config_drive(data, network)),
     };
+    let files: Vec<_> = files.iter().map(|(path, text)| (*path, text.as_bytes())).collect();
     write(label, &files).map_err(|source| KeeperError::Resources { what: "a disk for cloud-init", source })
+}
+
+/// A disk with these files, byte by byte.
+pub fn files(disk: &FilesDisk) -> Result<Vec<u8>, KeeperError> {
+    let wrong = |field, value: &str, rule| KeeperError::Field { field, value: printable(value), rule };
+    let mut label = [b' '; LABEL];
+    let place = label.get_mut(..disk.label.len());
+    let place =
+        place.ok_or_else(|| wrong("disks[].source.files.label", &disk.label, "at most 11 bytes are expected"))?;
+    place.copy_from_slice(disk.label.as_bytes());
+    let mut files = Vec::with_capacity(disk.files.len());
+    for (path, text) in &disk.files {
+        let bytes = STANDARD.decode(text);
+        files.push((path.as_str(), bytes.map_err(|_none| wrong("disks[].source.files", path, "base64 is expected"))?));
+    }
+    let files: Vec<_> = files.iter().map(|(path, bytes)| (*path, bytes.as_slice())).collect();
+    write(label, &files).map_err(|source| KeeperError::Resources { what: "a disk with files", source })
 }
 
 type Files = Vec<(&'static str, String)>;
@@ -52,14 +81,21 @@ fn config_drive(data: &CloudInit, network: &BootConfig) -> Files {
     ]
 }
 
-fn write(label: [u8; 11], files: &Files) -> std::io::Result<Vec<u8>> {
-    let bytes: usize = files.iter().map(|(_, text)| text.len()).sum();
-    let size = (bytes + SPARE).max(LEAST).next_multiple_of(4096);
+fn write(label: [u8; LABEL], files: &[(&str, &[u8])]) -> std::io::Result<Vec<u8>> {
+    let bytes: usize = files.iter().map(|(_, bytes)| bytes.len().next_multiple_of(CLUSTER)).sum();
+    let parts = files.iter().map(|(path, _)| path.split('/').map(|part| part.len() / LETTERS + 2).sum::<usize>());
+    let entries = (parts.sum::<usize>() + 1).max(512).next_multiple_of(CLUSTER / ENTRY);
+    // In folders below, each begins a cluster of its own.
+    let folders: usize = files.iter().map(|(path, _)| path.matches('/').count()).sum();
+    let room = bytes + entries * ENTRY * 2 + folders * CLUSTER;
+    let size = (room + SPARE).max(LEAST).next_multiple_of(CLUSTER);
     let mut disk = Cursor::new(vec![0; size]);
-    fatfs::format_volume(&mut disk, fatfs::FormatVolumeOptions::new().volume_label(label))?;
+    let options = fatfs::FormatVolumeOptions::new().volume_label(label);
+    let options = options.max_root_dir_entries(u16::try_from(entries).map_err(std::io::Error::other)?);
+    fatfs::format_volume(&mut disk, options)?;
     {
         let system = fatfs::FileSystem::new(&mut disk, fatfs::FsOptions::new())?;
-        for (path, text) in files {
+        for (path, bytes) in files {
             let mut folder = system.root_dir();
             let mut parts = path.split('/').peekable();
             while let Some(part) = parts.next() {
@@ -67,7 +103,7 @@ fn write(label: [u8; 11], files: &Files) -> std::io::Result<Vec<u8>> {
                     folder = folder.create_dir(part)?;
                 } else {
                     let mut file = folder.create_file(part)?;
-                    file.write_all(text.as_bytes())?;
+                    file.write_all(bytes)?;
                     file.flush()?;
                 }
             }
@@ -120,5 +156,28 @@ mod tests {
             serde_json::from_str(&read(drive.clone(), "openstack/latest/meta_data.json")).unwrap();
         assert_eq!(meta["public_keys"]["key0"], "ssh-ed25519 AAAA me");
         assert_eq!(read(drive, "openstack/latest/network_data.json"), "{}");
+    }
+
+    #[test]
+    fn as_many_files_as_may_be_are_all_there() {
+        let text = |n: usize| format!("{n}").repeat(1000);
+        let name = |n: usize| format!("{n}-folder/{}", "k".repeat(240));
+        let long = |n: usize| format!("{n}-{}", "k".repeat(30));
+        let wide = (0..900).map(|n| (long(n), STANDARD.encode(text(n))));
+        let deep = (900..1000).map(|n| (name(n), STANDARD.encode(text(n))));
+        let disk = FilesDisk { label: "cfgdata".into(), files: wide.chain(deep).collect() };
+        assert!(!format!("{disk:?}").contains(&STANDARD.encode(text(1))));
+        let bytes = files(&disk).unwrap();
+        let system = fatfs::FileSystem::new(Cursor::new(bytes.clone()), fatfs::FsOptions::new()).unwrap();
+        assert_eq!((system.volume_label(), system.root_dir().iter().count()), ("cfgdata".to_owned(), 1000));
+        assert_eq!(read(bytes.clone(), &long(899)), text(899));
+        assert_eq!(read(bytes, &name(999)), text(999));
+        let one = vec![7u8; 4 << 20];
+        let big = FilesDisk { label: String::new(), files: [("big".to_owned(), STANDARD.encode(&one))].into() };
+        assert!(files(&big).unwrap().windows(one.len()).any(|part| part == one));
+        let wrong = FilesDisk { label: "twelve-bytes".into(), files: [].into() };
+        assert!(files(&wrong).unwrap_err().to_string().contains("at most 11 bytes"));
+        let wrong = FilesDisk { label: String::new(), files: [("a".to_owned(), "?".to_owned())].into() };
+        assert!(files(&wrong).unwrap_err().to_string().contains("base64"));
     }
 }

@@ -2,6 +2,8 @@
 //! specification. Plain data; the daemon has checked what people wrote, and this is what came of it.
 
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fmt;
 use std::path::PathBuf;
 
 /// The machine. What is on its disks is told by `S`: for the keeper a [`Source`], for whoever has still to look for it something of
@@ -236,8 +238,27 @@ pub enum Source {
         /// On the node; for people.
         path: String,
     },
+    /// A file system with these files.
+    Files(FilesDisk),
     /// Data for cloud-init.
     CloudInit(CloudInit),
+}
+
+/// A FAT file system with files.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FilesDisk {
+    /// Its label: at most 11 bytes.
+    pub label: String,
+    /// What is in them, in base64, by their paths.
+    pub files: BTreeMap<String, String>,
+}
+
+impl fmt::Debug for FilesDisk {
+    /// Without what is in them: it may be secret.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FilesDisk").field("label", &self.label).field("files", &self.files.keys()).finish()
+    }
 }
 
 /// Data for cloud-init.

@@ -8,8 +8,10 @@ use super::{Parts, devices};
 use crate::machine_pod::{self, MachinePod, Place, SourceError};
 use crate::nouns::ContainerConfig;
 use crate::store::ContainerRecord;
+use nacelle_keeper::spec::Source;
 use nacelle_pod::client::{Offer, PodClient};
 use nacelle_proto::pod as proto;
+use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -17,6 +19,15 @@ use std::sync::Arc;
 const POWER_BUTTON: u32 = 15;
 /// For errors.
 const STEP: &str = "find the disks of the machine";
+
+/// What of a machine's disks is the node's.
+#[derive(Default)]
+struct OfNode {
+    /// Those that are handed over.
+    disks: Vec<(proto::Disk, OwnedFd)>,
+    /// What the machine's document says of all of them.
+    sources: BTreeMap<String, Source>,
+}
 
 /// What the pod process is asked for, and the disks that it has already.
 pub(super) async fn prepare(
@@ -26,11 +37,10 @@ pub(super) async fn prepare(
     record: &ContainerRecord,
 ) -> Result<(proto::CreateContainerRequest, Vec<Offer>), LifecycleError> {
     let (wanted, config) = (machine.clone(), Arc::clone(&record.config));
-    let disks = blocking(move || open(&wanted, &config)).await?;
+    let OfNode { disks, sources } = blocking(move || open(&wanted, &config)).await?;
     let config = &record.config;
     let root = parts.images.rootfs(&record.image.id).await.map_err(at("read the image of the container"))?;
-    let paths = disks.iter().map(|(disk, _)| (disk.name.clone(), disk.path.clone())).collect();
-    let document = machine_pod::document(machine, &record.image, &parts.images, &paths).await;
+    let document = machine_pod::document(machine, &record.image, &parts.images, sources).await;
     let mut request = proto::CreateContainerRequest {
         id: record.id.to_string(),
         oci_spec: document.map_err(at(STEP))?,
@@ -52,10 +62,10 @@ pub(super) async fn prepare(
     Ok((request, offers))
 }
 
-/// The disks that are the node's.
-fn open(machine: &MachinePod, config: &ContainerConfig) -> Result<Vec<(proto::Disk, OwnedFd)>, LifecycleError> {
+/// Opens and reads what the machine's disks are made of.
+fn open(machine: &MachinePod, config: &ContainerConfig) -> Result<OfNode, LifecycleError> {
     let failed = |error| at(STEP)(SourceError::Volume(error));
-    let mut disks = Vec::new();
+    let mut found = OfNode::default();
     for disk in &machine.disks {
         let (path, file) = match machine_pod::place(disk, config).map_err(failed)? {
             None => continue,
@@ -72,8 +82,19 @@ fn open(machine: &MachinePod, config: &ContainerConfig) -> Result<Vec<(proto::Di
                 let (path, file) = machine_pod::open(disk, mount).map_err(failed)?;
                 (path.display().to_string(), file.into())
             }
+            Some(Place::Files(mount)) => {
+                let source = machine_pod::files_of(disk, mount).map_err(failed)?;
+                found.sources.insert(disk.name.clone(), source);
+                continue;
+            }
+            Some(Place::Secrets(mounts)) => {
+                let source = machine_pod::cloud_init_of(disk, &mounts).map_err(failed)?;
+                found.sources.insert(disk.name.clone(), source);
+                continue;
+            }
         };
-        disks.push((proto::Disk { name: disk.name.clone(), path }, file));
+        found.sources.insert(disk.name.clone(), Source::Device { path: path.clone() });
+        found.disks.push((proto::Disk { name: disk.name.clone(), path }, file));
     }
-    Ok(disks)
+    Ok(found)
 }

@@ -326,11 +326,11 @@ fn one_disk(
         serial: disk.serial.clone(),
         cache,
         block_size: sizes.map(|custom| (custom.logical.unwrap_or(512), custom.physical.unwrap_or(512))),
-        source: wish(volume, keys, pod)?,
+        source: wish(volume, spec, keys, pod)?,
     })
 }
 
-fn wish(volume: &vmi::Volume, keys: &[String], pod: &PodConfig) -> Result<Wish, Refused> {
+fn wish(volume: &vmi::Volume, spec: &InstanceSpec, keys: &[String], pod: &PodConfig) -> Result<Wish, Refused> {
     if let Some(disk) = &volume.container_disk {
         return Ok(Wish::Image { image: disk.image.clone(), path: disk.path.clone() });
     }
@@ -349,9 +349,12 @@ fn wish(volume: &vmi::Volume, keys: &[String], pod: &PodConfig) -> Result<Wish, 
             bytes.map(|bytes| bytes.next_multiple_of(512)).filter(|_| disk.kind == Some(HostDiskKind::DiskOrCreate));
         return Ok(Wish::HostDisk { path: disk.path.clone(), create });
     }
+    if let Some(wish) = files(volume)? {
+        return Ok(wish);
+    }
     let Some((form, data)) = volume.cloud_init() else {
         let sources = volume.sources().join(", ");
-        let instead = "containerDisk, persistentVolumeClaim, hostDisk, emptyDisk and cloud-init are possible";
+        let instead = "containerDisk, persistentVolumeClaim, hostDisk, emptyDisk, configMap, secret, downwardAPI and cloud-init are possible";
         return value(format!("spec.volumes[{}]", volume.name), sources, instead);
     };
     let text = |plain: &str, coded: &str, field: &str| {
@@ -366,12 +369,60 @@ fn wish(volume: &vmi::Volume, keys: &[String], pod: &PodConfig) -> Result<Wish, 
         String::from_utf8(bytes).map_err(|_wrong| wrong())
     };
     let network = text(&data.network_data, &data.network_data_base64, "networkData")?;
-    Ok(Wish::CloudInit(CloudInit {
+    let secret = |reference: &Option<vmi::LocalReference>| reference.as_ref().map(|secret| secret.name.clone());
+    let (user, secrets) = (secret(&data.secret_ref), secret(&data.network_data_secret_ref));
+    let of_keys = key_secrets(spec, form);
+    let data = CloudInit {
         form: if form == "cloudInitNoCloud" { CloudInitForm::NoCloud } else { CloudInitForm::ConfigDrive },
         instance: format!("{}-{}", pod.name.name, pod.name.uid),
         hostname: pod.hostname.clone(),
         keys: keys.to_vec(),
         user_data: text(&data.user_data, &data.user_data_base64, "userData")?,
         network_data: Some(network).filter(|network| !network.is_empty()),
-    }))
+    };
+    if user.is_none() && secrets.is_none() && of_keys.is_empty() {
+        return Ok(Wish::CloudInit(data));
+    }
+    Ok(Wish::CloudInitOf { data, user, network: secrets, keys: of_keys })
+}
+
+/// The label of a disk with files for which none is said, as KubeVirt's.
+const LABEL: &str = "cfgdata";
+/// The longest label of a FAT file system.
+const LONGEST_LABEL: usize = 11;
+
+/// A disk with files that kubelet writes.
+fn files(volume: &vmi::Volume) -> Result<Option<Wish>, Refused> {
+    let (kind, what, label, expected) = if let Some(map) = &volume.config_map {
+        ("configMap", &map.name, &map.volume_label, Vec::new())
+    } else if let Some(secret) = &volume.secret {
+        ("secret", &secret.secret_name, &secret.volume_label, Vec::new())
+    } else if let Some(downward) = &volume.downward_api {
+        let expected = downward.fields.iter().map(|file| file.path.clone()).collect();
+        ("downwardAPI", &volume.name, &downward.volume_label, expected)
+    } else {
+        return Ok(None);
+    };
+    if label.len() > LONGEST_LABEL {
+        let field = format!("spec.volumes[{}].{kind}.volumeLabel", volume.name);
+        return value(field, label, "the disk is a FAT file system: at most 11 letters are possible");
+    }
+    let label = if label.is_empty() { LABEL.to_owned() } else { label.clone() };
+    Ok(Some(Wish::Files { what: format!("{kind} {what}"), label, expected }))
+}
+
+/// The secrets with public keys that get into the guest by this form of cloud-init's data.
+fn key_secrets(spec: &InstanceSpec, form: &str) -> Vec<String> {
+    let keys = spec.access_credentials.iter().filter_map(|credential| credential.ssh_public_key.as_ref());
+    let ours = keys.filter(|key| {
+        key.propagation_method.as_ref().is_some_and(|way| match form {
+            "cloudInitNoCloud" => way.no_cloud.is_some(),
+            _ => way.config_drive.is_some(),
+        })
+    });
+    let mut names: Vec<String> =
+        ours.filter_map(|key| Some(key.source.as_ref()?.secret.as_ref()?.secret_name.clone())).collect();
+    names.sort();
+    names.dedup();
+    names
 }

@@ -58,29 +58,25 @@ impl Classify for SourceError {
     }
 }
 
-/// The machine's document with its disks, for a container with this image. `paths`: of those that are handed over.
+/// The machine's document with its disks, for a container with this image. `of_node`: those that its volumes are, by name.
 pub async fn document(
     machine: &MachinePod,
     image: &ImageOf,
     store: &Store,
-    paths: &BTreeMap<String, String>,
+    of_node: BTreeMap<String, Source>,
 ) -> Result<Vec<u8>, SourceError> {
-    let mut found = BTreeMap::new();
+    let mut found = of_node;
     for disk in &machine.disks {
         if let Wish::Image { image: asked, path } = &disk.source {
             found.insert(disk.name.clone(), in_image(&disk.name, asked, path, image, store).await?);
         }
     }
-    for disk in machine.disks.iter().filter(|disk| matches!(disk.source, Wish::Claim { .. } | Wish::HostDisk { .. })) {
-        let path = paths.get(&disk.name).cloned();
-        found.extend(path.map(|path| (disk.name.clone(), Source::Device { path })));
-    }
     let document: MachineDocument = machine.with(|disk| match &disk.source {
-        Wish::Image { .. } | Wish::Claim { .. } | Wish::HostDisk { .. } => found
-            .remove(&disk.name)
-            .ok_or(SourceError::NotThere { disk: disk.name.clone(), rule: "each disk has a name of its own" }),
         Wish::Empty { bytes } => Ok(Source::Empty { bytes: *bytes }),
         Wish::CloudInit(data) => Ok(Source::CloudInit(data.clone())),
+        _ => found
+            .remove(&disk.name)
+            .ok_or(SourceError::NotThere { disk: disk.name.clone(), rule: "each disk has a name of its own" }),
     })?;
     Ok(serde_json::to_vec(&document)?)
 }

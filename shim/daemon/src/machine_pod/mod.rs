@@ -5,12 +5,14 @@
 mod build;
 mod container;
 mod document;
+mod files;
 mod honoured;
 mod volumes;
 
 pub use build::{Refused, build};
 pub use container::check_container;
 pub use document::{SourceError, document};
+pub use files::{cloud_init_of, files_of};
 pub use volumes::{Place, VolumeError, check_volumes, open, place, unused};
 
 use crate::store::VmRecord;
@@ -31,7 +33,7 @@ pub fn identify(machine: &mut MachinePod, vm: &VmRecord, folder: PathBuf) {
         card.mac.get_or_insert(vm.mac);
     }
     for disk in &mut machine.disks {
-        if let Wish::CloudInit(data) = &mut disk.source {
+        if let Wish::CloudInit(data) | Wish::CloudInitOf { data, .. } = &mut disk.source {
             data.instance.clone_from(&vm.uuid);
         }
     }
@@ -66,6 +68,26 @@ pub enum Wish {
         /// The size of one that is made; none: it is there.
         create: Option<u64>,
     },
+    /// Files that kubelet has written into a mount.
+    Files {
+        /// For people: "configMap settings".
+        what: String,
+        /// The disk's label.
+        label: String,
+        /// Files that must be among them.
+        expected: Vec<String>,
+    },
     /// Data for cloud-init.
     CloudInit(CloudInit),
+    /// Data for cloud-init, some of which is in secrets.
+    CloudInitOf {
+        /// The rest.
+        data: CloudInit,
+        /// The secret with user data.
+        user: Option<String>,
+        /// The secret with network data.
+        network: Option<String>,
+        /// Secrets with public keys of SSH.
+        keys: Vec<String>,
+    },
 }

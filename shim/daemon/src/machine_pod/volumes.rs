@@ -9,6 +9,7 @@ use nacelle_keeper::spec::Disk;
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 use nix::sys::stat::Mode;
+use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
@@ -79,12 +80,16 @@ impl Classify for VolumeError {
 }
 
 /// Where a container has a disk of its machine.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Debug, PartialEq, Eq)]
 pub enum Place<'a> {
     /// A block device.
     Device(&'a Device),
     /// A folder with the disk in it, or the file that is the disk.
     Mount(&'a NodeVolume),
+    /// A folder with files that are to be on it.
+    Files(&'a NodeVolume),
+    /// Folders of secrets, by their names.
+    Secrets(BTreeMap<String, &'a NodeVolume>),
 }
 
 /// Whether the machine has a disk of this device.
@@ -95,9 +100,25 @@ pub fn names_device(machine: &MachinePod, path: &str) -> bool {
 
 /// Whether the machine has a disk of this mount.
 pub fn names_mount(machine: &MachinePod, path: &str) -> bool {
-    let mut mounted =
-        machine.disks.iter().filter(|disk| matches!(disk.source, Wish::Claim { .. } | Wish::HostDisk { .. }));
-    mounted.any(|disk| Path::new(path) == Path::new(FOLDERS).join(&disk.name))
+    machine.disks.iter().any(|disk| match &disk.source {
+        Wish::Claim { .. } | Wish::HostDisk { .. } | Wish::Files { .. } => {
+            Path::new(path) == Path::new(FOLDERS).join(&disk.name)
+        }
+        wish => secrets(wish).any(|secret| Path::new(path) == at_secret(secret)),
+    })
+}
+
+/// The secrets that are needed for it.
+fn secrets(wish: &Wish) -> impl Iterator<Item = &String> {
+    let (some, many) = match wish {
+        Wish::CloudInitOf { user, network, keys, .. } => ([user.as_ref(), network.as_ref()], keys.as_slice()),
+        _ => ([None; 2], [].as_slice()),
+    };
+    some.into_iter().flatten().chain(many)
+}
+
+fn at_secret(name: &str) -> PathBuf {
+    Path::new(FOLDERS).join(format!("secret-{name}"))
 }
 
 /// Whether the container has what its machine's disks are made of, as they need it. Looks at no file.
@@ -137,6 +158,19 @@ pub fn place<'a>(disk: &Disk<Wish>, config: &'a ContainerConfig) -> Result<Optio
             }
             Place::Mount(mount)
         }
+        Wish::Files { what, .. } => {
+            let rule = format!("as a mount at {mount_at} it is expected");
+            return Ok(Some(Place::Files(mount.ok_or_else(|| missing(what.clone(), rule))?)));
+        }
+        Wish::CloudInitOf { .. } => {
+            let found = secrets(&disk.source).map(|secret| {
+                let at = at_secret(secret);
+                let mount = config.node_volumes.iter().find(|mount| Path::new(&mount.container_path) == at);
+                let rule = format!("as a mount at {} it is expected", at.display());
+                Ok((secret.clone(), mount.ok_or_else(|| missing(format!("of secret {secret}"), rule))?))
+            });
+            return found.collect::<Result<_, VolumeError>>().map(|mounts| Some(Place::Secrets(mounts)));
+        }
         Wish::Image { .. } | Wish::Empty { .. } | Wish::CloudInit(_) => return Ok(None),
     };
     let rule = || format!("disk {} is written to: make it writable, or the disk read-only", disk.name);
@@ -149,7 +183,7 @@ pub fn place<'a>(disk: &Disk<Wish>, config: &'a ContainerConfig) -> Result<Optio
     }
 }
 
-fn field<T>(field: &'static str, value: &str, rule: impl Into<String>) -> Result<T, VolumeError> {
+pub(super) fn field<T>(field: &'static str, value: &str, rule: impl Into<String>) -> Result<T, VolumeError> {
     Err(VolumeError::Field { field, value: value.to_owned(), rule: rule.into() })
 }
 

@@ -1,0 +1,364 @@
+//! Owns: what kubelet has written of ConfigMaps, Secrets and the pod's own fields into a container's mounts, read for disks of a
+//! machine. Bounded; of links it follows the one that kubelet swaps, and no other.
+//! Blocks on files.
+
+use super::Wish;
+use super::volumes::{VolumeError, field};
+use crate::nouns::NodeVolume;
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use nacelle_keeper::spec::{CloudInit, Disk, FilesDisk, Source};
+use nix::dir::Dir;
+use nix::errno::Errno;
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2, readlinkat};
+use nix::sys::stat::Mode;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+/// Kubelet's link to the folder with the files as they are now.
+const DATA: &str = "..data";
+/// The most bytes of all files of a disk.
+const MOST_BYTES: usize = 4 << 20;
+/// The most files of a disk.
+const MOST_FILES: usize = 1000;
+/// Folders in folders.
+const DEPTH: usize = 8;
+/// The longest name.
+const LONGEST: usize = 255;
+/// Where secrets have data for cloud-init, as KubeVirt looks for it.
+const USER_DATA: [&str; 2] = ["userdata", "userData"];
+const NETWORK_DATA: [&str; 2] = ["networkdata", "networkData"];
+
+type Found = BTreeMap<String, Vec<u8>>;
+
+/// The disk of a volume with files.
+pub fn files_of(disk: &Disk<Wish>, mount: &NodeVolume) -> Result<Source, VolumeError> {
+    let Wish::Files { what, label, expected } = &disk.source else {
+        return field("config.mounts.host_path", &mount.host_path, "it is none of files");
+    };
+    let files = read(&disk.name, mount)?;
+    if let Some(path) = expected.iter().find(|path| !files.contains_key(*path)) {
+        let rule = format!("disk {} is {what}, and there is no file {path:?} in it", disk.name);
+        return field("config.mounts.host_path", &mount.host_path, rule);
+    }
+    let files = files.into_iter().map(|(path, bytes)| (path, STANDARD.encode(bytes))).collect();
+    Ok(Source::Files(FilesDisk { label: label.clone(), files }))
+}
+
+/// Data for cloud-init, with what is in these secrets.
+pub fn cloud_init_of(disk: &Disk<Wish>, mounts: &BTreeMap<String, &NodeVolume>) -> Result<Source, VolumeError> {
+    let Wish::CloudInitOf { data, user, network, keys } = &disk.source else {
+        return field("config.mounts.container_path", &disk.name, "it is none of secrets");
+    };
+    let mut secrets = BTreeMap::new();
+    for (name, mount) in mounts {
+        secrets.insert(name.as_str(), (*mount, read(&disk.name, mount)?));
+    }
+    let text = |secret: &str, keys: [&str; 2]| {
+        let Some((mount, files)) = secrets.get(secret) else {
+            return field("config.mounts.container_path", secret, "the secret is not mounted");
+        };
+        let wrong = |rule: String| field("config.mounts.host_path", &mount.host_path, rule);
+        match keys.iter().find_map(|key| files.get(*key)).map(|bytes| std::str::from_utf8(bytes)) {
+            Some(Ok(text)) => Ok(text.to_owned()),
+            Some(Err(_)) => wrong(format!("disk {}: what secret {secret} has for cloud-init is no text", disk.name)),
+            None => wrong(format!("disk {}: secret {secret} has neither {} nor {}", disk.name, keys[0], keys[1])),
+        }
+    };
+    let mut data: CloudInit = data.clone();
+    if let Some(secret) = user {
+        data.user_data = text(secret, USER_DATA)?;
+    }
+    if let Some(secret) = network {
+        data.network_data = Some(text(secret, NETWORK_DATA)?);
+    }
+    for secret in keys {
+        let Some((mount, files)) = secrets.get(secret.as_str()) else { continue };
+        for (name, bytes) in files {
+            let right = |line: &&str| line.split_whitespace().count() >= 2 && !line.contains(char::is_control);
+            let lines = std::str::from_utf8(bytes).unwrap_or("\0").lines().map(str::trim);
+            let lines: Vec<&str> = lines.filter(|line| !line.is_empty() && !line.starts_with('#')).collect();
+            if !lines.iter().all(right) {
+                let rule = format!("disk {}: {name} of secret {secret} has something that is no public key", disk.name);
+                return field("config.mounts.host_path", &mount.host_path, rule);
+            }
+            data.keys.extend(lines.into_iter().map(str::to_owned));
+        }
+    }
+    Ok(Source::CloudInit(data))
+}
+
+/// All files, by their paths.
+fn read(disk: &str, mount: &NodeVolume) -> Result<Found, VolumeError> {
+    match read_once(disk, mount) {
+        // Kubelet has written them anew meanwhile.
+        Err(VolumeError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => read_once(disk, mount),
+        read => read,
+    }
+}
+
+fn read_once(disk: &str, mount: &NodeVolume) -> Result<Found, VolumeError> {
+    let path = Path::new(&mount.host_path);
+    let reader = Reader { disk, mount };
+    let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
+    let folder = open(path, flags, Mode::empty()).map_err(|errno| match errno {
+        Errno::ENOTDIR => reader.wrong("it is to be a folder".to_owned()),
+        errno => reader.failed("open", path, errno),
+    })?;
+    let folder = match readlinkat(&folder, DATA) {
+        Ok(target) => {
+            let name = target.as_bytes();
+            if name.len() <= 2 || !name.starts_with(b"..") || name.contains(&b'/') {
+                return Err(reader.wrong(format!("{DATA} leads out of it")));
+            }
+            let opened = reader.open(folder.as_fd(), &target, path)?;
+            opened.ok_or_else(|| reader.wrong(format!("{DATA} leads to a link")))?
+        }
+        // Not of kubelet's making.
+        Err(Errno::ENOENT) => folder,
+        Err(errno) => return Err(reader.failed("read", &path.join(DATA), errno)),
+    };
+    let mut found = Found::new();
+    reader.walk(folder, "", DEPTH, &mut found)?;
+    let mut seen = BTreeSet::new();
+    if let Some(twice) = found.keys().find(|path| !seen.insert(path.to_lowercase())) {
+        return Err(reader
+            .wrong(format!("of {twice:?} there is another by the letters alone, and a FAT file system knows one")));
+    }
+    Ok(found)
+}
+
+struct Reader<'a> {
+    disk: &'a str,
+    mount: &'a NodeVolume,
+}
+
+impl Reader<'_> {
+    fn wrong(&self, rule: String) -> VolumeError {
+        let rule = format!("disk {}: {rule}", self.disk);
+        VolumeError::Field { field: "config.mounts.host_path", value: self.mount.host_path.clone(), rule }
+    }
+
+    fn failed(&self, what: &'static str, path: &Path, errno: impl Into<io::Error>) -> VolumeError {
+        VolumeError::Io { disk: self.disk.to_owned(), what, path: path.to_owned(), source: errno.into() }
+    }
+
+    /// Opens an entry of a folder; none: it is a link.
+    fn open(&self, folder: impl AsFd, name: &OsStr, path: &Path) -> Result<Option<OwnedFd>, VolumeError> {
+        let flags = OFlag::O_RDONLY | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_NOCTTY;
+        let resolve = ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS;
+        match openat2(folder, name, OpenHow::new().flags(flags).resolve(resolve)) {
+            Ok(opened) => Ok(Some(opened)),
+            Err(Errno::ELOOP) => Ok(None),
+            Err(errno) => Err(self.failed("open", &path.join(name), errno)),
+        }
+    }
+
+    fn walk(&self, folder: OwnedFd, above: &str, depth: usize, found: &mut Found) -> Result<(), VolumeError> {
+        let path = Path::new(&self.mount.host_path).join(above);
+        let failed = |errno| self.failed("read", &path, errno);
+        let listed =
+            openat2(&folder, ".", OpenHow::new().flags(OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC));
+        let mut names = Vec::new();
+        for entry in Dir::from_fd(listed.map_err(failed)?).map_err(failed)?.iter() {
+            let entry = entry.map_err(failed)?;
+            let name = OsStr::from_bytes(entry.file_name().to_bytes()).to_owned();
+            if name != "." && name != ".." {
+                names.push(name);
+            }
+            if names.len() > MOST_FILES {
+                return Err(self.wrong(format!("more than {MOST_FILES} files")));
+            }
+        }
+        for name in names {
+            let plain = name.to_str().filter(|name| right(name));
+            let Some(plain) = plain else {
+                return Err(self.wrong(format!("{name:?} is no name for a FAT file system")));
+            };
+            let inner = if above.is_empty() { plain.to_owned() } else { format!("{above}/{plain}") };
+            let opened = self.open(folder.as_fd(), &name, &path)?;
+            let file =
+                File::from(opened.ok_or_else(|| self.wrong(format!("{inner:?} is a link, which nobody follows")))?);
+            let metadata = file.metadata().map_err(|error| self.failed("look at", &path.join(&name), error))?;
+            if metadata.is_dir() {
+                let Some(depth) = depth.checked_sub(1) else {
+                    return Err(self.wrong(format!("more than {DEPTH} folders in one another")));
+                };
+                self.walk(file.into(), &inner, depth, found)?;
+                continue;
+            }
+            if !metadata.is_file() {
+                return Err(self.wrong(format!("{inner:?} is neither a file nor a folder")));
+            }
+            let left = MOST_BYTES.saturating_sub(found.values().map(Vec::len).sum());
+            let mut bytes = Vec::new();
+            let limit = u64::try_from(left).unwrap_or_default() + 1;
+            let read = file.take(limit).read_to_end(&mut bytes);
+            read.map_err(|error| self.failed("read", &path.join(&name), error))?;
+            if bytes.len() > left || found.len() >= MOST_FILES {
+                return Err(self.wrong(format!("more than {MOST_FILES} files, or {} MiB of them", MOST_BYTES >> 20)));
+            }
+            found.insert(inner, bytes);
+        }
+        Ok(())
+    }
+}
+
+/// Whether a FAT file system can have this name.
+fn right(name: &str) -> bool {
+    let strange = |c: char| c.is_control() || "\"*/:<>?\\|".contains(c);
+    name.len() <= LONGEST && !name.contains(strange) && !name.ends_with(['.', ' '])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::nouns::Propagation;
+    use nacelle_base::{Classify, Kind};
+    use nacelle_keeper::spec::{Bus, Cache, CloudInitForm, DiskKind};
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    fn disk(source: Wish) -> Disk<Wish> {
+        Disk {
+            name: "data".into(),
+            kind: DiskKind::Disk,
+            bus: Bus::Virtio,
+            read_only: false,
+            boot_order: None,
+            serial: String::new(),
+            cache: Cache::Writeback,
+            block_size: None,
+            source,
+        }
+    }
+
+    fn mount(host: &Path) -> NodeVolume {
+        NodeVolume {
+            host_path: host.display().to_string(),
+            container_path: "/run/nacelle/vm/data".into(),
+            readonly: true,
+            recursive_read_only: false,
+            propagation: Propagation::Private,
+            id_mapped: false,
+            options: [].into(),
+        }
+    }
+
+    /// As kubelet writes them.
+    fn written(folder: &Path, files: &[(&str, &str)]) {
+        let inner = folder.join("..2026_11_23_05_00_00.1");
+        fs::create_dir_all(&inner).unwrap();
+        for (path, text) in files {
+            let path = inner.join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+        symlink("..2026_11_23_05_00_00.1", folder.join(DATA)).unwrap();
+        for (path, _) in files {
+            let first = path.split('/').next().unwrap();
+            let _ = symlink(Path::new(DATA).join(first), folder.join(first));
+        }
+    }
+
+    #[test]
+    fn what_kubelet_wrote_is_on_the_disk() {
+        let folder = tempfile::tempdir().unwrap();
+        written(folder.path(), &[("a.txt", "A"), ("deep/b", "B")]);
+        let wish = |expected: &str| Wish::Files {
+            what: "configMap c".into(),
+            label: "L".into(),
+            expected: vec![expected.into()],
+        };
+        let Source::Files(found) = files_of(&disk(wish("deep/b")), &mount(folder.path())).unwrap() else {
+            panic!("they are files")
+        };
+        let expected = [("a.txt".to_owned(), STANDARD.encode("A")), ("deep/b".to_owned(), STANDARD.encode("B"))];
+        assert_eq!((found.label.as_str(), found.files), ("L", expected.into()));
+        let error = files_of(&disk(wish("labels")), &mount(folder.path())).unwrap_err();
+        assert!(error.kind() == Kind::Invalid && error.to_string().contains("no file \"labels\""), "{error}");
+    }
+
+    #[test]
+    fn what_is_too_much_or_leads_elsewhere_is_refused() {
+        let told = |make: &dyn Fn(&Path)| {
+            let folder = tempfile::tempdir().unwrap();
+            make(folder.path());
+            let error = read("data", &mount(folder.path())).unwrap_err();
+            assert_eq!(error.kind(), Kind::Invalid, "{error}");
+            error.to_string()
+        };
+        for (make, words) in [
+            (&(|at: &Path| symlink("/etc", at.join(DATA)).unwrap()) as &dyn Fn(&Path), "leads out of it"),
+            (&|at| symlink("..", at.join(DATA)).unwrap(), "leads out of it"),
+            (&|at| symlink("/etc/passwd", at.join("a")).unwrap(), "\"a\" is a link"),
+            (
+                &|at| {
+                    symlink("..x", at.join(DATA)).unwrap();
+                    symlink("/etc", at.join("..x")).unwrap();
+                },
+                "leads to a link",
+            ),
+            (&|at| nix::unistd::mkfifo(&at.join("a"), Mode::S_IRWXU).unwrap(), "neither a file"),
+            (&|at| fs::write(at.join("a:b"), "").unwrap(), "no name for a FAT"),
+            (&|at| fs::write(at.join("a."), "").unwrap(), "no name for a FAT"),
+            (&|at| ["a", "A"].iter().for_each(|name| fs::write(at.join(name), "").unwrap()), "by the letters alone"),
+            (&|at| fs::write(at.join("a"), vec![0; MOST_BYTES + 1]).unwrap(), "4 MiB of them"),
+            (&|at| (0..=MOST_FILES).for_each(|n| fs::write(at.join(n.to_string()), "").unwrap()), "1000 files"),
+            (&|at| fs::create_dir_all(at.join("a/".repeat(DEPTH + 1))).unwrap(), "folders in one another"),
+        ] {
+            let told = told(make);
+            assert!(told.contains(words), "{words}: {told}");
+        }
+        let error = read("data", &mount(Path::new("/etc/passwd"))).unwrap_err();
+        assert!(error.kind() == Kind::Invalid && error.to_string().contains("to be a folder"), "{error}");
+        assert_eq!(read("data", &mount(Path::new("/nowhere"))).unwrap_err().kind(), Kind::NotFound);
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("a"), vec![1; MOST_BYTES]).unwrap();
+        assert_eq!(read("data", &mount(folder.path())).unwrap()["a"].len(), MOST_BYTES);
+    }
+
+    #[test]
+    fn cloud_inits_data_is_in_secrets() {
+        let [data, keys] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+        written(data.path(), &[("userData", "#cloud-config\n"), ("networkdata", "version: 2\n")]);
+        written(keys.path(), &[("one", "ssh-ed25519 AAAA me\n# mine\n"), ("two", "\nssh-rsa BBBB you\n")]);
+        let wish = |user: Option<&str>, network: Option<&str>| Wish::CloudInitOf {
+            data: CloudInit {
+                form: CloudInitForm::NoCloud,
+                instance: "i".into(),
+                hostname: "h".into(),
+                keys: vec!["ssh-dss CCCC they".into()],
+                user_data: "said".into(),
+                network_data: None,
+            },
+            user: user.map(str::to_owned),
+            network: network.map(str::to_owned),
+            keys: vec!["k".into()],
+        };
+        let [in_data, in_keys] = [data.path(), keys.path()].map(mount);
+        let mounts = BTreeMap::from([("d".to_owned(), &in_data), ("k".to_owned(), &in_keys)]);
+        let of = |wish| match cloud_init_of(&disk(wish), &mounts) {
+            Ok(Source::CloudInit(data)) => Ok(data),
+            Ok(other) => panic!("{other:?}"),
+            Err(error) => Err(error.to_string()),
+        };
+        let found = of(wish(Some("d"), Some("d"))).unwrap();
+        assert_eq!(
+            (found.user_data.as_str(), found.network_data.as_deref()),
+            ("#cloud-config\n", Some("version: 2\n"))
+        );
+        assert_eq!(found.keys, ["ssh-dss CCCC they", "ssh-ed25519 AAAA me", "ssh-rsa BBBB you"]);
+        assert_eq!(of(wish(None, None)).unwrap().user_data, "said");
+        let told = of(wish(Some("k"), None)).unwrap_err();
+        assert!(told.contains("secret k has neither userdata nor userData"), "{told}");
+        fs::write(keys.path().join(DATA).join("two"), "-----BEGIN").unwrap();
+        let told = of(wish(None, None)).unwrap_err();
+        assert!(told.contains("two of secret k has something that is no public key"), "{told}");
+    }
+}
