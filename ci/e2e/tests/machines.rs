@@ -124,6 +124,7 @@ fn what_a_machine_pod_cannot_be_is_refused_before_it_is() {
 fn named(node: &Node, image: &str, more: &[(&str, &str)]) -> Pod {
     let disks = format!("root=image:{image},boot=1;data=empty:1Mi");
     let all = [("kind", "machine"), ("memory", "64Mi"), ("disks", disks.as_str()), ("name", "db")];
+    // The last one counts.
     annotated(node, "db", &[&all[..], more].concat())
 }
 
@@ -254,7 +255,7 @@ fn a_machine_that_is_killed_again_and_again_keeps_its_disk_and_runs_once() {
         let lines = nacelle_e2e::census::processes(&node.folder().join("run"));
         lines.into_iter().filter(|(_, line)| line.contains(" -uuid ")).map(|(pid, _)| pid).collect::<Vec<_>>()
     };
-    let boots = |output: &str| output.lines().filter(|line| line.starts_with("boot ")).count();
+    let boots = |output: &str| output.matches("boot ").count();
     for round in 0..20_u64 {
         let [pid] = running()[..] else { panic!("it runs once: {:?}", running()) };
         // At another moment each time, from before the firmware to after the disk was written.
@@ -271,7 +272,8 @@ fn a_machine_that_is_killed_again_and_again_keeps_its_disk_and_runs_once() {
     eventually("it has booted", || (boots(&machine.output()) > before).then_some(()));
     // What was not flushed may be lost; nothing else is: each boot has found a count that one before has written.
     let output = machine.output();
-    let counts: Vec<u8> = output.lines().filter_map(|line| line.strip_prefix("boot ")?.bytes().next()).collect();
+    // A line may have been cut.
+    let counts: Vec<u8> = output.lines().filter_map(|line| line.rsplit_once("boot ")?.1.bytes().next()).collect();
     assert!(counts.iter().all(|count| (b'1'..=b'1' + 21).contains(count)), "{counts:?}");
     node.crictl.call(["stop", "--timeout", "60", &machine.id]);
     machine.exited();
@@ -357,6 +359,17 @@ fn the_vm_commands_list_machines_and_say_what_they_shall_do() {
     one.remove();
     assert_eq!((&describe("db")["phase"], &describe("db")["uuid"]), (&json!("Stopped"), &known["uuid"]));
     assert!(of("start", "db").err().contains("has no pod"));
+    // Another machine, with the same on its disk.
+    let copy = |to: &str| vm(&["clone", "db", to, "--namespace", "e2e"]);
+    copy("twin").ok();
+    assert!(copy("twin").err().contains("AlreadyExists"));
+    assert!(copy("Twin").err().contains("InvalidArgument"));
+    assert_ne!(describe("twin")["uuid"], known["uuid"]);
+    let twin = named(&node, &image, &[("name", "twin")]);
+    let twin = node.crictl.run_pod_of("vm", twin);
+    twin.start(container(&image, 0)).says("boot 7\n");
+    twin.remove();
+    of("delete", "twin").ok();
     for _ in 0..2 {
         of("delete", "db").ok();
     }

@@ -214,6 +214,13 @@ fn look(machine: &mut vm::Machine, told: Option<&[u8]>) {
     machine.software_emulation = yes("softwareEmulation");
 }
 
+/// A name as Kubernetes has them.
+fn is_label(word: &str) -> bool {
+    let alphanumeric = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit();
+    let ends = word.bytes().next().is_some_and(alphanumeric) && word.bytes().next_back().is_some_and(alphanumeric);
+    ends && word.len() <= 63 && word.bytes().all(|b| alphanumeric(b) || b == b'-')
+}
+
 /// Snapshots as a keeper tells of them; what is none is left out.
 fn snapshots(told: &[u8]) -> Vec<vm::SnapshotInfo> {
     let told: Value = serde_json::from_slice(told).unwrap_or_default();
@@ -300,6 +307,20 @@ impl vm::machines_server::Machines for VmService {
     async fn list_snapshots(&self, request: Request<vm::MachineRef>) -> Result<Response<vm::Snapshots>, Status> {
         let told = self.verb(request.into_inner(), &["snapshots"], VERB).await?;
         Ok(Response::new(vm::Snapshots { snapshots: snapshots(&told) }))
+    }
+
+    async fn copy(&self, request: Request<vm::CopyRequest>) -> Result<Response<vm::Machine>, Status> {
+        let vm::CopyRequest { from, to } = request.into_inner();
+        let missing = |field: &str| refuse(Kind::Invalid, &format!("{field} is missing"));
+        let (from, to) = (from.ok_or_else(|| missing("from"))?, to.ok_or_else(|| missing("to"))?);
+        for (field, word) in [("to.namespace", &to.namespace), ("to.name", &to.name)] {
+            if !is_label(word) {
+                let rule = "1 to 63 small letters, digits and '-' are expected, with a letter or digit at both ends";
+                return Err(refuse(Kind::Invalid, &format!("{field} is {word:?}: {rule}")));
+            }
+        }
+        let copied = self.node.copy_vm(&vms::id(&from.namespace, &from.name), &to.namespace, &to.name).await;
+        Ok(Response::new(of_record(copied.map_err(status)?)))
     }
 
     async fn delete(&self, request: Request<vm::MachineRef>) -> Result<Response<vm::Empty>, Status> {

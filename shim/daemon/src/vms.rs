@@ -31,6 +31,12 @@ pub enum VmError {
         /// Namespace and name.
         id: String,
     },
+    /// There is one of this name.
+    #[error("machine {id} exists already: delete it, or take another name")]
+    Exists {
+        /// Namespace and name.
+        id: String,
+    },
     /// Work was given up, which is a defect.
     #[error("what was to be done for a machine was given up")]
     GivenUp {
@@ -45,6 +51,7 @@ impl Classify for VmError {
             VmError::Store(error) => error.kind(),
             VmError::File(error) => error.kind(),
             VmError::NotFound { .. } => Kind::NotFound,
+            VmError::Exists { .. } => Kind::AlreadyExists,
             VmError::Random { .. } | VmError::GivenUp { .. } => Kind::Internal,
         }
     }
@@ -104,9 +111,7 @@ impl Vms {
         if let Some(record) = self.find(&id(namespace, name)) {
             return Ok(record);
         }
-        let mut bytes = [0; 22];
-        random::fill(&mut bytes).map_err(|source| VmError::Random { source })?;
-        let record = VmRecord::new(namespace, name, &bytes, crate::lifecycle::now());
+        let record = new_record(namespace, name)?;
         let folder = self.folder(&record);
         blocking(move || std::fs::DirBuilder::new().mode(0o700).create(&folder).map_err(at("create", &folder)))
             .await??;
@@ -133,6 +138,26 @@ impl Vms {
         Ok(())
     }
 
+    /// Makes a machine with an identity of its own, and a copy of what another one, which nobody runs, has kept.
+    pub async fn copy(&self, from: &str, namespace: &str, name: &str) -> Result<VmRecord, VmError> {
+        let _alone = self.changing.lock().await;
+        let source = self.find(from).ok_or_else(|| VmError::NotFound { id: from.to_owned() })?;
+        if self.find(&id(namespace, name)).is_some() {
+            return Err(VmError::Exists { id: id(namespace, name) });
+        }
+        let record = VmRecord { image: source.image, ..new_record(namespace, name)? };
+        let (from, to) = (self.folder(&source), self.folder(&record));
+        let copied = blocking(move || copy_folder(&from, &to)).await?;
+        let written = match copied {
+            Ok(()) => self.write(record.clone()).await,
+            Err(error) => Err(error.into()),
+        };
+        if written.is_err() {
+            self.clear(&self.folder(&record)).await;
+        }
+        written.map(|()| record)
+    }
+
     /// Forgets it, and removes what it has kept. Nobody may run it.
     pub async fn forget(&self, id: &str) -> Result<(), VmError> {
         let _alone = self.changing.lock().await;
@@ -152,6 +177,24 @@ impl Vms {
             Ok(Ok(())) => {}
         }
     }
+}
+
+fn new_record(namespace: &str, name: &str) -> Result<VmRecord, VmError> {
+    let mut bytes = [0; 22];
+    random::fill(&mut bytes).map_err(|source| VmError::Random { source })?;
+    Ok(VmRecord::new(namespace, name, &bytes, crate::lifecycle::now()))
+}
+
+/// Copies the files of a folder that has no others in it; blocks are shared where the file system can.
+fn copy_folder(from: &Path, to: &Path) -> Result<(), FileError> {
+    std::fs::DirBuilder::new().mode(0o700).create(to).map_err(at("create", to))?;
+    for entry in std::fs::read_dir(from).map_err(at("read", from))? {
+        let entry = entry.map_err(at("read", from))?;
+        let copy = to.join(entry.file_name());
+        std::fs::copy(entry.path(), &copy).map_err(at("copy", &entry.path()))?;
+        std::fs::File::open(&copy).and_then(|file| file.sync_all()).map_err(at("write", &copy))?;
+    }
+    std::fs::File::open(to).and_then(|folder| folder.sync_all()).map_err(at("write", to))
 }
 
 async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, VmError> {
@@ -187,6 +230,11 @@ mod tests {
         assert_eq!(vms.images(), [nacelle_image::Digest([7; 32])]);
         let again = vms.know("default", "db").await.unwrap();
         assert_eq!((&again.uuid, again.mac), (&first.uuid, first.mac));
+        let copy = vms.copy("default/db", "default", "db2").await.unwrap();
+        assert!(copy.uuid != first.uuid && copy.mac != first.mac && copy.image == again.image);
+        assert_eq!(std::fs::read(vms.folder(&copy).join("root.qcow2")).unwrap(), b"data");
+        assert_eq!(vms.copy("default/db", "default", "db2").await.unwrap_err().kind(), Kind::AlreadyExists);
+        assert_eq!(vms.copy("default/no", "default", "db3").await.unwrap_err().kind(), Kind::NotFound);
         vms.forget("default/db").await.unwrap();
         assert!(!vms.folder(&first).exists());
         assert_eq!(vms.forget("default/db").await.unwrap_err().kind(), Kind::NotFound);

@@ -64,6 +64,13 @@ pub(super) enum Machines {
     Snapshots(Name),
     /// Forgets a snapshot.
     DeleteSnapshot(SnapshotName),
+    /// Makes another machine, with a copy of what this one has kept; no pod may hold it.
+    Clone {
+        #[command(flatten)]
+        name: Name,
+        /// The other machine, in the same namespace.
+        to: String,
+    },
     /// Forgets a machine that outlives its pods, with all that it has kept.
     Delete(Name),
     /// Prints each machine, and again when it has changed, as lines of JSON.
@@ -141,6 +148,11 @@ async fn ask(mut client: Client, command: Machines) -> anyhow::Result<()> {
         Machines::Snapshot(name) => drop(client.snapshot(name.snapshot()).await.map_err(told)?),
         Machines::Restore(name) => drop(client.restore(name.snapshot()).await.map_err(told)?),
         Machines::DeleteSnapshot(name) => drop(client.delete_snapshot(name.snapshot()).await.map_err(told)?),
+        Machines::Clone { name, to } => {
+            let to = vm::MachineRef { namespace: name.namespace.clone(), name: to };
+            let request = vm::CopyRequest { from: Some(name.machine()), to: Some(to) };
+            drop(client.copy(request).await.map_err(told)?);
+        }
         Machines::Snapshots(name) => {
             let all = client.list_snapshots(name.machine()).await.map_err(told)?.into_inner().snapshots;
             let one = |snapshot: &vm::SnapshotInfo| json!({ "name": snapshot.name, "takenAt": snapshot.taken_at, "bytes": snapshot.bytes });

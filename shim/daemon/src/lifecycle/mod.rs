@@ -26,7 +26,7 @@ pub(crate) use make::ask;
 
 use crate::config::{Config, EngineSetting};
 use crate::nouns::{ContainerConfig, ImageOf, PodConfig, PodName, PodResources, Resources};
-use crate::store::{ContainerRecord, PodRecord, Store};
+use crate::store::{ContainerRecord, PodRecord, Store, VmRecord};
 use crate::vms::Vms;
 use actor::{Answer, Begin, Message};
 use ipnet::IpNet;
@@ -310,6 +310,14 @@ impl Node {
     /// The pod that runs a machine which outlives its pods, or has not let go of it yet.
     pub fn holder(&self, vm: &str) -> Option<Arc<View>> {
         self.views().into_iter().find(|view| holds(view, vm))
+    }
+
+    /// Makes a copy of such a machine, with an identity of its own, if no pod holds it.
+    pub async fn copy_vm(&self, vm: &str, namespace: &str, name: &str) -> Result<VmRecord, LifecycleError> {
+        if let Some(view) = self.holder(vm) {
+            return Err(held(vm, &view));
+        }
+        self.parts.vms.copy(vm, namespace, name).await.map_err(at("copy the machine"))
     }
 
     /// Forgets such a machine, with all that it has kept, if no pod holds it.
