@@ -254,6 +254,7 @@ pub fn furnish(folder: &Path) {
 pub fn spec((kernel, initrd): (PathBuf, PathBuf), folder: &Path, vcpus: u8, nics: Vec<NicSpec>) -> MachineSpec {
     MachineSpec {
         vcpus,
+        topology: None,
         memory_mib: 256,
         memory_pages: Default::default(),
         console: Default::default(),

@@ -25,6 +25,30 @@ impl std::fmt::Display for EngineKind {
     }
 }
 
+/// How the processors of a machine are arranged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Topology {
+    /// Sockets, 1 or more.
+    pub sockets: u32,
+    /// Cores of a socket, 1 or more.
+    pub cores: u32,
+    /// Threads of a core: 1 or 2.
+    pub threads: u32,
+}
+
+impl Topology {
+    /// So many cores in one socket.
+    pub fn flat(cores: u32) -> Topology {
+        Topology { sockets: 1, cores, threads: 1 }
+    }
+
+    /// How many virtual processors that is.
+    pub fn count(&self) -> u32 {
+        self.sockets.saturating_mul(self.cores).saturating_mul(self.threads)
+    }
+}
+
 /// What lies under a machine's memory on the node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]

@@ -3,6 +3,7 @@
 
 use crate::machine_pod::MachinePod;
 use crate::profile::Profile;
+use nacelle_base::machine::{MemoryPages, Topology};
 use nacelle_image::ImageId;
 use nacelle_net::{Dns, PortMapping};
 use nacelle_pod::spec::{Shares, UserNamespace};
@@ -71,6 +72,9 @@ pub struct PodConfig {
     /// Its container is this machine; none: its containers are containers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub machine: Option<Box<MachinePod>>,
+    /// What its annotations say of the machine in which its containers run.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shape: Option<Shape>,
     /// Namespace and name of the machine that outlives the pod, of which it is a run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vm: Option<String>,
@@ -93,6 +97,24 @@ impl PodConfig {
     pub fn needs_host(&self) -> bool {
         self.on_host || !self.node_namespaces.none()
     }
+}
+
+/// What a container pod says of its machine; what it does not say, its handler and its limits do.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Shape {
+    /// Its virtual processors, and how they are arranged.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub processors: Option<Topology>,
+    /// Its memory as a whole.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_mib: Option<u64>,
+    /// What lies under that on the node.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_pages: Option<MemoryPages>,
+    /// Words of the kernel's command line, after the handler's.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub kernel_args: Vec<String>,
 }
 
 /// The smallest disk of an emptyDir, in bytes: it holds a file system with a journal.

@@ -184,10 +184,11 @@ fn what_is_wrong_is_refused_with_its_code_and_changes_nothing() {
         let error = run("", none).await.unwrap_err();
         assert_eq!(error.code(), Code::InvalidArgument);
         assert!(error.message().contains("spec.domain.cpu.cores: Invalid value: 0: must be at least 1"), "{error}");
-        let two = |c: &mut cri::PodSandboxConfig| drop(c.annotations.insert("vm.nacelle.dev/cpus".into(), "2".into()));
-        let error = run("", two).await.unwrap_err();
-        assert_eq!(error.code(), Code::Unimplemented);
-        assert!(error.message().contains("vm.nacelle.dev/cpus"), "{error}");
+        let many =
+            |c: &mut cri::PodSandboxConfig| drop(c.annotations.insert("vm.nacelle.dev/cpus".into(), "65".into()));
+        let error = run("", many).await.unwrap_err();
+        assert_eq!(error.code(), Code::InvalidArgument);
+        assert!(error.message().contains("spec.domain.cpu is") && error.message().contains("at most 64"), "{error}");
         let host = |c: &mut cri::PodSandboxConfig| {
             let options = cri::NamespaceOption { network: 2, ..Default::default() };
             c.linux.as_mut().unwrap().security_context =

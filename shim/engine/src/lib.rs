@@ -35,4 +35,4 @@ pub use machine::{
 pub use nacelle_base::machine::EngineKind;
 pub use nacelle_vmm::block::{BlockError, Slot};
 pub use probe::{Accelerator, KvmVerdict, choose, fitting, probe};
-pub use spec::{CheckedSpec, DiskSpec, Limits, MachineSpec, NicSpec, SpecError};
+pub use spec::{CheckedSpec, DiskSpec, Limits, MAX_CMDLINE, MAX_VCPUS, MachineSpec, NicSpec, SpecError};

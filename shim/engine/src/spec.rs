@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
-use nacelle_base::machine::{ConsoleKind, MemoryPages};
+use nacelle_base::machine::{ConsoleKind, MemoryPages, Topology};
 use nacelle_base::net::Mac;
 use nacelle_base::share::QUEUES;
 use nacelle_base::{Classify, Kind};
@@ -17,6 +17,8 @@ pub const MIN_MEMORY_MIB: u32 = 64;
 pub const HUGE_PAGE_MIB: u32 = 2;
 /// The most virtual processors a machine may have.
 pub const MAX_VCPUS: u8 = 64;
+/// The most threads of a core.
+const MAX_THREADS: u32 = 2;
 /// The context ids below this one are reserved by vsock.
 pub const MIN_GUEST_CID: u32 = 3;
 /// The longest serial number of a disk, in bytes (virtio-blk has 20).
@@ -29,6 +31,8 @@ pub const MAX_CMDLINE: usize = 1024;
 pub struct MachineSpec {
     /// Virtual processors, 1 to 64.
     pub vcpus: u8,
+    /// How they are arranged; none: as cores of one socket.
+    pub topology: Option<Topology>,
     /// Guest memory in MiB, 64 or more.
     pub memory_mib: u32,
     /// What lies under it.
@@ -120,6 +124,17 @@ pub enum SpecError {
         got: u8,
         /// The most that this engine gives.
         max: u8,
+    },
+    /// Sockets, cores and threads that are not the processors.
+    #[error(
+        "{} sockets of {} cores of {} threads: they must make the machine's {vcpus} vCPUs, of at most 2 threads a core", .topology.sockets,
+        .topology.cores, .topology.threads
+    )]
+    Topology {
+        /// Asked for.
+        topology: Topology,
+        /// Asked for, too.
+        vcpus: u8,
     },
     /// Too little memory.
     #[error("a machine with {got_mib} MiB of memory: the guest needs {min_mib} or more")]
@@ -240,6 +255,11 @@ impl MachineSpec {
         if !(1..=max).contains(&self.vcpus) {
             return Err(SpecError::Vcpus { got: self.vcpus, max });
         }
+        if let Some(topology) =
+            self.topology.filter(|t| t.count() != u32::from(self.vcpus) || !(1..=MAX_THREADS).contains(&t.threads))
+        {
+            return Err(SpecError::Topology { topology, vcpus: self.vcpus });
+        }
         if self.memory_mib < MIN_MEMORY_MIB {
             return Err(SpecError::Memory { got_mib: self.memory_mib, min_mib: MIN_MEMORY_MIB });
         }
@@ -346,6 +366,7 @@ mod tests {
     fn good() -> MachineSpec {
         MachineSpec {
             vcpus: 8,
+            topology: Some(Topology { sockets: 2, cores: 2, threads: 2 }),
             memory_mib: MIN_MEMORY_MIB,
             memory_pages: MemoryPages::Hugetlb,
             kernel: "/boot/vmlinux".into(),
@@ -377,6 +398,14 @@ mod tests {
         let table: Vec<(Break, SpecError)> = vec![
             (|s| s.vcpus = 0, SpecError::Vcpus { got: 0, max: 8 }),
             (|s| s.vcpus = 9, SpecError::Vcpus { got: 9, max: 8 }),
+            (
+                |s| s.vcpus = 4,
+                SpecError::Topology { topology: Topology { sockets: 2, cores: 2, threads: 2 }, vcpus: 4 },
+            ),
+            (
+                |s| s.topology = Some(Topology { sockets: 2, cores: 1, threads: 4 }),
+                SpecError::Topology { topology: Topology { sockets: 2, cores: 1, threads: 4 }, vcpus: 8 },
+            ),
             (|s| s.memory_mib = 63, SpecError::Memory { got_mib: 63, min_mib: 64 }),
             (|s| s.memory_mib = 65, SpecError::HugePages { got_mib: 65, step_mib: 2 }),
             (

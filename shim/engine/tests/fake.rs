@@ -112,6 +112,7 @@ nacelle_engine::contract_tests!(world);
 fn start(fake: &Fake, folder: &Path) -> Result<Box<dyn nacelle_engine::Machine>, EngineError> {
     let spec = MachineSpec {
         vcpus: 1,
+        topology: None,
         memory_mib: 64,
         memory_pages: Default::default(),
         console: Default::default(),

@@ -120,7 +120,13 @@ async fn status(machine: &Arc<Machine>) -> Result<Outcome, KeeperError> {
     if let Some(phase) = off {
         return Ok(said(format!("{}\n", json!({ "phase": phase, "agentConnected": false }))));
     }
-    let told = machine.ask("query-status", Value::Null).await?;
+    let told = match machine.ask("query-status", Value::Null).await {
+        // Asked at its last moment.
+        Err(KeeperError::Gone { .. }) => {
+            return Ok(said(format!("{}\n", json!({ "phase": "Stopping", "agentConnected": false }))));
+        }
+        told => told?,
+    };
     let accelerated = machine.ask("query-kvm", Value::Null).await?;
     let text = |value: &Value, key: &str| value.get(key).cloned().unwrap_or_default();
     let phase = match text(&told, "status").as_str() {

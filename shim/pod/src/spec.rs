@@ -2,7 +2,7 @@
 //! May use: nouns of `base`. No effects but reading and writing that one file.
 
 use nacelle_base::files::{FileError, at, write_whole};
-use nacelle_base::machine::{ConsoleKind, MemoryPages};
+use nacelle_base::machine::{ConsoleKind, MemoryPages, Topology};
 use nacelle_base::{Classify, Kind, PodId};
 pub use nacelle_jail::Mode as Seccomp;
 use serde::{Deserialize, Serialize};
@@ -31,6 +31,9 @@ pub struct PodSpec {
     pub engine: EngineSpec,
     /// Number of virtual processors, 1 or more.
     pub vcpus: u32,
+    /// How they are arranged; none: as cores of one socket.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub topology: Option<Topology>,
     /// Guest memory, [`MIN_MEMORY_MIB`] or more.
     pub memory_mib: u32,
     /// What lies under it on the node.
@@ -374,6 +377,7 @@ pub(crate) mod tests {
             id: PodId::from_bytes([1; 32]),
             engine: EngineSpec::Qemu { binary: "/usr/bin/qemu-system-x86_64".into(), accelerator: Accelerator::Tcg },
             vcpus: 1,
+            topology: Some(Topology::flat(1)),
             memory_mib: 128,
             memory_pages: MemoryPages::Hugetlb,
             console: ConsoleKind::Virtio,

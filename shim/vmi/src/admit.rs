@@ -4,16 +4,19 @@
 use crate::annotations::{self, Wishes};
 use crate::cause::{Cause, Causes, Problem};
 use crate::preset::{Applied, Catalogue, apply};
+use crate::shape::field;
 use crate::spec::{InstanceSpec, PodKind, Power, RunStrategy, VirtualMachine};
-use crate::tree::Tree;
+use crate::tree::{ROOT, Tree};
 use crate::version::written;
-use crate::{default, rules};
+use crate::{default, rules, tree};
+use serde_json::Value;
 use std::collections::BTreeMap;
 
 /// A specification that was checked. Only admission makes one.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Admitted {
     spec: InstanceSpec,
+    said: InstanceSpec,
     wishes: Wishes,
     applied: Applied,
 }
@@ -22,6 +25,23 @@ impl Admitted {
     /// The specification, with its defaults.
     pub fn spec(&self) -> &InstanceSpec {
         &self.spec
+    }
+
+    /// The specification without its defaults: what the document, the short annotations, presets, instance type and preference
+    /// say.
+    pub fn said(&self) -> &InstanceSpec {
+        &self.said
+    }
+
+    /// The fields that are said, by their paths, each with who said it, if that was not the document.
+    pub fn fields(&self) -> Vec<(String, Option<&str>)> {
+        let mut paths = Vec::new();
+        leaves(&written(&self.said), ROOT, &mut paths);
+        let with_source = |path: String| {
+            let from = tree::said(&self.applied.fields, &path);
+            (path, from)
+        };
+        paths.into_iter().map(with_source).collect()
     }
 
     /// What the pod is.
@@ -108,16 +128,30 @@ pub(crate) fn below_template(mut causes: Causes) -> Causes {
 fn admit(tree: Tree, mut wishes: Wishes, shape: Causes, catalogue: &Catalogue) -> Result<Admitted, Causes> {
     let mut causes = Causes::default();
     let (mut spec, applied) = apply(tree, &wishes, catalogue, &mut causes);
+    let said = spec.clone();
     default::fill(&mut spec, &mut wishes);
     rules::check(&spec, &wishes, &mut causes);
-    let from = Tree { value: serde_json::Map::new(), from: applied.fields.clone() };
     causes.each(|cause| {
         if cause.reason != Problem::Conflict {
-            cause.from = from.said(&cause.field).map(str::to_owned);
+            cause.from = tree::said(&applied.fields, &cause.field).map(str::to_owned);
         }
     });
     joined(shape, causes).done()?;
-    Ok(Admitted { spec, wishes, applied })
+    Ok(Admitted { spec, said, wishes, applied })
+}
+
+/// The paths of what has no parts.
+fn leaves(value: &Value, at: &str, paths: &mut Vec<String>) {
+    match value {
+        Value::Object(fields) if !fields.is_empty() => {
+            fields.iter().for_each(|(key, value)| leaves(value, &field(at, key), paths));
+        }
+        Value::Array(items) if !items.is_empty() => {
+            items.iter().enumerate().for_each(|(index, item)| leaves(item, &format!("{at}[{index}]"), paths));
+        }
+        _ if at == ROOT => {}
+        _ => paths.push(at.to_owned()),
+    }
 }
 
 /// All causes, without those of the rules that only follow from those of the shape.

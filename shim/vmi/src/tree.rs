@@ -85,14 +85,7 @@ impl Tree {
 
     /// Who said a field or what it lies in, if it was not the document.
     pub fn said(&self, at: &str) -> Option<&str> {
-        let mut end = at.len();
-        loop {
-            let part = at.get(..end)?;
-            if let Some(from) = self.from.get(part) {
-                return Some(from);
-            }
-            end = part.rfind(['.', '['])?;
-        }
+        said(&self.from, at)
     }
 
     fn object(&mut self, path: &[&str]) -> Option<&mut Map<String, Value>> {
@@ -113,6 +106,18 @@ impl Tree {
                 _ => self.set(&path, value.clone(), from, rule, causes),
             }
         }
+    }
+}
+
+/// Who said a field or what it lies in, among those that are known to have said something.
+pub fn said<'f>(from: &'f BTreeMap<String, String>, at: &str) -> Option<&'f str> {
+    let mut end = at.len();
+    loop {
+        let part = at.get(..end)?;
+        if let Some(from) = from.get(part) {
+            return Some(from);
+        }
+        end = part.rfind(['.', '['])?;
     }
 }
 

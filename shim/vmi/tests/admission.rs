@@ -47,6 +47,43 @@ fn a_container_pod_is_shaped_and_no_more() {
 }
 
 #[test]
+fn what_is_said_is_known_without_what_follows() {
+    let spec = "{domain: {cpu: {sockets: 2}, devices: {rng: {}, interfaces: [{name: a, ports: [{port: 80}]}]}}, networks: [{name: a, pod: {}}]}";
+    let shaped = admitted(&[("spec", spec), ("mac", "02:00:00:00:00:01"), ("kernel-args", "quiet")]).unwrap().unwrap();
+    let fields = shaped.fields();
+    let fields: Vec<(&str, Option<&str>)> = fields.iter().map(|(path, from)| (path.as_str(), *from)).collect();
+    assert_eq!(
+        fields,
+        [
+            ("spec.domain.cpu.sockets", None),
+            ("spec.domain.devices.interfaces[0].macAddress", Some("vm.nacelle.dev/mac")),
+            ("spec.domain.devices.interfaces[0].name", None),
+            ("spec.domain.devices.interfaces[0].ports[0].port", None),
+            ("spec.domain.devices.rng", None),
+            ("spec.domain.firmware.kernelBoot.kernelArgs", Some("vm.nacelle.dev/kernel-args")),
+            ("spec.networks[0].name", None),
+            ("spec.networks[0].pod", None),
+        ]
+    );
+    assert_eq!(shaped.said().domain.cpu.as_ref().unwrap().cores, None);
+    let plain = admitted(&[("kind", "container")]).unwrap().unwrap();
+    assert!(plain.fields().is_empty(), "{:?}", plain.fields());
+    let sized = admitted(&[("instancetype", "u1.medium")]).unwrap().unwrap();
+    assert!(sized.fields().iter().all(|(_, from)| *from == Some("instance type u1.medium")), "{:?}", sized.fields());
+    assert!(sized.fields().iter().any(|(path, _)| path == "spec.domain.memory.guest"));
+}
+
+#[test]
+fn a_container_pod_may_have_words_for_the_kernel_that_it_has() {
+    let shaped = admitted(&[("kernel-args", "quiet nosmt")]).unwrap().unwrap();
+    let boot = shaped.spec().domain.firmware.as_ref().unwrap().kernel_boot.as_ref().unwrap();
+    assert_eq!((boot.kernel_args.as_str(), boot.container.is_none()), ("quiet nosmt", true));
+    for annotations in [&[("spec", "{domain: {firmware: {kernelBoot: {}}}}")][..], &[("initrd", "/i")]] {
+        assert!(admitted(annotations).is_err());
+    }
+}
+
+#[test]
 fn what_was_applied_is_recorded() {
     let machine = admitted(&[
         ("kind", "machine"),

@@ -1,12 +1,14 @@
 //! Owns: what becomes of a pod's annotations of machines: they are checked before anything exists, with the code of
-//! `nacelle vm validate`, and what this version does not run is refused by name.
+//! `nacelle vm validate`, and make its container a machine or shape the machine of its containers; what this version does not
+//! run is refused by name.
 
-use super::convert::EMPTY_DIR_LIMITS;
+use super::convert::{EMPTY_DIR_LIMITS, shape};
 use super::status::{refuse, status};
 use crate::config::{Config, EngineSetting, Handler};
 use crate::machine_pod::{self, MachinePod};
-use crate::nouns::{Pairs, PodConfig};
+use crate::nouns::{Pairs, PodConfig, Shape};
 use nacelle_base::Kind;
+use nacelle_pod::spec::EngineSpec;
 use nacelle_vmi::admit;
 use nacelle_vmi::annotations::PREFIX;
 use nacelle_vmi::preset::Catalogue;
@@ -18,17 +20,27 @@ const TOLD: usize = 3500;
 /// What others honour: docs/volumes.md.
 const ELSEWHERE: [&str; 1] = [EMPTY_DIR_LIMITS];
 
-/// What a pod's annotations make of its container.
+/// What a pod's annotations ask for.
 #[derive(Debug)]
-pub(super) struct Made {
-    /// The machine.
-    pub machine: Box<MachinePod>,
-    /// The one that outlives the pod, of which it is a run.
-    pub name: Option<String>,
+pub(super) enum Asked {
+    /// Its container is a machine.
+    Machine {
+        /// The machine.
+        machine: Box<MachinePod>,
+        /// The one that outlives the pod, of which it is a run.
+        name: Option<String>,
+    },
+    /// Its containers run in a machine of this shape.
+    Shape(Shape),
 }
 
-/// The machine that a pod's annotations make of its container; none, if they make none.
-pub(super) fn of(pod: &PodConfig, config: &Config, handler: &Handler) -> Result<Option<Made>, Status> {
+/// What a pod's annotations ask for; none, if they say nothing of machines.
+pub(super) fn of(
+    pod: &PodConfig,
+    config: &Config,
+    handler: &Handler,
+    engine: &EngineSpec,
+) -> Result<Option<Asked>, Status> {
     let annotations = &pod.annotations;
     let ours = annotations.iter().filter(|(key, _)| key.starts_with(PREFIX) && !ELSEWHERE.contains(&key.as_str()));
     let ours: Pairs = ours.map(|(key, value)| (key.clone(), value.clone())).collect();
@@ -37,7 +49,8 @@ pub(super) fn of(pod: &PodConfig, config: &Config, handler: &Handler) -> Result<
     }
     let admitted = admit::pod(&ours, &Catalogue::default())
         .map_err(|causes| refuse(Kind::Invalid, &format!("config.annotations: {}", causes.brief(TOLD))))?;
-    if let Some(admitted) = admitted.filter(|admitted| admitted.kind() == PodKind::Machine) {
+    let Some(admitted) = admitted else { return Ok(None) };
+    if admitted.kind() == PodKind::Machine {
         if pod.needs_host() || handler.engine == EngineSetting::Host {
             let message = "config.annotations: a machine pod needs a handler whose engine is not host, and no namespace of the node";
             return Err(refuse(Kind::Invalid, message));
@@ -52,15 +65,9 @@ pub(super) fn of(pod: &PodConfig, config: &Config, handler: &Handler) -> Result<
             return Err(refuse(Kind::Invalid, &message));
         }
         let machine = machine_pod::build(&admitted, pod, &config.machines).map_err(status)?;
-        return Ok(Some(Made { machine: Box::new(machine), name: admitted.name().map(str::to_owned) }));
+        return Ok(Some(Asked::Machine { machine: Box::new(machine), name: admitted.name().map(str::to_owned) }));
     }
-    let keys: Vec<&str> = ours.keys().map(String::as_str).collect();
-    let message = format!(
-        "config.annotations has {}: what is said there is right, but this version of Nacelle does not shape machines \
-         for containers by annotations (docs/vm.md): take them out",
-        keys.join(", ")
-    );
-    Err(refuse(Kind::Unsupported, &message))
+    shape(&admitted, pod, handler, engine).map(|shape| Some(Asked::Shape(shape))).map_err(status)
 }
 
 #[cfg(test)]
@@ -73,10 +80,10 @@ mod tests {
         of_pod(annotations).err().map(|status| (status.code(), status.message().to_owned()))
     }
 
-    fn of_pod(annotations: &[(&str, &str)]) -> Result<Option<Made>, Status> {
+    fn of_pod(annotations: &[(&str, &str)]) -> Result<Option<Asked>, Status> {
         let mut pod = pod_config(Some(&sample()), "h", &Default::default()).unwrap();
         pod.annotations = annotations.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
-        of(&pod, &Config::default(), &Handler::default())
+        of(&pod, &Config::default(), &Handler::default(), &EngineSpec::Kvm {})
     }
 
     #[test]
@@ -85,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_told_at_once_and_what_is_right_is_not_run_yet() {
+    fn what_is_wrong_is_told_at_once_and_what_is_not_honoured_by_name() {
         let spec = r#"{"domain": {"cpu": {"cores": 0}, "devices": {"disks": [{"name": "a", "disk": {"bus": "ide"}}, {"name": "a"}]}}}"#;
         let (code, message) = told(&[("vm.nacelle.dev/spec", spec)]).unwrap();
         assert_eq!(code, Code::InvalidArgument);
@@ -94,9 +101,10 @@ mod tests {
         {
             assert!(message.contains(field), "{message}");
         }
-        let (code, message) = told(&[("vm.nacelle.dev/cpus", "2"), ("vm.nacelle.dev/memory", "1Gi")]).unwrap();
+        let (code, message) = told(&[("vm.nacelle.dev/cpus", "2"), ("vm.nacelle.dev/cpu-model", "EPYC")]).unwrap();
         assert_eq!(code, Code::Unimplemented);
-        assert!(message.contains("vm.nacelle.dev/cpus, vm.nacelle.dev/memory"), "{message}");
+        assert!(message.contains("spec.domain.cpu.model (from vm.nacelle.dev/cpu-model)"), "{message}");
+        assert!(!message.contains("cpus"), "{message}");
     }
 
     #[test]
@@ -120,7 +128,7 @@ mod tests {
                 "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ1lZDI1NTE5AAAAIJ1lZDI1NTE5AAAAIJ1lZDI1 me",
             ),
         ];
-        let Made { machine, name } = of_pod(&machine).unwrap().unwrap();
+        let Some(Asked::Machine { machine, name }) = of_pod(&machine).unwrap() else { panic!("no machine") };
         assert_eq!((name, machine.strategy), (None, None));
         assert_eq!((machine.memory_mib, machine.processors.count(), machine.cards.len()), (512, 2, 1));
         let disks: Vec<_> = machine.disks.iter().map(|disk| disk.name.as_str()).collect();
@@ -153,7 +161,7 @@ mod tests {
             ("vm.nacelle.dev/name", "db"),
             ("vm.nacelle.dev/run-strategy", "RerunOnFailure"),
         ];
-        let Made { machine, name } = of_pod(&named).unwrap().unwrap();
+        let Some(Asked::Machine { machine, name }) = of_pod(&named).unwrap() else { panic!("no machine") };
         assert_eq!(name.as_deref(), Some("db"));
         assert_eq!(machine.strategy, Some(nacelle_keeper::spec::RunStrategy::RerunOnFailure));
     }

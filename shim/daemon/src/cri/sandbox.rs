@@ -37,14 +37,18 @@ impl Cri {
             );
             return Err(refuse(Kind::Invalid, &message));
         }
-        if let Some(machine::Made { mut machine, name }) = machine::of(&pod, config, handler)? {
-            if let Some(name) = name {
-                let vms = &self.node.parts().vms;
-                let vm = vms.know(&pod.name.namespace, &name).await.map_err(status)?;
-                machine_pod::identify(&mut machine, &vm, vms.folder(&vm));
-                pod.vm = Some(vm.id);
+        match machine::of(&pod, config, handler, &self.node.parts().engine.spec(handler.engine, &pod))? {
+            Some(machine::Asked::Machine { mut machine, name }) => {
+                if let Some(name) = name {
+                    let vms = &self.node.parts().vms;
+                    let vm = vms.know(&pod.name.namespace, &name).await.map_err(status)?;
+                    machine_pod::identify(&mut machine, &vm, vms.folder(&vm));
+                    pod.vm = Some(vm.id);
+                }
+                pod.machine = Some(machine);
             }
-            pod.machine = Some(machine);
+            Some(machine::Asked::Shape(shape)) => pod.shape = Some(shape),
+            None => {}
         }
         pod.empty_dirs = empty_dirs(&pod, handler).map_err(status)?;
         let name = name.to_owned();

@@ -9,7 +9,7 @@ use crate::hugepages;
 use crate::nouns::{MachineSize, PodConfig};
 use crate::store::Left;
 use crate::systemd;
-use nacelle_base::machine::MemoryPages;
+use nacelle_base::machine::{MemoryPages, Topology};
 use nacelle_base::net::PodNetwork;
 use nacelle_base::timeline::{Step, Timeline};
 use nacelle_base::{Chain, PodId, files};
@@ -53,7 +53,7 @@ pub(super) async fn boot(
     let dir = parts.pod_dir(&id);
     let pooled = match &config.machine {
         Some(machine) => machine.hugepages,
-        None => handler.memory_pages == MemoryPages::Hugetlb,
+        None => memory_pages(&config, &handler) == MemoryPages::Hugetlb,
     };
     if pooled {
         hugepages::check(memory_mib(&config, &handler))?;
@@ -156,16 +156,28 @@ fn memory_mib(config: &PodConfig, handler: &Handler) -> u64 {
         return machine.memory_mib;
     }
     let limit = config.memory_limit.map_or(0, |bytes| bytes.div_ceil(1 << 20));
-    let mib = handler.memory_mib.saturating_add(limit);
-    match handler.memory_pages {
+    let shaped = config.shape.as_ref().and_then(|shape| shape.memory_mib);
+    let mib = shaped.unwrap_or(handler.memory_mib.saturating_add(limit));
+    match memory_pages(config, handler) {
         MemoryPages::Transparent => mib,
         MemoryPages::Hugetlb => mib.div_ceil(hugepages::PAGE_MIB).saturating_mul(hugepages::PAGE_MIB),
     }
 }
 
+fn memory_pages(config: &PodConfig, handler: &Handler) -> MemoryPages {
+    config.shape.as_ref().and_then(|shape| shape.memory_pages).unwrap_or(handler.memory_pages)
+}
+
+fn topology(config: &PodConfig) -> Option<Topology> {
+    config.shape.as_ref().and_then(|shape| shape.processors)
+}
+
 fn vcpus(config: &PodConfig, handler: &Handler) -> u32 {
     if let Some(machine) = &config.machine {
         return machine.processors.count();
+    }
+    if let Some(topology) = topology(config) {
+        return topology.count();
     }
     let cpus = config.cpu_limit_milli.map_or(0, |milli| milli.div_ceil(1000));
     handler.vcpus.max(narrow(cpus))
@@ -195,13 +207,19 @@ fn pod_spec(
         id: id.clone(),
         engine: parts.engine.spec(handler.engine, config),
         vcpus: vcpus(config, handler),
+        topology: topology(config),
         memory_mib: narrow(memory_mib(config, handler)),
         // The memory of a machine pod's machine is none of the pod process's.
-        memory_pages: if config.machine.is_some() { MemoryPages::default() } else { handler.memory_pages },
+        memory_pages: if config.machine.is_some() { MemoryPages::default() } else { memory_pages(config, handler) },
         console: handler.console,
         kernel: handler.kernel.clone(),
         initrd: handler.initrd.clone(),
-        kernel_args: handler.kernel_args.clone(),
+        kernel_args: handler
+            .kernel_args
+            .iter()
+            .chain(config.shape.iter().flat_map(|shape| &shape.kernel_args))
+            .cloned()
+            .collect(),
         network: netns.map(|netns| NetworkSpec { netns, interfaces: vec![INTERFACE.into()] }),
         hostname: config.hostname.clone(),
         sysctls: config.sysctls.clone(),

@@ -68,7 +68,7 @@ pub struct EngineChoice {
 
 impl EngineChoice {
     /// The engine of a pod.
-    fn spec(&self, setting: EngineSetting, pod: &PodConfig) -> EngineSpec {
+    pub(crate) fn spec(&self, setting: EngineSetting, pod: &PodConfig) -> EngineSpec {
         let setting = if pod.needs_host() { EngineSetting::Host } else { setting };
         let shares = pod.node_namespaces;
         let engine = setting.or(self.fitting);

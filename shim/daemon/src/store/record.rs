@@ -244,6 +244,7 @@ pub(crate) mod tests {
                 user_namespace: None,
                 empty_dirs: None,
                 machine: None,
+                shape: None,
                 vm: None,
                 privileged: false,
                 memory_limit: Some(1 << 28),

@@ -55,6 +55,7 @@ pub fn turn() -> MutexGuard<'static, ()> {
 pub fn spec(world: &dyn World, folder: &Path, disks: Vec<DiskSpec>) -> MachineSpec {
     MachineSpec {
         vcpus: 1,
+        topology: None,
         memory_mib: 128,
         memory_pages: Default::default(),
         console: Default::default(),

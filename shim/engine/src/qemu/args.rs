@@ -4,7 +4,7 @@
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 
-use nacelle_base::machine::{ConsoleKind, MemoryPages};
+use nacelle_base::machine::{ConsoleKind, MemoryPages, Topology};
 use nacelle_base::net::Mac;
 use nacelle_base::share;
 
@@ -27,7 +27,7 @@ const EMULATED: &str = "max,erms=off,fsrm=off";
 #[derive(Debug)]
 pub(super) struct MicroVm<'a> {
     pub accelerator: Accelerator,
-    pub vcpus: u8,
+    pub topology: Topology,
     pub memory_mib: u32,
     pub memory_pages: MemoryPages,
     pub console: ConsoleKind,
@@ -129,7 +129,9 @@ impl MicroVm<'_> {
         };
         add("accel", Some(accel.to_owned()));
         add("cpu", Some(cpu.to_owned()));
-        add("smp", Some(self.vcpus.to_string()));
+        let Topology { sockets, cores, threads } = self.topology;
+        let smp = Opt::new(&self.topology.count().to_string());
+        add("smp", Some(smp.set("sockets", sockets).set("cores", cores).set("threads", threads).0));
         let memory = format!("{}M", self.memory_mib);
         add("m", Some(memory.clone()));
         let backend = Opt::new("memory-backend-memfd").set("id", "ram").set("size", memory).set("share", "on");
@@ -195,7 +197,7 @@ mod tests {
     fn machine() -> MicroVm<'static> {
         MicroVm {
             accelerator: Accelerator::Tcg,
-            vcpus: 2,
+            topology: Topology { sockets: 1, cores: 2, threads: 1 },
             memory_mib: 128,
             memory_pages: MemoryPages::Transparent,
             console: ConsoleKind::Serial,
@@ -222,7 +224,7 @@ mod tests {
     #[test]
     fn each_option_is_one_word() {
         let args = machine().args();
-        assert_eq!(value(&args, "-smp"), ["2"]);
+        assert_eq!(value(&args, "-smp"), ["2,sockets=1,cores=2,threads=1"]);
         assert_eq!(value(&args, "-m"), ["128M"]);
         assert_eq!(value(&args, "-object"), ["memory-backend-memfd,id=ram,size=128M,share=on"]);
         assert_eq!(value(&args, "-cpu"), ["max,erms=off,fsrm=off"]);

@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use nacelle_base::machine::ConsoleKind;
+use nacelle_base::machine::{ConsoleKind, Topology};
 use nacelle_base::{Chain, files};
 use nacelle_vmm::fs::Fs;
 use nacelle_vmm::rng::Rng;
@@ -105,7 +105,7 @@ impl Engine for Qemu {
             UnixStream::pair().map_err(|source| EngineError::Resources { what: "the monitor's socket", source })?;
         let machine = MicroVm {
             accelerator: self.accelerator,
-            vcpus: spec.vcpus,
+            topology: spec.topology.unwrap_or(Topology::flat(spec.vcpus.into())),
             memory_mib: spec.memory_mib,
             memory_pages: spec.memory_pages,
             console: spec.console,

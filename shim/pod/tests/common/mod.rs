@@ -26,6 +26,7 @@ pub fn spec(root: &Path) -> PodSpec {
         id: PodId::from_bytes([9; 32]),
         engine: fake(),
         vcpus: 1,
+        topology: None,
         memory_mib: 64,
         memory_pages: Default::default(),
         console: Default::default(),

@@ -190,7 +190,7 @@ pub fn firmware(spec: &InstanceSpec, wishes: &Wishes, causes: &mut Causes) {
         bootloader(loader, domain, wishes, causes);
     }
     if let Some(kernel) = &firmware.kernel_boot {
-        kernel_boot(kernel, causes);
+        kernel_boot(kernel, wishes.kind, causes);
     }
 }
 
@@ -231,7 +231,7 @@ fn bootloader(loader: &Bootloader, domain: &Domain, wishes: &Wishes, causes: &mu
     }
 }
 
-fn kernel_boot(kernel: &KernelBoot, causes: &mut Causes) {
+fn kernel_boot(kernel: &KernelBoot, kind: Option<PodKind>, causes: &mut Causes) {
     let at = format!("{FIRMWARE}.kernelBoot");
     let args = &kernel.kernel_args;
     if args.len() > MAX_COMMAND_LINE || !printable(args) {
@@ -240,6 +240,10 @@ fn kernel_boot(kernel: &KernelBoot, causes: &mut Causes) {
     }
     let at = format!("{at}.container");
     let Some(container) = &kernel.container else {
+        // A machine for containers has a kernel already, which takes words.
+        if kind == Some(PodKind::Container) && !args.is_empty() {
+            return;
+        }
         return causes.required(Rule("kernel-container"), at, "must say the image with the kernel");
     };
     if container.image.is_empty() {

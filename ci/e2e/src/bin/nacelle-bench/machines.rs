@@ -195,6 +195,7 @@ pub fn serve(description: &str) -> ExitCode {
     });
     let spec = MachineSpec {
         vcpus: 1,
+        topology: None,
         memory_mib: setup.memory_mib,
         memory_pages: Default::default(),
         console: Default::default(),

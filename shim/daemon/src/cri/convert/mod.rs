@@ -7,6 +7,7 @@ mod empty_dirs;
 pub mod metrics;
 mod pod;
 pub mod report;
+mod shape;
 pub mod stats;
 mod users;
 mod volume;
@@ -15,6 +16,7 @@ pub use container::{container_config, pod_resources_change, resources_change, se
 pub use device::with_edits;
 pub use empty_dirs::{LIMITS as EMPTY_DIR_LIMITS, empty_dirs};
 pub use pod::pod_config;
+pub use shape::shape;
 pub use volume::for_a_guest;
 
 #[cfg(test)]

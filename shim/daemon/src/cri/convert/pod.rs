@@ -53,6 +53,7 @@ pub fn pod_config(
         user_namespace,
         empty_dirs: None,
         machine: None,
+        shape: None,
         vm: None,
         privileged: security.privileged,
         memory_limit: positive(resources.memory_limit_in_bytes),

@@ -136,6 +136,7 @@ pub fn pod_info(view: &View, console: &str) -> serde_json::Value {
         "hostname": pod.config.hostname,
         "containers": view.containers.len(),
         "machine": pod.machine,
+        "shape": pod.config.shape,
         "resources": pod.resources,
     })
 }

@@ -1,0 +1,310 @@
+//! Owns: a specification that a container pod's annotations make → `Shape`: what of it the machine can have, and the refusal,
+//! field by field, of what it cannot.
+
+use crate::config::Handler;
+use crate::nouns::{PodConfig, Shape};
+use nacelle_base::machine::{MemoryPages, Topology};
+use nacelle_base::{Classify, Kind};
+use nacelle_engine::{MAX_CMDLINE, MAX_VCPUS};
+use nacelle_pod::spec::{EngineSpec, MIN_MEMORY_MIB};
+use nacelle_vmi::admit::Admitted;
+
+const CPU: &str = "spec.domain.cpu";
+const MEMORY: &str = "spec.domain.memory.guest";
+const ARGS: &str = "spec.domain.firmware.kernelBoot.kernelArgs";
+const PAGES: &str = "spec.domain.memory.hugepages.pageSize";
+/// What the machine of a container pod is made by, and what says of it what is so anyway.
+const HONOURED: [&str; 8] = [
+    "spec.architecture",
+    "spec.domain.cpu.sockets",
+    "spec.domain.cpu.cores",
+    "spec.domain.cpu.threads",
+    MEMORY,
+    PAGES,
+    ARGS,
+    "spec.domain.devices.rng",
+];
+/// Fields that are named, if many are refused.
+const TOLD: usize = 20;
+
+/// Why a machine cannot have this shape.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ShapeError {
+    /// The pod has no machine.
+    #[error(
+        "config.annotations shape a machine, and the pod has none: its engine is host, by its handler or by what it shares with the node"
+    )]
+    NoMachine,
+    /// What no machine of a container pod is made by.
+    #[error(
+        "config.annotations say {fields}, by which this version of Nacelle does not make machines of container pods (docs/vm.md): take that out"
+    )]
+    NotHonoured {
+        /// Their paths, and who said them.
+        fields: String,
+    },
+    /// A value that this node cannot give.
+    #[error("config.annotations: {field} is {value}: {why}")]
+    NotHere {
+        /// Its path.
+        field: &'static str,
+        /// Its value.
+        value: String,
+        /// Why, and what to do.
+        why: &'static str,
+    },
+    /// A value that breaks a rule.
+    #[error("config.annotations: {field} is {value}: {rule}")]
+    Bad {
+        /// Its path.
+        field: &'static str,
+        /// Its value.
+        value: String,
+        /// What is allowed.
+        rule: String,
+    },
+}
+
+impl Classify for ShapeError {
+    fn kind(&self) -> Kind {
+        match self {
+            ShapeError::NoMachine | ShapeError::Bad { .. } => Kind::Invalid,
+            ShapeError::NotHonoured { .. } | ShapeError::NotHere { .. } => Kind::Unsupported,
+        }
+    }
+}
+
+fn bad<T>(field: &'static str, value: impl ToString, rule: String) -> Result<T, ShapeError> {
+    Err(ShapeError::Bad { field, value: value.to_string(), rule })
+}
+
+/// The shape that a specification gives to the machine of a pod of this handler on this engine.
+pub fn shape(
+    admitted: &Admitted,
+    pod: &PodConfig,
+    handler: &Handler,
+    engine: &EngineSpec,
+) -> Result<Shape, ShapeError> {
+    if matches!(engine, EngineSpec::Host { .. }) {
+        return Err(ShapeError::NoMachine);
+    }
+    let fields = admitted.fields();
+    let others = fields.iter().filter(|(path, _)| !HONOURED.contains(&path.as_str()));
+    let told: Vec<String> = others
+        .take(TOLD)
+        .map(|(path, from)| from.map_or_else(|| path.clone(), |from| format!("{path} (from {from})")))
+        .collect();
+    if !told.is_empty() {
+        return Err(ShapeError::NotHonoured { fields: told.join(", ") });
+    }
+    let memory_pages = pages(admitted)?;
+    Ok(Shape {
+        processors: processors(admitted, pod, engine)?,
+        memory_mib: memory(admitted, pod, memory_pages.unwrap_or(handler.memory_pages), handler.memory_mib)?,
+        memory_pages,
+        kernel_args: kernel_args(admitted, handler)?,
+    })
+}
+
+fn processors(admitted: &Admitted, pod: &PodConfig, engine: &EngineSpec) -> Result<Option<Topology>, ShapeError> {
+    let Some(cpu) = &admitted.said().domain.cpu else { return Ok(None) };
+    if cpu.sockets.or(cpu.cores).or(cpu.threads).is_none() {
+        return Ok(None);
+    }
+    let one = |part: Option<u32>| part.unwrap_or(1);
+    let topology = Topology { sockets: one(cpu.sockets), cores: one(cpu.cores), threads: one(cpu.threads) };
+    let Topology { sockets, cores, threads } = topology;
+    let value = format!("{sockets} sockets of {cores} cores of {threads} threads");
+    let count = topology.count();
+    if count > MAX_VCPUS.into() {
+        return bad(
+            CPU,
+            value,
+            format!("that makes {count} virtual processors, and a machine has at most {MAX_VCPUS}"),
+        );
+    }
+    if let Some(milli) = pod.cpu_limit_milli.filter(|milli| *milli > u64::from(count) * 1000) {
+        let rule = format!("the containers may use {milli} thousandths of a processor together, which is more");
+        return bad(CPU, value, rule);
+    }
+    let why = match engine {
+        EngineSpec::Kvm {} if sockets > 1 || threads > 1 => {
+            "engine kvm arranges virtual processors as cores of one socket: say so many cores"
+        }
+        // Its firmware counts processors without gaps.
+        EngineSpec::Qemu { .. } if sockets > 1 && !cores.is_power_of_two() => {
+            "with more than one socket, engine qemu needs cores that are a power of two"
+        }
+        _ => return Ok(Some(topology)),
+    };
+    Err(ShapeError::NotHere { field: CPU, value, why })
+}
+
+/// The machine's memory is this as a whole: what its kernel and agent need is part of it, and the containers' limits must fit
+/// beside the handler's share, as in a machine that nobody shapes.
+fn memory(admitted: &Admitted, pod: &PodConfig, pages: MemoryPages, own: u64) -> Result<Option<u64>, ShapeError> {
+    let Some(guest) = admitted.said().domain.memory.as_ref().and_then(|memory| memory.guest.as_ref()) else {
+        return Ok(None);
+    };
+    let mib = guest.bytes().unwrap_or(0) >> 20;
+    let least = match pod.memory_limit {
+        Some(limit) => limit.div_ceil(1 << 20).saturating_add(own),
+        None => MIN_MEMORY_MIB.into(),
+    };
+    if mib < least {
+        let why = match pod.memory_limit {
+            Some(limit) => format!(
+                "the containers may use {limit} bytes together, and the handler keeps memory_mib = {own} for the machine beside them"
+            ),
+            None => "smaller machines do not start".to_owned(),
+        };
+        return bad(MEMORY, guest, format!("{least}Mi are needed: {why}"));
+    }
+    if let Some((limit, overhead)) = pod.memory_limit.zip(pod.overhead_memory) {
+        let most = limit.saturating_add(overhead);
+        if mib << 20 > most {
+            let rule = format!(
+                "the pod may use {most} bytes on the node, which are its containers' limits and its RuntimeClass's overhead: \
+                 raise the limits"
+            );
+            return bad(MEMORY, guest, rule);
+        }
+    }
+    if pages == MemoryPages::Hugetlb && !mib.is_multiple_of(2) {
+        return bad(MEMORY, guest, "it lies in pages of 2Mi, of which it must be a multiple".to_owned());
+    }
+    Ok(Some(mib))
+}
+
+fn pages(admitted: &Admitted) -> Result<Option<MemoryPages>, ShapeError> {
+    let pages = admitted.said().domain.memory.as_ref().and_then(|memory| memory.hugepages.as_ref());
+    match pages.map(|pages| pages.page_size.as_str()) {
+        None => Ok(None),
+        Some("2Mi") => Ok(Some(MemoryPages::Hugetlb)),
+        Some(size) => {
+            let why = "machines of container pods lie in pages of 2Mi at most";
+            Err(ShapeError::NotHere { field: PAGES, value: size.to_owned(), why })
+        }
+    }
+}
+
+fn kernel_args(admitted: &Admitted, handler: &Handler) -> Result<Vec<String>, ShapeError> {
+    let boot = admitted.said().domain.firmware.as_ref().and_then(|firmware| firmware.kernel_boot.as_ref());
+    let text = boot.map_or("", |boot| boot.kernel_args.as_str());
+    if text.contains(['"', '\'']) {
+        return bad(ARGS, format!("{text:?}"), "words with quotes are not taken".to_owned());
+    }
+    let words: Vec<String> = text.split_ascii_whitespace().map(str::to_owned).collect();
+    let bytes = handler.kernel_args.iter().chain(&words).map(|word| word.len() + 1).sum::<usize>();
+    if !words.is_empty() && bytes > MAX_CMDLINE {
+        let rule = format!("with the handler's words these are {bytes} bytes, and {MAX_CMDLINE} are possible");
+        return bad(ARGS, format!("{} bytes", text.len()), rule);
+    }
+    Ok(words)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nacelle_pod::spec::{Accelerator, Shares};
+    use nacelle_vmi::admit;
+    use nacelle_vmi::preset::Catalogue;
+
+    fn qemu() -> EngineSpec {
+        EngineSpec::Qemu { binary: "/q".into(), accelerator: Accelerator::Tcg }
+    }
+
+    fn plain() -> PodConfig {
+        PodConfig { memory_limit: None, ..(*crate::store::tests_support::pod(1).config).clone() }
+    }
+
+    fn shaped(said: &[(&str, &str)], pod: &PodConfig, engine: &EngineSpec) -> Result<Shape, ShapeError> {
+        let said = said.iter().map(|(name, value)| (format!("vm.nacelle.dev/{name}"), (*value).to_owned())).collect();
+        let admitted = admit::pod(&said, &Catalogue::default()).unwrap().unwrap();
+        let handler = Handler { kernel_args: vec!["a=1".into()], ..Handler::default() };
+        shape(&admitted, pod, &handler, engine)
+    }
+
+    #[test]
+    fn short_names_and_a_document_say_the_same() {
+        let short = [("cpus", "4"), ("memory", "512Mi"), ("hugepages", "2Mi"), ("kernel-args", "x.y=1 z")];
+        let spec = "{domain: {cpu: {cores: 4}, memory: {guest: 512Mi, hugepages: {pageSize: 2Mi}}, devices: {rng: {}}, \
+                    firmware: {kernelBoot: {kernelArgs: x.y=1 z}}}, architecture: amd64}";
+        let expected = Shape {
+            processors: Some(Topology::flat(4)),
+            memory_mib: Some(512),
+            memory_pages: Some(MemoryPages::Hugetlb),
+            kernel_args: vec!["x.y=1".into(), "z".into()],
+        };
+        for said in [&short[..], &[("spec", spec)]] {
+            for engine in [qemu(), EngineSpec::Kvm {}] {
+                assert_eq!(shaped(said, &plain(), &engine), Ok(expected.clone()));
+            }
+        }
+        let sized = shaped(&[("instancetype", "u1.medium")], &plain(), &qemu()).unwrap();
+        assert_eq!((sized.processors, sized.memory_mib), (Some(Topology::flat(1)), Some(4096)));
+    }
+
+    #[test]
+    fn what_is_a_default_is_no_wish() {
+        assert_eq!(shaped(&[("kind", "container")], &plain(), &qemu()), Ok(Shape::default()));
+        let shape = shaped(&[("memory", "64Mi")], &plain(), &qemu()).unwrap();
+        assert_eq!(shape, Shape { memory_mib: Some(64), ..Shape::default() });
+    }
+
+    #[test]
+    fn what_is_not_honoured_is_named_with_who_said_it() {
+        let spec = "{domain: {cpu: {maxSockets: 2}, devices: {disks: [{name: a}], blockMultiQueue: false}}, volumes: [{name: a, emptyDisk: {capacity: 1Gi}}]}";
+        let said = [("spec", spec), ("cpus", "2"), ("mac", "02:00:00:00:00:01"), ("cpu-pinning", "false")];
+        let error = shaped(&said, &plain(), &qemu()).unwrap_err();
+        assert_eq!(error.kind(), Kind::Unsupported);
+        for field in [
+            "spec.domain.cpu.maxSockets,",
+            "spec.domain.cpu.dedicatedCpuPlacement (from vm.nacelle.dev/cpu-pinning)",
+            "spec.domain.devices.blockMultiQueue",
+            "spec.domain.devices.disks[0].name",
+            "spec.domain.devices.interfaces[0].macAddress (from vm.nacelle.dev/mac)",
+            "spec.volumes[0].emptyDisk.capacity",
+        ] {
+            assert!(error.to_string().contains(field), "{error}");
+        }
+        assert!(!error.to_string().contains("cpu.cores"), "{error}");
+        for said in [("cpu-model", "EPYC"), ("cpu-pinning", "true")] {
+            assert_eq!(shaped(&[said], &plain(), &qemu()).unwrap_err().kind(), Kind::Unsupported);
+        }
+        let kernel = [("kernel-image", "a:1"), ("kernel", "/vmlinux")];
+        let error = shaped(&kernel, &plain(), &qemu()).unwrap_err();
+        assert!(error.to_string().contains("kernelBoot.container.kernelPath (from vm.nacelle.dev/kernel)"), "{error}");
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused_by_field_value_and_rule() {
+        let limited = PodConfig { memory_limit: Some(1 << 28), cpu_limit_milli: Some(1500), ..plain() };
+        let over = PodConfig { overhead_memory: Some(300 << 20), ..limited.clone() };
+        let host = EngineSpec::Host { agent: "/a".into(), shares: Shares::default() };
+        let two = "{domain: {cpu: {sockets: 2, cores: 3}}}";
+        let odd = "{domain: {cpu: {sockets: 2, threads: 2}}}";
+        let long = "x".repeat(1021);
+        let kvm = EngineSpec::Kvm {};
+        for (said, pod, engine, kind, words) in [
+            (("cpus", "2"), &plain(), &host, Kind::Invalid, "engine is host"),
+            (("cpus", "65"), &plain(), &kvm, Kind::Invalid, "at most 64"),
+            (("cpus", "1"), &limited, &kvm, Kind::Invalid, "1500 thousandths"),
+            (("spec", two), &plain(), &qemu(), Kind::Unsupported, "power of two"),
+            (("spec", odd), &plain(), &kvm, Kind::Unsupported, "cores of one socket"),
+            (("memory", "63Mi"), &plain(), &kvm, Kind::Invalid, "64Mi are needed"),
+            (("memory", "511Mi"), &limited, &kvm, Kind::Invalid, "512Mi are needed"),
+            (("memory", "557Mi"), &over, &kvm, Kind::Invalid, "583008256 bytes on the node"),
+            (("hugepages", "1Gi"), &plain(), &kvm, Kind::Unsupported, "hugepages.pageSize is 1Gi"),
+            (("kernel-args", "a=\"b c\""), &plain(), &kvm, Kind::Invalid, "quotes"),
+            (("kernel-args", long.as_str()), &plain(), &kvm, Kind::Invalid, "1024 are possible"),
+        ] {
+            let error = shaped(&[said], pod, engine).unwrap_err();
+            assert_eq!(error.kind(), kind, "{error}");
+            assert!(error.to_string().contains(words), "{error}");
+        }
+        assert_eq!(shaped(&[("memory", "512Mi")], &limited, &kvm).unwrap().memory_mib, Some(512));
+        assert_eq!(shaped(&[("memory", "556Mi")], &over, &kvm).unwrap().memory_mib, Some(556));
+        assert_eq!(shaped(&[("spec", odd)], &plain(), &qemu()).unwrap().processors.unwrap().count(), 4);
+    }
+}
