@@ -14,8 +14,10 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
 
-/// Commands that are known at a time; kubelet's probes are many in a machine's life.
+/// Commands that run at a time.
 const MAX_EXECS: usize = 256;
+/// Commands that have ended and are still known: what they printed is in memory.
+const MAX_ENDED: usize = 8;
 /// Disks that wait for their machine.
 const MAX_OFFERS: usize = 256;
 /// The exit code of a command that the guest could not begin.
@@ -27,6 +29,7 @@ const END: Duration = Duration::from_secs(60);
 
 /// A command in the guest.
 pub struct Exec {
+    number: u64,
     done: watch::Sender<Option<Arc<(Outcome, Exit)>>>,
     task: Mutex<Option<AbortHandle>>,
 }
@@ -63,6 +66,8 @@ impl Exec {
 
 #[derive(Default)]
 struct Known {
+    /// Commands so far.
+    begun: u64,
     machines: Vec<Arc<Machine>>,
     /// By their machine's name and their own.
     execs: BTreeMap<(String, String), Arc<Exec>>,
@@ -83,6 +88,16 @@ struct Offer {
 impl Known {
     fn machine(&self, id: &str) -> Option<Arc<Machine>> {
         self.machines.iter().find(|machine| machine.id == id).cloned()
+    }
+}
+
+/// Forgets the commands that ended, the oldest first, until few of them are left.
+fn forget_ended(execs: &mut BTreeMap<(String, String), Arc<Exec>>) {
+    let mut ended: Vec<u64> =
+        execs.values().filter(|exec| exec.done.borrow().is_some()).map(|exec| exec.number).collect();
+    ended.sort_unstable();
+    if let Some(last) = ended.len().checked_sub(MAX_ENDED).and_then(|over| ended.get(..over)?.last()) {
+        execs.retain(|_, exec| exec.done.borrow().is_none() || exec.number > *last);
     }
 }
 
@@ -200,21 +215,22 @@ impl Keeper {
             State::Off | State::Crashing => return Err(KeeperError::State { what: "run a command", state: "is off" }),
             _ => return Err(KeeperError::State { what: "run a command", state: "has not started" }),
         }
-        let exec = Arc::new(Exec { done: watch::channel(None).0, task: Mutex::new(None) });
-        {
+
+        let exec = {
             let (mut known, key) = (self.known(), (id.to_owned(), exec_id));
             if known.execs.contains_key(&key) {
                 return Ok(());
             }
-            if known.execs.len() >= MAX_EXECS {
-                known.execs.retain(|_, exec| exec.done.borrow().is_none());
-            }
+            forget_ended(&mut known.execs);
             if known.execs.len() >= MAX_EXECS {
                 let source = std::io::ErrorKind::QuotaExceeded.into();
                 return Err(KeeperError::Resources { what: "room for one more command", source });
             }
+            known.begun += 1;
+            let exec = Arc::new(Exec { number: known.begun, done: watch::channel(None).0, task: Mutex::new(None) });
             known.execs.insert(key, Arc::clone(&exec));
-        }
+            exec
+        };
         let running = Arc::clone(&exec);
         let task = tokio::spawn(async move {
             let outcome = match verbs::of(&args) {
@@ -249,5 +265,29 @@ impl Keeper {
             ContainerState { id: machine.id.clone(), started, exit }
         };
         self.known().machines.iter().map(told).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_has_ended_is_forgotten_the_oldest_first() {
+        let exec = |number: u64, ended: bool| {
+            let exec = Exec { number, done: watch::channel(None).0, task: Mutex::new(None) };
+            if ended {
+                exec.finish(Outcome::default());
+            }
+            // Names are no order.
+            (("m".to_owned(), format!("{:03}", 999 - number)), Arc::new(exec))
+        };
+        let mut execs: BTreeMap<_, _> = (0..20).map(|number| exec(number, number != 3)).collect();
+        forget_ended(&mut execs);
+        let mut left: Vec<u64> = execs.values().map(|exec| exec.number).collect();
+        left.sort_unstable();
+        assert_eq!(left, [3, 12, 13, 14, 15, 16, 17, 18, 19]);
+        forget_ended(&mut execs);
+        assert_eq!(execs.len(), 9);
     }
 }

@@ -20,6 +20,7 @@ pub struct Lines {
     whom: &'static str,
     writer: OwnedWriteHalf,
     answers: mpsc::Receiver<Map<String, Value>>,
+    asked: u64,
 }
 
 /// Something that was told without a question.
@@ -39,7 +40,7 @@ impl Lines {
         let (tell_answer, answers) = mpsc::channel(4);
         let (tell_event, events) = mpsc::channel(EVENTS);
         tokio::spawn(read(reader, longest, whom, tell_answer, tell_event));
-        (Lines { whom, writer, answers }, events)
+        (Lines { whom, writer, answers, asked: 0 }, events)
     }
 
     /// Asks, and waits for the answer.
@@ -47,14 +48,22 @@ impl Lines {
         let (whom, command) = (self.whom, command.to_owned());
         // Of a question that was given up before.
         while self.answers.try_recv().is_ok() {}
-        let mut line = json!({ "execute": command });
+        self.asked += 1;
+        let id = json!(self.asked);
+        let mut line = json!({ "execute": command, "id": id });
         if !arguments.is_null() {
             line["arguments"] = arguments;
         }
         let asked = async {
             let sent = self.writer.write_all(format!("{line}\n").as_bytes()).await;
             sent.map_err(|_broken| KeeperError::Gone { whom })?;
-            self.answers.recv().await.ok_or(KeeperError::Gone { whom })
+            loop {
+                let answer = self.answers.recv().await.ok_or(KeeperError::Gone { whom })?;
+                // One with another number answers a question that was given up; some agents know no numbers.
+                if answer.get("id").is_none_or(|of| *of == id) {
+                    return Ok::<_, KeeperError>(answer);
+                }
+            }
         };
         let answer = tokio::time::timeout(limit, asked).await;
         let mut answer =
@@ -158,6 +167,14 @@ mod tests {
         with(&[b'x'; 400], async |mut lines, mut events| {
             assert!(matches!(lines.ask("a", Value::Null, LIMIT).await, Err(KeeperError::Gone { .. })));
             assert!(events.recv().await.is_none());
+        });
+    }
+
+    #[test]
+    fn a_late_answer_is_nobodys() {
+        let answer = b"{\"return\": 4, \"id\": 9}\n{\"return\": 5, \"id\": 1}\n";
+        with(answer, async |mut lines, _events| {
+            assert_eq!(lines.ask("a", Value::Null, LIMIT).await.unwrap(), 5);
         });
     }
 
