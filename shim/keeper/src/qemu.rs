@@ -178,9 +178,10 @@ impl Machine<'_> {
             None => board,
         };
         args.add("machine", board);
+        // One thread for all emulated processors: with several, one may still run text that another has patched.
         let (accel, cpu) = match self.accelerator {
             Accelerator::Kvm => ("kvm", "host"),
-            Accelerator::Tcg => ("tcg,thread=multi", EMULATED),
+            Accelerator::Tcg => ("tcg,thread=single", EMULATED),
         };
         args.add("accel", Opt::new(accel));
         let Processors { sockets, cores, threads, model, features, strict } = &document.processors;
@@ -433,6 +434,7 @@ mod tests {
     fn each_part_of_a_machine_is_said() {
         let args = args(&document(), &[]);
         assert_eq!(values(&args, "-name"), ["guest=web,, one"]);
+        assert_eq!(values(&args, "-accel"), ["tcg,thread=single"]);
         assert_eq!(values(&args, "-cpu"), ["max,erms=off,fsrm=off,avx=off,enforce=on"]);
         assert_eq!(values(&args, "-smp"), ["2,sockets=1,cores=2,threads=1"]);
         assert_eq!(values(&args, "-smbios"), ["type=1,serial=a,,b"]);
