@@ -243,6 +243,9 @@ impl Machine {
                     Err(error) => {
                         tracing::error!("the machine does not start: {}", Chain(&error));
                         next = runs.next(DIED, Duration::ZERO, Order::None);
+                        if next == Next::End {
+                            return self.over(DIED).await;
+                        }
                     }
                 },
             }
