@@ -3,6 +3,7 @@
 //! May use: `proto`, `base`, `engine` (its probe), `image`, `net`, `stream`, `pod` (specification and client), `keeper` (document), `vmi`.
 
 pub mod accounting;
+pub mod admission;
 mod cdi;
 pub mod cli;
 pub mod config;

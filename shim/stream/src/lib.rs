@@ -16,5 +16,5 @@ mod websocket;
 
 pub use guests::{Attach, Exec, Guests, Process, Size};
 pub use server::{Config, Server, ServerError};
-pub use tls::{Tls, TlsError};
+pub use tls::{Pem, Tls, TlsError};
 pub use token::TooMany;

@@ -118,7 +118,7 @@ impl Server {
     pub async fn bind(config: &Config) -> Result<(Server, Listener), ServerError> {
         let failed = |source| ServerError::Listen { address: config.address, source };
         let listener = TcpListener::bind(config.address).await.map_err(failed)?;
-        let tls = config.tls.as_ref().map(Tls::acceptor).transpose()?;
+        let tls = config.tls.as_ref().map(|tls| tls.read()?.acceptor()).transpose()?;
         let scheme = if tls.is_some() { "https" } else { "http" };
         let base = format!("{scheme}://{}", listener.local_addr().map_err(failed)?);
         let server = Server(Arc::new(Shared { tokens: Tokens::new(), base, idle: config.idle }));

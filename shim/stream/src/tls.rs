@@ -3,12 +3,17 @@
 use nacelle_base::{Classify, Kind};
 use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use std::fs::File;
+use std::io::Read;
 use std::path::PathBuf;
 use std::sync::Arc;
 use tokio_rustls::TlsAcceptor;
 
+/// No certificate with its chain is larger.
+const MAX_BYTES: u64 = 1 << 20;
+
 /// The files of a server that speaks TLS.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tls {
     /// PEM: its certificate, and those between it and one that clients know.
     pub certificate: PathBuf,
@@ -45,24 +50,45 @@ impl Classify for TlsError {
     }
 }
 
+/// What was in the files.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Pem {
+    files: Tls,
+    certificate: Vec<u8>,
+    key: Vec<u8>,
+}
+
 impl Tls {
     /// Reads the files.
-    pub(crate) fn acceptor(&self) -> Result<TlsAcceptor, TlsError> {
+    pub fn read(&self) -> Result<Pem, TlsError> {
+        let read = |path: &PathBuf| {
+            let text = File::open(path).and_then(|file| {
+                let mut text = Vec::new();
+                file.take(MAX_BYTES).read_to_end(&mut text)?;
+                Ok(text)
+            });
+            text.map_err(|error| TlsError::File { path: path.clone(), source: pem::Error::Io(error) })
+        };
+        Ok(Pem { certificate: read(&self.certificate)?, key: read(&self.key)?, files: self.clone() })
+    }
+}
+
+impl Pem {
+    /// What speaks TLS with them.
+    pub fn acceptor(&self) -> Result<TlsAcceptor, TlsError> {
         let in_file = |path: &PathBuf| {
             let path = path.clone();
             move |source| TlsError::File { path, source }
         };
-        let chain = CertificateDer::pem_file_iter(&self.certificate).and_then(Iterator::collect::<Result<Vec<_>, _>>);
-        let chain = chain.map_err(in_file(&self.certificate))?;
-        let key = PrivateKeyDer::from_pem_file(&self.key).map_err(in_file(&self.key))?;
+        let Tls { certificate, key } = &self.files;
+        let chain: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&self.certificate).collect();
+        let chain = chain.map_err(in_file(certificate))?;
+        let private = PrivateKeyDer::from_pem_slice(&self.key).map_err(in_file(key))?;
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let config = rustls::ServerConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
-        let config = config.and_then(|config| config.with_no_client_auth().with_single_cert(chain, key));
-        let mut config = config.map_err(|source| TlsError::Unfit {
-            certificate: self.certificate.clone(),
-            key: self.key.clone(),
-            source,
-        })?;
+        let config = config.and_then(|config| config.with_no_client_auth().with_single_cert(chain, private));
+        let mut config =
+            config.map_err(|source| TlsError::Unfit { certificate: certificate.clone(), key: key.clone(), source })?;
         // Upgrades are of HTTP/1.1.
         config.alpn_protocols = vec![b"http/1.1".to_vec()];
         Ok(TlsAcceptor::from(Arc::new(config)))

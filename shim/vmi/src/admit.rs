@@ -8,7 +8,7 @@ use crate::shape::field;
 use crate::spec::{InstanceSpec, PodKind, Power, RunStrategy, VirtualMachine};
 use crate::tree::{ROOT, Tree};
 use crate::version::written;
-use crate::{default, rules, tree};
+use crate::{complete, default, rules, tree};
 use serde_json::Value;
 use std::collections::BTreeMap;
 
@@ -81,9 +81,12 @@ pub fn pod(annotations: &BTreeMap<String, String>, catalogue: &Catalogue) -> Res
     if ours.is_empty() {
         return Ok(None);
     }
-    let (tree, wishes, causes) = annotations::read(&ours);
+    let (tree, wishes, mut causes) = annotations::read(&ours);
     match tree {
-        Some(tree) => admit(tree, wishes, causes, catalogue).map(Some),
+        Some(mut tree) => {
+            complete::recall(&ours, &mut tree, &mut causes);
+            admit(tree, wishes, causes, catalogue).map(Some)
+        }
         None => Err(causes),
     }
 }

@@ -82,16 +82,32 @@ pub struct Cause {
     pub from: Option<String>,
 }
 
+impl Cause {
+    /// What is wrong, without the field: as Kubernetes tells it of a field that it names itself.
+    pub fn detail(&self) -> String {
+        Detail(self).to_string()
+    }
+}
+
 impl fmt::Display for Cause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", self.field, self.reason.words())?;
-        if let Some(value) = &self.value {
+        write!(f, "{}: {}", self.field, Detail(self))
+    }
+}
+
+struct Detail<'a>(&'a Cause);
+
+impl fmt::Display for Detail<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Detail(cause) = self;
+        f.write_str(cause.reason.words())?;
+        if let Some(value) = &cause.value {
             write!(f, ": {value}")?;
         }
-        if !self.message.is_empty() {
-            write!(f, ": {}", self.message)?;
+        if !cause.message.is_empty() {
+            write!(f, ": {}", cause.message)?;
         }
-        match &self.from {
+        match &cause.from {
             Some(from) => write!(f, " (from {from})"),
             None => Ok(()),
         }

@@ -1,13 +1,14 @@
 //! Owns: one harness function per parser of what strangers write of machines. ci/fuzz calls them; the tests below feed them
 //! random bytes and the committed corpus (`tests/corpus/TARGET/*`). A harness fails by a panic or by never ending.
 
+use crate::admit::Admitted;
 use crate::annotations::PREFIX;
 use crate::cause::MAX_CAUSES;
 use crate::manifest::{self, Options};
 use crate::preset::Catalogue;
 use crate::spec::InstanceSpec;
 use crate::version::{typed, written};
-use crate::{admit, read};
+use crate::{admit, complete, read};
 use std::collections::BTreeMap;
 
 /// Annotations: name, zero byte, value, zero byte, and so on. What is admitted is right when it is read again.
@@ -22,9 +23,28 @@ pub fn annotations(data: &[u8]) {
         Ok(Some(admitted)) => {
             let (again, causes) = typed::<InstanceSpec>(written(admitted.spec()), "spec");
             assert!(causes.is_empty() && again == *admitted.spec(), "{causes}");
+            for defaults in [false, true] {
+                completed(&annotations, &admitted, defaults);
+            }
         }
         Ok(None) => assert!(annotations.is_empty()),
         Err(causes) => assert!((1..=MAX_CAUSES).contains(&causes.list().len()) && !causes.to_string().contains('\n')),
+    }
+}
+
+/// What is completed means what it meant, needs no catalogue, and is not completed again.
+fn completed(annotations: &BTreeMap<String, String>, admitted: &Admitted, defaults: bool) {
+    let catalogue = Catalogue::default();
+    let Some(made) = complete::complete(annotations, &catalogue, defaults).unwrap_or_default() else { return };
+    assert_eq!(complete::complete(&made, &catalogue, defaults), Ok(None), "{made:?}");
+    let none = Catalogue { instancetypes: BTreeMap::new(), ..catalogue };
+    let again =
+        admit::pod(&made, &none).unwrap_or_else(|causes| panic!("{made:?}: {causes}")).expect("it names a document");
+    assert_eq!(again.spec(), admitted.spec());
+    assert_eq!((again.kind(), again.name(), again.power()), (admitted.kind(), admitted.name(), admitted.power()));
+    assert_eq!((again.run_strategy(), again.ssh_keys()), (admitted.run_strategy(), admitted.ssh_keys()));
+    if !defaults {
+        assert_eq!(again.said(), admitted.said());
     }
 }
 
@@ -84,6 +104,7 @@ mod tests {
             "[]",
             "2Mi",
             "q35",
+            r#"{"fields": {"spec.domain.cpu": "preset a"}, "presets": ["a"]}"#,
         ];
         let pair = (name, prop::sample::select(words.to_vec()).prop_map(str::to_owned))
             .prop_map(|(name, value)| format!("{name}\0{value}\0"));

@@ -5,11 +5,13 @@
 //!
 //! The way of a specification: text (`read`) -> tree -> its shape (`shape`, by the `schema` of the types) -> v1 from any
 //! version (`version`) -> short annotations merged (`annotations`) -> presets, instance type, preference (`preset`) ->
-//! defaults (`default`) -> rules (`rules`) -> `Admitted` (`admit`).
+//! defaults (`default`) -> rules (`rules`) -> `Admitted` (`admit`). `complete` goes back: from what was admitted to annotations
+//! that need no catalogue.
 
 pub mod admit;
 pub mod annotations;
 pub mod cause;
+pub mod complete;
 pub mod default;
 #[cfg(any(test, feature = "fuzz"))]
 pub mod fuzz;

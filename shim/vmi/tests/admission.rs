@@ -3,6 +3,7 @@
 
 use nacelle_vmi::admit::{self, Admitted};
 use nacelle_vmi::annotations::PREFIX;
+use nacelle_vmi::complete::complete;
 use nacelle_vmi::preset::Catalogue;
 use nacelle_vmi::spec::{Bus, PodKind, Power, RunStrategy};
 use nacelle_vmi::{Causes, read};
@@ -127,4 +128,87 @@ fn both_sides_may_say_the_same() {
     let spec = "{domain: {memory: {guest: 1Gi}, cpu: {sockets: 2, threads: 2}, devices: {disks: [{name: a}]}}, volumes: [{name: a, emptyDisk: {capacity: 1Gi}}]}";
     let same = [("kind", "machine"), ("spec", spec), ("memory", "1Gi"), ("cpus", "4")];
     assert_eq!(admitted(&same).unwrap().unwrap().spec().domain.cpu.as_ref().unwrap().sockets, Some(2));
+}
+
+fn completed(annotations: &[(&str, &str)], defaults: bool) -> Option<BTreeMap<String, String>> {
+    let mut catalogue = Catalogue::default();
+    for document in read::all(CATALOGUE, "catalogue").unwrap() {
+        catalogue.add(document, "catalogue").unwrap();
+    }
+    let annotations: BTreeMap<String, String> =
+        annotations.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+    complete(&annotations, &catalogue, defaults).unwrap()
+}
+
+#[test]
+fn what_names_nothing_is_complete() {
+    assert_eq!(completed(&[], true), None);
+    assert_eq!(completed(&[("example.com/a", "b")], true), None);
+    assert_eq!(completed(&[("vm.nacelle.dev/cpus", "2")], true), None);
+    let machine = [
+        ("vm.nacelle.dev/kind", "machine"),
+        ("vm.nacelle.dev/memory", "1Gi"),
+        ("vm.nacelle.dev/disks", "root=image:a"),
+    ];
+    assert_eq!(completed(&machine, false), None);
+}
+
+#[test]
+fn names_become_a_document_that_needs_no_catalogue() {
+    let made = completed(
+        &[
+            ("example.com/a", "b"),
+            ("vm.nacelle.dev/kind", "machine"),
+            ("vm.nacelle.dev/name", "db"),
+            ("vm.nacelle.dev/instancetype", "u1.small"),
+            ("vm.nacelle.dev/preference", "linux"),
+            ("vm.nacelle.dev/presets", "clocked"),
+            ("vm.nacelle.dev/disks", "root=image:a"),
+            ("vm.nacelle.dev/firmware", "efi"),
+        ],
+        false,
+    );
+    let made = made.unwrap();
+    let names: Vec<&str> = made.keys().map(String::as_str).collect();
+    let ours = ["applied", "kind", "name", "spec"].map(|name| format!("{PREFIX}{name}"));
+    assert_eq!(names, ["example.com/a", &ours[0], &ours[1], &ours[2], &ours[3]]);
+    assert_eq!(
+        made["vm.nacelle.dev/spec"],
+        "{\"domain\":{\"clock\":{\"timezone\":\"Europe/Berlin\"},\"cpu\":{\"cores\":1,\"model\":\"host-model\"},\
+         \"devices\":{\"disks\":[{\"cache\":\"none\",\"disk\":{\"bus\":\"scsi\"},\"name\":\"root\"}]},\
+         \"firmware\":{\"bootloader\":{\"efi\":{\"secureBoot\":false}}},\"memory\":{\"guest\":\"2147483648\"}},\
+         \"terminationGracePeriodSeconds\":5,\"volumes\":[{\"containerDisk\":{\"image\":\"a\"},\"name\":\"root\"}]}"
+    );
+    assert_eq!(
+        made["vm.nacelle.dev/applied"],
+        "{\"fields\":{\"spec.domain.clock.timezone\":\"preset clocked\",\"spec.domain.cpu.cores\":\"instance type u1.small\",\
+         \"spec.domain.cpu.model\":\"preset clocked\",\"spec.domain.devices.disks[0]\":\"preference linux\",\"spec.domain.devices.disks[0].cache\":\"preference linux\",\
+         \"spec.domain.memory.guest\":\"instance type u1.small\",\"spec.terminationGracePeriodSeconds\":\"preference linux\"},\
+         \"instancetype\":\"u1.small\",\"preference\":\"linux\",\"presets\":[\"clocked\"]}"
+    );
+    // A node without that catalogue reads the same, and knows who said it.
+    let node = admit::pod(&made, &Catalogue::default()).unwrap().unwrap();
+    assert_eq!(node.spec().domain.cpu.as_ref().unwrap().model, "host-model");
+    assert!(node.fields().contains(&("spec.domain.memory.guest".to_owned(), Some("instance type u1.small"))));
+    assert_eq!(complete(&made, &Catalogue::default(), false), Ok(None));
+}
+
+#[test]
+fn defaults_of_machine_pods_are_written_on_demand() {
+    let machine = [
+        ("vm.nacelle.dev/kind", "machine"),
+        (
+            "vm.nacelle.dev/spec",
+            "{domain: {memory: {guest: 1Gi}, devices: {disks: [{name: root}]}}, volumes: [{name: root, containerDisk: {image: a}}]}",
+        ),
+    ];
+    let mut made = completed(&machine, true).unwrap();
+    assert_eq!(made["vm.nacelle.dev/run-strategy"], "Always");
+    assert!(made["vm.nacelle.dev/spec"].contains("\"machine\":{\"type\":\"q35\"}"), "{made:?}");
+    assert!(!made.contains_key("vm.nacelle.dev/applied"));
+    assert_eq!(complete(&made, &Catalogue::default(), true), Ok(None));
+    // Written otherwise, and still the same.
+    let spec = made["vm.nacelle.dev/spec"].replace("\"machine\":{\"type\":\"q35\"}", "\"machine\": {type: q35}");
+    made.insert("vm.nacelle.dev/spec".to_owned(), spec);
+    assert_eq!(complete(&made, &Catalogue::default(), true), Ok(None));
 }

@@ -1,5 +1,6 @@
 //! Owns: the commands of `nacelle` and what each of them reads from the command line.
 
+mod admission;
 mod check;
 mod image;
 mod machines;
@@ -54,6 +55,8 @@ enum Command {
         #[command(subcommand)]
         command: vm::Vm,
     },
+    /// Tells a cluster's API server whether pods and machines are right, before they are stored: admission webhooks over https.
+    Admission(Box<admission::Admission>),
     /// Prints the version.
     Version,
 }
@@ -86,6 +89,10 @@ pub fn run() -> ExitCode {
         Command::Image { config, command } => config.load().and_then(|config| image::run(config, command)),
         Command::Pods { config, timeline } => config.load().and_then(|config| pods::run(&config, timeline)),
         Command::Vm { config, command } => vm::run(&config, command),
+        Command::Admission(admission) => {
+            more_files();
+            admission::run(*admission)
+        }
         Command::Version => {
             println!("nacelle {}", env!("CARGO_PKG_VERSION"));
             Ok(ExitCode::SUCCESS)

@@ -94,7 +94,7 @@ pub(super) fn run(config: &super::Config, command: Vm) -> anyhow::Result<ExitCod
 }
 
 impl Documents {
-    fn read(&self) -> anyhow::Result<Catalogue> {
+    pub(super) fn read(&self) -> anyhow::Result<Catalogue> {
         let mut catalogue = Catalogue::default();
         for file in &self.catalogue {
             for document in documents(file)? {

@@ -63,12 +63,18 @@ fn value<T>(field: impl Into<String>, value: impl ToString, instead: &'static st
     Err(Refused::Value { field: field.into(), value: value.to_string(), instead })
 }
 
+/// The fields that no machine of this version has.
+pub fn not_honoured(admitted: &Admitted) -> Vec<String> {
+    let fields = honoured::others(&nacelle_vmi::version::written(admitted.spec()));
+    fields.into_iter().map(|field| format!("spec.{field}")).collect()
+}
+
 /// The machine of a pod.
 pub fn build(admitted: &Admitted, pod: &PodConfig, machines: &Machines) -> Result<MachinePod, Refused> {
     let spec = admitted.spec();
-    let fields = honoured::others(&nacelle_vmi::version::written(spec));
+    let fields = not_honoured(admitted);
     if !fields.is_empty() {
-        return Err(Refused::Fields { fields: fields.into_iter().map(|field| format!("spec.{field}")).collect() });
+        return Err(Refused::Fields { fields });
     }
     let strategy = strategy(admitted)?;
     if spec.architecture.is_some_and(|architecture| architecture != vmi::Architecture::Amd64) {

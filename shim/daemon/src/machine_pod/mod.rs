@@ -9,7 +9,7 @@ mod files;
 mod honoured;
 mod volumes;
 
-pub use build::{Refused, build};
+pub use build::{Refused, build, not_honoured};
 pub use container::check_container;
 pub use document::{SourceError, document};
 pub use files::{cloud_init_of, files_of};

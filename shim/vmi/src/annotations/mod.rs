@@ -45,6 +45,10 @@ pub const ALL: &[(&str, &str)] = &[
     ("mac", "the hardware address of the first interface"),
     ("graphics", "`true` or `false`: `domain.devices.autoattachGraphicsDevice`"),
     ("grace-period", "seconds: `terminationGracePeriodSeconds`"),
+    (
+        "applied",
+        "what of the document came of instance type, preference and presets; written by `nacelle admission`, not by hand",
+    ),
     ("empty-dir-limits", "sizes of emptyDirs that are disks (docs/volumes.md); nothing of the machine's own"),
 ];
 
@@ -117,10 +121,8 @@ fn document(annotations: &BTreeMap<&str, &str>, causes: &mut Causes) -> Option<T
     };
     let carried = annotations.get("v1-fields").copied();
     let Some(text) = annotations.get("spec") else {
-        for (name, there) in
-            [("api-version", annotations.contains_key("api-version")), ("v1-fields", carried.is_some())]
-        {
-            if there {
+        for name in ["api-version", "v1-fields", "applied"] {
+            if annotations.contains_key(name) {
                 let message = format!("says something of a document, and there is none: {PREFIX}spec is missing");
                 causes.forbidden(Rule("annotation-alone"), field(name), message);
             }

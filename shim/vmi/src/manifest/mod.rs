@@ -26,6 +26,8 @@ const WORKLOADS: &[(&str, &str)] = &[
     ("Job", "/spec/template/metadata"),
     ("CronJob", "/spec/jobTemplate/spec/template/metadata"),
 ];
+/// Kinds of machines.
+const MACHINES: [&str; 3] = ["VirtualMachine", "VirtualMachineInstance", "VirtualMachineInstanceReplicaSet"];
 /// The group of KubeVirt's documents.
 const KUBEVIRT: &str = "kubevirt.io/";
 
@@ -68,12 +70,13 @@ fn verdict(document: &Value, machine: bool, causes: Causes) -> Verdict {
     Verdict { kind: text("/kind"), name: text("/metadata/name"), machine, causes }
 }
 
-fn one(document: &Value, catalogue: &Catalogue) -> Verdict {
+/// Checks one document that is no part of a catalogue.
+pub fn one(document: &Value, catalogue: &Catalogue) -> Verdict {
     let kind = document["kind"].as_str();
     let group = document["apiVersion"].as_str().unwrap_or_default();
     let causes = match kind {
-        Some(kind) if WORKLOADS.iter().any(|(known, _)| *known == kind) => {
-            let (annotations, mut causes) = annotations(document, kind);
+        Some(kind) if template(kind).is_some() => {
+            let (annotations, mut causes) = annotations(document);
             if annotations.keys().all(|key| !key.starts_with(crate::annotations::PREFIX)) {
                 return verdict(document, false, causes);
             }
@@ -94,7 +97,7 @@ fn one(document: &Value, catalogue: &Catalogue) -> Verdict {
         _ => {
             let mut causes = Causes::default();
             let mut kinds: Vec<&str> = WORKLOADS.iter().map(|(kind, _)| *kind).collect();
-            kinds.extend(["VirtualMachine", "VirtualMachineInstance", "VirtualMachineInstanceReplicaSet"]);
+            kinds.extend(MACHINES);
             causes.unsupported(Rule("manifest-kind"), "kind", &document["kind"], &kinds);
             causes
         }
@@ -102,11 +105,36 @@ fn one(document: &Value, catalogue: &Catalogue) -> Verdict {
     verdict(document, true, causes)
 }
 
+/// Where the metadata of a workload's pods is.
+fn template(kind: &str) -> Option<&'static str> {
+    WORKLOADS.iter().find(|(known, _)| *known == kind).map(|(_, at)| *at)
+}
+
+/// Whether `one` knows what to make of a document of this kind, in this group or version of one.
+pub fn is_known(api_version: &str, kind: &str) -> bool {
+    let group = api_version.split_once('/').map_or("", |(group, _)| group);
+    match template(kind) {
+        Some(_) => ["", "apps", "batch"].contains(&group),
+        None => (group == version::GROUP || api_version.starts_with(KUBEVIRT)) && is_machine(kind),
+    }
+}
+
+/// Whether documents of this kind are machines themselves, and not workloads with pods that are.
+pub fn is_machine(kind: &str) -> bool {
+    MACHINES.contains(&kind)
+}
+
+/// The RuntimeClass that a workload's pods name.
+pub fn runtime_class(document: &Value) -> Option<&str> {
+    let above = template(document["kind"].as_str()?)?.strip_suffix("metadata")?;
+    document.pointer(&format!("{above}spec/runtimeClassName"))?.as_str()
+}
+
 /// The annotations of a workload's pods.
-fn annotations(document: &Value, kind: &str) -> (BTreeMap<String, String>, Causes) {
+pub fn annotations(document: &Value) -> (BTreeMap<String, String>, Causes) {
     let mut causes = Causes::default();
-    let at = WORKLOADS.iter().find(|(known, _)| *known == kind).map_or("/metadata", |(_, at)| *at);
-    let found = document.pointer(at).and_then(|metadata| metadata.get("annotations"));
+    let at = document["kind"].as_str().and_then(template);
+    let found = at.and_then(|at| document.pointer(at)).and_then(|metadata| metadata.get("annotations"));
     let mut read = BTreeMap::new();
     for (key, value) in found.and_then(Value::as_object).into_iter().flatten() {
         match value.as_str() {
@@ -121,7 +149,7 @@ fn annotations(document: &Value, kind: &str) -> (BTreeMap<String, String>, Cause
 }
 
 /// An object without what a cluster adds to it.
-fn bare(document: &Value) -> Value {
+pub fn bare(document: &Value) -> Value {
     let mut document = document.clone();
     if let Some(fields) = document.as_object_mut() {
         fields.remove("status");

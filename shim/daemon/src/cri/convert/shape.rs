@@ -78,6 +78,12 @@ fn bad<T>(field: &'static str, value: impl ToString, rule: String) -> Result<T, 
     Err(ShapeError::Bad { field, value: value.to_string(), rule })
 }
 
+/// The fields by which no machine of a container pod is made, each with who said it.
+pub fn not_honoured(admitted: &Admitted) -> Vec<String> {
+    let fields = admitted.fields().into_iter().filter(|(path, _)| !HONOURED.contains(&path.as_str()));
+    fields.map(|(path, from)| from.map_or_else(|| path.clone(), |from| format!("{path} (from {from})"))).collect()
+}
+
 /// The shape that a specification gives to the machine of a pod of this handler on this engine.
 pub fn shape(
     admitted: &Admitted,
@@ -88,12 +94,8 @@ pub fn shape(
     if matches!(engine, EngineSpec::Host { .. }) {
         return Err(ShapeError::NoMachine);
     }
-    let fields = admitted.fields();
-    let others = fields.iter().filter(|(path, _)| !HONOURED.contains(&path.as_str()));
-    let told: Vec<String> = others
-        .take(TOLD)
-        .map(|(path, from)| from.map_or_else(|| path.clone(), |from| format!("{path} (from {from})")))
-        .collect();
+    let mut told = not_honoured(admitted);
+    told.truncate(TOLD);
     if !told.is_empty() {
         return Err(ShapeError::NotHonoured { fields: told.join(", ") });
     }

@@ -1,0 +1,83 @@
+//! Owns: the manifests with which a cluster runs the server and asks it: those of docs/examples/admission, with what is different
+//! in each cluster. Pure.
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use nacelle_vmi::{Causes, manifest, read};
+use serde_json::{Value, json};
+
+const SERVER: &str = include_str!("../../../../docs/examples/admission/server.yaml");
+const WEBHOOKS: &str = include_str!("../../../../docs/examples/admission/webhooks.yaml");
+
+/// What is different in each cluster.
+#[derive(Clone, Debug)]
+pub struct Cluster {
+    /// Where the server runs.
+    pub namespace: String,
+    /// The image with the program.
+    pub image: String,
+    /// PEM: the authority that has signed the server's certificate.
+    pub authority: Vec<u8>,
+}
+
+/// The manifests as YAML.
+pub fn manifests(cluster: &Cluster) -> Result<String, Causes> {
+    let mut documents = read::all(SERVER, "server.yaml")?;
+    documents.extend(read::all(WEBHOOKS, "webhooks.yaml")?);
+    for document in &mut documents {
+        fit(document, cluster);
+    }
+    Ok(manifest::text(&documents))
+}
+
+fn fit(document: &mut Value, cluster: &Cluster) {
+    let set = |value: Option<&mut Value>, to: Value| {
+        if let Some(value) = value {
+            *value = to;
+        }
+    };
+    let place = if document["kind"] == "Namespace" { "/metadata/name" } else { "/metadata/namespace" };
+    set(document.pointer_mut(place), json!(cluster.namespace));
+    set(document.pointer_mut("/spec/template/spec/containers/0/image"), json!(cluster.image));
+    for webhook in document.get_mut("webhooks").and_then(Value::as_array_mut).into_iter().flatten() {
+        set(webhook.pointer_mut("/clientConfig/service/namespace"), json!(cluster.namespace));
+        set(webhook.pointer_mut("/clientConfig/caBundle"), json!(STANDARD.encode(&cluster.authority)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn everything_of_a_cluster_is_where_it_belongs() {
+        let cluster =
+            Cluster { namespace: "other".into(), image: "example.com/n:1".into(), authority: b"certificate".to_vec() };
+        let text = manifests(&cluster).unwrap();
+        assert!(!text.contains("nacelle-system") && !text.contains("registry.example"), "{text}");
+        let documents = read::all(&text, "x").unwrap();
+        let kinds: Vec<_> = documents.iter().map(|document| document["kind"].as_str().unwrap()).collect();
+        assert_eq!(
+            kinds,
+            [
+                "Namespace",
+                "ServiceAccount",
+                "Service",
+                "PodDisruptionBudget",
+                "Deployment",
+                "MutatingWebhookConfiguration",
+                "ValidatingWebhookConfiguration"
+            ]
+        );
+        let webhooks: Vec<&Value> =
+            documents.iter().flat_map(|document| document["webhooks"].as_array().into_iter().flatten()).collect();
+        assert_eq!(webhooks.len(), 5);
+        for webhook in webhooks {
+            assert_eq!(webhook["clientConfig"]["caBundle"], STANDARD.encode("certificate"));
+            assert_eq!(webhook["clientConfig"]["service"]["namespace"], "other");
+            assert_eq!(webhook["sideEffects"], "None");
+        }
+        // The mode is a number: 0440.
+        assert_eq!(documents[4]["spec"]["template"]["spec"]["volumes"][0]["secret"]["defaultMode"], 288);
+    }
+}

@@ -1,0 +1,18 @@
+//! Owns: the admission server of a cluster: the API server asks it whether pods and machines are right before they are stored,
+//! and it answers with the code that stands behind RunPodSandbox. docs/vm.md (Admission) is the map.
+//! May use: `vmi`, `stream` (its TLS), what this version honours. Needs no node, no daemon and no API server of its own.
+//!
+//! A review goes text -> `json` -> `review` -> `verdict` -> `review` -> text; `server` does the talking.
+
+mod certificate;
+mod json;
+pub mod manifests;
+mod review;
+mod server;
+mod verdict;
+
+pub use server::{AdmissionError, Options, Server};
+pub use verdict::Policy;
+
+#[cfg(test)]
+mod tests;

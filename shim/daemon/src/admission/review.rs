@@ -1,0 +1,208 @@
+//! Owns: AdmissionReview of admission.k8s.io/v1, as far as it is needed here: a request is read and checked, an answer is
+//! written. Pure.
+
+use super::json;
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use nacelle_base::{Classify, Kind};
+use nacelle_vmi::{Cause, Causes};
+use serde_json::{Value, json};
+
+/// What is understood.
+const API_VERSION: &str = "admission.k8s.io/v1";
+const KIND: &str = "AdmissionReview";
+/// Kubernetes' are 36 long.
+const MAX_UID: usize = 256;
+/// About how many bytes of causes the message has; `details` has them all.
+const MAX_MESSAGE: usize = 4000;
+/// Kubernetes cuts longer ones, and throws away what is over 4096 bytes together.
+const MAX_WARNING: usize = 256;
+const MAX_WARNINGS: usize = 12;
+/// How much of a word of a stranger is told.
+const MAX_TOLD: usize = 100;
+
+/// What the API server asks.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Review {
+    /// The question's.
+    pub uid: String,
+    /// Of the object; empty for the core group.
+    pub group: String,
+    /// Of the object.
+    pub version: String,
+    /// Of the object.
+    pub kind: String,
+    /// The object's; empty if the API server chooses one later.
+    pub name: String,
+    /// The object's; empty if it has none.
+    pub namespace: String,
+    /// `CREATE`, `UPDATE`, `DELETE` or `CONNECT`.
+    pub operation: String,
+    /// Which part of the object is written; empty: all of it.
+    pub subresource: String,
+    /// The object as it shall be; null: there is none.
+    pub object: Value,
+    /// The object as it is; null: there is none.
+    pub old: Value,
+}
+
+/// What is answered.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Answer {
+    /// It may be.
+    Allowed {
+        /// What a person should know.
+        warnings: Vec<String>,
+    },
+    /// It may be, changed so: a JSON patch.
+    Patched(Value),
+    /// It may not be.
+    Denied(Causes),
+}
+
+/// Why a text is no review.
+#[derive(Debug, thiserror::Error)]
+pub enum ReviewError {
+    /// It cannot be read.
+    #[error("the body is no JSON that is read here")]
+    Json {
+        /// Why.
+        source: serde_json::Error,
+    },
+    /// It is something else.
+    #[error("the body is {kind:?} of {api_version:?}, and {KIND} of {API_VERSION} is expected")]
+    Other {
+        /// Its `apiVersion`.
+        api_version: String,
+        /// Its `kind`.
+        kind: String,
+    },
+    /// A field is missing, or is no such thing.
+    #[error("{field} must be {wanted}")]
+    Field {
+        /// Its path.
+        field: &'static str,
+        /// What it must be.
+        wanted: &'static str,
+    },
+}
+
+impl Classify for ReviewError {
+    fn kind(&self) -> Kind {
+        Kind::Invalid
+    }
+}
+
+impl Review {
+    /// Reads a request.
+    pub fn read(body: &[u8]) -> Result<Review, ReviewError> {
+        let mut whole = json::read(body).map_err(|source| ReviewError::Json { source })?;
+        let word = |field: &str| whole.get(field).and_then(Value::as_str).map_or_else(String::new, cut);
+        let (api_version, kind) = (word("apiVersion"), word("kind"));
+        if api_version != API_VERSION || kind != KIND {
+            return Err(ReviewError::Other { api_version, kind });
+        }
+        let request = whole.get_mut("request").filter(|request| request.is_object());
+        let request = request.ok_or(ReviewError::Field { field: "request", wanted: "an object" })?;
+        let mut take = |field: &str| request.get_mut(field).map(Value::take).unwrap_or_default();
+        let (object, old) = (take("object"), take("oldObject"));
+        for (field, value) in [("request.object", &object), ("request.oldObject", &old)] {
+            if !value.is_object() && !value.is_null() {
+                return Err(ReviewError::Field { field, wanted: "an object or null" });
+            }
+        }
+        let text = |pointer: &str, field, wanted| match request.pointer(pointer) {
+            Some(Value::String(text)) => Ok(text.clone()),
+            None | Some(Value::Null) => Ok(String::new()),
+            Some(_) => Err(ReviewError::Field { field, wanted }),
+        };
+        let uid = text("/uid", "request.uid", "a string")?;
+        if uid.is_empty() || uid.len() > MAX_UID {
+            return Err(ReviewError::Field { field: "request.uid", wanted: "a string of 1 to 256 bytes" });
+        }
+        let operation = text("/operation", "request.operation", "a string")?;
+        if !["CREATE", "UPDATE", "DELETE", "CONNECT"].contains(&operation.as_str()) {
+            let wanted = "CREATE, UPDATE, DELETE or CONNECT";
+            return Err(ReviewError::Field { field: "request.operation", wanted });
+        }
+        let kind = text("/kind/kind", "request.kind.kind", "a string")?;
+        if kind.is_empty() {
+            return Err(ReviewError::Field { field: "request.kind.kind", wanted: "a string" });
+        }
+        Ok(Review {
+            uid,
+            group: text("/kind/group", "request.kind.group", "a string")?,
+            version: text("/kind/version", "request.kind.version", "a string")?,
+            kind,
+            name: text("/name", "request.name", "a string")?,
+            namespace: text("/namespace", "request.namespace", "a string")?,
+            operation,
+            subresource: text("/subResource", "request.subResource", "a string")?,
+            object,
+            old,
+        })
+    }
+
+    /// `apiVersion` of the object.
+    pub fn api_version(&self) -> String {
+        if self.group.is_empty() { self.version.clone() } else { format!("{}/{}", self.group, self.version) }
+    }
+
+    /// The object's name; without one, what its name will begin with.
+    pub fn who(&self) -> &str {
+        let said = |field| self.object.pointer(field).and_then(Value::as_str).filter(|name| !name.is_empty());
+        let named = Some(self.name.as_str()).filter(|name| !name.is_empty());
+        named.or_else(|| said("/metadata/name")).or_else(|| said("/metadata/generateName")).unwrap_or_default()
+    }
+
+    /// The answer's text.
+    pub fn answer(&self, answer: &Answer) -> Vec<u8> {
+        let mut response = json!({ "uid": self.uid, "allowed": !matches!(answer, Answer::Denied(_)) });
+        match answer {
+            Answer::Allowed { warnings } if warnings.is_empty() => {}
+            Answer::Allowed { warnings } => {
+                let told = warnings.iter().take(MAX_WARNINGS).map(|text| shortened(text, MAX_WARNING));
+                response["warnings"] = told.collect();
+            }
+            Answer::Patched(patch) => {
+                response["patchType"] = json!("JSONPatch");
+                response["patch"] = json!(STANDARD.encode(patch.to_string()));
+            }
+            Answer::Denied(causes) => response["status"] = self.status(causes),
+        }
+        json!({ "apiVersion": API_VERSION, "kind": KIND, "response": response }).to_string().into_bytes()
+    }
+
+    /// What `kubectl` shows of an object that is wrong: as the API server says it of its own rules.
+    fn status(&self, causes: &Causes) -> Value {
+        let one = |cause: &Cause| json!({ "reason": cause.reason, "message": cause.detail(), "field": cause.field });
+        let (kind, name) = (&self.kind, self.who());
+        json!({
+            "status": "Failure",
+            "code": 422,
+            "reason": "Invalid",
+            "message": format!("{kind} {name:?} is invalid: {}", causes.brief(MAX_MESSAGE)),
+            "details": {
+                "name": name,
+                "group": self.group,
+                "kind": kind,
+                "causes": causes.list().iter().map(one).collect::<Vec<_>>(),
+            },
+        })
+    }
+}
+
+fn cut(text: &str) -> String {
+    shortened(text, MAX_TOLD)
+}
+
+fn shortened(text: &str, most: usize) -> String {
+    if text.len() <= most {
+        return text.to_owned();
+    }
+    let mut end = most.saturating_sub(3);
+    while !text.is_char_boundary(end) {
+        end = end.saturating_sub(1);
+    }
+    format!("{}...", text.get(..end).unwrap_or_default())
+}

@@ -1,0 +1,347 @@
+//! Owns: the HTTPS server: connections, requests, their bounds, and its end. What is answered is `verdict`'s.
+//! Threads: a task for each client; a review is read and judged where blocking is allowed.
+
+use super::certificate::Certificate;
+use super::review::{Answer, Review, ReviewError};
+use super::verdict::Policy;
+use bytes::Bytes;
+use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
+use hyper::body::{Body, Incoming};
+use hyper::header::{ALLOW, CONTENT_TYPE, HeaderValue};
+use hyper::service::service_fn;
+use hyper::{Method, Request, Response, StatusCode};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use nacelle_base::{Chain, Classify, Kind};
+use nacelle_stream::{Tls, TlsError};
+use std::convert::Infallible;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+use tokio::task::JoinSet;
+use tokio_rustls::TlsAcceptor;
+use tokio_util::sync::CancellationToken;
+
+/// Connections at once. An API server keeps a few.
+const CONNECTIONS: usize = 128;
+/// Reviews in memory at once.
+const REVIEWS: usize = 16;
+/// The API server takes no larger request itself.
+const MAX_BODY: usize = 3 << 20;
+/// All headers of a request.
+const MAX_HEADERS: usize = 64 << 10;
+/// For a client to begin to speak TLS.
+const HANDSHAKE: Duration = Duration::from_secs(10);
+/// For the headers of the next request, after which an idle client is gone.
+const HEADERS: Duration = Duration::from_secs(60);
+/// For the body. No API server waits longer for an answer than 30 seconds.
+const BODY: Duration = Duration::from_secs(10);
+/// For reviews that are under way at the end.
+const END: Duration = Duration::from_secs(10);
+/// What is told to who speaks no TLS.
+const PLAIN: &[u8] =
+    b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain\r\nContent-Length: 26\r\nConnection: close\r\n\r\n\
+                       this server speaks https.\n";
+
+/// How the server is reached, and what it asks.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Where it listens; port 0: any free one.
+    pub listen: SocketAddr,
+    /// Certificate and key.
+    pub tls: Tls,
+    /// What is asked of objects.
+    pub policy: Policy,
+}
+
+/// Why there is no server.
+#[derive(Debug, thiserror::Error)]
+pub enum AdmissionError {
+    /// Certificate or key.
+    #[error("cannot speak TLS to the API server")]
+    Tls(#[from] TlsError),
+    /// The address.
+    #[error("cannot listen for reviews on {address}")]
+    Listen {
+        /// As it was said.
+        address: SocketAddr,
+        /// Why.
+        source: io::Error,
+    },
+    /// A part of it ended early, which is a defect.
+    #[error("reading was given up")]
+    GivenUp {
+        /// Why.
+        source: tokio::task::JoinError,
+    },
+}
+
+impl Classify for AdmissionError {
+    fn kind(&self) -> Kind {
+        match self {
+            AdmissionError::Tls(error) => error.kind(),
+            AdmissionError::Listen { source, .. } => Kind::from(source.kind()),
+            AdmissionError::GivenUp { .. } => Kind::Internal,
+        }
+    }
+}
+
+/// The server before it serves.
+pub struct Server {
+    listener: TcpListener,
+    address: SocketAddr,
+    certificate: Certificate,
+    shared: Arc<Shared>,
+}
+
+/// What all clients share.
+struct Shared {
+    policy: Arc<Policy>,
+    reviews: Arc<Semaphore>,
+    ending: CancellationToken,
+}
+
+impl Server {
+    /// Reads the certificate and listens.
+    pub async fn bind(options: Options) -> Result<Server, AdmissionError> {
+        let Options { listen: address, tls, policy } = options;
+        let certificate = Certificate::of(tls).await?;
+        let failed = |source| AdmissionError::Listen { address, source };
+        let listener = TcpListener::bind(address).await.map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
+        let reviews = Arc::new(Semaphore::new(REVIEWS));
+        let shared = Shared { policy: Arc::new(policy), reviews, ending: CancellationToken::new() };
+        Ok(Server { listener, address, certificate, shared: Arc::new(shared) })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Serves until `end`; reviews that are under way are answered.
+    pub async fn serve(self, end: impl Future<Output = ()>) {
+        let Server { listener, certificate, shared, .. } = self;
+        let places = Arc::new(Semaphore::new(CONNECTIONS));
+        let mut clients = JoinSet::new();
+        tokio::pin!(end);
+        loop {
+            while clients.try_join_next().is_some() {}
+            let accept = async {
+                let place = Arc::clone(&places).acquire_owned().await;
+                (place, listener.accept().await)
+            };
+            let (place, accepted) = tokio::select! {
+                () = &mut end => break,
+                accepted = accept => accepted,
+            };
+            match accepted {
+                Ok((connection, _)) => {
+                    let (tls, shared) = (certificate.acceptor(), Arc::clone(&shared));
+                    clients.spawn(async move {
+                        shared.client(connection, tls).await;
+                        drop(place);
+                    });
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "cannot accept a client");
+                    tokio::time::sleep(Duration::from_millis(100)).await;
+                }
+            }
+        }
+        // New ones go elsewhere, those that are there are told.
+        drop(listener);
+        shared.ending.cancel();
+        let all = async { while clients.join_next().await.is_some() {} };
+        if tokio::time::timeout(END, all).await.is_err() {
+            tracing::warn!("clients that are still there after {END:?} are left");
+        }
+    }
+}
+
+impl Shared {
+    async fn client(self: Arc<Self>, connection: TcpStream, tls: TlsAcceptor) {
+        let handshake = async {
+            let mut first = [0];
+            let read = connection.peek(&mut first).await?;
+            // A handshake begins with 22, a request with a letter.
+            if read == 1 && first[0].is_ascii_uppercase() {
+                plain(connection).await?;
+                return Ok(None);
+            }
+            tls.accept(connection).await.map(Some)
+        };
+        let shaken = tokio::select! {
+            shaken = tokio::time::timeout(HANDSHAKE, handshake) => shaken,
+            () = self.ending.cancelled() => return,
+        };
+        let connection = match shaken {
+            Ok(Ok(Some(connection))) => connection,
+            Ok(Ok(None)) => return tracing::debug!("a client that speaks http"),
+            Ok(Err(error)) => return tracing::debug!(%error, "a client that speaks no TLS"),
+            Err(_late) => return tracing::debug!("a client that says nothing"),
+        };
+        let answer = service_fn(|request| {
+            let shared = Arc::clone(&self);
+            async move { Ok::<_, Infallible>(shared.answer(request).await) }
+        });
+        let served = hyper::server::conn::http1::Builder::new()
+            .timer(TokioTimer::new())
+            .header_read_timeout(HEADERS)
+            .max_buf_size(MAX_HEADERS)
+            .serve_connection(TokioIo::new(connection), answer);
+        tokio::pin!(served);
+        let served = tokio::select! {
+            served = served.as_mut() => served,
+            () = self.ending.cancelled() => {
+                served.as_mut().graceful_shutdown();
+                served.await
+            }
+        };
+        if let Err(error) = served {
+            tracing::debug!("a client: {}", Chain(&error));
+        }
+    }
+
+    async fn answer(&self, request: Request<Incoming>) -> Response<Full<Bytes>> {
+        let path = request.uri().path().to_owned();
+        let (method, judge): (_, fn(&Policy, &Review) -> Answer) = match path.as_str() {
+            "/validate" => (Method::POST, Policy::validate),
+            "/mutate" => (Method::POST, Policy::mutate),
+            "/healthz" | "/readyz" => {
+                if request.method() != Method::GET && request.method() != Method::HEAD {
+                    return not_so("GET");
+                }
+                let ending = path == "/readyz" && self.ending.is_cancelled();
+                return if ending { say(StatusCode::SERVICE_UNAVAILABLE, "ending") } else { say(StatusCode::OK, "ok") };
+            }
+            _ => return say(StatusCode::NOT_FOUND, "there are /validate, /mutate, /healthz and /readyz"),
+        };
+        if request.method() != method {
+            return not_so("POST");
+        }
+        let refused = match self.judged(request, judge, &path).await {
+            Ok(answer) => return answer,
+            Err(refused) => refused,
+        };
+        tracing::info!(path, status = refused.status().as_u16(), "{}", Chain(&refused));
+        say(refused.status(), Chain(&refused).to_string())
+    }
+
+    async fn judged(
+        &self,
+        request: Request<Incoming>,
+        judge: fn(&Policy, &Review) -> Answer,
+        path: &str,
+    ) -> Result<Response<Full<Bytes>>, Refused> {
+        let kind = request.headers().get(CONTENT_TYPE).map_or(&b""[..], HeaderValue::as_bytes);
+        let kind = kind.split(|b| *b == b';').next().unwrap_or_default().trim_ascii();
+        if !kind.eq_ignore_ascii_case(b"application/json") {
+            return Err(Refused::Type { kind: String::from_utf8_lossy(kind).chars().take(100).collect() });
+        }
+        if request.body().size_hint().lower() > MAX_BODY as u64 {
+            return Err(Refused::TooLarge);
+        }
+        let begun = Instant::now();
+        // Whoever waits for a place waits no longer than for a body.
+        let place = tokio::time::timeout(BODY, Arc::clone(&self.reviews).acquire_owned()).await;
+        let Ok(Ok(place)) = place else { return Err(Refused::Busy) };
+        let body = match tokio::time::timeout(BODY, Limited::new(request.into_body(), MAX_BODY).collect()).await {
+            Ok(Ok(body)) => body.to_bytes(),
+            Ok(Err(error)) if error.is::<LengthLimitError>() => return Err(Refused::TooLarge),
+            Ok(Err(source)) => return Err(Refused::Broken { source }),
+            Err(_late) => return Err(Refused::Late),
+        };
+        let (policy, path) = (Arc::clone(&self.policy), path.to_owned());
+        let judged = tokio::task::spawn_blocking(move || {
+            let review = Review::read(&body)?;
+            drop(body);
+            let answer = judge(&policy, &review);
+            log(&path, &review, &answer, begun.elapsed());
+            drop(place);
+            Ok(review.answer(&answer))
+        });
+        let text = judged.await.map_err(|source| Refused::Defect { source })?;
+        let mut response = Response::new(Full::new(Bytes::from(text.map_err(Refused::Review)?)));
+        response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        Ok(response)
+    }
+}
+
+/// One line for each review. What strangers wrote is quoted.
+fn log(path: &str, review: &Review, answer: &Answer, took: Duration) {
+    let (verdict, said) = match answer {
+        Answer::Allowed { warnings } => ("allowed", warnings.join("; ")),
+        Answer::Patched(_) => ("patched", String::new()),
+        Answer::Denied(causes) => ("denied", causes.brief(1000)),
+    };
+    tracing::info!(
+        path,
+        uid = ?review.uid,
+        operation = ?review.operation,
+        kind = ?review.kind,
+        namespace = ?review.namespace,
+        name = ?review.who(),
+        verdict,
+        said = ?said,
+        microseconds = took.as_micros(),
+        "review"
+    );
+}
+
+/// Why a request is not answered with a review.
+#[derive(Debug, thiserror::Error)]
+enum Refused {
+    #[error("the content type is {kind:?}, and application/json is expected")]
+    Type { kind: String },
+    #[error("the body has more than {MAX_BODY} bytes")]
+    TooLarge,
+    #[error("the body did not come within {BODY:?}")]
+    Late,
+    #[error("the body broke off")]
+    Broken { source: Box<dyn std::error::Error + Send + Sync> },
+    #[error(transparent)]
+    Review(ReviewError),
+    #[error("too many reviews at once: ask again")]
+    Busy,
+    #[error("the review was given up")]
+    Defect { source: tokio::task::JoinError },
+}
+
+impl Refused {
+    fn status(&self) -> StatusCode {
+        match self {
+            Refused::Type { .. } => StatusCode::UNSUPPORTED_MEDIA_TYPE,
+            Refused::TooLarge => StatusCode::PAYLOAD_TOO_LARGE,
+            Refused::Late => StatusCode::REQUEST_TIMEOUT,
+            Refused::Broken { .. } | Refused::Review(_) => StatusCode::BAD_REQUEST,
+            Refused::Busy => StatusCode::SERVICE_UNAVAILABLE,
+            Refused::Defect { .. } => StatusCode::INTERNAL_SERVER_ERROR,
+        }
+    }
+}
+
+fn say(status: StatusCode, text: impl Into<String>) -> Response<Full<Bytes>> {
+    let mut response = Response::new(Full::new(Bytes::from(text.into() + "\n")));
+    *response.status_mut() = status;
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("text/plain; charset=utf-8"));
+    response
+}
+
+fn not_so(method: &'static str) -> Response<Full<Bytes>> {
+    let mut response = say(StatusCode::METHOD_NOT_ALLOWED, format!("{method} is expected"));
+    response.headers_mut().insert(ALLOW, HeaderValue::from_static(method));
+    response
+}
+
+/// Tells a client that speaks no TLS so, and lets it finish: an answer beside unread bytes may be lost.
+async fn plain(mut connection: TcpStream) -> io::Result<()> {
+    const MOST: u64 = 64 << 10;
+    connection.write_all(PLAIN).await?;
+    connection.shutdown().await?;
+    tokio::io::copy(&mut connection.take(MOST), &mut tokio::io::sink()).await?;
+    Ok(())
+}

@@ -1,0 +1,98 @@
+//! Owns: annotations that say everything themselves: what presets, instance type and preference say is written into the
+//! document, and a record beside it tells which fields came of which. Nodes need no catalogue to read them.
+
+use crate::admit::{self, Admitted};
+use crate::annotations::{PREFIX, field};
+use crate::cause::{Causes, Rule};
+use crate::preset::{Applied, Catalogue};
+use crate::read;
+use crate::spec::PodKind;
+use crate::tree::Tree;
+use crate::version::written;
+use serde_json::Value;
+use std::collections::BTreeMap;
+
+/// What says nothing that the document could say.
+const BESIDE: &[&str] = &["kind", "name", "run-strategy", "power", "ssh-keys", "empty-dir-limits"];
+/// What fields are said to come of.
+const SOURCES: &[&str] = &["preset ", "instance type ", "preference "];
+/// How long the name of one may be told.
+const MAX_SOURCE: usize = 300;
+
+/// The annotations, with all of the machine in one document; nothing, if they name nothing that would have to be written
+/// there. With `defaults` a machine pod's document has the defaults, too: those of a container pod follow from its handler.
+/// What is complete is so when it is asked again.
+pub fn complete(
+    annotations: &BTreeMap<String, String>,
+    catalogue: &Catalogue,
+    defaults: bool,
+) -> Result<Option<BTreeMap<String, String>>, Causes> {
+    let Some(admitted) = admit::pod(annotations, catalogue)? else { return Ok(None) };
+    let defaults = defaults && admitted.kind() == PodKind::Machine;
+    let record = record(&admitted, annotations);
+    if !names(admitted.applied()) && !defaults {
+        return Ok(None);
+    }
+    let mut complete = annotations.clone();
+    complete.retain(|key, _| key.strip_prefix(PREFIX).is_none_or(|name| BESIDE.contains(&name)));
+    let mut say = |name: &str, text: String| drop(complete.insert(format!("{PREFIX}{name}"), text));
+    let document = written(if defaults { admitted.spec() } else { admitted.said() });
+    let there = annotations.get(&format!("{PREFIX}spec"));
+    // A person's way of writing the same stays.
+    let same = |text: &&String| read::one(text, "spec").is_ok_and(|value| value == document);
+    say("spec", there.filter(same).cloned().unwrap_or_else(|| document.to_string()));
+    if let Some(strategy) = admitted.run_strategy().filter(|_| defaults) {
+        say("run-strategy", strategy.word().to_owned());
+    }
+    if names(&record) || !record.fields.is_empty() {
+        say("applied", written(&record).to_string());
+    }
+    Ok((complete != *annotations).then_some(complete))
+}
+
+fn names(applied: &Applied) -> bool {
+    applied.instancetype.is_some() || applied.preference.is_some() || !applied.presets.is_empty()
+}
+
+/// What was applied now and before.
+fn record(admitted: &Admitted, annotations: &BTreeMap<String, String>) -> Applied {
+    let before = annotations.get(&format!("{PREFIX}applied")).and_then(|text| told(text).ok()).unwrap_or_default();
+    let now = admitted.applied();
+    let fields = now.fields.iter().filter(|(_, from)| is_source(from));
+    let mut presets = before.presets;
+    presets.extend(now.presets.iter().cloned());
+    Applied {
+        fields: fields.map(|(path, from)| (path.clone(), from.clone())).collect(),
+        instancetype: now.instancetype.clone().or(before.instancetype),
+        preference: now.preference.clone().or(before.preference),
+        presets,
+    }
+}
+
+/// Remembers who said the fields that an earlier completion has written.
+pub(crate) fn recall(annotations: &BTreeMap<&str, &str>, tree: &mut Tree, causes: &mut Causes) {
+    let Some(text) = annotations.get("applied") else { return };
+    match told(text) {
+        Ok(applied) => {
+            for (path, from) in applied.fields.into_iter().filter(|(_, from)| is_source(from)) {
+                tree.from.entry(path).or_insert(from);
+            }
+        }
+        Err(wrong) => causes.extend(wrong),
+    }
+}
+
+fn told(text: &str) -> Result<Applied, Causes> {
+    let at = field("applied");
+    let value: Value = read::one(text, &at)?;
+    serde_json::from_value(value).map_err(|error| {
+        let mut causes = Causes::default();
+        causes.forbidden(Rule("applied-form"), at, format!("is not what the admission server writes: {error}"));
+        causes
+    })
+}
+
+fn is_source(from: &str) -> bool {
+    let visible = from.len() <= MAX_SOURCE && from.chars().all(|c| c.is_ascii_graphic() || c == ' ');
+    visible && SOURCES.iter().any(|source| from.starts_with(source))
+}
