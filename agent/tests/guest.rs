@@ -360,6 +360,7 @@ fn the_network_is_as_told() {
     let nic = |(number, tap): (u8, nacelle_net::Tap)| NicSpec {
         tap: tap.fd,
         more_queues: vec![],
+        dhcp: None,
         mac: [2, 0, 0, 0, 0, number],
         mtu: 1500,
     };

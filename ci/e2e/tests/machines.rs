@@ -382,63 +382,104 @@ fn the_vm_commands_list_machines_and_say_what_they_shall_do() {
     other.remove();
 }
 
-/// Debian from `ci/disk-image`: cloud-init, the guest agent, ssh, both kinds of firmware.
+/// How Debian is started.
+#[derive(Clone, Copy, PartialEq)]
+enum Start {
+    Bios,
+    Uefi,
+    /// By its kernel, without looking for it on the disk.
+    Kernel,
+}
+
 #[test]
-fn debian_boots_with_cloud_init_and_answers() {
+fn debian_boots_by_firmware_bios() {
+    debian(Start::Bios);
+}
+
+#[test]
+fn debian_boots_by_firmware_uefi() {
+    debian(Start::Uefi);
+}
+
+#[test]
+fn debian_boots_by_its_kernel() {
+    debian(Start::Kernel);
+}
+
+/// Debian from `ci/disk-image`: cloud-init, the guest agent, ssh.
+fn debian(start: Start) {
     let Some(folder) = std::env::var_os("NACELLE_DISK_IMAGE") else {
         println!("skipped: NACELLE_DISK_IMAGE is not set: ci/disk-image makes the disk of Debian");
         return;
     };
-    let disk = fs::read(std::path::Path::new(&folder).join("disk.qcow2")).expect("ci/disk-image has made it");
-    let node = node();
-    let image = node.image(&Image::busybox().layer(|layer| layer.file("disk/disk.qcow2", &disk, 0o440)), "debian:1");
-    let ssh = node.folder().join("key");
-    nacelle_e2e::run::call("ssh-keygen", ["-q", "-t", "ed25519", "-N", "", "-f", &ssh.display().to_string()]).ok();
-    let key = fs::read_to_string(ssh.with_extension("pub")).expect("ssh-keygen has made it");
+    let part = |name: &str| fs::read(std::path::Path::new(&folder).join(name)).expect("ci/disk-image has made it");
     if nacelle_e2e::run::run(std::process::Command::new("sh").args(["-c", "command -v ssh-keygen"])).code != 0 {
         println!("skipped: this node has no ssh-keygen");
         return;
     }
-    for firmware in ["bios", "efi"] {
-        let disks = format!("root=image:{image},boot=1;data=empty:64Mi,serial=data");
-        let data = "#cloud-config\nwrite_files: [{path: /etc/nacelle-was-here, content: \"yes\\n\"}]\n";
-        let pod = annotated(
-            &node,
-            "debian",
-            &[
-                ("kind", "machine"),
-                ("memory", "768Mi"),
-                ("cpus", "2"),
-                ("firmware", firmware),
-                ("disks", &disks),
-                ("cloud-init", data),
-                ("ssh-keys", key.trim()),
-            ],
-        );
-        let pod = node.crictl.run_pod_of("vm", pod.set("hostname", json!("db")));
-        let machine = pod.start(container(&image, 0));
-        machine.says("Debian GNU/Linux 12 db ttyS0");
-        let exec = |script: &str| machine.exec(script);
-        eventually("the guest agent answers", || (exec("true").code == 0).then_some(()));
-        eventually("cloud-init has ended", || (exec("test -e /run/cloud-init/result.json").code == 0).then_some(()));
-        assert_eq!(exec("cat /etc/nacelle-was-here; hostname").ok().trim(), "yes\ndb");
-        assert!(exec("exit 7").err().contains("exited with 7"));
-        let efi = exec("test -d /sys/firmware/efi").code == 0;
-        assert_eq!(efi, firmware == "efi");
-        let addresses = exec("ip -o address show").ok();
-        assert!(addresses.contains(&pod.ip()), "the pod's address is the guest's: {addresses}");
-        assert!(exec("ls /dev/disk/by-id").ok().contains("virtio-data"));
-        let words = ["-i", &ssh.display().to_string(), "-oStrictHostKeyChecking=no", "-oUserKnownHostsFile=/dev/null"];
-        let target = format!("debian@{}", pod.ip());
-        let told = node.run("ssh", &[&words[..], &[&target, "cat", "/etc/hostname"]].concat());
-        assert_eq!(told.stdout.trim(), "db", "{told:?}");
-        let picture = node.crictl.try_call(["exec", "--sync", &machine.id, "@vm", "screenshot"]);
-        assert!(picture.code == 0 && picture.stdout.len() > 1000, "{}", picture.stderr);
-        let stats = node.crictl.json(["stats", "-o", "json", &machine.id]);
-        let memory = stats["stats"][0]["memory"]["workingSetBytes"]["value"].as_str().unwrap_or_default().to_owned();
-        let memory: u64 = memory.parse().expect("a number");
-        assert!(memory > 64 << 20 && memory < 768 << 20, "{stats}");
-        // Disks and memory are as they were when the snapshot was taken.
+    let node = node();
+    let image = Image::busybox().layer(|layer| {
+        layer.file("disk/disk.qcow2", &part("disk.qcow2"), 0o440);
+        layer.file("boot/vmlinuz", &part("vmlinuz"), 0o440);
+        layer.file("boot/initrd.img", &part("initrd.img"), 0o440)
+    });
+    let image = node.image(&image, "debian:1");
+    let ssh = node.folder().join("key");
+    nacelle_e2e::run::call("ssh-keygen", ["-q", "-t", "ed25519", "-N", "", "-f", &ssh.display().to_string()]).ok();
+    let key = fs::read_to_string(ssh.with_extension("pub")).expect("ssh-keygen has made it");
+    let disks = format!("root=image:{image},boot=1;data=empty:64Mi,serial=data");
+    let data = "#cloud-config\nwrite_files: [{path: /etc/nacelle-was-here, content: \"yes\\n\"}]\n";
+    let line = String::from_utf8(part("cmdline")).expect("it is text");
+    let how = match start {
+        Start::Bios => vec![("firmware", "bios")],
+        Start::Uefi => vec![("firmware", "efi")],
+        Start::Kernel => vec![
+            ("kernel-image", image.as_str()),
+            ("kernel", "/boot/vmlinuz"),
+            ("initrd", "/boot/initrd.img"),
+            ("kernel-args", line.trim()),
+            // What else cloud-init would tell it, it asks for.
+            ("cloud-init-network", "{version: 2, ethernets: {eth0: {dhcp4: true}}}"),
+        ],
+    };
+    let machine = [
+        ("kind", "machine"),
+        ("memory", "768Mi"),
+        ("cpus", "2"),
+        ("disks", &disks),
+        ("cloud-init", data),
+        ("ssh-keys", key.trim()),
+    ];
+    let pod = annotated(&node, "debian", &[&machine[..], &how].concat());
+    let pod = node.crictl.run_pod_of("vm", pod.set("hostname", json!("db")));
+    let machine = pod.start(container(&image, 0));
+    machine.says("Debian GNU/Linux 12 db ttyS0");
+    let exec = |script: &str| machine.exec(script);
+    eventually("the guest agent answers", || (exec("true").code == 0).then_some(()));
+    eventually("cloud-init has ended", || (exec("test -e /run/cloud-init/result.json").code == 0).then_some(()));
+    assert_eq!(exec("cat /etc/nacelle-was-here; hostname").ok().trim(), "yes\ndb");
+    assert!(exec("exit 7").err().contains("exited with 7"));
+    assert_eq!(exec("test -d /sys/firmware/efi").code == 0, start == Start::Uefi);
+    assert_eq!(exec("ls /sys/bus/pci/devices | grep -q .").code == 0, start != Start::Kernel);
+    let addresses = exec("ip -o address show").ok();
+    assert!(addresses.contains(&pod.ip()), "the pod's address is the guest's: {addresses}");
+    // In the order of the specification, and by its number.
+    assert_eq!(exec("basename $(readlink /dev/disk/by-id/virtio-data)").ok().trim(), "vdb");
+    let words = ["-i", &ssh.display().to_string(), "-oStrictHostKeyChecking=no", "-oUserKnownHostsFile=/dev/null"];
+    let target = format!("debian@{}", pod.ip());
+    let told = node.run("ssh", &[&words[..], &[&target, "cat", "/etc/hostname"]].concat());
+    assert_eq!(told.stdout.trim(), "db", "{told:?}");
+    let picture = node.crictl.try_call(["exec", "--sync", &machine.id, "@vm", "screenshot"]);
+    match start {
+        Start::Kernel => assert!(picture.err().contains("screen")),
+        _ => assert!(picture.code == 0 && picture.stdout.len() > 1000, "{}", picture.stderr),
+    }
+    let stats = node.crictl.json(["stats", "-o", "json", &machine.id]);
+    let memory = stats["stats"][0]["memory"]["workingSetBytes"]["value"].as_str().unwrap_or_default().to_owned();
+    let memory: u64 = memory.parse().expect("a number");
+    assert!(memory > 64 << 20 && memory < 768 << 20, "{stats}");
+    // Disks and memory are as they were when the snapshot was taken; once for each board.
+    if start != Start::Uefi {
         let vm = |words: &[&str]| node.crictl.try_call([&["exec", "--sync", &machine.id, "@vm"], words].concat());
         exec("echo before >/run/memory; sync").ok();
         vm(&["snapshot", "before"]).ok();
@@ -447,8 +488,8 @@ fn debian_boots_with_cloud_init_and_answers() {
         eventually("the guest agent answers", || (exec("true").code == 0).then_some(()));
         assert_eq!(exec("cat /run/memory").ok().trim(), "before");
         assert!(exec("cat /root/disk").err().contains("exited with 1"));
-        node.crictl.call(["stop", "--timeout", "120", &machine.id]);
-        assert_eq!(machine.exited()["exitCode"], 0, "it powered itself off");
-        pod.remove();
     }
+    node.crictl.call(["stop", "--timeout", "120", &machine.id]);
+    assert_eq!(machine.exited()["exitCode"], 0, "it powered itself off");
+    pod.remove();
 }

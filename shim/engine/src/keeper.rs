@@ -42,8 +42,14 @@ impl Engine for Keeper {
         let log = spec.console_log;
         let console = Console::open(&log).map_err(|source| EngineError::File { what: "open", path: log, source })?;
         let (ends, theirs) = Ends::make(&spec.run_dir)?;
-        let taps = spec.nics.iter().map(|nic| nic.tap.as_raw_fd());
-        let inherited: Vec<_> = theirs.numbers().into_iter().chain(taps).collect();
+        let mut inherited = theirs.numbers().to_vec();
+        for nic in &spec.nics {
+            let dhcp = nic.dhcp.as_ref().ok_or_else(|| EngineError::Resources {
+                what: "answers to what the machine asks of DHCP",
+                source: std::io::ErrorKind::InvalidInput.into(),
+            })?;
+            inherited.extend([nic.tap.as_raw_fd(), dhcp.as_raw_fd()]);
+        }
         let accelerator = match self.accelerator {
             Accelerator::Kvm => "kvm",
             Accelerator::Tcg => "tcg",

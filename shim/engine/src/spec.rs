@@ -99,6 +99,8 @@ pub struct NicSpec {
     /// Further queues of the same tap, all with `IFF_MULTI_QUEUE` then; at most 7. An engine that serves one closes
     /// these.
     pub more_queues: Vec<OwnedFd>,
+    /// A packet socket with what the guest asks of DHCP servers (`nacelle_net::tap::dhcp_questions`), for the engine that answers it.
+    pub dhcp: Option<OwnedFd>,
     /// The MAC that the guest uses.
     pub mac: Mac,
     /// The MTU in bytes, 68 to 65535.
@@ -360,7 +362,7 @@ mod tests {
     const LIMITS: Limits = Limits { vcpus: 8, devices: 3 };
 
     fn nic(mac: Mac, mtu: u32) -> NicSpec {
-        NicSpec { tap: std::fs::File::open("/dev/null").unwrap().into(), more_queues: vec![], mac, mtu }
+        NicSpec { tap: std::fs::File::open("/dev/null").unwrap().into(), more_queues: vec![], dhcp: None, mac, mtu }
     }
 
     fn good() -> MachineSpec {

@@ -5,7 +5,7 @@
 use crate::error::KeeperError;
 use crate::qcow2::{self, Format};
 use crate::seed;
-use crate::spec::{Disk, Source};
+use crate::spec::{Disk, Kernel, Source};
 use crate::sys;
 use nacelle_base::files::write_whole;
 use nacelle_proto::agent::BootConfig;
@@ -15,6 +15,9 @@ use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+
+/// The largest kernel or initial file system, in bytes.
+const MAX_KERNEL: u64 = 512 << 20;
 
 /// A disk whose files are there.
 #[derive(Debug)]
@@ -48,6 +51,15 @@ pub enum Files {
         /// It is a block device.
         block: bool,
     },
+}
+
+/// The kernel with which a machine starts, and its initial file system, as files of their own.
+#[derive(Debug)]
+pub struct KernelFiles {
+    /// The kernel.
+    pub kernel: PathBuf,
+    /// The initial file system.
+    pub initrd: Option<PathBuf>,
 }
 
 /// A piece of a file that is never written to.
@@ -97,6 +109,33 @@ pub fn prepare(
         Source::CloudInit(data) => Files::Memory(memory(&seed::disk(data, network)?)?),
     };
     Ok(Ready { disk: disk.clone(), files })
+}
+
+/// Copies kernel and initial file system out of their image: QEMU reads whole files alone.
+pub fn kernel(kernel: &Kernel, folder: &Path) -> Result<KernelFiles, KeeperError> {
+    Ok(KernelFiles {
+        kernel: copied(&kernel.kernel, folder, "kernel")?,
+        initrd: kernel.initrd.as_ref().map(|initrd| copied(initrd, folder, "initrd")).transpose()?,
+    })
+}
+
+fn copied(source: &Source, folder: &Path, name: &str) -> Result<PathBuf, KeeperError> {
+    let refused = |rule| KeeperError::Disk { name: name.to_owned(), rule };
+    let Source::Image { file: from, offset, length, .. } = source else {
+        return Err(refused("a file of an image is expected"));
+    };
+    if *length > MAX_KERNEL {
+        return Err(refused("at most 512 MiB are possible"));
+    }
+    let to = folder.join(name);
+    let mut piece = File::open(from).map_err(KeeperError::file("open", from))?;
+    piece.seek(SeekFrom::Start(*offset)).map_err(KeeperError::file("read", from))?;
+    let mut file = make(&to)?;
+    let copied = std::io::copy(&mut piece.take(*length), &mut file).map_err(KeeperError::file("write", &to))?;
+    if copied == 0 || copied != *length {
+        return Err(refused("the image ends before it"));
+    }
+    Ok(to)
 }
 
 /// The disk in an image, and its size for the guest, in bytes.

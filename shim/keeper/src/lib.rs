@@ -4,6 +4,7 @@
 //! Threads: one for the runtime; one for each program; what blocks is on threads of the runtime's pool.
 
 mod console;
+mod dhcp;
 mod disk;
 mod error;
 mod guest_agent;
@@ -54,9 +55,9 @@ pub fn run(arguments: impl IntoIterator<Item = String>) -> ExitCode {
         return ExitCode::from(2);
     };
     let served = place.greet().map_err(|error| Chain(&error).to_string()).and_then(|network| {
-        let Place { folder, scratch, qemu, accelerator, host, rpc, streams, taps } = place;
+        let Place { folder, scratch, qemu, accelerator, host, rpc, streams, taps, dhcp } = place;
         drop(host);
-        let settings = Settings { folder, scratch, qemu, accelerator, taps, network };
+        let settings = Settings { folder, scratch, qemu, accelerator, taps, dhcp, network };
         serve(settings, rpc, streams).map_err(|error| error.to_string())
     });
     match served {

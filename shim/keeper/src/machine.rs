@@ -2,17 +2,19 @@
 //! Threads: tasks of the runtime; what blocks is done elsewhere.
 
 use crate::console::Console;
+use crate::dhcp::{self, Lease};
 use crate::disk::{self, Folders};
 use crate::error::KeeperError;
 use crate::guest_agent::Outcome;
 use crate::live::{self, DIED, Ends, KILLED, Launched, Live};
 use crate::qemu::{self, Card};
 use crate::runs::{Next, Order, Runs};
-use crate::spec::{self, Firmware, MachineDocument};
+use crate::spec::{self, Board, Bus, CardModel, Firmware, MachineDocument};
 use crate::sys;
 use nacelle_base::Chain;
 use nacelle_base::files::remove_tree_if_there;
 use nacelle_engine::Accelerator;
+use nacelle_engine::qemu::emulated_tsc;
 use nacelle_proto::agent::{BootConfig, Exit, Interface};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -23,6 +25,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::{Notify, watch};
+use tokio::task::JoinSet;
 
 /// Where VNC listens, in the pod's folder.
 pub const SCREEN_SOCKET: &str = "screen.sock";
@@ -42,6 +45,8 @@ pub struct Settings {
     pub accelerator: Accelerator,
     /// Of the pod's interfaces.
     pub taps: Vec<OwnedFd>,
+    /// Where guests ask for their addresses, on each of them.
+    pub dhcp: Vec<OwnedFd>,
     /// The pod's network.
     pub network: BootConfig,
 }
@@ -76,6 +81,7 @@ pub struct Machine {
     /// Until it has ended: then others may have what is the node's of them.
     disks: Mutex<Arc<Vec<disk::Ready>>>,
     firmware: Option<(PathBuf, disk::Files)>,
+    kernel: Option<disk::KernelFiles>,
     state: watch::Sender<State>,
     changing: Mutex<Changing>,
     ordered: Notify,
@@ -113,10 +119,11 @@ impl Machine {
                     Firmware::Bios {} => None,
                     Firmware::Efi { code, variables } => Some((code.clone(), disk::variables(variables, folders)?)),
                 };
-                Ok((disks, firmware, lock))
+                let kernel = document.kernel.as_ref().map(|kernel| disk::kernel(kernel, &folder)).transpose()?;
+                Ok((disks, firmware, kernel, lock))
             });
         match made {
-            Ok((disks, firmware, lock)) => Ok(Machine {
+            Ok((disks, firmware, kernel, lock)) => Ok(Machine {
                 id,
                 document,
                 console: Console::new(),
@@ -124,6 +131,7 @@ impl Machine {
                 folder,
                 disks: Mutex::new(Arc::new(disks)),
                 firmware,
+                kernel,
                 state: watch::channel(State::Created).0,
                 changing: Mutex::new(Changing { live: None, order: Order::None, pressing: false }),
                 ordered: Notify::new(),
@@ -195,6 +203,8 @@ impl Machine {
             accelerator: self.settings.accelerator,
             disks: &disks,
             firmware: self.firmware.as_ref().map(|(code, variables)| (code.as_path(), variables)),
+            kernel: self.kernel.as_ref(),
+            clock: self.clock().await?,
             cards: self.cards(),
             screen: self.screen(),
             monitor,
@@ -211,6 +221,12 @@ impl Machine {
         Ok(launched)
     }
 
+    async fn clock(&self) -> Result<Option<String>, KeeperError> {
+        let needed = self.settings.accelerator == Accelerator::Tcg && self.document.board == Board::Microvm;
+        // It is measured, for 2 ms.
+        if needed { blocking(emulated_tsc).await } else { Ok(None) }
+    }
+
     /// From run to run, until the container ends.
     async fn live_on(self: Arc<Self>, mut runs: Runs, mut launched: Option<Launched>) {
         let mut next = Next::Off;
@@ -218,6 +234,8 @@ impl Machine {
             if let Some(Launched { live, console, events }) = launched.take() {
                 let since = Instant::now();
                 self.console.connect(console, record).await;
+                // As long as it runs.
+                let _answers = self.answer_dhcp();
                 let code = live.ended(events).await;
                 next = runs.next(code, since.elapsed(), self.ended_with_order());
                 if next == Next::End {
@@ -312,6 +330,29 @@ impl Machine {
             }
         };
         pairs.map(card).collect()
+    }
+
+    /// Answers what its cards ask of DHCP, until the result is dropped.
+    fn answer_dhcp(&self) -> JoinSet<()> {
+        let mut answers = JoinSet::new();
+        let network = network(&self.document, &self.settings.network);
+        let cards = network.interfaces.iter().enumerate().zip(&self.settings.dhcp).take(self.document.cards.len());
+        for ((n, interface), socket) in cards {
+            let mac = interface.mac.as_slice().try_into().unwrap_or_default();
+            let Some(lease) = Lease::new(&network, n, mac) else { continue };
+            let served = socket.try_clone().map(|socket| dhcp::serve(socket, lease));
+            let name = interface.name.clone();
+            answers.spawn(async move {
+                let ended = match served {
+                    Ok(served) => served.await,
+                    Err(error) => Err(error),
+                };
+                if let Err(error) = ended {
+                    tracing::warn!(%error, interface = %name, "nobody answers the machine's questions of DHCP any more");
+                }
+            });
+        }
+        answers
     }
 
     fn end(&self, code: u32) {
@@ -482,10 +523,32 @@ fn check(document: &MachineDocument, settings: &Settings) -> Result<(), KeeperEr
     if document.cards.len() > settings.taps.len().min(settings.network.interfaces.len()) {
         return field("cards", document.cards.len().to_string(), "the pod has fewer network interfaces");
     }
+    fits(document)?;
     let plain = |name: &str| !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-');
     match document.disks.iter().find(|disk| !plain(&disk.name)) {
         Some(disk) => field("disks[].name", disk.name.clone(), "letters, digits and '-' are expected"),
         None => Ok(()),
+    }
+}
+
+/// Whether the board can have all these devices.
+fn fits(document: &MachineDocument) -> Result<(), KeeperError> {
+    let Some(places) = document.board.places() else { return Ok(()) };
+    let field = |field, value: String, rule| Err(KeeperError::Field { field, value, rule });
+    let strange = |disk: &&spec::Disk| !matches!(disk.bus, Bus::Virtio | Bus::Scsi);
+    if let Some(disk) = document.disks.iter().find(strange) {
+        return field("disks[].bus", disk.name.clone(), "the board microvm has virtio and scsi alone");
+    }
+    if document.cards.iter().any(|card| card.model != CardModel::Virtio) {
+        return field("cards[].model", document.cards.len().to_string(), "the board microvm has virtio alone");
+    }
+    if document.screen || document.tablet || document.watchdog.is_some() {
+        return field("board", "microvm".into(), "it has no screen, tablet or watchdog");
+    }
+    let count = qemu::virtio_devices(document);
+    match count > places {
+        true => field("disks", count.to_string(), "the board microvm has room for 24 virtio devices"),
+        false => Ok(()),
     }
 }
 

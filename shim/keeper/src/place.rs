@@ -36,11 +36,13 @@ pub struct Place {
     pub streams: UnixListener,
     /// Taps, in the order of the pod's interfaces.
     pub taps: Vec<OwnedFd>,
+    /// What guests ask of DHCP servers on each of them: packet sockets.
+    pub dhcp: Vec<OwnedFd>,
 }
 
 impl Place {
     /// Of the arguments: the pod's folder, the folder for disks, QEMU, `kvm` or `tcg`, and the numbers of descriptors: handshake,
-    /// service, streams, taps.
+    /// service, streams; for each interface its tap and its packet socket.
     pub fn parse(arguments: impl IntoIterator<Item = String>) -> Option<Place> {
         let mut arguments = arguments.into_iter();
         let mut path = || arguments.next().map(PathBuf::from).filter(|path| path.is_absolute());
@@ -52,12 +54,17 @@ impl Place {
         };
         let numbers: Vec<RawFd> = arguments.map(|number| number.parse().ok()).collect::<Option<_>>()?;
         let distinct: BTreeSet<RawFd> = numbers.iter().copied().filter(|number| *number > 2).collect();
-        if distinct.len() != numbers.len() || numbers.len() < 3 {
+        if distinct.len() != numbers.len() || numbers.len() < 3 || numbers.len().is_multiple_of(2) {
             return None;
         }
         let mut fds = sys::adopt(numbers).ok()?.into_iter();
         let (host, rpc, streams) = (fds.next()?.into(), fds.next()?.into(), fds.next()?.into());
-        Some(Place { folder, scratch, qemu, accelerator, host, rpc, streams, taps: fds.collect() })
+        let (mut taps, mut dhcp) = (Vec::new(), Vec::new());
+        while let (Some(tap), Some(socket)) = (fds.next(), fds.next()) {
+            taps.push(tap);
+            dhcp.push(socket);
+        }
+        Some(Place { folder, scratch, qemu, accelerator, host, rpc, streams, taps, dhcp })
     }
 
     /// Says hello, and hears what the pod's network is.
@@ -112,6 +119,7 @@ mod tests {
             &["/f", "/s", "/q", "tcg", "900", "901", "901"],
             &["/f", "/s", "/q", "tcg", "2", "901", "902"],
             &["/f", "/s", "/q", "tcg", "900", "901", "902", "x"],
+            &["/f", "/s", "/q", "tcg", "900", "901", "902", "903"],
             // Not open.
             &["/f", "/s", "/q", "tcg", "900", "901", "902"],
         ] {
@@ -133,6 +141,7 @@ mod tests {
             rpc: listener("a"),
             streams: listener("b"),
             taps: Vec::new(),
+            dhcp: Vec::new(),
         };
         let other = std::thread::spawn(move || place.greet().unwrap());
         assert_eq!(receive::<AgentHello>(&mut near).unwrap().protocol, PROTOCOL);

@@ -1,6 +1,6 @@
 //! Owns: QEMU's command line of a whole machine: board, firmware, disks, cards, screen. Pure.
 
-use crate::disk::{Base, Files, Ready};
+use crate::disk::{Base, Files, KernelFiles, Ready};
 use crate::network::hex;
 use crate::spec::{
     Board, Bus, Cache, CardModel, DiskKind, Identity, MachineDocument, Processors, Source, WatchdogAction,
@@ -29,6 +29,10 @@ pub struct Machine<'a> {
     pub disks: &'a [Ready],
     /// The firmware's program and its variables; none: the board's own.
     pub firmware: Option<(&'a Path, &'a Files)>,
+    /// The kernel that is started at once.
+    pub kernel: Option<&'a KernelFiles>,
+    /// What that is told of its processors' clocks, where they are emulated on a board without a timer to compare them with.
+    pub clock: Option<String>,
     /// Its cards, with the taps behind them.
     pub cards: Vec<Card>,
     /// Where VNC listens.
@@ -79,20 +83,36 @@ impl Opt {
 }
 
 /// The words so far.
-struct Args(Vec<String>);
+struct Args {
+    words: Vec<String>,
+    /// Places for virtio devices that are still free, on a board that has them in memory.
+    places: Option<usize>,
+}
 
 impl Args {
     fn flag(&mut self, name: &str) {
-        self.0.push(format!("-{name}"));
+        self.words.push(format!("-{name}"));
     }
 
     fn add(&mut self, name: &str, value: Opt) {
         self.flag(name);
-        self.0.push(value.0);
+        self.words.push(value.0);
     }
 
     fn device(&mut self, value: Opt) {
         self.add("device", value);
+    }
+
+    /// The head of a virtio device. The guest finds the first one first, which in memory is the last place.
+    fn virtio(&mut self, kind: &str) -> Opt {
+        match &mut self.places {
+            None => Opt::new(format!("{kind}-pci")),
+            Some(free) => {
+                // Whoever made the document has counted them: then it is never too small.
+                *free = free.saturating_sub(1);
+                Opt::new(format!("{kind}-device")).set("bus", format!("virtio-mmio-bus.{free}"))
+            }
+        }
     }
 }
 
@@ -110,7 +130,7 @@ impl Machine<'_> {
     /// The words after the program's name.
     pub fn args(&self) -> Vec<String> {
         let document = self.document;
-        let mut args = Args(Vec::with_capacity(96));
+        let mut args = Args { words: Vec::with_capacity(96), places: document.board.places() };
         for flag in ["nodefaults", "no-user-config"] {
             args.flag(flag);
         }
@@ -124,17 +144,19 @@ impl Machine<'_> {
         for (n, card) in self.cards.iter().enumerate() {
             let name = format!("net{n}");
             args.add("netdev", Opt::new("tap").set("id", &name).set("fd", card.tap).set("vhost", "off"));
-            let device = Opt::new(model(card.model)).set("netdev", &name).set("mac", hex(&card.mac));
+            let device = card_model(&mut args, card.model).set("netdev", &name).set("mac", hex(&card.mac));
             let mtu = (card.model == CardModel::Virtio && card.mtu > 0).then_some(card.mtu);
-            // No program that the card brings with it, but where it is to boot from there.
-            let program = if card.boot_order.is_some() { None } else { Some("") };
+            // No program that the card brings with it, but where it is to boot from there. Only cards on PCI have one.
+            let none = card.boot_order.is_none() && document.board != Board::Microvm;
+            let program = none.then_some("");
             args.device(device.set_if("host_mtu", mtu).set_if("bootindex", card.boot_order).set_if("romfile", program));
         }
         if document.random {
-            args.device(Opt::new("virtio-rng-pci"));
+            let random = args.virtio("virtio-rng");
+            args.device(random);
         }
         if document.balloon {
-            let balloon = Opt::new("virtio-balloon-pci").set("id", "balloon");
+            let balloon = args.virtio("virtio-balloon").set("id", "balloon");
             args.device(balloon.set("free-page-reporting", "on").set("deflate-on-oom", "on"));
         }
         if let Some(action) = document.watchdog {
@@ -153,17 +175,22 @@ impl Machine<'_> {
         if document.paused {
             args.flag("S");
         }
-        args.0
+        args.words
     }
 
     fn board(&self, args: &mut Args) {
         let document = self.document;
-        let board = match document.board {
-            Board::Q35 => "q35",
-            Board::Pc => "pc",
+        let (board, unused) = match document.board {
+            Board::Q35 => (Opt::new("q35"), "vmport"),
+            Board::Pc => (Opt::new("pc"), "vmport"),
+            // Without ACPI there is no power button; with it the kernel need not be told where devices are.
+            Board::Microvm => (Opt::new("microvm").set("acpi", "on").set("ioapic2", "on"), "auto-kernel-cmdline"),
         };
-        let unused = ["vmport", "usb", "dump-guest-core", "mem-merge"];
-        let board = unused.iter().fold(Opt::new(board), |option, key| option.set(key, "off"));
+        if document.board == Board::Microvm {
+            args.add("global", Opt::new("virtio-mmio.force-legacy=off"));
+        }
+        let unused = [unused, "usb", "dump-guest-core", "mem-merge"];
+        let board = unused.iter().fold(board, |option, key| option.set(key, "off"));
         let board = board.set("memory-backend", "ram");
         let board = match &self.firmware {
             Some((code, variables)) => {
@@ -178,6 +205,7 @@ impl Machine<'_> {
             None => board,
         };
         args.add("machine", board);
+        self.kernel(args);
         // One thread for all emulated processors: with several, one may still run text that another has patched.
         let (accel, cpu) = match self.accelerator {
             Accelerator::Kvm => ("kvm", "host"),
@@ -205,6 +233,19 @@ impl Machine<'_> {
         args.add("sandbox", denied.iter().fold(Opt::new("on"), |option, key| option.set(key, "deny")));
     }
 
+    fn kernel(&self, args: &mut Args) {
+        let (Some(files), Some(kernel)) = (self.kernel, &self.document.kernel) else { return };
+        args.add("kernel", Opt::new(files.kernel.display()));
+        if let Some(initrd) = &files.initrd {
+            args.add("initrd", Opt::new(initrd.display()));
+        }
+        let told = self.clock.iter().chain(Some(&kernel.arguments).filter(|words| !words.is_empty()));
+        let told: Vec<&str> = told.map(String::as_str).collect();
+        if !told.is_empty() {
+            args.add("append", Opt::new(told.join(" ")));
+        }
+    }
+
     /// What leads out of the machine.
     fn ends(&self, args: &mut Args) {
         for (id, fd) in [("monitor", self.monitor), ("console", self.console), ("agent", self.agent)] {
@@ -212,7 +253,8 @@ impl Machine<'_> {
         }
         args.add("mon", Opt::new("monitor").set("mode", "control"));
         args.add("serial", Opt::new("chardev:console"));
-        args.device(Opt::new("virtio-serial-pci").set("id", "ports"));
+        let ports = args.virtio("virtio-serial").set("id", "ports");
+        args.device(ports);
         args.device(Opt::new("virtserialport").set("bus", "ports.0").set("chardev", "agent").set("name", AGENT_PORT));
         args.device(Opt::new("pvpanic"));
     }
@@ -248,13 +290,21 @@ fn identity(args: &mut Args, identity: &Identity) {
     }
 }
 
-fn model(model: CardModel) -> &'static str {
+fn card_model(args: &mut Args, model: CardModel) -> Opt {
     match model {
-        CardModel::Virtio => "virtio-net-pci",
-        CardModel::E1000 => "e1000",
-        CardModel::E1000e => "e1000e",
-        CardModel::Rtl8139 => "rtl8139",
+        CardModel::Virtio => args.virtio("virtio-net"),
+        CardModel::E1000 => Opt::new("e1000"),
+        CardModel::E1000e => Opt::new("e1000e"),
+        CardModel::Rtl8139 => Opt::new("rtl8139"),
     }
+}
+
+/// How many virtio devices that is.
+pub fn virtio_devices(document: &MachineDocument) -> usize {
+    let disks = document.disks.iter().filter(|disk| matches!(disk.bus, Bus::Virtio | Bus::Scsi)).count();
+    let cards = document.cards.iter().filter(|card| card.model == CardModel::Virtio).count();
+    // And the guest agent's port.
+    disks + cards + usize::from(document.random) + usize::from(document.balloon) + 1
 }
 
 /// A node of the block layer, over a file.
@@ -339,16 +389,17 @@ fn disk(args: &mut Args, n: usize, ready: &Ready, board: Board) {
     let name = format!("d-{}", disk.name);
     let cdrom = disk.kind == DiskKind::Cdrom;
     let device = match disk.bus {
-        Bus::Virtio => Opt::new("virtio-blk-pci"),
+        Bus::Virtio => args.virtio("virtio-blk"),
         Bus::Sata => {
             let port = match board {
-                Board::Q35 => format!("ide.{n}"),
                 Board::Pc => format!("ide.{}", n / 2),
+                Board::Q35 | Board::Microvm => format!("ide.{n}"),
             };
             Opt::new(if cdrom { "ide-cd" } else { "ide-hd" }).set("bus", port)
         }
         Bus::Scsi => {
-            args.device(Opt::new("virtio-scsi-pci").set("id", format!("scsi{n}")));
+            let controller = args.virtio("virtio-scsi").set("id", format!("scsi{n}"));
+            args.device(controller);
             Opt::new(if cdrom { "scsi-cd" } else { "scsi-hd" }).set("bus", format!("scsi{n}.0"))
         }
         Bus::Usb => {
@@ -371,7 +422,7 @@ fn disk(args: &mut Args, n: usize, ready: &Ready, board: Board) {
 mod tests {
     use super::*;
     use crate::disk::tests::sample;
-    use crate::spec::{Disk, Firmware, Source};
+    use crate::spec::{Disk, Firmware, Kernel, Source};
 
     pub(crate) fn document() -> MachineDocument {
         MachineDocument {
@@ -388,6 +439,7 @@ mod tests {
             hugepages: false,
             board: Board::Q35,
             firmware: Firmware::Bios {},
+            kernel: None,
             identity: Identity { serial: "a,b".into(), ..Identity::default() },
             disks: vec![],
             cards: vec![],
@@ -404,11 +456,15 @@ mod tests {
     }
 
     fn args(document: &MachineDocument, disks: &[Ready]) -> Vec<String> {
+        let variables = Files::Own("/vars".into());
+        let kernel = KernelFiles { kernel: "/k,1".into(), initrd: Some("/i".into()) };
         let machine = Machine {
             document,
             accelerator: Accelerator::Tcg,
             disks,
-            firmware: Some((Path::new("/code"), &Files::Own("/vars".into()))),
+            firmware: document.kernel.is_none().then_some((Path::new("/code"), &variables)),
+            kernel: document.kernel.is_some().then_some(&kernel),
+            clock: Some("tsc_early_khz=1".into()),
             cards: vec![Card {
                 tap: 7,
                 model: CardModel::Virtio,
@@ -444,6 +500,34 @@ mod tests {
         assert_eq!(values(&args, "-blockdev").len(), 4);
         let cards: Vec<_> = values(&args, "-device").into_iter().filter(|device| device.contains("net")).collect();
         assert_eq!(cards, ["virtio-net-pci,netdev=net0,mac=02:00:00:00:00:01,host_mtu=1450,romfile="]);
+    }
+
+    #[test]
+    fn a_board_without_pci_has_its_devices_in_memory() {
+        let source = || Source::Empty { bytes: 512 };
+        let kernel = Kernel { kernel: source(), initrd: Some(source()), arguments: "root=/dev/vda a=b,c".into() };
+        let watchdog = None;
+        let document =
+            MachineDocument { board: Board::Microvm, kernel: Some(kernel), screen: false, watchdog, ..document() };
+        let disks = ["one", "two"].map(|name| Ready { disk: sample(name, source()), files: Files::Own("/f".into()) });
+        let args = args(&document, &disks);
+        let board = "microvm,acpi=on,ioapic2=on,auto-kernel-cmdline=off,usb=off,dump-guest-core=off,mem-merge=off,memory-backend=ram";
+        assert_eq!(values(&args, "-machine"), [board]);
+        let started = ["-kernel", "-initrd", "-append"].map(|name| values(&args, name).concat());
+        assert_eq!(started, ["/k,1", "/i", "tsc_early_khz=1 root=/dev/vda a=b,c"]);
+        let devices = values(&args, "-device");
+        let places = devices.iter().filter_map(|device| device.split_once("bus=virtio-mmio-bus."));
+        let places: Vec<_> = places.map(|(head, place)| format!("{head}{}", &place[..2])).collect();
+        let expected = [
+            "virtio-serial-device,23",
+            "virtio-blk-device,22",
+            "virtio-blk-device,21",
+            "virtio-net-device,20",
+            "virtio-rng-device,19",
+            "virtio-balloon-device,18",
+        ];
+        assert_eq!(places, expected);
+        assert!(!devices.iter().any(|device| device.contains("-pci") || device.contains("romfile")), "{devices:?}");
     }
 
     #[test]

@@ -23,7 +23,10 @@ pub struct MachineDocument<S = Source> {
     pub board: Board,
     /// What loads its system.
     pub firmware: Firmware,
-    /// What it is told of itself by SMBIOS.
+    /// A kernel that is started at once, without looking for one on the disks.
+    #[serde(default = "no_kernel", skip_serializing_if = "Option::is_none")]
+    pub kernel: Option<Kernel<S>>,
+    /// What it is told of itself by SMBIOS; the board `microvm` has none.
     pub identity: Identity,
     /// Its disks, in the order in which the guest finds them.
     pub disks: Vec<Disk<S>>,
@@ -51,9 +54,21 @@ pub struct MachineDocument<S = Source> {
     pub keep: Option<PathBuf>,
 }
 
+fn no_kernel<S>() -> Option<Kernel<S>> {
+    None
+}
+
 impl<S> MachineDocument<S> {
-    /// The same machine, with the sources that `find` knows.
-    pub fn with<T, E>(&self, mut find: impl FnMut(&Disk<S>) -> Result<T, E>) -> Result<MachineDocument<T>, E> {
+    /// The same machine, with the sources that `find` knows by the name of what has them: a disk's, or [`KERNEL`] and [`INITRD`].
+    pub fn with<T, E>(&self, mut find: impl FnMut(&str, &S) -> Result<T, E>) -> Result<MachineDocument<T>, E> {
+        let kernel = self.kernel.as_ref().map(|kernel| {
+            Ok(Kernel {
+                kernel: find(KERNEL, &kernel.kernel)?,
+                initrd: kernel.initrd.as_ref().map(|initrd| find(INITRD, initrd)).transpose()?,
+                arguments: kernel.arguments.clone(),
+            })
+        });
+        let kernel = kernel.transpose()?;
         let disk = |disk: &Disk<S>| {
             Ok(Disk {
                 name: disk.name.clone(),
@@ -64,7 +79,7 @@ impl<S> MachineDocument<S> {
                 serial: disk.serial.clone(),
                 cache: disk.cache,
                 block_size: disk.block_size,
-                source: find(disk)?,
+                source: find(&disk.name, &disk.source)?,
             })
         };
         Ok(MachineDocument {
@@ -74,6 +89,7 @@ impl<S> MachineDocument<S> {
             hugepages: self.hugepages,
             board: self.board,
             firmware: self.firmware.clone(),
+            kernel,
             identity: self.identity.clone(),
             disks: self.disks.iter().map(disk).collect::<Result<_, E>>()?,
             cards: self.cards.clone(),
@@ -123,6 +139,18 @@ pub enum Board {
     Q35,
     /// PCI, IDE.
     Pc,
+    /// No PCI: virtio devices in memory, and nothing that is no such device.
+    Microvm,
+}
+
+impl Board {
+    /// How many virtio devices it has room for; none: it has as many as one likes.
+    pub const fn places(self) -> Option<usize> {
+        match self {
+            Board::Q35 | Board::Pc => None,
+            Board::Microvm => Some(24),
+        }
+    }
 }
 
 /// What loads the system.
@@ -138,6 +166,23 @@ pub enum Firmware {
         /// The variables of a machine that never ran.
         variables: PathBuf,
     },
+}
+
+/// By this name [`MachineDocument::with`] asks for the kernel: no disk has it, because of the slash.
+pub const KERNEL: &str = "/kernel";
+/// By this one for its initial file system.
+pub const INITRD: &str = "/initrd";
+
+/// A kernel that is started at once (Linux' boot protocol, Documentation/arch/x86/boot.rst).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Kernel<S = Source> {
+    /// The kernel.
+    pub kernel: S,
+    /// Its initial file system.
+    pub initrd: Option<S>,
+    /// Its command line.
+    pub arguments: String,
 }
 
 /// What the firmware's tables say of the machine. Empty: nothing.

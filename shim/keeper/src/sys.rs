@@ -9,6 +9,7 @@ use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use tokio::io::unix::AsyncFd;
 
 /// The byte of a disk that is locked: behind all that are on it, and behind those that QEMU locks.
 const LOCKED: libc::off_t = 1 << 62;
@@ -27,6 +28,12 @@ pub fn adopt(numbers: Vec<RawFd>) -> io::Result<Vec<OwnedFd>> {
         }
     }
     Ok(adopted)
+}
+
+/// Has the runtime watch a descriptor.
+pub fn watch(fd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
+    // SAFETY: an `OwnedFd` closes the number that it owns when it is dropped, not before, and gives out no other.
+    Ok(unsafe { AsyncFd::register(fd)? })
 }
 
 /// Takes the descriptor that comes with the next byte of a socket; `InvalidData` if there is none.

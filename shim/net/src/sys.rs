@@ -1,9 +1,10 @@
-//! Owns: the one kernel call of this crate that no safe wrapper has: giving an open tun file its interface.
-#![allow(unsafe_code, reason = "TUNSETIFF has no safe wrapper")]
+//! Owns: the kernel calls of this crate that no safe wrapper has: giving an open tun file its interface, and listening on one.
+#![allow(unsafe_code, reason = "TUNSETIFF, SO_ATTACH_FILTER and addresses of packet sockets have no safe wrappers")]
 
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 
 nix::ioctl_write_ptr_bad!(
     /// Makes or takes the interface named in the request for this file.
@@ -30,4 +31,63 @@ pub(crate) fn make_tap(tun: &File, name: &str, flags: i32) -> io::Result<()> {
     // SAFETY: the descriptor is open, and the kernel reads one ifreq, which lives until the call returns.
     unsafe { tunsetiff(tun.as_raw_fd(), &request) }?;
     Ok(())
+}
+
+/// What a guest asks of DHCP servers over IPv4: a frame that comes from it, of IPv4, whole, of UDP, for port 67. By
+/// Documentation/networking/filter.rst of the kernel: code, jumps if true and if not, operand.
+const QUESTIONS: [(u32, u8, u8, u32); 13] = [
+    // Kind of frame: not one that goes out to the guest.
+    (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, KIND_OF_FRAME),
+    (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 10, 0, libc::PACKET_OUTGOING as u32),
+    (libc::BPF_LD | libc::BPF_H | libc::BPF_ABS, 0, 0, 12),
+    (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 0, 8, 0x0800),
+    (libc::BPF_LD | libc::BPF_B | libc::BPF_ABS, 0, 0, 23),
+    (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 0, 6, 17),
+    (libc::BPF_LD | libc::BPF_H | libc::BPF_ABS, 0, 0, 20),
+    (libc::BPF_JMP | libc::BPF_JSET | libc::BPF_K, 4, 0, 0x1fff),
+    (libc::BPF_LDX | libc::BPF_B | libc::BPF_MSH, 0, 0, 14),
+    (libc::BPF_LD | libc::BPF_H | libc::BPF_IND, 0, 0, 16),
+    (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 0, 1, 67),
+    (libc::BPF_RET | libc::BPF_K, 0, 0, 2048),
+    (libc::BPF_RET | libc::BPF_K, 0, 0, 0),
+];
+/// `SKF_AD_OFF + SKF_AD_PKTTYPE`.
+const KIND_OF_FRAME: u32 = (libc::SKF_AD_OFF + libc::SKF_AD_PKTTYPE).cast_unsigned();
+
+/// A packet socket on the interface `name` of this thread's network namespace, with those frames alone.
+pub(crate) fn dhcp_questions(name: &str) -> io::Result<OwnedFd> {
+    let part = |number: libc::c_int| u16::try_from(number).map_err(io::Error::other);
+    // Without a protocol it hears nothing until it is bound.
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let packets = socket(AddressFamily::Packet, SockType::Raw, flags, None)?;
+    let mut filter = Vec::with_capacity(QUESTIONS.len());
+    for (code, jt, jf, k) in QUESTIONS {
+        filter.push(libc::sock_filter { code: u16::try_from(code).map_err(io::Error::other)?, jt, jf, k });
+    }
+    let length = u16::try_from(filter.len()).map_err(io::Error::other)?;
+    let program = libc::sock_fprog { len: length, filter: filter.as_mut_ptr() };
+    // SAFETY: the descriptor is open; the kernel copies one sock_fprog of the size that is said, and the `len` instructions that it
+    // points to; both live until the call returns.
+    let set = unsafe {
+        libc::setsockopt(
+            packets.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_ATTACH_FILTER,
+            std::ptr::from_ref(&program).cast(),
+            size_of_val(&program) as libc::socklen_t,
+        )
+    };
+    nix::errno::Errno::result(set)?;
+    // SAFETY: sockaddr_ll is plain data, for which all zeros is a value.
+    let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
+    address.sll_family = part(libc::AF_PACKET)?;
+    // All protocols: those that ask for one come after the redirect, which takes the frames away.
+    address.sll_protocol = part(libc::ETH_P_ALL)?.to_be();
+    address.sll_ifindex = libc::c_int::try_from(nix::net::if_::if_nametoindex(name)?).map_err(io::Error::other)?;
+    // SAFETY: the descriptor is open, and the kernel reads one sockaddr_ll of the size that is said, which lives until the call returns.
+    let bound = unsafe {
+        libc::bind(packets.as_raw_fd(), std::ptr::from_ref(&address).cast(), size_of_val(&address) as libc::socklen_t)
+    };
+    nix::errno::Errno::result(bound)?;
+    Ok(packets)
 }

@@ -48,6 +48,13 @@ pub fn create_with(netns: &NetNs, name: &str, queues: usize) -> Result<Tap, NetE
     Ok(Tap { fd, more_queues, name: name.to_owned() })
 }
 
+/// A packet socket (`AF_PACKET`, raw, non-blocking, close-on-exec) on the tap `name`: from it come the frames in which the guest asks a
+/// DHCP server over IPv4, and what is sent to it goes to the guest. The kernel passes no others on.
+pub fn dhcp_questions(netns: &NetNs, name: &str) -> Result<OwnedFd, NetError> {
+    check_name(name)?;
+    run_in(netns, || sys::dhcp_questions(name))?.map_err(failed("listen on", name))
+}
+
 /// Joins tap and CNI interface: what the guest sends leaves through `cni_interface`, what arrives there
 /// goes to the guest, and the namespace's own stack sees neither. Both are up afterwards, and the tap has
 /// the MTU of the CNI interface. May be repeated.

@@ -7,6 +7,8 @@ mod guest;
 use common::{World, in_a_world, ip_in, pod};
 use guest::{Guest, Seen};
 use nacelle_net::{NetNs, PortMapping, Protocol, tap};
+use std::fs::File;
+use std::io::{Read, Write};
 use std::net::{IpAddr, Ipv4Addr, UdpSocket};
 
 const BRIDGE: &str = r#"{ "cniVersion": "1.0.0", "name": "traffic", "plugins": [
@@ -71,6 +73,49 @@ fn two_guests_and_the_node_reach_each_other() {
                 _ => (),
             }
         }
+    });
+}
+
+#[test]
+fn what_a_guest_asks_of_dhcp_is_heard_before_it_is_redirected() {
+    in_a_world(&["bridge", "host-local", "portmap"], |world| async move {
+        world.conf("10-traffic.conflist", BRIDGE);
+        let (netns_a, a) = start(&world, 1).await;
+        let (netns_b, b) = start(&world, 2).await;
+        let questions: File = tap::dhcp_questions(&netns_a, "tap0").unwrap().into();
+        assert!(tap::dhcp_questions(&netns_a, "tap9").is_err());
+        for netns in [&netns_a, &netns_b] {
+            tap::join(netns, "tap0", "eth0").unwrap();
+        }
+        let all = Ipv4Addr::BROADCAST;
+        a.ask_arp(GATEWAY);
+        a.udp([0xff; 6], all, 68, b"another port", [0, 0]);
+        a.udp([0xff; 6], all, 67, b"a piece", [0, 7]);
+        a.udp([0xff; 6], all, 67, b"one", [0x40, 0]);
+        // What comes from elsewhere is not the guest's question.
+        b.udp([0xff; 6], all, 67, b"not mine", [0, 0]);
+        a.until(|seen| matches!(seen, Seen::Udp { payload, .. } if payload == b"not mine"));
+        a.udp(b.mac, b.v4, 67, b"two", [0, 0]);
+        b.until(|seen| matches!(seen, Seen::Udp { payload, .. } if payload == b"two"));
+        let heard = || {
+            let mut frame = [0; 4096];
+            // The tap was down when the socket was bound: the kernel says so once.
+            let length = loop {
+                match (&questions).read(&mut frame) {
+                    Ok(length) => break length,
+                    Err(error) if error.raw_os_error() == Some(libc::ENETDOWN) => {}
+                    Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return None,
+                    Err(error) => panic!("{error}"),
+                }
+            };
+            Some(frame[42..length].to_vec())
+        };
+        assert_eq!((heard(), heard(), heard()), (Some(b"one".to_vec()), Some(b"two".to_vec()), None));
+        // An answer reaches the guest.
+        let mut answer = [&a.mac[..], &[2, 0, 0, 0, 0, 9], &[0x88, 0xb5]].concat();
+        answer.resize(60, 0);
+        (&questions).write_all(&answer).unwrap();
+        a.until(|seen| *seen == Seen::Mark);
     });
 }
 

@@ -18,6 +18,7 @@ use nacelle_jail::ThreadKind;
 use nacelle_net::{NetNs, Tap, tap};
 use std::fs::DirBuilder;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -70,7 +71,7 @@ pub async fn blocking<T: Send + 'static>(
 
 /// What is made before the machine, with rights that the process gives up afterwards.
 pub struct Prepared {
-    taps: Vec<Tap>,
+    taps: Vec<Card>,
     disk: PathBuf,
     /// The disk still has its name, where everybody sees it.
     pub named: bool,
@@ -137,9 +138,9 @@ pub async fn assemble(
             move || remove_if_there(&disk)
         });
     }
-    let nics = taps.into_iter().map(|tap| {
+    let nics = taps.into_iter().map(|(tap, dhcp)| {
         let Tap { fd, more_queues, .. } = tap;
-        Ok(NicSpec { tap: fd, more_queues, mac: random_mac()?, mtu: MAX_MTU })
+        Ok(NicSpec { tap: fd, more_queues, dhcp, mac: random_mac()?, mtu: MAX_MTU })
     });
     let guest = spec.engine.has_machine();
     let machine = MachineSpec {
@@ -185,15 +186,23 @@ pub async fn assemble(
     Ok(Assembled { machine, gone, incoming, undo, timeline })
 }
 
-fn make_taps(spec: &PodSpec) -> Result<Vec<Tap>, PodError> {
+/// A tap, and for a machine with a system of its own what that asks of DHCP servers.
+type Card = (Tap, Option<OwnedFd>);
+
+fn make_taps(spec: &PodSpec) -> Result<Vec<Card>, PodError> {
     let Some(network) = &spec.network else { return Ok(Vec::new()) };
     let netns = NetNs::open(&network.netns)?;
     let queues = match spec.engine {
         EngineSpec::Kvm {} => usize::try_from(spec.vcpus).unwrap_or(1).clamp(1, MAX_QUEUES),
         EngineSpec::Qemu { .. } | EngineSpec::Keeper { .. } | EngineSpec::Host { .. } => 1,
     };
-    let tap = |n| tap::create_with(&netns, &tap_name(n), queues);
-    Ok((0..network.interfaces.len()).map(tap).collect::<Result<Vec<Tap>, _>>()?)
+    let asks = matches!(spec.engine, EngineSpec::Keeper { .. });
+    let card = |n| {
+        let tap = tap::create_with(&netns, &tap_name(n), queues)?;
+        let dhcp = if asks { Some(tap::dhcp_questions(&netns, &tap.name)?) } else { None };
+        Ok((tap, dhcp))
+    };
+    (0..network.interfaces.len()).map(card).collect()
 }
 
 /// A locally administered address; the guest changes it for the one that CNI gave.

@@ -73,7 +73,10 @@ pub(super) fn of(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cri::convert::{pod_config, sample};
+    use crate::cri::convert::{self, pod_config, sample};
+    use nacelle_vmi::spec::InstanceSpec;
+    use serde_json::Value;
+    use std::fmt::Write;
     use tonic::Code;
 
     fn told(annotations: &[(&str, &str)]) -> Option<(Code, String)> {
@@ -153,6 +156,36 @@ mod tests {
     }
 
     #[test]
+    fn a_kernel_of_its_own_is_in_its_image() {
+        let machine = [
+            ("vm.nacelle.dev/kind", "machine"),
+            ("vm.nacelle.dev/memory", "512Mi"),
+            ("vm.nacelle.dev/disks", "root=image:a:1"),
+            ("vm.nacelle.dev/kernel-image", "a:1"),
+            ("vm.nacelle.dev/kernel", "/boot/vmlinuz"),
+            ("vm.nacelle.dev/kernel-args", "root=/dev/vda"),
+        ];
+        let Some(Asked::Machine { machine: made, .. }) = of_pod(&machine).unwrap() else { panic!("no machine") };
+        let kernel = made.kernel.expect("it has one");
+        assert_eq!((made.board, made.screen), (nacelle_keeper::spec::Board::Microvm, false));
+        assert_eq!((kernel.arguments.as_str(), kernel.initrd), ("root=/dev/vda", None));
+        for (key, value, field) in [
+            ("vm.nacelle.dev/graphics", "true", "devices.autoattachGraphicsDevice"),
+            ("vm.nacelle.dev/disks", "root=image:a:1;more=empty:1Gi,bus=sata", "devices.disks[1].bus"),
+            ("vm.nacelle.dev/serial", "a", "firmware.serial"),
+        ] {
+            // The last one counts.
+            let (code, message) = told(&[&machine[..], &[(key, value)]].concat()).unwrap();
+            assert!(code == Code::Unimplemented && message.contains(field), "{message}");
+            assert!(message.contains("q35"), "{message}");
+            let q35 = told(&[&machine[..], &[(key, value), ("vm.nacelle.dev/machine", "q35")]].concat());
+            assert_eq!(q35, None, "{field}");
+        }
+        let without = [machine[0], machine[1], machine[2], ("vm.nacelle.dev/machine", "microvm")];
+        assert!(told(&without).unwrap().1.contains("with kernelBoot"));
+    }
+
+    #[test]
     fn a_machine_that_is_named_outlives_its_pod() {
         let named = [
             ("vm.nacelle.dev/kind", "machine"),
@@ -164,5 +197,50 @@ mod tests {
         let Some(Asked::Machine { machine, name }) = of_pod(&named).unwrap() else { panic!("no machine") };
         assert_eq!(name.as_deref(), Some("db"));
         assert_eq!(machine.strategy, Some(nacelle_keeper::spec::RunStrategy::RerunOnFailure));
+    }
+
+    const PAGE: &str = include_str!("../../../../docs/vm.md");
+
+    /// Its rows; how many fields without others below there are, how many of these machine pods honour, and how many container pods.
+    fn rows(schema: &Value, at: &str, table: &mut String) -> [usize; 3] {
+        let mut all = [0; 3];
+        for (name, of) in schema["properties"].as_object().into_iter().flatten() {
+            let list = of["type"] == "array";
+            let of_items = if list { &of["items"] } else { of };
+            let at = format!("{at}{}{name}{}", if at.is_empty() { "" } else { "." }, if list { "[]" } else { "" });
+            let what = of["description"].as_str().unwrap_or_default().replace('\n', " ");
+            let words: Vec<String> = of["enum"]
+                .as_array()
+                .into_iter()
+                .flatten()
+                .map(|word| format!("`{}`", word.as_str().unwrap()))
+                .collect();
+            let words = if words.is_empty() { String::new() } else { format!(" One of {}.", words.join(", ")) };
+            let mut below = String::new();
+            let mut counts = rows(of_items, &at, &mut below);
+            if counts[0] == 0 {
+                let shapes = convert::HONOURED.contains(&format!("spec.{at}").as_str());
+                counts = [1, usize::from(machine_pod::honours(&at)), usize::from(shapes)];
+            }
+            let told = |honoured: usize| match honoured {
+                0 => "",
+                honoured if honoured == counts[0] => "yes",
+                _ => "in part",
+            };
+            writeln!(table, "| `{at}` | {what}{words} | {} | {} |", told(counts[1]), told(counts[2])).unwrap();
+            table.push_str(&below);
+            for (sum, count) in all.iter_mut().zip(counts) {
+                *sum += count;
+            }
+        }
+        all
+    }
+
+    #[test]
+    fn every_field_is_in_the_documents_with_what_becomes_of_it() {
+        let mut table = String::from("| field | what it says | machine pod | container pod |\n|---|---|---|---|\n");
+        let [all, machine, containers] = rows(&nacelle_vmi::schema::of::<InstanceSpec>(), "", &mut table);
+        assert!(all > machine && machine > containers && containers > 5, "{all} {machine} {containers}");
+        assert!(PAGE.contains(&table), "docs/vm.md should have\n{table}");
     }
 }

@@ -7,11 +7,13 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use nacelle_base::{Classify, Kind};
 use nacelle_keeper::spec::{
-    Board, Bus, Cache, Card, CardModel, CloudInit, CloudInitForm, Disk, DiskKind, Firmware, Identity, MachineDocument,
-    Processors, RunStrategy as Runs, WatchdogAction,
+    Board, Bus, Cache, Card, CardModel, CloudInit, CloudInitForm, Disk, DiskKind, Firmware, Identity, Kernel,
+    MachineDocument, Processors, RunStrategy as Runs, WatchdogAction,
 };
 use nacelle_vmi::admit::Admitted;
 use nacelle_vmi::spec::{self as vmi, CpuFeaturePolicy, HostDiskKind, InstanceSpec, NicModel, Power, RunStrategy};
+
+const BOARD: &str = "spec.domain.machine.type";
 
 /// Why a machine that is right is not run here.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
@@ -93,13 +95,18 @@ pub fn build(admitted: &Admitted, pod: &PodConfig, machines: &Machines) -> Resul
     if domain.features.as_ref().and_then(|features| features.acpi.as_ref()).is_some_and(|acpi| !acpi.on()) {
         return value("spec.domain.features.acpi.enabled", false, "without it there is no power button");
     }
+    let board = board(domain)?;
+    if board == Board::Microvm {
+        microvm(spec)?;
+    }
     Ok(MachineDocument {
         name: format!("{}/{}", pod.name.namespace, pod.name.name),
         processors: processors(domain.cpu.as_ref())?,
         memory_mib: memory_mib(domain)?,
         hugepages: hugepages(domain)?,
-        board: board(domain)?,
+        board,
         firmware: firmware(domain, machines, admitted.name().is_some())?,
+        kernel: kernel(domain),
         identity: identity(domain),
         disks: disks(spec, admitted.ssh_keys(), pod)?,
         cards: cards(spec)?,
@@ -207,8 +214,66 @@ fn board(domain: &vmi::Domain) -> Result<Board, Refused> {
     match kind {
         "q35" => Ok(Board::Q35),
         "pc" => Ok(Board::Pc),
-        other => value("spec.domain.machine.type", other, "a machine pod's board is q35 or pc"),
+        "microvm" if domain.firmware.as_ref().is_some_and(|firmware| firmware.kernel_boot.is_some()) => {
+            Ok(Board::Microvm)
+        }
+        other => value(BOARD, other, "a machine pod's board is q35 or pc, or, with kernelBoot, microvm"),
     }
+}
+
+/// What the board without PCI, firmware's tables and screen cannot have.
+fn microvm(spec: &InstanceSpec) -> Result<(), Refused> {
+    let instead = "the board microvm, which kernelBoot has where none is said, does not have it: say spec.domain.machine.type q35, or take it out";
+    let refuse = |field: String, what: &dyn ToString| value(field, what.to_string(), instead);
+    let devices = &spec.domain.devices;
+    for (n, disk) in devices.disks.iter().enumerate() {
+        let cdrom = disk.cdrom.as_ref().and_then(|target| target.bus);
+        let bus = cdrom.or(disk.disk.as_ref().and_then(|target| target.bus));
+        if let Some(bus @ (vmi::Bus::Sata | vmi::Bus::Usb)) = bus {
+            return refuse(format!("spec.domain.devices.disks[{n}].bus"), &format!("{bus:?}").to_lowercase());
+        }
+    }
+    for (n, interface) in devices.interfaces.iter().enumerate() {
+        if let Some(model) = interface.model.filter(|model| *model != NicModel::Virtio) {
+            let field = format!("spec.domain.devices.interfaces[{n}].model");
+            return refuse(field, &format!("{model:?}").to_lowercase());
+        }
+    }
+    if devices.autoattach_graphics_device == Some(true) {
+        return refuse("spec.domain.devices.autoattachGraphicsDevice".into(), &true);
+    }
+    if tablet(devices)? {
+        return refuse("spec.domain.devices.inputs".into(), &"tablet");
+    }
+    if let Some(watchdog) = &devices.watchdog {
+        return refuse("spec.domain.devices.watchdog".into(), &watchdog.name);
+    }
+    let told = identity(&spec.domain);
+    for (field, said) in
+        [("firmware.uuid", &told.uuid), ("firmware.serial", &told.serial), ("chassis", &told.chassis.concat())]
+    {
+        if !said.is_empty() {
+            return refuse(format!("spec.domain.{field}"), said);
+        }
+    }
+    // The guest agent's port, the random source and the balloon; the keeper counts for itself.
+    let count = devices.disks.len() + devices.interfaces.len() + 3;
+    match Board::Microvm.places().is_some_and(|places| count > places) {
+        true => refuse("spec.domain.devices.disks".into(), &count),
+        false => Ok(()),
+    }
+}
+
+/// The kernel lies in an image, as a disk does.
+fn kernel(domain: &vmi::Domain) -> Option<Kernel<Wish>> {
+    let boot = domain.firmware.as_ref()?.kernel_boot.as_ref()?;
+    let container = boot.container.as_ref()?;
+    let wish = |path: &str| Wish::Image { image: container.image.clone(), path: path.to_owned() };
+    Some(Kernel {
+        kernel: wish(&container.kernel_path),
+        initrd: Some(container.initrd_path.as_str()).filter(|path| !path.is_empty()).map(wish),
+        arguments: boot.kernel_args.clone(),
+    })
 }
 
 fn firmware(domain: &vmi::Domain, machines: &Machines, named: bool) -> Result<Firmware, Refused> {

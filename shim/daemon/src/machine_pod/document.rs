@@ -4,7 +4,7 @@ use super::{MachinePod, VolumeError, Wish};
 use crate::nouns::ImageOf;
 use nacelle_base::{Classify, Kind};
 use nacelle_image::{ImageError, Store};
-use nacelle_keeper::spec::{MachineDocument, Source};
+use nacelle_keeper::spec::{INITRD, KERNEL, MachineDocument, Source};
 use std::collections::BTreeMap;
 
 /// Where images have their disks.
@@ -66,17 +66,20 @@ pub async fn document(
     of_node: BTreeMap<String, Source>,
 ) -> Result<Vec<u8>, SourceError> {
     let mut found = of_node;
-    for disk in &machine.disks {
-        if let Wish::Image { image: asked, path } = &disk.source {
-            found.insert(disk.name.clone(), in_image(&disk.name, asked, path, image, store).await?);
+    let kernel = machine.kernel.iter().map(|kernel| (KERNEL, &kernel.kernel));
+    let initrd = machine.kernel.iter().filter_map(|kernel| Some((INITRD, kernel.initrd.as_ref()?)));
+    let disks = machine.disks.iter().map(|disk| (disk.name.as_str(), &disk.source));
+    for (name, wish) in kernel.chain(initrd).chain(disks) {
+        if let Wish::Image { image: asked, path } = wish {
+            found.insert(name.to_owned(), in_image(name, asked, path, image, store).await?);
         }
     }
-    let document: MachineDocument = machine.with(|disk| match &disk.source {
+    let document: MachineDocument = machine.with(|name, wish| match wish {
         Wish::Empty { bytes } => Ok(Source::Empty { bytes: *bytes }),
         Wish::CloudInit(data) => Ok(Source::CloudInit(data.clone())),
         _ => found
-            .remove(&disk.name)
-            .ok_or(SourceError::NotThere { disk: disk.name.clone(), rule: "each disk has a name of its own" }),
+            .remove(name)
+            .ok_or(SourceError::NotThere { disk: name.to_owned(), rule: "each disk has a name of its own" }),
     })?;
     Ok(serde_json::to_vec(&document)?)
 }
@@ -105,7 +108,9 @@ async fn in_image(disk: &str, asked: &str, path: &str, image: &ImageOf, store: &
         },
     };
     let (path, offset) = file.place.clone().ok_or_else(|| {
-        not_there("the file has holes in the image's layer, and is no disk therefore: pack it without, or as qcow2")
+        not_there(
+            "the file has holes in the image's layer, and cannot be read as one piece: pack it without, or as qcow2",
+        )
     })?;
     // Up to the end of its block there are zeros.
     Ok(Source::Image { image: image.id.to_string(), file: path, offset, length: file.size.next_multiple_of(512) })

@@ -18,6 +18,10 @@ const FIELDS: &[&str] = &[
     "domain.machine.type",
     "domain.firmware.uuid",
     "domain.firmware.serial",
+    "domain.firmware.kernelBoot.kernelArgs",
+    "domain.firmware.kernelBoot.container.image",
+    "domain.firmware.kernelBoot.container.kernelPath",
+    "domain.firmware.kernelBoot.container.initrdPath",
     "domain.firmware.bootloader.bios",
     "domain.firmware.bootloader.efi.secureBoot",
     "domain.firmware.bootloader.efi.persistent",
@@ -96,13 +100,17 @@ pub fn others(document: &Value) -> Vec<String> {
     found
 }
 
-/// `place` is where it is in the document, `path` the same as the list above has it.
-fn walk(value: &Value, place: String, path: String, found: &mut Vec<String>) {
-    let known = FIELDS.iter().any(|field| match field.strip_suffix(".*") {
+/// Whether the field with this path is honoured, with all that is below it.
+pub fn known(path: &str) -> bool {
+    FIELDS.iter().any(|field| match field.strip_suffix(".*") {
         Some(above) => path.strip_prefix(above).is_some_and(|rest| rest.is_empty() || rest.starts_with(['.', '['])),
         None => *field == path,
-    });
-    if known {
+    })
+}
+
+/// `place` is where it is in the document, `path` the same as the list above has it.
+fn walk(value: &Value, place: String, path: String, found: &mut Vec<String>) {
+    if known(&path) {
         return;
     }
     let below = |key: &str, above: &str| if above.is_empty() { key.to_owned() } else { format!("{above}.{key}") };

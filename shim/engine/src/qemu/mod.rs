@@ -7,6 +7,7 @@ mod qmp;
 mod tsc;
 
 pub use qmp::QmpError;
+pub use tsc::emulated_tsc;
 
 use std::fs;
 use std::os::fd::AsRawFd;

@@ -15,10 +15,15 @@ const PLAUSIBLE: std::ops::RangeInclusive<u128> = 400_000..=10_000_000;
 /// (the PIT does its work).
 pub(super) fn parameters() -> &'static [String] {
     static WORDS: OnceLock<Vec<String>> = OnceLock::new();
-    WORDS.get_or_init(|| match measure() {
-        Some(khz) => vec!["nolapic_timer".to_owned(), format!("tsc_early_khz={khz}")],
+    WORDS.get_or_init(|| match emulated_tsc() {
+        Some(word) => vec!["nolapic_timer".to_owned(), word],
         None => Vec::new(),
     })
+}
+
+/// The kernel parameter for the speed of an emulated guest's TSC; none where this machine's counter does not run like a clock.
+pub fn emulated_tsc() -> Option<String> {
+    measure().map(|khz| format!("tsc_early_khz={khz}"))
 }
 
 /// The counter at a moment: of several readings the one that took least time.

@@ -88,7 +88,7 @@ pub fn a_tap_is_the_guests_network(world: Option<Box<impl World + Send + 'static
         };
         let mut taps = taps.into_iter();
         let (tap, more_queues) = (taps.next().expect("one for each"), taps.collect());
-        let nic = NicSpec { tap, more_queues, mac: [0x52, 0x54, 0, 0x12, 0x34, 0x56], mtu: 1400 };
+        let nic = NicSpec { tap, more_queues, dhcp: None, mac: [0x52, 0x54, 0, 0x12, 0x34, 0x56], mtu: 1400 };
         let bench = Bench::start(&*world, vec![], |spec| {
             spec.vcpus = vcpus;
             spec.nics.push(nic);

@@ -91,6 +91,23 @@ impl Guest {
         self.send(to, [8, 0], &packet);
     }
 
+    /// A datagram without a checksum; `piece` is what IP's head says of fragments.
+    pub fn udp(&self, to: Mac, destination: Ipv4Addr, port: u16, payload: &[u8], piece: [u8; 2]) {
+        let udp = u16::try_from(8 + payload.len()).unwrap();
+        let length = (20 + udp).to_be_bytes();
+        let mut packet = vec![0x45, 0, length[0], length[1], 0, 0, piece[0], piece[1], 64, 17, 0, 0];
+        packet.extend(self.v4.octets());
+        packet.extend(destination.octets());
+        let sum = checksum(&packet);
+        packet[10..12].copy_from_slice(&sum);
+        packet.extend([0, 68]);
+        packet.extend(port.to_be_bytes());
+        packet.extend(udp.to_be_bytes());
+        packet.extend([0, 0]);
+        packet.extend(payload);
+        self.send(to, [8, 0], &packet);
+    }
+
     pub fn ping(&self, to: Mac, destination: Ipv4Addr, number: u16) {
         self.icmp(to, destination, 8, number);
     }

@@ -191,7 +191,7 @@ pub fn serve(description: &str) -> ExitCode {
     let nic = setup.tap.as_ref().map(|name| {
         let here = NetNs::open(Path::new("/proc/thread-self/ns/net")).expect("this network namespace");
         let tap = tap::create(&here, name).expect("a tap");
-        NicSpec { tap: tap.fd, more_queues: vec![], mac: [2, 0, 0, 0, 0, 1], mtu: 1500 }
+        NicSpec { tap: tap.fd, more_queues: vec![], dhcp: None, mac: [2, 0, 0, 0, 0, 1], mtu: 1500 }
     });
     let spec = MachineSpec {
         vcpus: 1,

@@ -16,6 +16,8 @@ pub use container::{container_config, pod_resources_change, resources_change, se
 pub use device::with_edits;
 pub use empty_dirs::{LIMITS as EMPTY_DIR_LIMITS, empty_dirs};
 pub use pod::pod_config;
+#[cfg(test)]
+pub use shape::HONOURED;
 pub use shape::{not_honoured, shape};
 pub use volume::for_a_guest;
 

@@ -14,7 +14,7 @@ const MEMORY: &str = "spec.domain.memory.guest";
 const ARGS: &str = "spec.domain.firmware.kernelBoot.kernelArgs";
 const PAGES: &str = "spec.domain.memory.hugepages.pageSize";
 /// What the machine of a container pod is made by, and what says of it what is so anyway.
-const HONOURED: [&str; 8] = [
+pub const HONOURED: [&str; 8] = [
     "spec.architecture",
     "spec.domain.cpu.sockets",
     "spec.domain.cpu.cores",

@@ -1,0 +1,538 @@
+//! Owns: the answers to a guest that asks for its address by DHCP: the address that CNI gave the pod, on the card whose frames are
+//! read here. Pure, but for [`serve`].
+//! Sources: RFC 2131 (DHCP), RFC 2132 (its options), RFC 3442 (routes), RFC 3397 (search list).
+//! All bytes come from the guest: each is looked at before it counts, and what is no question of this card is passed over.
+
+use crate::sys;
+use nacelle_proto::agent::{BootConfig, Route};
+use nix::sys::socket::{MsgFlags, recv, send};
+use std::io;
+use std::net::Ipv4Addr;
+use std::os::fd::{AsRawFd, OwnedFd};
+
+/// The largest frame that is read: what asks is small, whatever the network's MTU.
+const FRAME: usize = 2048;
+/// How long an address is promised, in seconds: a machine that wakes up in another pod shall ask soon.
+const LEASE: u32 = 3600;
+/// Who answers, where there is no gateway whose address could be said.
+const NOBODY: Ipv4Addr = Ipv4Addr::new(169, 254, 1, 1);
+/// The hardware address of answers; a local one.
+const MAC: [u8; 6] = [2, b'd', b'h', b'c', b'p', 1];
+/// What every client must be able to read: 576 bytes with the heads of IP and UDP (RFC 2131, section 2).
+const LEAST: usize = 548;
+/// No answer is larger, whatever the client can read.
+const MOST: usize = 1400;
+/// From the beginning of the message to its options.
+const HEAD: usize = 240;
+const MAGIC: [u8; 4] = [99, 130, 83, 99];
+const BROADCAST: u16 = 0x8000;
+
+/// What is told, for one card.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Lease {
+    mac: [u8; 6],
+    address: Ipv4Addr,
+    prefix: u8,
+    /// Destination, its length, gateway (0.0.0.0: on the link), in the order in which they make sense.
+    routes: Vec<(Ipv4Addr, u8, Ipv4Addr)>,
+    dns: Vec<Ipv4Addr>,
+    searches: Vec<String>,
+    mtu: u16,
+    hostname: String,
+}
+
+impl Lease {
+    /// Of the n-th interface of the pod, for the card with this address; none if CNI gave it no IPv4 address.
+    pub fn new(network: &BootConfig, n: usize, mac: [u8; 6]) -> Option<Lease> {
+        let interface = network.interfaces.get(n)?;
+        let (address, prefix) = interface.addresses.iter().find_map(|address| four(address))?;
+        let own = network.routes.iter().filter(|route| route.interface == interface.name);
+        let mut routes: Vec<_> = own.filter_map(|route: &Route| gateway(route)).collect();
+        // A gateway that is on no link must be put there before it is used.
+        let link = |gateway: Ipv4Addr, routes: &[(Ipv4Addr, u8, Ipv4Addr)]| {
+            within(gateway, address, prefix)
+                || routes.iter().any(|(to, bits, by)| by.is_unspecified() && within(gateway, *to, *bits))
+        };
+        let mut lost: Vec<Ipv4Addr> = routes.iter().map(|(_, _, by)| *by).collect();
+        lost.retain(|by| !by.is_unspecified() && !link(*by, &routes));
+        lost.sort_unstable();
+        lost.dedup();
+        routes.splice(0..0, lost.into_iter().map(|gateway| (gateway, 32, Ipv4Addr::UNSPECIFIED)));
+        let dns = network.dns.clone().unwrap_or_default();
+        Some(Lease {
+            mac,
+            address,
+            prefix,
+            routes,
+            dns: dns.servers.iter().filter_map(|server| server.parse().ok()).collect(),
+            searches: dns.searches,
+            mtu: u16::try_from(interface.mtu).unwrap_or(0),
+            hostname: network.hostname.clone(),
+        })
+    }
+
+    fn gateway(&self) -> Option<Ipv4Addr> {
+        self.routes.iter().find(|(_, bits, by)| *bits == 0 && !by.is_unspecified()).map(|(_, _, by)| *by)
+    }
+
+    fn server(&self) -> Ipv4Addr {
+        self.gateway().unwrap_or(NOBODY)
+    }
+
+    /// The frame that answers this one, if it is a question.
+    pub fn answer(&self, frame: &[u8]) -> Option<Vec<u8>> {
+        let question = Question::read(udp_to_server(frame)?)?;
+        if question.mac != self.mac {
+            return None;
+        }
+        let server = self.server();
+        let kind = match question.kind {
+            Kind::Discover => Kind::Offer,
+            Kind::Inform => Kind::Ack,
+            // It has chosen another one.
+            Kind::Request if question.server.is_some_and(|chosen| chosen != server) => return None,
+            Kind::Request => match question.wanted.or(question.has) {
+                Some(wanted) if wanted == self.address => Kind::Ack,
+                _ => Kind::Nak,
+            },
+            Kind::Offer | Kind::Ack | Kind::Nak => return None,
+        };
+        let message = self.message(&question, kind);
+        let (to_ip, to_mac) = match question.has {
+            Some(has) if kind != Kind::Nak => (has, self.mac),
+            _ if kind == Kind::Nak || question.flags & BROADCAST != 0 => (Ipv4Addr::BROADCAST, [0xff; 6]),
+            _ => (self.address, self.mac),
+        };
+        Some(framed(&message, server, to_ip, to_mac))
+    }
+
+    fn message(&self, question: &Question, kind: Kind) -> Vec<u8> {
+        let mut message = vec![2, 1, 6, 0];
+        message.extend(question.transaction);
+        message.extend([0, 0]);
+        message.extend(question.flags.to_be_bytes());
+        let own = if matches!((question.kind, kind), (Kind::Inform, _) | (_, Kind::Nak)) {
+            Ipv4Addr::UNSPECIFIED
+        } else {
+            self.address
+        };
+        let has = if kind == Kind::Nak { None } else { question.has };
+        message.extend(has.unwrap_or(Ipv4Addr::UNSPECIFIED).octets());
+        message.extend(own.octets());
+        // The server that a boot program would be loaded from, and the relay: there is none.
+        message.extend([0; 8]);
+        message.extend(question.mac);
+        message.resize(HEAD - MAGIC.len(), 0);
+        message.extend(MAGIC);
+        let mut options = Options { message, limit: question.limit };
+        options.add(53, &[kind as u8]);
+        options.add(54, &self.server().octets());
+        if kind != Kind::Nak {
+            if question.kind != Kind::Inform {
+                options.add(51, &LEASE.to_be_bytes());
+            }
+            options.add(1, &mask(self.prefix).octets());
+            if let Some(gateway) = self.gateway() {
+                options.add(3, &gateway.octets());
+            }
+            let dns: Vec<u8> = self.dns.iter().flat_map(Ipv4Addr::octets).collect();
+            options.add(6, &dns);
+            if self.mtu >= 68 {
+                options.add(26, &self.mtu.to_be_bytes());
+            }
+            // Whoever reads these does not read the gateway.
+            let routes: Vec<u8> = self.routes.iter().flat_map(route).collect();
+            options.add(121, &routes);
+            options.add(12, self.hostname.as_bytes());
+            let searches: Vec<u8> = self.searches.iter().filter_map(|name| labels(name)).flatten().collect();
+            options.add(119, &searches);
+        }
+        options.done()
+    }
+}
+
+/// The options of a message that grows.
+struct Options {
+    message: Vec<u8>,
+    limit: usize,
+}
+
+impl Options {
+    /// Leaves out what is empty, and what does not fit: the most important ones come first. No option is cut, because half a list
+    /// of routes is another list.
+    fn add(&mut self, code: u8, value: &[u8]) {
+        let Ok(length) = u8::try_from(value.len()) else { return };
+        if length > 0 && self.message.len() + 3 + value.len() <= self.limit {
+            self.message.extend([code, length]);
+            self.message.extend(value);
+        }
+    }
+
+    fn done(mut self) -> Vec<u8> {
+        self.message.push(255);
+        // Some clients want the size that BOOTP had.
+        if self.message.len() < 300 {
+            self.message.resize(300, 0);
+        }
+        self.message
+    }
+}
+
+/// What a message is for (option 53).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Discover = 1,
+    Offer = 2,
+    Request = 3,
+    Ack = 5,
+    Nak = 6,
+    Inform = 8,
+}
+
+/// What a client says.
+#[derive(Debug, PartialEq, Eq)]
+struct Question {
+    kind: Kind,
+    transaction: [u8; 4],
+    flags: u16,
+    /// The address that it has already.
+    has: Option<Ipv4Addr>,
+    mac: [u8; 6],
+    wanted: Option<Ipv4Addr>,
+    server: Option<Ipv4Addr>,
+    /// The longest message that it can read.
+    limit: usize,
+}
+
+impl Question {
+    /// Of a message; none if it is none that is answered.
+    fn read(message: &[u8]) -> Option<Question> {
+        let (head, mut options) = message.split_at_checked(HEAD)?;
+        // A question, by Ethernet.
+        if head.get(..3)? != [1, 1, 6] || head.get(HEAD - 4..)? != MAGIC {
+            return None;
+        }
+        let (mut kind, mut wanted, mut server, mut limit) = (None, None, None, LEAST);
+        while let [code, rest @ ..] = options {
+            match code {
+                0 => {
+                    options = rest;
+                    continue;
+                }
+                255 => break,
+                _ => {}
+            }
+            let [length, rest @ ..] = rest else { return None };
+            let (value, rest) = rest.split_at_checked(usize::from(*length))?;
+            options = rest;
+            match (code, value) {
+                (53, [1]) => kind = Some(Kind::Discover),
+                (53, [3]) => kind = Some(Kind::Request),
+                (53, [8]) => kind = Some(Kind::Inform),
+                (53, _) => return None,
+                (50, _) => wanted = Some(address(value)?),
+                (54, _) => server = Some(address(value)?),
+                // With the heads of IP and UDP.
+                (57, [high, low]) => {
+                    limit = usize::from(u16::from_be_bytes([*high, *low])).saturating_sub(28).clamp(LEAST, MOST);
+                }
+                _ => {}
+            }
+        }
+        let has = address(head.get(12..16)?).filter(|address| !address.is_unspecified());
+        Some(Question {
+            kind: kind?,
+            transaction: head.get(4..8)?.try_into().ok()?,
+            flags: u16::from_be_bytes(head.get(10..12)?.try_into().ok()?),
+            has,
+            mac: head.get(28..34)?.try_into().ok()?,
+            wanted,
+            server,
+            limit,
+        })
+    }
+}
+
+fn address(bytes: &[u8]) -> Option<Ipv4Addr> {
+    <[u8; 4]>::try_from(bytes).ok().map(Ipv4Addr::from)
+}
+
+/// What UDP carries in a frame to a server's port; the checksum may be one that a card was to finish, and is not looked at.
+fn udp_to_server(frame: &[u8]) -> Option<&[u8]> {
+    let packet = frame.get(14..).filter(|_| frame.get(12..14) == Some(&[8, 0]))?;
+    let [first, _, high, low, ..] = packet else { return None };
+    let heads = usize::from(first & 0xf) * 4;
+    if first >> 4 != 4 || heads < 20 {
+        return None;
+    }
+    let packet = packet.get(..usize::from(u16::from_be_bytes([*high, *low])))?;
+    // A piece of a packet has another offset than 0, or more behind it.
+    let piece = u16::from_be_bytes(packet.get(6..8)?.try_into().ok()?) & 0x3fff;
+    if piece != 0 || packet.get(9) != Some(&17) {
+        return None;
+    }
+    let datagram = packet.get(heads..)?;
+    let length = usize::from(u16::from_be_bytes(datagram.get(4..6)?.try_into().ok()?));
+    datagram.get(8..length).filter(|_| datagram.get(2..4) == Some(&[0, 67]))
+}
+
+/// A message in a frame to the client's port.
+fn framed(message: &[u8], from: Ipv4Addr, to: Ipv4Addr, mac: [u8; 6]) -> Vec<u8> {
+    let udp = u16::try_from(message.len() + 8).unwrap_or(u16::MAX);
+    let mut head = vec![0x45, 0];
+    head.extend((udp.saturating_add(20)).to_be_bytes());
+    // One piece; 64 hops; UDP; the checksum is still to come.
+    head.extend([0, 0, 0x40, 0, 64, 17, 0, 0]);
+    head.extend(from.octets());
+    head.extend(to.octets());
+    let sum = checksum(&head);
+    head.splice(10..12, sum.to_be_bytes());
+    let mut frame = Vec::with_capacity(14 + 20 + 8 + message.len());
+    frame.extend(mac);
+    frame.extend(MAC);
+    frame.extend([8, 0]);
+    frame.extend(head);
+    frame.extend([0, 67, 0, 68]);
+    frame.extend(udp.to_be_bytes());
+    // Without a checksum: IPv4 lets it out.
+    frame.extend([0, 0]);
+    frame.extend(message);
+    frame
+}
+
+/// Of IP's head (RFC 1071).
+fn checksum(head: &[u8]) -> u16 {
+    let words = head.chunks_exact(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], pair[1]])));
+    let sum = words.sum::<u32>();
+    let folded = (sum & 0xffff) + (sum >> 16);
+    !u16::try_from((folded & 0xffff) + (folded >> 16)).unwrap_or(u16::MAX)
+}
+
+fn mask(prefix: u8) -> Ipv4Addr {
+    Ipv4Addr::from(u32::MAX.checked_shl(32 - u32::from(prefix.min(32))).unwrap_or(0))
+}
+
+fn within(address: Ipv4Addr, network: Ipv4Addr, prefix: u8) -> bool {
+    let mask = u32::from(mask(prefix));
+    u32::from(address) & mask == u32::from(network) & mask
+}
+
+/// "10.1.0.5/24".
+fn four(text: &str) -> Option<(Ipv4Addr, u8)> {
+    let (address, bits) = text.split_once('/')?;
+    Some((address.parse().ok()?, bits.parse().ok().filter(|bits| *bits <= 32)?))
+}
+
+fn gateway(route: &Route) -> Option<(Ipv4Addr, u8, Ipv4Addr)> {
+    let (to, bits) = four(&route.destination)?;
+    let by = if route.gateway.is_empty() { Ipv4Addr::UNSPECIFIED } else { route.gateway.parse().ok()? };
+    Some((to, bits, by))
+}
+
+/// Only so many bytes of the destination as its length has (RFC 3442).
+fn route((to, bits, by): &(Ipv4Addr, u8, Ipv4Addr)) -> Vec<u8> {
+    let kept = to.octets().into_iter().take(usize::from(bits.div_ceil(8)));
+    [*bits].into_iter().chain(kept).chain(by.octets()).collect()
+}
+
+/// A name as DNS writes it.
+fn labels(name: &str) -> Option<Vec<u8>> {
+    let mut written = Vec::new();
+    for label in name.trim_end_matches('.').split('.') {
+        let length = u8::try_from(label.len()).ok().filter(|length| (1..=63).contains(length))?;
+        written.push(length);
+        written.extend(label.bytes());
+    }
+    written.push(0);
+    Some(written)
+}
+
+/// Answers on a packet socket of the card's tap, until that is gone.
+pub async fn serve(socket: OwnedFd, lease: Lease) -> io::Result<()> {
+    let socket = sys::watch(socket)?;
+    let mut frame = [0; FRAME];
+    loop {
+        let mut ready = socket.readable().await?;
+        let told = ready.try_io(|socket| Ok(recv(socket.as_raw_fd(), &mut frame, MsgFlags::MSG_DONTWAIT)?));
+        let length = match told {
+            // Nothing is there any more: it is waited for.
+            Err(_would_block) => continue,
+            Ok(Ok(length)) => length,
+            // The tap is not up yet, or not any more: the kernel says so once.
+            Ok(Err(error)) if error.raw_os_error() == Some(nix::libc::ENETDOWN) => continue,
+            Ok(Err(error)) => return Err(error),
+        };
+        if let Some(answer) = frame.get(..length).and_then(|frame| lease.answer(frame)) {
+            // A guest that does not take it asks again.
+            let _ = send(socket.as_raw_fd(), &answer, MsgFlags::MSG_DONTWAIT);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nacelle_proto::agent::{Dns, Interface};
+    use proptest::prelude::*;
+
+    const GUEST: [u8; 6] = [2, 0, 0, 0, 0, 0xab];
+
+    fn lease() -> Lease {
+        let route = |destination: &str, gateway: &str| Route {
+            destination: destination.into(),
+            gateway: gateway.into(),
+            interface: "eth0".into(),
+            metric: None,
+        };
+        let network = BootConfig {
+            hostname: "db".into(),
+            interfaces: vec![Interface {
+                name: "eth0".into(),
+                mac: vec![],
+                mtu: 1450,
+                addresses: vec!["fd00::5/64".into(), "10.1.0.5/24".into()],
+            }],
+            routes: vec![route("0.0.0.0/0", "10.1.0.1"), route("10.9.128.0/17", "10.7.0.1"), route("::/0", "fd00::1")],
+            dns: Some(Dns {
+                servers: vec!["10.96.0.10".into(), "fd00::a".into()],
+                searches: vec!["a.svc".into(), "svc".into()],
+                options: vec![],
+            }),
+            ..Default::default()
+        };
+        Lease::new(&network, 0, GUEST).unwrap()
+    }
+
+    /// A question in a frame.
+    fn asks(kind: u8, has: [u8; 4], options: &[u8]) -> Vec<u8> {
+        let mut message = vec![1, 1, 6, 0, 0xde, 0xad, 0xbe, 0xef, 0, 0, 0, 0];
+        message.extend(has);
+        message.extend([0; 12]);
+        message.extend(GUEST);
+        message.resize(HEAD - 4, 0);
+        message.extend(MAGIC);
+        message.extend([53, 1, kind, 0]);
+        message.extend(options);
+        message.push(255);
+        let mut frame = framed(&message, Ipv4Addr::UNSPECIFIED, Ipv4Addr::BROADCAST, [0xff; 6]);
+        frame.splice(34..38, [0, 68, 0, 67]);
+        frame
+    }
+
+    /// Its kind, the address that it gives, and its options.
+    fn told(frame: &[u8]) -> (u8, Ipv4Addr, Vec<(u8, Vec<u8>)>) {
+        let message = &frame[42..];
+        assert_eq!(
+            (&message[..8], frame[34..38].to_vec()),
+            (&[2, 1, 6, 0, 0xde, 0xad, 0xbe, 0xef][..], vec![0, 67, 0, 68])
+        );
+        assert_eq!(checksum(&frame[14..34]), 0);
+        let mut options = Vec::new();
+        let mut rest = &message[HEAD..];
+        while rest[0] != 255 {
+            let length = usize::from(rest[1]);
+            options.push((rest[0], rest[2..2 + length].to_vec()));
+            rest = &rest[2 + length..];
+        }
+        (options[0].1[0], address(&message[16..20]).unwrap(), options)
+    }
+
+    fn option(options: &[(u8, Vec<u8>)], code: u8) -> &[u8] {
+        &options.iter().find(|(known, _)| *known == code).unwrap().1
+    }
+
+    #[test]
+    fn a_guest_gets_the_pods_address_and_what_goes_with_it() {
+        let lease = lease();
+        let offer = lease.answer(&asks(1, [0; 4], &[57, 2, 5, 220])).unwrap();
+        let (kind, address, options) = told(&offer);
+        assert_eq!((kind, address.to_string()), (2, "10.1.0.5".to_owned()));
+        assert_eq!(&offer[..6], GUEST);
+        for (code, value) in [
+            (54, &[10, 1, 0, 1][..]),
+            (51, &[0, 0, 14, 16]),
+            (1, &[255, 255, 255, 0]),
+            (3, &[10, 1, 0, 1]),
+            (6, &[10, 96, 0, 10]),
+            (26, &[5, 170]),
+            // The gateway that is on no link, the default one, the network behind the first.
+            (121, &[32, 10, 7, 0, 1, 0, 0, 0, 0, 0, 10, 1, 0, 1, 17, 10, 9, 128, 10, 7, 0, 1]),
+            (12, b"db"),
+            (119, b"\x01a\x03svc\0\x03svc\0"),
+        ] {
+            assert_eq!(option(&options, code), value, "option {code}");
+        }
+        let wants = |wanted: [u8; 4], server: [u8; 4]| {
+            let options = [&[50, 4][..], &wanted, &[54, 4], &server].concat();
+            lease.answer(&asks(3, [0; 4], &options)).map(|frame| told(&frame).0)
+        };
+        assert_eq!(wants([10, 1, 0, 5], [10, 1, 0, 1]), Some(5));
+        assert_eq!(wants([10, 1, 0, 6], [10, 1, 0, 1]), Some(6));
+        assert_eq!(wants([10, 1, 0, 5], [10, 1, 0, 2]), None, "another server was chosen");
+        // It asks for more time, or only for the rest.
+        let more = lease.answer(&asks(3, [10, 1, 0, 5], &[])).unwrap();
+        assert_eq!((told(&more).0, &more[30..34]), (5, &[10, 1, 0, 5][..]));
+        let (kind, address, options) = told(&lease.answer(&asks(8, [10, 1, 0, 5], &[])).unwrap());
+        assert_eq!((kind, address, options.iter().any(|(code, _)| *code == 51)), (5, Ipv4Addr::UNSPECIFIED, false));
+    }
+
+    #[test]
+    fn what_is_no_question_of_this_card_is_passed_over() {
+        let lease = lease();
+        let good = asks(1, [0; 4], &[]);
+        assert!(lease.answer(&good).is_some());
+        // Other protocols, versions, pieces, ports, answers, cards, cookies.
+        for at in [12, 14, 20, 23, 37, 42, 43, 44, 70, 278] {
+            let mut bad = good.clone();
+            bad[at] ^= 0x11;
+            assert_eq!(lease.answer(&bad), None, "byte {at}");
+        }
+        for kind in [2, 4, 5, 7, 9, 255] {
+            assert_eq!(lease.answer(&asks(kind, [0; 4], &[])), None);
+        }
+        for end in 0..good.len() - 2 {
+            assert_eq!(lease.answer(&good[..end]), None, "{end}");
+        }
+    }
+
+    #[test]
+    fn an_answer_is_no_longer_than_the_client_can_read() {
+        let mut lease = lease();
+        lease.searches = vec!["a".repeat(60); 3];
+        lease.hostname = "h".repeat(63);
+        lease.routes.extend((0..20).map(|n| (Ipv4Addr::new(10, n, 0, 0), 16, Ipv4Addr::new(10, 1, 0, 1))));
+        let least = lease.answer(&asks(1, [0; 4], &[57, 2, 0, 0])).unwrap();
+        assert!(least.len() <= 42 + LEAST);
+        let (_, _, options) = told(&least);
+        assert!(options.iter().any(|(code, _)| *code == 121) && !options.iter().any(|(code, _)| *code == 119));
+    }
+
+    #[test]
+    fn an_interface_without_ipv4_has_nothing_to_give() {
+        let interface = Interface { addresses: vec!["fd00::5/64".into()], ..Default::default() };
+        let network = BootConfig { interfaces: vec![interface], ..Default::default() };
+        assert_eq!(Lease::new(&network, 0, GUEST), None);
+        assert_eq!(Lease::new(&network, 1, GUEST), None);
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_a_guest_sends_is_answered_in_bounds(
+            frame in proptest::collection::vec(any::<u8>(), 0..700),
+            options in proptest::collection::vec(any::<u8>(), 0..300),
+            kind in any::<u8>(),
+        ) {
+            let lease = lease();
+            for frame in [frame, asks(kind, [0; 4], &options)] {
+                if let Some(answer) = lease.answer(&frame) {
+                    prop_assert!(answer.len() <= 42 + MOST);
+                    prop_assert!(matches!(told_kind(&answer), 2 | 5 | 6));
+                }
+            }
+        }
+    }
+
+    fn told_kind(frame: &[u8]) -> u8 {
+        frame[42 + HEAD + 2]
+    }
+}
