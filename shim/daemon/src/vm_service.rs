@@ -1,6 +1,8 @@
 //! Owns: what the commands of machines ask of the daemon (proto/vm/v1): which machines there are, and their verbs.
 //! A machine is asked as `exec -- @vm VERB` asks it: its keeper has the verbs.
 
+mod dump;
+
 use crate::cri::status::{refuse, status};
 use crate::lifecycle::{Node, View};
 use crate::nouns::PodConfig;
@@ -60,11 +62,14 @@ impl VmService {
         }
     }
 
-    async fn verb(&self, machine: vm::MachineRef, words: &[&str], limit: Duration) -> Result<Vec<u8>, Status> {
-        let (_, container) = self.find(&machine)?;
+    /// The container that is the machine and runs.
+    fn find_running(&self, machine: &vm::MachineRef) -> Result<ContainerRecord, Status> {
         let id = vms::id(&machine.namespace, &machine.name);
-        let container = container.ok_or_else(|| refuse(Kind::Conflict, &format!("machine {id} does not run")))?;
-        self.ask(&container, words, limit).await
+        self.find(machine)?.1.ok_or_else(|| refuse(Kind::Conflict, &format!("machine {id} does not run")))
+    }
+
+    async fn verb(&self, machine: vm::MachineRef, words: &[&str], limit: Duration) -> Result<Vec<u8>, Status> {
+        self.ask(&self.find_running(&machine)?, words, limit).await
     }
 
     async fn ask(&self, container: &ContainerRecord, words: &[&str], limit: Duration) -> Result<Vec<u8>, Status> {
@@ -285,6 +290,19 @@ impl vm::machines_server::Machines for VmService {
     async fn screenshot(&self, request: Request<vm::MachineRef>) -> Result<Response<vm::Picture>, Status> {
         let png = self.verb(request.into_inner(), &["screenshot"], VERB).await?;
         Ok(Response::new(vm::Picture { png }))
+    }
+
+    type MemoryDumpStream = Pin<Box<dyn Stream<Item = Result<vm::Piece, Status>> + Send>>;
+
+    async fn memory_dump(
+        &self,
+        request: Request<vm::MemoryDumpRequest>,
+    ) -> Result<Response<Self::MemoryDumpStream>, Status> {
+        let vm::MemoryDumpRequest { machine, format } = request.into_inner();
+        let machine = machine.ok_or_else(|| refuse(Kind::Invalid, "machine is missing"))?;
+        let container = self.find_running(&machine)?.id.to_string();
+        let pieces = dump::begin(&self.node, container, format).await?;
+        Ok(Response::new(Box::pin(ReceiverStream::new(pieces))))
     }
 
     async fn guest_info(&self, request: Request<vm::MachineRef>) -> Result<Response<vm::Json>, Status> {

@@ -36,6 +36,12 @@ pub enum KeeperError {
         /// The name.
         name: String,
     },
+    /// A dump of memory that did not come to its end.
+    #[error("the memory dump is given up: {why}")]
+    Dump {
+        /// What happened.
+        why: &'static str,
+    },
     /// Nobody knows this command.
     #[error("there is no command {exec} in container {id}")]
     NoExec {
@@ -172,6 +178,7 @@ impl Classify for KeeperError {
             KeeperError::Locked { .. }
             | KeeperError::InUse { .. }
             | KeeperError::Second { .. }
+            | KeeperError::Dump { .. }
             | KeeperError::State { .. } => Kind::Conflict,
             KeeperError::Unsupported { .. } => Kind::Unsupported,
             KeeperError::File { source, .. } => source.kind().into(),

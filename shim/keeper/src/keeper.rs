@@ -11,7 +11,8 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
-use tokio::sync::watch;
+use tokio::net::UnixStream;
+use tokio::sync::{oneshot, watch};
 use tokio::task::AbortHandle;
 
 /// Commands that run at a time.
@@ -32,9 +33,23 @@ pub struct Exec {
     number: u64,
     done: watch::Sender<Option<Arc<(Outcome, Exit)>>>,
     task: Mutex<Option<AbortHandle>>,
+    /// Of one with a long answer, until somebody reads it.
+    reader: Mutex<Option<oneshot::Sender<UnixStream>>>,
 }
 
 impl Exec {
+    fn new(number: u64, reader: Option<oneshot::Sender<UnixStream>>) -> Exec {
+        Exec { number, done: watch::channel(None).0, task: Mutex::new(None), reader: Mutex::new(reader) }
+    }
+
+    /// Gives the stream of its output to a command with a long answer; others, and later readers, get it back.
+    pub fn read_by(&self, stream: UnixStream) -> Result<(), UnixStream> {
+        match self.reader.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            Some(reader) => reader.send(stream),
+            None => Err(stream),
+        }
+    }
+
     /// What it came to; none after `limit`.
     pub async fn ended(&self, limit: Duration) -> Option<Arc<(Outcome, Exit)>> {
         let mut done = self.done.subscribe();
@@ -216,6 +231,7 @@ impl Keeper {
             _ => return Err(KeeperError::State { what: "run a command", state: "has not started" }),
         }
 
+        let (give, reader) = oneshot::channel();
         let exec = {
             let (mut known, key) = (self.known(), (id.to_owned(), exec_id));
             if known.execs.contains_key(&key) {
@@ -227,14 +243,14 @@ impl Keeper {
                 return Err(KeeperError::Resources { what: "room for one more command", source });
             }
             known.begun += 1;
-            let exec = Arc::new(Exec { number: known.begun, done: watch::channel(None).0, task: Mutex::new(None) });
+            let exec = Arc::new(Exec::new(known.begun, verbs::has_long_answer(&args).then_some(give)));
             known.execs.insert(key, Arc::clone(&exec));
             exec
         };
         let running = Arc::clone(&exec);
         let task = tokio::spawn(async move {
             let outcome = match verbs::of(&args) {
-                Some(verb) => verbs::run(&machine, verb).await,
+                Some(verb) => verbs::run(&machine, verb, reader).await,
                 None => machine.run(&args).await,
             };
             running.finish(outcome.unwrap_or_else(|error| Outcome {
@@ -275,7 +291,7 @@ mod tests {
     #[test]
     fn what_has_ended_is_forgotten_the_oldest_first() {
         let exec = |number: u64, ended: bool| {
-            let exec = Exec { number, done: watch::channel(None).0, task: Mutex::new(None) };
+            let exec = Exec::new(number, None);
             if ended {
                 exec.finish(Outcome::default());
             }

@@ -6,6 +6,7 @@
 mod console;
 mod dhcp;
 mod disk;
+mod dump;
 mod error;
 mod guest_agent;
 mod keeper;
@@ -26,6 +27,7 @@ mod sys;
 mod verbs;
 
 pub use error::KeeperError;
+pub use verbs::has_long_answer;
 
 use crate::keeper::Keeper;
 use crate::machine::Settings;

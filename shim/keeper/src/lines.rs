@@ -3,9 +3,12 @@
 //! Threads: a task for each connection; asking takes turns.
 
 use crate::error::KeeperError;
+use crate::sys;
 use serde_json::{Map, Value, json};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
-use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader, Interest};
 use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::mpsc;
@@ -45,6 +48,17 @@ impl Lines {
 
     /// Asks, and waits for the answer.
     pub async fn ask(&mut self, command: &str, arguments: Value, limit: Duration) -> Result<Value, KeeperError> {
+        self.ask_with(command, arguments, None, limit).await
+    }
+
+    /// Asks, and hands a descriptor over with the question.
+    pub async fn ask_with(
+        &mut self,
+        command: &str,
+        arguments: Value,
+        descriptor: Option<OwnedFd>,
+        limit: Duration,
+    ) -> Result<Value, KeeperError> {
         let (whom, command) = (self.whom, command.to_owned());
         // Of a question that was given up before.
         while self.answers.try_recv().is_ok() {}
@@ -55,7 +69,8 @@ impl Lines {
             line["arguments"] = arguments;
         }
         let asked = async {
-            let sent = self.writer.write_all(format!("{line}\n").as_bytes()).await;
+            let sent = send(&mut self.writer, format!("{line}\n").as_bytes(), descriptor.as_ref()).await;
+            drop(descriptor);
             sent.map_err(|_broken| KeeperError::Gone { whom })?;
             loop {
                 let answer = self.answers.recv().await.ok_or(KeeperError::Gone { whom })?;
@@ -74,6 +89,18 @@ impl Lines {
         }
         Ok(answer.remove("return").unwrap_or_default())
     }
+}
+
+/// Sends a line, with its first bytes a descriptor if there is one.
+async fn send(to: &mut OwnedWriteHalf, line: &[u8], descriptor: Option<&OwnedFd>) -> io::Result<()> {
+    let sent = match descriptor {
+        None => 0,
+        Some(descriptor) => {
+            let socket: &UnixStream = to.as_ref();
+            socket.async_io(Interest::WRITABLE, || sys::send(socket.as_fd(), line, descriptor.as_fd())).await?
+        }
+    };
+    to.write_all(line.get(sent..).unwrap_or_default()).await
 }
 
 /// Reads until the connection ends, or sends something that no honest end does.
@@ -167,6 +194,31 @@ mod tests {
         with(&[b'x'; 400], async |mut lines, mut events| {
             assert!(matches!(lines.ask("a", Value::Null, LIMIT).await, Err(KeeperError::Gone { .. })));
             assert!(events.recv().await.is_none());
+        });
+    }
+
+    #[test]
+    fn a_descriptor_goes_with_a_question() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let (near, mut far) = UnixStream::pair().unwrap();
+            let (mut lines, _events) = Lines::new(near, "QEMU", 200);
+            let file = tempfile::tempfile().unwrap();
+            file.set_len(7).unwrap();
+            let other = tokio::spawn(async move {
+                let received = far.async_io(Interest::READABLE, || sys::receive(far.as_fd())).await.unwrap();
+                // The rest of the line; its first byte came with the descriptor.
+                let mut line = vec![0; 200];
+                let count = far.read(&mut line).await.unwrap();
+                far.write_all(b"{\"return\": {}}\n").await.unwrap();
+                (
+                    std::fs::File::from(received).metadata().unwrap().len(),
+                    String::from_utf8_lossy(&line[..count]).into_owned(),
+                )
+            });
+            lines.ask_with("getfd", json!({ "fdname": "a" }), Some(file.into()), LIMIT).await.unwrap();
+            let (length, line) = other.await.unwrap();
+            assert!(length == 7 && line.contains("getfd") && line.ends_with("}\n"), "{line}");
         });
     }
 

@@ -120,6 +120,11 @@ impl Live {
         self.monitor.lock().await.ask(command, arguments, ANSWER).await
     }
 
+    /// Asks QEMU, and hands a descriptor over.
+    pub async fn hand(&self, command: &str, arguments: Value, descriptor: OwnedFd) -> Result<Value, KeeperError> {
+        self.monitor.lock().await.ask_with(command, arguments, Some(descriptor), ANSWER).await
+    }
+
     /// Takes its power away.
     pub fn kill(&self) {
         self.program.kill();

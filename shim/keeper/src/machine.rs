@@ -383,6 +383,11 @@ impl Machine {
         self.live()?.ask(command, arguments).await
     }
 
+    /// Asks QEMU, and hands a descriptor over.
+    pub async fn hand(&self, command: &str, arguments: Value, descriptor: OwnedFd) -> Result<Value, KeeperError> {
+        self.live()?.hand(command, arguments, descriptor).await
+    }
+
     /// Asks the guest agent something that is no command.
     pub async fn ask_guest(&self, command: &str, arguments: Value) -> Result<Value, KeeperError> {
         self.live()?.agent.command(command, arguments).await

@@ -65,6 +65,12 @@ async fn stream(mut connection: UnixStream, keeper: &Keeper) -> io::Result<()> {
         Stream::Stdout | Stream::Stderr => {}
     }
     let command = keeper.command(&open.id, &open.exec_id).map_err(unknown)?;
+    if open.stream() == Stream::Stdout {
+        match command.read_by(connection) {
+            Ok(()) => return Ok(()),
+            Err(back) => connection = back,
+        }
+    }
     let Some(done) = command.ended(FOREVER).await else { return Ok(()) };
     let output = if open.stream() == Stream::Stdout { &done.0.stdout } else { &done.0.stderr };
     connection.write_all(output).await?;

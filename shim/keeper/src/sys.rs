@@ -5,7 +5,7 @@
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, FdFlag, OFlag, fcntl};
 use nix::libc;
-use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
+use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -50,6 +50,13 @@ pub fn receive(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     // SAFETY: the kernel made this number for this process in the recvmsg call, the only one for which there was room; nobody else
     // has it.
     Ok(unsafe { OwnedFd::from_raw_fd(found) })
+}
+
+/// Sends bytes, and a descriptor with the first of them; how many of the bytes went.
+pub fn send(socket: BorrowedFd<'_>, bytes: &[u8], descriptor: BorrowedFd<'_>) -> io::Result<usize> {
+    let descriptors = [descriptor.as_raw_fd()];
+    let rights = [ControlMessage::ScmRights(&descriptors)];
+    Ok(sendmsg::<()>(socket.as_raw_fd(), &[io::IoSlice::new(bytes)], &rights, MsgFlags::MSG_NOSIGNAL, None)?)
 }
 
 /// Whether it was opened for writing, too.
@@ -107,21 +114,12 @@ mod tests {
 
     #[test]
     fn a_descriptor_comes_with_a_byte() {
-        use nix::sys::socket::{ControlMessage, sendmsg};
         use std::os::fd::AsFd;
         use std::os::unix::net::UnixStream;
         let (near, far) = UnixStream::pair().unwrap();
         let file = tempfile::tempfile().unwrap();
         file.set_len(7).unwrap();
-        let all = [file.as_raw_fd()];
-        sendmsg::<()>(
-            near.as_raw_fd(),
-            &[io::IoSlice::new(&[0])],
-            &[ControlMessage::ScmRights(&all)],
-            MsgFlags::empty(),
-            None,
-        )
-        .unwrap();
+        assert_eq!(send(near.as_fd(), &[0], file.as_fd()).unwrap(), 1);
         assert_eq!(File::from(receive(far.as_fd()).unwrap()).metadata().unwrap().len(), 7);
         drop(near);
         assert_eq!(receive(far.as_fd()).unwrap_err().kind(), io::ErrorKind::InvalidData);

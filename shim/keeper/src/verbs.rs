@@ -1,5 +1,6 @@
 //! Owns: what somebody who has only `kubectl exec` can do with the machine itself: `exec POD -- @vm VERB`.
 
+use crate::dump;
 use crate::error::KeeperError;
 use crate::guest_agent::Outcome;
 use crate::machine::{Machine, State, blocking};
@@ -7,6 +8,8 @@ use crate::runs::Order;
 use crate::snapshots::{self, Snapshot};
 use serde_json::{Value, json};
 use std::sync::Arc;
+use tokio::net::UnixStream;
+use tokio::sync::oneshot;
 
 /// The program that is none.
 const PROGRAM: &str = "@vm";
@@ -28,6 +31,7 @@ const VERBS: &[(&str, &str)] = &[
     ("soft-reboot", "the guest agent is asked to restart the system"),
     ("power-button", "as the button: the system ends, if it listens"),
     ("screenshot", "a picture of the screen, as PNG"),
+    ("memory-dump [FORMAT]", "the guest's memory, as elf or kdump-zlib, on standard output"),
     ("snapshot NAME", "disks, memory and devices are kept under this name"),
     ("restore NAME", "all is as it was then"),
     ("snapshots", "those there are, as JSON"),
@@ -46,8 +50,13 @@ pub fn of(args: &[String]) -> Option<(&str, &str)> {
     })
 }
 
+/// Whether the command is a verb whose answer goes to a stream while the verb is done, and has no bound.
+pub fn has_long_answer(args: &[String]) -> bool {
+    of(args).is_some_and(|(verb, _)| verb == "memory-dump")
+}
+
 fn help() -> String {
-    VERBS.iter().map(|(verb, what)| format!("{verb:<22}{what}\n")).collect()
+    VERBS.iter().map(|(verb, what)| format!("{verb:<23}{what}\n")).collect()
 }
 
 fn usage() -> Outcome {
@@ -64,13 +73,18 @@ fn said(text: String) -> Outcome {
     Outcome { stdout: text.into_bytes(), ..Outcome::default() }
 }
 
-/// Does it.
-pub async fn run(machine: &Arc<Machine>, (verb, what): (&str, &str)) -> Result<Outcome, KeeperError> {
+/// Does it. A long answer goes to the stream that comes from `reader`.
+pub async fn run(
+    machine: &Arc<Machine>,
+    (verb, what): (&str, &str),
+    reader: oneshot::Receiver<UnixStream>,
+) -> Result<Outcome, KeeperError> {
     let qemu = async |command: &str| machine.ask(command, Value::Null).await.map(|_| Outcome::default());
     match verb {
         "snapshot" => snapshots::save(machine, what).await.map(|()| Outcome::default()),
         "restore" => snapshots::load(machine, what).await.map(|()| Outcome::default()),
         "delete-snapshot" => snapshots::delete(machine, what).await.map(|()| Outcome::default()),
+        "memory-dump" => dump::dump(machine, what, reader).await.map(|()| Outcome::default()),
         _ if !what.is_empty() => Ok(usage()),
         "snapshots" => all_snapshots(machine).await,
         "status" => status(machine).await,
@@ -197,5 +211,8 @@ mod tests {
         assert_eq!(verb(&["@vm", "snapshot", "a", "b"]).as_deref(), Some(":"));
         assert_eq!(verb(&["/bin/vm", "pause"]), None);
         assert_eq!(verb(&[]), None);
+        let long = |words: &[&str]| has_long_answer(&words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>());
+        assert!(long(&["@vm", "memory-dump"]) && long(&["@vm", "memory-dump", "elf"]));
+        assert!(!long(&["@vm", "status"]) && !long(&["memory-dump"]));
     }
 }

@@ -1,9 +1,11 @@
 //! Owns: the commands of `nacelle vm` that ask the daemon: which machines there are, and their verbs.
 
+mod dump;
+
 use super::{connect, told};
 use crate::config::Config;
 use anyhow::Context;
-use clap::Subcommand;
+use clap::{Subcommand, ValueEnum};
 use nacelle_proto::vm;
 use nacelle_proto::vm::machines_client::MachinesClient;
 use serde_json::{Value, json};
@@ -54,6 +56,17 @@ pub(super) enum Machines {
         #[arg(long, short, value_name = "FILE")]
         output: Option<PathBuf>,
     },
+    /// Writes all memory of the guest, for debuggers; meanwhile the machine stands still.
+    MemoryDump {
+        #[command(flatten)]
+        name: Name,
+        /// Where to; the standard output without it. The file is there when all of it is.
+        #[arg(long, short, value_name = "FILE")]
+        output: Option<PathBuf>,
+        /// How it is written.
+        #[arg(long, value_enum, default_value = "elf")]
+        format: DumpFormat,
+    },
     /// Prints what the guest agent says of the system.
     GuestInfo(Name),
     /// Keeps disks, memory and devices as they are now; meanwhile the machine stands still.
@@ -79,6 +92,14 @@ pub(super) enum Machines {
         #[arg(long, short)]
         namespace: Option<String>,
     },
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+pub(super) enum DumpFormat {
+    /// As core files of processes are: gdb, crash, drgn.
+    Elf,
+    /// Compressed, in the flattened form of makedumpfile: crash.
+    KdumpZlib,
 }
 
 #[derive(clap::Args)]
@@ -170,6 +191,14 @@ async fn ask(mut client: Client, command: Machines) -> anyhow::Result<()> {
                     std::io::stdout().write_all(&png)?;
                 }
             }
+        }
+        Machines::MemoryDump { name, output, format } => {
+            let format = match format {
+                DumpFormat::Elf => "elf",
+                DumpFormat::KdumpZlib => "kdump-zlib",
+            };
+            let request = vm::MemoryDumpRequest { machine: Some(name.machine()), format: format.to_owned() };
+            dump::write(client.memory_dump(request).await.map_err(told)?.into_inner(), output).await?;
         }
         Machines::Watch { namespace } => {
             let request = vm::ListRequest { namespace: namespace.unwrap_or_default() };

@@ -10,6 +10,7 @@ use crate::nouns::ImageOf;
 use crate::profile;
 use crate::store::ContainerRecord;
 use nacelle_base::Kind;
+use nacelle_keeper::has_long_answer;
 use nacelle_proto::cri;
 use std::collections::HashMap;
 use std::time::Duration;
@@ -146,6 +147,10 @@ impl Cri {
         let id = needed("container_id", &request.container_id)?;
         if request.cmd.is_empty() {
             return Err(refuse(Kind::Invalid, "cmd is missing"));
+        }
+        if has_long_answer(&request.cmd) && self.node.container(id).map_err(status)?.1.pod.config.machine.is_some() {
+            let message = "cmd: ExecSync answers 16 MiB at most, and this is longer: ask by Exec (crictl exec, kubectl exec), or by nacelle vm";
+            return Err(refuse(Kind::Invalid, message));
         }
         let limit = u64::try_from(request.timeout).ok().filter(|seconds| *seconds > 0).map(Duration::from_secs);
         let mut done = self.node.exec(id, request.cmd, limit).await.map_err(status)?;

@@ -1,0 +1,105 @@
+//! Owns: verbs of machines that move a lot, or that nobody calls: dumps of memory.
+
+use nacelle_e2e::machine::{annotated, boot_image, container, node};
+use nacelle_e2e::run::{Output, call};
+use nacelle_e2e::{Node, Pod, eventually};
+use serde_json::Value;
+use std::fs;
+use std::io::Read;
+use std::process::{Child, Command, Stdio};
+
+/// A run of the machine `db`.
+fn named(node: &Node, image: &str, strategy: &str) -> Pod {
+    let disks = format!("root=image:{image},boot=1;data=empty:1Mi");
+    let annotations =
+        [("kind", "machine"), ("memory", "64Mi"), ("disks", &disks), ("name", "db"), ("run-strategy", strategy)];
+    annotated(node, "db", &annotations)
+}
+
+/// The words of `nacelle vm` for this node.
+fn words<'a>(words: &[&'a str], config: &'a str) -> Vec<&'a str> {
+    [&["vm"], words, &["--namespace", "e2e", "--config", config]].concat()
+}
+
+fn vm(node: &Node, told: &[&str]) -> Output {
+    let config = node.folder().join("config.toml").display().to_string();
+    call(nacelle_e2e::part("NACELLE_BIN"), words(told, &config))
+}
+
+/// What QEMU says it does.
+fn state(node: &Node, machine: &str) -> String {
+    let told = node.crictl.try_call(["exec", "--sync", machine, "@vm", "status"]).stdout;
+    serde_json::from_str::<Value>(&told).unwrap_or_default()["qemu"].as_str().unwrap_or_default().to_owned()
+}
+
+/// Begins a dump that nobody reads.
+fn stalled(node: &Node, machine: &str) -> Child {
+    let config = node.folder().join("config.toml").display().to_string();
+    let mut command = Command::new(nacelle_e2e::part("NACELLE_BIN"));
+    let command = command.args(words(&["memory-dump", "db"], &config)).stdout(Stdio::piped()).stderr(Stdio::null());
+    let child = command.spawn().expect("it can be started");
+    eventually("the machine stands still", || (state(node, machine) == "save-vm").then_some(()));
+    child
+}
+
+#[test]
+fn memory_is_dumped_and_the_machine_goes_on_whoever_reads() {
+    let mut node = node();
+    let image = boot_image(&node);
+    let (pod, id, log) = {
+        let pod = node.crictl.run_pod_of("vm", named(&node, &image, "Halted"));
+        let machine = pod.start(container(&image, 0));
+        (pod.id.clone(), machine.id.clone(), machine.log.clone())
+    };
+    let folder = node.folder().join("dumps");
+    fs::create_dir(&folder).expect("the node's folder is writable");
+    let file = folder.join("memory");
+    let output = file.display().to_string();
+    let names = || fs::read_dir(&folder).expect("it is there").count();
+    assert!(vm(&node, &["memory-dump", "db", "--output", &output]).err().contains("is off"));
+    assert!(vm(&node, &["memory-dump", "no", "--output", &output]).err().contains("NotFound"));
+    assert_eq!(names(), 0, "nothing is left of a dump that was none");
+    vm(&node, &["start", "db"]).ok();
+    let says = |text: &str| fs::read_to_string(&log).unwrap_or_default().contains(text);
+    eventually("it has booted", || says("boot 1").then_some(()));
+
+    let running = |node: &Node| eventually("it goes on", || (state(node, &id) == "running").then_some(()));
+    vm(&node, &["memory-dump", "db", "--output", &output]).ok();
+    let dump = fs::read(&file).expect("it is there");
+    assert!(dump.starts_with(b"\x7fELF") && dump.len() > 64 << 20, "{} bytes", dump.len());
+    assert!(dump.windows(8).any(|bytes| bytes == b"pressed\n"), "the guest's program is in it");
+    running(&node);
+    vm(&node, &["memory-dump", "db", "--format", "kdump-zlib", "--output", &output]).ok();
+    let dump = fs::read(&file).expect("it is there");
+    assert!(dump.starts_with(b"makedumpfile") && dump.len() < 32 << 20, "{} bytes", dump.len());
+    assert_eq!(names(), 1, "nothing is left beside it");
+    let refused = node.crictl.try_call(["exec", "--sync", &id, "@vm", "memory-dump"]).err();
+    assert!(refused.contains("16 MiB"), "{refused}");
+    let streamed = node.crictl.try_call(["exec", &id, "@vm", "memory-dump", "elf"]).ok();
+    assert!(streamed.starts_with("\u{7f}ELF") && streamed.len() > 64 << 20, "{} bytes", streamed.len());
+    let unknown = node.crictl.try_call(["exec", &id, "@vm", "memory-dump", "minidump"]).err();
+    assert!(unknown.contains("kdump-zlib"), "{unknown}");
+    running(&node);
+
+    // A reader who takes nothing, and then is gone.
+    let mut reader = stalled(&node, &id);
+    let second = vm(&node, &["memory-dump", "db", "--output", &output]).err();
+    assert!(second.contains("dump"), "{second}");
+    let mut head = [0; 4];
+    reader.stdout.as_mut().expect("it is a pipe").read_exact(&mut head).expect("it has begun");
+    assert_eq!(&head, b"\x7fELF");
+    reader.kill().expect("it is ours");
+    reader.wait().expect("it is ours");
+    running(&node);
+    // The daemon is killed meanwhile.
+    let mut reader = stalled(&node, &id);
+    node.kill();
+    node.start();
+    running(&node);
+    let mut rest = Vec::new();
+    reader.stdout.take().expect("it is a pipe").read_to_end(&mut rest).expect("a pipe can be read");
+    assert!(!reader.wait().expect("it is ours").success(), "half a dump is none");
+    vm(&node, &["memory-dump", "db", "--output", &output]).ok();
+    running(&node);
+    node.crictl.call(["rmp", "--force", &pod]);
+}

@@ -1,0 +1,94 @@
+//! Owns: writing what the daemon sends to a file that is there when all has come, and not before; or to the standard output.
+
+use super::told;
+use anyhow::Context;
+use nacelle_proto::vm;
+use std::ffi::OsString;
+use std::io::IsTerminal;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use tokio::fs::File;
+use tokio::io::{AsyncWrite, AsyncWriteExt};
+use tokio::signal::unix::{SignalKind, signal};
+use tonic::Streaming;
+
+/// Writes all pieces; if it is interrupted, or there is no room, or an error comes, nothing stays.
+pub(super) async fn write(pieces: Streaming<vm::Piece>, output: Option<PathBuf>) -> anyhow::Result<()> {
+    let Some(path) = output else {
+        anyhow::ensure!(!std::io::stdout().is_terminal(), "a memory dump is no text: say --output FILE");
+        let mut stdout = tokio::io::stdout();
+        return copy(pieces, &mut stdout).await;
+    };
+    let (partial, mut file) = Partial::make(&path)?;
+    let mut terminated = signal(SignalKind::terminate())?;
+    tokio::select! {
+        copied = copy(pieces, &mut file) => copied?,
+        interrupted = tokio::signal::ctrl_c() => {
+            interrupted?;
+            anyhow::bail!("interrupted");
+        }
+        _ = terminated.recv() => anyhow::bail!("told to end"),
+    }
+    let failed = || format!("cannot write {}", path.display());
+    file.sync_all().await.with_context(failed)?;
+    partial.keep(&path).with_context(failed)
+}
+
+async fn copy(mut pieces: Streaming<vm::Piece>, to: &mut (impl AsyncWrite + Unpin)) -> anyhow::Result<()> {
+    while let Some(vm::Piece { data }) = pieces.message().await.map_err(told)? {
+        to.write_all(&data).await.context("cannot write the memory dump")?;
+    }
+    to.flush().await.context("cannot write the memory dump")
+}
+
+/// A file beside the one that it shall become, which goes with this value.
+struct Partial(PathBuf);
+
+impl Partial {
+    /// Memory has secrets in it: nobody else may read the file.
+    fn make(path: &Path) -> anyhow::Result<(Partial, File)> {
+        let mut name = path.file_name().context("--output names no file")?.to_owned();
+        name.push(OsString::from(format!(".partial.{}", std::process::id())));
+        let partial = path.with_file_name(name);
+        let file = std::fs::File::options().write(true).create_new(true).mode(0o600).open(&partial);
+        let file = file.with_context(|| format!("cannot make {}", partial.display()))?;
+        Ok((Partial(partial), File::from_std(file)))
+    }
+
+    fn keep(self, path: &Path) -> std::io::Result<()> {
+        std::fs::rename(&self.0, path)
+    }
+}
+
+impl Drop for Partial {
+    fn drop(&mut self) {
+        // One that was kept is not there any more.
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    #[tokio::test]
+    async fn a_file_is_there_when_it_is_whole() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("memory.elf");
+        let names = || std::fs::read_dir(folder.path()).unwrap().count();
+        std::fs::write(&path, "old").unwrap();
+        let (partial, mut file) = Partial::make(&path).unwrap();
+        file.write_all(b"half").await.unwrap();
+        assert_eq!(names(), 2);
+        drop(partial);
+        assert_eq!((names(), std::fs::read(&path).unwrap().as_slice()), (1, &b"old"[..]));
+        let (partial, mut file) = Partial::make(&path).unwrap();
+        file.write_all(b"whole").await.unwrap();
+        file.flush().await.unwrap();
+        partial.keep(&path).unwrap();
+        assert_eq!((names(), std::fs::read(&path).unwrap().as_slice()), (1, &b"whole"[..]));
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        assert!(Partial::make(Path::new("/")).is_err());
+    }
+}
