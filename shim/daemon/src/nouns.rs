@@ -118,9 +118,9 @@ pub struct Shape {
 }
 
 /// The smallest disk of an emptyDir, in bytes: it holds a file system with a journal.
-pub const MIN_EMPTY_DIR: u64 = 16 << 20;
+pub const MIN_EMPTY_DIR: u64 = nacelle_vmi::annotations::empty_dirs::LEAST;
 /// The largest, in bytes. What a file system needs of a guest's memory grows with it.
-pub const MAX_EMPTY_DIR: u64 = 4 << 40;
+pub const MAX_EMPTY_DIR: u64 = nacelle_vmi::annotations::empty_dirs::MOST;
 
 /// What the emptyDirs of a machine are that kubelet has on its disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -2,6 +2,7 @@
 //! with the document among them. They come from whoever may make a pod: bounded, and every one understood or refused.
 
 mod disks;
+pub mod empty_dirs;
 mod parse;
 
 use crate::cause::{Causes, Rule};
@@ -99,6 +100,9 @@ pub fn read(annotations: &BTreeMap<&str, &str>) -> (Option<Tree>, Wishes, Causes
             let message = format!("there is no such annotation of Nacelle ({PREFIX}spec says everything)");
             causes.unknown(Rule("annotation-unknown"), field(&name.chars().take(100).collect::<String>()), message);
         }
+    }
+    if let Some(text) = annotations.get("empty-dir-limits").filter(|text| empty_dirs::limits(text).is_none()) {
+        causes.invalid(Rule("empty-dir-limits"), field("empty-dir-limits"), text, empty_dirs::RULE);
     }
     let document = document(annotations, &mut causes);
     let readable = document.is_some();

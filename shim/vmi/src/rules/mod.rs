@@ -10,6 +10,8 @@ mod interfaces;
 mod pod;
 mod volumes;
 
+pub(crate) use common::label;
+
 use crate::annotations::Wishes;
 use crate::cause::Causes;
 use crate::spec::{InstanceSpec, PodKind};

@@ -29,7 +29,7 @@ impl World {
         let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(nacelle_e2e::part);
         let disks = format!(
             "[handlers.disks]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nmemory_mib = 128\nempty_dir = \"disk\"\n\
-             allowed_annotations = [\"vm.nacelle.dev/empty-dir-limits\"]\n\n",
+             allowed_annotations = [\"vm.nacelle.dev/empty-dir-limits\", \"vm.nacelle.dev/spec\", \"vm.nacelle.dev/applied\"]\n\n",
             nacelle_e2e::node::engine()
         );
         let extra = [policy.to_owned(), disks, mirror("docker.io"), mirror("registry.k8s.io")].concat();

@@ -2,18 +2,14 @@
 
 use super::{FieldError, bad, cut};
 use crate::config::{EmptyDir, EngineSetting, Handler};
-use crate::nouns::{EmptyDirs, MAX_EMPTY_DIR, MIN_EMPTY_DIR, PodConfig};
-use nacelle_vmi::quantity::Quantity;
+use crate::nouns::{EmptyDirs, PodConfig};
+use nacelle_vmi::annotations::empty_dirs as annotation;
 use std::collections::BTreeMap;
 
 /// The annotation with the sizes of emptyDirs, of which CRI says nothing.
 pub const LIMITS: &str = "vm.nacelle.dev/empty-dir-limits";
 /// The same, as errors name it.
 const FIELD: &str = "config.annotations[\"vm.nacelle.dev/empty-dir-limits\"]";
-const RULE: &str = "NAME=SIZE,NAME=SIZE is expected: names of the pod's volumes, each once and at most 64; sizes of 16Mi to 4Ti, \
-                    whole bytes, as Kubernetes writes quantities";
-/// Volumes that one pod may name.
-const MOST: usize = 64;
 
 /// None: the pod is no machine, or its owners are mapped by the node. Then a size cannot be kept, and is refused.
 pub fn empty_dirs(pod: &PodConfig, handler: &Handler) -> Result<Option<EmptyDirs>, FieldError> {
@@ -41,34 +37,13 @@ pub fn empty_dirs(pod: &PodConfig, handler: &Handler) -> Result<Option<EmptyDirs
 }
 
 fn limits(text: &str) -> Result<BTreeMap<String, u64>, FieldError> {
-    let mut found = BTreeMap::new();
-    for entry in text.split(',') {
-        let parsed = entry.split_once('=').and_then(|(name, size)| Some((volume_name(name)?, bytes(size)?)));
-        let Some((name, size)) = parsed.filter(|_| found.len() < MOST) else { return bad(FIELD, text, RULE) };
-        if found.insert(name, size).is_some() {
-            return bad(FIELD, text, RULE);
-        }
-    }
-    Ok(found)
-}
-
-/// A DNS label, as all volumes of Kubernetes have.
-fn volume_name(text: &str) -> Option<String> {
-    let ok = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-';
-    let label =
-        (1..=63).contains(&text.len()) && text.bytes().all(ok) && !text.starts_with('-') && !text.ends_with('-');
-    label.then(|| text.to_owned())
-}
-
-/// Whole bytes.
-fn bytes(text: &str) -> Option<u64> {
-    let size = Quantity::parse(text).ok()?.bytes()?;
-    (MIN_EMPTY_DIR..=MAX_EMPTY_DIR).contains(&size).then_some(size)
+    annotation::limits(text).map_or_else(|| bad(FIELD, text, annotation::RULE), Ok)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::nouns::{MAX_EMPTY_DIR, MIN_EMPTY_DIR};
     use nacelle_base::{Classify, Kind};
     use nacelle_pod::spec::{IdRange, UserNamespace};
     use proptest::prelude::*;
@@ -150,7 +125,7 @@ mod tests {
         #[test]
         fn whatever_a_pod_writes_sizes_are_in_bounds(text in "\\PC{0,64}|([a-c-]{1,3}=[0-9]{1,20}(Ki|Mi|Gi|Ti|k|M|G|T)?,?){1,5}") {
             if let Ok(found) = limits(&text) {
-                prop_assert!(!found.is_empty() && found.len() <= MOST);
+                prop_assert!(!found.is_empty() && found.len() <= annotation::MANY);
                 prop_assert!(found.values().all(|size| (MIN_EMPTY_DIR..=MAX_EMPTY_DIR).contains(size)));
             }
         }

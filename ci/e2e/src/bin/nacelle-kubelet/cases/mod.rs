@@ -1,5 +1,6 @@
 //! Owns: the list of cases.
 
+mod admission;
 mod cluster;
 mod ends;
 mod restarts;
@@ -58,6 +59,7 @@ pub const CLUSTER: &[Shared] = &[
     ("an ephemeral container", cluster::an_ephemeral_container),
     ("kubectl by hand", cluster::kubectl_by_hand),
     ("a size that changes", cluster::a_size_that_changes),
+    ("a wrong machine", admission::a_wrong_machine),
     ("deleted at once", cluster::deleted_at_once),
     ("a host port", cluster::a_host_port),
 ];

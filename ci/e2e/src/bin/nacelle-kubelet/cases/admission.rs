@@ -1,0 +1,161 @@
+//! Owns: the case in which the API server asks `nacelle admission`: its certificate by the recipe of docs/vm.md, its manifests as the
+//! program prints them. Only its pods are missing, which nobody schedules here: the program runs at the Service's address instead.
+
+use super::Outcome;
+use crate::cluster::Cluster;
+use crate::pods::wait;
+use crate::world::World;
+use nacelle_e2e::part;
+use nacelle_e2e::run::{Output, feed, run};
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+const SPACE: &str = "nacelle-system";
+const WRONG: &str = "
+apiVersion: v1
+kind: Pod
+metadata:
+  name: wrong
+  annotations:
+    vm.nacelle.dev/kind: machine
+    vm.nacelle.dev/spec: |
+      domain:
+        cpu: { cores: 0 }
+        memory: { guest: 1Gi }
+        devices: { disks: [ { name: root, disk: { bus: floppy } }, { name: root } ] }
+      volumes: [ { name: root, containerDisk: { image: debian } } ]
+spec:
+  containers: [ { name: main, image: debian } ]
+";
+const TOLD: &str = "The Pod \"wrong\" is invalid: \n\
+    * spec.domain.devices.disks[0].disk.bus: Unsupported value: \"floppy\": supported values: \"virtio\", \"sata\", \"scsi\", \"usb\"\n\
+    * spec.domain.cpu.cores: Invalid value: 0: must be at least 1\n\
+    * spec.domain.devices.disks[1].name: Duplicate value: \"root\": spec.domain.devices.disks[0] has this name";
+const CATALOGUE: &str =
+    "kind: VirtualMachineInstancetype\nmetadata: {name: tiny}\nspec: {cpu: {guest: 2}, memory: {guest: 192Mi}}\n";
+const CLASS: &str =
+    "apiVersion: node.k8s.io/v1\nkind: RuntimeClass\nmetadata: {name: nacelle-shaped}\nhandler: disks\n";
+const SIZED: &str = "
+apiVersion: v1
+kind: Pod
+metadata: {name: sized, annotations: {vm.nacelle.dev/instancetype: tiny}}
+spec:
+  runtimeClassName: nacelle-shaped
+  terminationGracePeriodSeconds: 5
+  containers:
+  - name: main
+    image: busybox:1.36
+    command: [sh, -c, \"trap 'exit 0' TERM; sleep 1000000 & wait\"]
+";
+
+/// The server, asked by the API server until this is dropped.
+struct Asked<'w> {
+    cluster: &'w Cluster,
+    process: Child,
+}
+
+impl Drop for Asked<'_> {
+    fn drop(&mut self) {
+        // First nobody asks any more: other cases go on.
+        for kind in ["validating", "mutating"] {
+            self.cluster.kubectl(&["delete", &format!("{kind}webhookconfiguration"), "nacelle-admission"]);
+        }
+        // One that has ended already is what we want.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// The commands of docs/vm.md, as far as they make the certificate.
+fn certificate(folder: &Path) {
+    let script = format!(
+        "ns={SPACE}\nkey='-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes'\n\
+         openssl req -x509 $key -days 3650 -subj /CN=nacelle-admission-ca -keyout ca.key -out ca.crt\n\
+         openssl req $key -subj /CN=nacelle-admission -keyout tls.key -out tls.csr\n\
+         printf 'subjectAltName=DNS:nacelle-admission.%s.svc' $ns >names\n\
+         openssl x509 -req -in tls.csr -CA ca.crt -CAkey ca.key -CAcreateserial -days 365 -extfile names -out tls.crt\n"
+    );
+    run(Command::new("sh").args(["-ec", &script]).current_dir(folder)).ok();
+}
+
+fn asked<'w>(world: &'w World, cluster: &'w Cluster, folder: &Path) -> Asked<'w> {
+    certificate(folder);
+    let netns = &world.node.netns;
+    let program: PathBuf = part("NACELLE_BIN");
+    let manifests =
+        run(Command::new(&program).args(["admission", "manifests", "--ca-file"]).arg(folder.join("ca.crt"))).ok();
+    let (webhooks, others): (Vec<_>, Vec<_>) =
+        manifests.split("\n---\n").partition(|part| part.contains("WebhookConfiguration\n"));
+    assert_eq!((webhooks.len(), others.len()), (2, 5), "{manifests}");
+    cluster.apply(&others.join("\n---\n"));
+    let service = ["-n", SPACE, "get", "service", "nacelle-admission", "-o", "jsonpath={.spec.clusterIP}"];
+    let address = cluster.kubectl(&service).ok();
+    run(netns.command("ip").args(["address", "add", &format!("{address}/32"), "dev", "lo"])).ok();
+    fs::write(folder.join("catalogue.yaml"), CATALOGUE).expect("the folder is writable");
+    let log = File::create(folder.join("admission.log")).expect("the folder is writable");
+    let mut server = netns.command(&program);
+    server.args(["admission", "--listen", &format!("{address}:443"), "--tls-cert", "tls.crt", "--tls-key", "tls.key"]);
+    server.args(["--catalogue", "catalogue.yaml"]).current_dir(folder).stdin(Stdio::null()).stderr(log);
+    let process = server.spawn().expect("nsenter is installed");
+    let asked = Asked { cluster, process };
+    wait("the server answers", || {
+        let url = format!("https://nacelle-admission.{SPACE}.svc/readyz");
+        let place = format!("nacelle-admission.{SPACE}.svc:443:{address}");
+        let mut curl = netns.command("curl");
+        curl.args(["-sf", "--max-time", "20", "--resolve", &place, "--cacert"]).arg(folder.join("ca.crt")).arg(&url);
+        (run(&mut curl).stdout == "ok").then_some(())
+    });
+    cluster.apply(&webhooks.join("\n---\n"));
+    asked
+}
+
+pub fn a_wrong_machine(world: &World) -> Outcome {
+    let cluster = world.cluster.as_ref().expect("the node has joined");
+    let folder = world.folder("admission");
+    let server = asked(world, cluster, &folder);
+    let create = |manifest: &str, more: &[&str]| -> Output {
+        feed(&mut cluster.command(&[&["create", "-f", "-"], more].concat()), manifest.as_bytes())
+    };
+    // The API server hears of webhooks a moment later.
+    let told = wait("the API server asks", || {
+        let output = create(WRONG, &["--dry-run=server"]);
+        (output.code != 0).then_some(output.stderr)
+    });
+    assert_eq!(told, TOLD);
+    assert_eq!(create(WRONG, &[]).err(), TOLD);
+    assert!(cluster.object("/api/v1/namespaces/default/pods/wrong").is_none());
+    let template = WRONG.replace("\n", "\n    ").replace("kind: Pod", "").replace("apiVersion: v1", "");
+    let many = format!(
+        "apiVersion: apps/v1\nkind: Deployment\nmetadata: {{name: many}}\nspec:\n  selector: {{matchLabels: {{a: b}}}}\n  template:\n{}",
+        template.replace("name: wrong", "labels: {a: b}")
+    );
+    assert_eq!(create(&many, &[]).err(), TOLD.replace("The Pod \"wrong\"", "The Deployment \"many\""));
+    let warned = cluster.kubectl(&["run", "warned", "--image=debian", "--annotations=vm.nacelle.dev/cpu-model=EPYC"]);
+    assert!(
+        warned.code == 0
+            && warned.stderr.starts_with("Warning: spec.domain.cpu.model (from vm.nacelle.dev/cpu-model) is not run"),
+        "{warned:?}"
+    );
+    cluster.kubectl(&["delete", "pod", "warned", "--force", "--grace-period=0"]).ok();
+
+    // What the catalogue of the server means reaches the guest.
+    cluster.apply(CLASS);
+    let pod = cluster.pod("sized", SIZED);
+    let object = pod.object().expect("it was created");
+    let annotations = &object["metadata"]["annotations"];
+    let spec = &annotations["vm.nacelle.dev/spec"];
+    assert_eq!(spec, "{\"domain\":{\"cpu\":{\"sockets\":2},\"memory\":{\"guest\":\"192Mi\"}}}", "{annotations}");
+    assert!(annotations["vm.nacelle.dev/instancetype"].is_null(), "{annotations}");
+    if nacelle_e2e::node::engine() == "qemu" {
+        pod.ready();
+        let memory: u64 = pod.shell("awk '/MemTotal/ {print $2}' /proc/meminfo").parse().expect("a number");
+        assert!((128 << 10..192 << 10).contains(&memory), "{memory}");
+        assert_eq!(pod.shell("nproc"), "2");
+    }
+    pod.delete();
+    drop(server);
+    let log = fs::read_to_string(folder.join("admission.log")).expect("it has one");
+    assert!(log.contains("verdict=\"denied\"") && log.contains("verdict=\"patched\""), "{log}");
+    Outcome::Passed
+}

@@ -1,0 +1,30 @@
+//! Owns: the sizes of emptyDirs, of which CRI says nothing: `NAME=SIZE,NAME=SIZE`. Nodes read them for volumes (docs/volumes.md); here
+//! they are right or wrong like all that pods say.
+
+use crate::Quantity;
+use crate::rules::label;
+use std::collections::BTreeMap;
+
+/// The least that one can be limited to.
+pub const LEAST: u64 = 16 << 20;
+/// The most.
+pub const MOST: u64 = 4 << 40;
+/// Volumes that one pod may name.
+pub const MANY: usize = 64;
+/// What is expected.
+pub const RULE: &str = "NAME=SIZE,NAME=SIZE is expected: names of the pod's volumes, each once and at most 64; sizes of 16Mi to 4Ti, \
+                        whole bytes, as Kubernetes writes quantities";
+
+/// Volumes and their sizes; nothing, if the text breaks the rule.
+pub fn limits(text: &str) -> Option<BTreeMap<String, u64>> {
+    let mut found = BTreeMap::new();
+    for entry in text.split(',') {
+        let (name, size) = entry.split_once('=')?;
+        let size = Quantity::parse(size).ok()?.bytes()?;
+        let right = label(name) && (LEAST..=MOST).contains(&size) && found.len() < MANY;
+        if !right || found.insert(name.to_owned(), size).is_some() {
+            return None;
+        }
+    }
+    Some(found)
+}
