@@ -97,7 +97,7 @@ fn what_a_machine_pod_cannot_be_is_refused_before_it_is() {
     for (told, words) in [
         (run(&machine[..1]), "spec.domain.memory.guest: Required value"),
         (run(&machine), "there is nothing to boot"),
-        (run(&[machine[0], machine[1], disk, ("firmware", "efi-secure")]), "secureBoot"),
+        (run(&[machine[0], machine[1], disk, ("firmware", "efi-secure"), ("machine", "pc")]), "secureBoot"),
         (run(&[machine[0], machine[1], disk, ("power", "off")]), "started again"),
         (run(&[machine[0], machine[1], disk, ("cpus", "0")]), "domain.cpu"),
         (run(&[("memory", "64Mi"), ("cloud-init", "#cloud-config")]), "cloud"),
@@ -386,6 +386,7 @@ fn the_vm_commands_list_machines_and_say_what_they_shall_do() {
 #[derive(Clone, Copy, PartialEq)]
 enum Start {
     Bios,
+    /// With its signatures checked.
     Uefi,
     /// By its kernel, without looking for it on the disk.
     Kernel,
@@ -432,7 +433,7 @@ fn debian(start: Start) {
     let line = String::from_utf8(part("cmdline")).expect("it is text");
     let how = match start {
         Start::Bios => vec![("firmware", "bios")],
-        Start::Uefi => vec![("firmware", "efi")],
+        Start::Uefi => vec![("firmware", "efi-secure")],
         Start::Kernel => vec![
             ("kernel-image", image.as_str()),
             ("kernel", "/boot/vmlinuz"),
@@ -459,7 +460,10 @@ fn debian(start: Start) {
     eventually("cloud-init has ended", || (exec("test -e /run/cloud-init/result.json").code == 0).then_some(()));
     assert_eq!(exec("cat /etc/nacelle-was-here; hostname").ok().trim(), "yes\ndb");
     assert!(exec("exit 7").err().contains("exited with 7"));
-    assert_eq!(exec("test -d /sys/firmware/efi").code == 0, start == Start::Uefi);
+    // It checked who has signed what it started: the variable's attributes, and 1.
+    let signed = "od -An -tu1 /sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c";
+    let signed = exec(&format!("test ! -d /sys/firmware/efi || {signed}")).ok();
+    assert_eq!(signed.split_whitespace().last(), (start == Start::Uefi).then_some("1"));
     assert_eq!(exec("ls /sys/bus/pci/devices | grep -q .").code == 0, start != Start::Kernel);
     let addresses = exec("ip -o address show").ok();
     assert!(addresses.contains(&pod.ip()), "the pod's address is the guest's: {addresses}");

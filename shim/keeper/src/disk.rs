@@ -7,7 +7,7 @@ use crate::qcow2::{self, Format};
 use crate::seed;
 use crate::spec::{Disk, Kernel, Source};
 use crate::sys;
-use nacelle_base::files::write_whole;
+use nacelle_base::files::{remove_if_there, write_whole};
 use nacelle_proto::agent::BootConfig;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use std::collections::BTreeMap;
@@ -220,20 +220,29 @@ fn memory(bytes: &[u8]) -> Result<File, KeeperError> {
     Ok(file)
 }
 
-/// The firmware's variables: those of a machine that never ran, and over them what was written, or kept.
-pub fn variables(from: &Path, folders: Folders) -> Result<Files, KeeperError> {
+/// The firmware's variables: those of a machine that never ran, and over them what was written, or kept, if those were of the same
+/// kind: `secure` ones have keys.
+pub fn variables(from: &Path, secure: bool, folders: Folders) -> Result<Files, KeeperError> {
     let folder = folders.keep.unwrap_or(folders.own);
     let (first, top) = (folder.join("efi-variables"), folder.join("efi-variables.qcow2"));
     let length = |path: &Path| std::fs::metadata(path).map(|data| data.len());
     let new = length(from).map_err(KeeperError::file("open", from))?;
     // A copy, because the firmware's own file changes with its package; one that was cut is made anew.
-    if !top.exists() || length(&first).ok() != Some(new) {
+    let mark = folder.join("efi-secure");
+    if !top.exists() || length(&first).ok() != Some(new) || mark.exists() != secure {
+        // Without these two nothing is kept, wherever this ends.
+        for path in [&top, &mark] {
+            remove_if_there(path).map_err(KeeperError::Mark)?;
+        }
         let mut source = File::open(from).map_err(KeeperError::file("open", from))?;
         let mut copy = make(&first)?;
         std::io::copy(&mut source, &mut copy).and_then(|_| copy.sync_all()).map_err(KeeperError::file("copy", from))?;
         let mut file = make(&top)?;
         let written = file.write_all(&qcow2::empty(new)).and_then(|()| file.sync_all());
         written.map_err(KeeperError::file("write", &top))?;
+        if secure {
+            write_whole(&mark, b"").map_err(KeeperError::Mark)?;
+        }
     }
     Ok(Files::Over { top, base: Base { file: first, offset: 0, length: new, qcow2: false } })
 }
@@ -291,12 +300,19 @@ pub(crate) mod tests {
         assert!(std::fs::read(top("b")).unwrap().starts_with(b"QFI"), "another image is another disk");
         let source = folder.path().join("variables");
         std::fs::write(&source, vec![1; 512]).unwrap();
-        let variables = || match variables(&source, Folders { keep: Some(&keep), ..folders(folder.path()) }).unwrap() {
-            Files::Over { top, .. } => top,
-            other => panic!("{other:?}"),
-        };
-        std::fs::write(variables(), "kept").unwrap();
-        assert_eq!(std::fs::read(variables()).unwrap(), b"kept");
+        let variables =
+            |secure| match variables(&source, secure, Folders { keep: Some(&keep), ..folders(folder.path()) }).unwrap()
+            {
+                Files::Over { top, .. } => top,
+                other => panic!("{other:?}"),
+            };
+        std::fs::write(variables(false), "kept").unwrap();
+        assert_eq!(std::fs::read(variables(false)).unwrap(), b"kept");
+        // Those without keys are nothing for a machine that looks for signatures, and the other way round.
+        assert!(std::fs::read(variables(true)).unwrap().starts_with(b"QFI"));
+        std::fs::write(variables(true), "signed").unwrap();
+        assert_eq!(std::fs::read(variables(true)).unwrap(), b"signed");
+        assert!(std::fs::read(variables(false)).unwrap().starts_with(b"QFI"));
     }
 
     #[test]

@@ -117,7 +117,9 @@ impl Machine {
                 let disks = disks.collect::<Result<Vec<_>, _>>()?;
                 let firmware = match &document.firmware {
                     Firmware::Bios {} => None,
-                    Firmware::Efi { code, variables } => Some((code.clone(), disk::variables(variables, folders)?)),
+                    Firmware::Efi { code, variables, secure } => {
+                        Some((code.clone(), disk::variables(variables, *secure, folders)?))
+                    }
                 };
                 let kernel = document.kernel.as_ref().map(|kernel| disk::kernel(kernel, &folder)).transpose()?;
                 Ok((disks, firmware, kernel, lock))
@@ -529,6 +531,9 @@ fn check(document: &MachineDocument, settings: &Settings) -> Result<(), KeeperEr
         return field("cards", document.cards.len().to_string(), "the pod has fewer network interfaces");
     }
     fits(document)?;
+    if document.board != Board::Q35 && matches!(document.firmware, Firmware::Efi { secure: true, .. }) {
+        return field("firmware.secure", "true".into(), "only the board q35 can do it");
+    }
     let plain = |name: &str| !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-');
     match document.disks.iter().find(|disk| !plain(&disk.name)) {
         Some(disk) => field("disks[].name", disk.name.clone(), "letters, digits and '-' are expected"),

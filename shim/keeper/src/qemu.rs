@@ -3,7 +3,7 @@
 use crate::disk::{Base, Files, KernelFiles, Ready};
 use crate::network::hex;
 use crate::spec::{
-    Board, Bus, Cache, CardModel, DiskKind, Identity, MachineDocument, Processors, Source, WatchdogAction,
+    Board, Bus, Cache, CardModel, DiskKind, Firmware, Identity, MachineDocument, Processors, Source, WatchdogAction,
 };
 use nacelle_engine::Accelerator;
 use std::fs::File;
@@ -200,6 +200,18 @@ impl Machine<'_> {
                     Opt::new("driver=raw").set("node-name", CODE).set("file", "efi-file").set("read-only", "on"),
                 );
                 let variables = node(args, "efi", variables, Cache::Writeback, false);
+                let board = match document.firmware {
+                    Firmware::Efi { secure: true, .. } => {
+                        args.add(
+                            "global",
+                            Opt::new("driver=cfi.pflash01").set("property", "secure").set("value", "on"),
+                        );
+                        // What wakes up again would not be checked.
+                        args.add("global", Opt::new("ICH9-LPC.disable_s3=1"));
+                        board.set("smm", "on")
+                    }
+                    Firmware::Efi { .. } | Firmware::Bios {} => board,
+                };
                 board.set("pflash0", CODE).set("pflash1", variables)
             }
             None => board,
@@ -422,7 +434,7 @@ fn disk(args: &mut Args, n: usize, ready: &Ready, board: Board) {
 mod tests {
     use super::*;
     use crate::disk::tests::sample;
-    use crate::spec::{Disk, Firmware, Kernel, Source};
+    use crate::spec::{Disk, Kernel, Source};
 
     pub(crate) fn document() -> MachineDocument {
         MachineDocument {

@@ -165,6 +165,9 @@ pub enum Firmware {
         code: PathBuf,
         /// The variables of a machine that never ran.
         variables: PathBuf,
+        /// It starts signed systems only; nobody but this program, in the board's system management mode, writes its variables.
+        #[serde(default)]
+        secure: bool,
     },
 }
 

@@ -100,6 +100,8 @@ pub(super) fn check(config: &Config) -> Result<(), Rule> {
     }
     absolute("machines.efi_code".to_owned(), &config.machines.efi_code)?;
     absolute("machines.efi_variables".to_owned(), &config.machines.efi_variables)?;
+    absolute("machines.efi_secure_code".to_owned(), &config.machines.efi_secure_code)?;
+    absolute("machines.efi_secure_variables".to_owned(), &config.machines.efi_secure_variables)?;
     in_range("images.parallel_layers", config.images.parallel_layers, 1..=64, "1 to 64 are allowed")?;
     for (host, registry) in &config.images.registries {
         if let Some(mirror) = registry.mirrors.iter().find(|m| !m.starts_with("http://") && !m.starts_with("https://"))

@@ -279,15 +279,21 @@ fn kernel(domain: &vmi::Domain) -> Option<Kernel<Wish>> {
 fn firmware(domain: &vmi::Domain, machines: &Machines, named: bool) -> Result<Firmware, Refused> {
     let loader = domain.firmware.as_ref().and_then(|firmware| firmware.bootloader.as_ref());
     let Some(efi) = loader.and_then(|loader| loader.efi.as_ref()) else { return Ok(Firmware::Bios {}) };
-    if efi.secure_boot == Some(true) {
-        let instead = "say false (vm.nacelle.dev/firmware: efi)";
-        return value("spec.domain.firmware.bootloader.efi.secureBoot", true, instead);
-    }
     if efi.persistent == Some(true) && !named {
         let instead = "only a machine that outlives its pod keeps them: name it (vm.nacelle.dev/name), or say false";
         return value("spec.domain.firmware.bootloader.efi.persistent", true, instead);
     }
-    Ok(Firmware::Efi { code: machines.efi_code.clone(), variables: machines.efi_variables.clone() })
+    let secure = efi.secure_boot == Some(true);
+    if secure && board(domain)? != Board::Q35 {
+        let instead =
+            "only the board q35 can do it: say spec.domain.machine.type q35, or false (vm.nacelle.dev/firmware: efi)";
+        return value("spec.domain.firmware.bootloader.efi.secureBoot", true, instead);
+    }
+    let (code, variables) = match secure {
+        true => (&machines.efi_secure_code, &machines.efi_secure_variables),
+        false => (&machines.efi_code, &machines.efi_variables),
+    };
+    Ok(Firmware::Efi { code: code.clone(), variables: variables.clone(), secure })
 }
 
 fn identity(domain: &vmi::Domain) -> Identity {
