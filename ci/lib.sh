@@ -169,6 +169,22 @@ kubernetes_programs() {
     export KUBECTL=$cache/tools/kubectl-$kubernetes_version ETCD=$cache/tools/etcd-$kubernetes_version
 }
 
+# The test programs of a cargo test command line, built: one line each with folder, arguments that name it, file.
+test_programs() {
+    local manifest kind name file package
+    ${CARGO:-cargo} test --no-run --message-format=json-render-diagnostics "$@" |
+        jq -r 'select(.reason == "compiler-artifact" and .profile.test and .executable) |
+            [.manifest_path, .target.kind[0], .target.name, .executable] | @tsv' |
+        while IFS=$'\t' read -r manifest kind name file; do
+            package=$(sed -n 's/^name = "\(.*\)"/\1/p' "$manifest" | head -n 1)
+            case $kind in
+            test | bin | example) name="--$kind $name" ;;
+            *) name=--lib ;;
+            esac
+            printf '%s\t%s\t%s\n' "$(dirname "$manifest")" "-p $package $name" "$file"
+        done
+}
+
 # Sets NACELLE_BIN: what the environment names, or a build of this tree.
 need_nacelle() {
     if [ -z "${NACELLE_BIN:-}" ]; then

@@ -5,7 +5,7 @@ use super::certificate::Certificate;
 use super::review::{Answer, Review, ReviewError};
 use super::verdict::Policy;
 use bytes::Bytes;
-use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
+use http_body_util::{BodyExt, Full};
 use hyper::body::{Body, Incoming};
 use hyper::header::{ALLOW, CONTENT_TYPE, HeaderValue};
 use hyper::service::service_fn;
@@ -31,6 +31,8 @@ const CONNECTIONS: usize = 128;
 const REVIEWS: usize = 16;
 /// The API server takes no larger request itself.
 const MAX_BODY: usize = 3 << 20;
+/// Of larger ones no more is read: who sends more finds the connection closed.
+const MOST: usize = 2 * MAX_BODY;
 /// All headers of a request.
 const MAX_HEADERS: usize = 64 << 10;
 /// For a client to begin to speak TLS.
@@ -242,19 +244,14 @@ impl Shared {
         if !kind.eq_ignore_ascii_case(b"application/json") {
             return Err(Refused::Type { kind: String::from_utf8_lossy(kind).chars().take(100).collect() });
         }
-        if request.body().size_hint().lower() > MAX_BODY as u64 {
+        if request.body().size_hint().lower() > MOST as u64 {
             return Err(Refused::TooLarge);
         }
         let begun = Instant::now();
         // Whoever waits for a place waits no longer than for a body.
         let place = tokio::time::timeout(BODY, Arc::clone(&self.reviews).acquire_owned()).await;
         let Ok(Ok(place)) = place else { return Err(Refused::Busy) };
-        let body = match tokio::time::timeout(BODY, Limited::new(request.into_body(), MAX_BODY).collect()).await {
-            Ok(Ok(body)) => body.to_bytes(),
-            Ok(Err(error)) if error.is::<LengthLimitError>() => return Err(Refused::TooLarge),
-            Ok(Err(source)) => return Err(Refused::Broken { source }),
-            Err(_late) => return Err(Refused::Late),
-        };
+        let body = tokio::time::timeout(BODY, whole(request.into_body())).await.unwrap_or(Err(Refused::Late))?;
         let (policy, path) = (Arc::clone(&self.policy), path.to_owned());
         let judged = tokio::task::spawn_blocking(move || {
             let review = Review::read(&body)?;
@@ -269,6 +266,20 @@ impl Shared {
         response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
         Ok(response)
     }
+}
+
+/// A request's body. Of one that is too large, the rest is read too, up to [`MOST`], and thrown away: an answer beside
+/// unread bytes may be lost.
+async fn whole(mut body: Incoming) -> Result<Vec<u8>, Refused> {
+    let (mut read, mut length) = (Vec::new(), 0);
+    while length <= MOST
+        && let Some(frame) = body.frame().await
+    {
+        let Ok(data) = frame.map_err(|source| Refused::Broken { source })?.into_data() else { continue };
+        length += data.len();
+        if length > MAX_BODY { read = Vec::new() } else { read.extend_from_slice(&data) }
+    }
+    if length > MAX_BODY { Err(Refused::TooLarge) } else { Ok(read) }
 }
 
 /// One line for each review. What strangers wrote is quoted.
@@ -302,7 +313,7 @@ enum Refused {
     #[error("the body did not come within {BODY:?}")]
     Late,
     #[error("the body broke off")]
-    Broken { source: Box<dyn std::error::Error + Send + Sync> },
+    Broken { source: hyper::Error },
     #[error(transparent)]
     Review(ReviewError),
     #[error("too many reviews at once: ask again")]

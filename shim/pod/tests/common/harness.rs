@@ -29,18 +29,27 @@ pub fn main(tests: &[(&str, Start)]) -> ExitCode {
     }
     println!("\nrunning {} tests", tests.len());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let mut failed = 0;
+    let mut failed = Vec::new();
     for (name, test) in &tests {
         let passed = runtime.block_on(async {
             let local = tokio::task::LocalSet::new();
             local.run_until(async { tokio::task::spawn_local(test()).await.is_ok() }).await
         });
         println!("test {name} ... {}", if passed { "ok" } else { "FAILED" });
-        failed += usize::from(!passed);
+        if !passed {
+            failed.push(name);
+        }
     }
-    let (word, passed) = (if failed == 0 { "ok" } else { "FAILED" }, tests.len() - failed);
-    println!("\ntest result: {word}. {passed} passed; {failed} failed; 0 ignored; 0 measured; 0 filtered out\n");
-    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    if !failed.is_empty() {
+        println!("\nfailures:");
+        failed.iter().for_each(|name| println!("    {name}"));
+    }
+    let (word, passed) = (if failed.is_empty() { "ok" } else { "FAILED" }, tests.len() - failed.len());
+    println!(
+        "\ntest result: {word}. {passed} passed; {} failed; 0 ignored; 0 measured; 0 filtered out\n",
+        failed.len()
+    );
+    if failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
 fn serve(dir: &Path) -> ExitCode {
