@@ -1,12 +1,16 @@
-//! Owns: verbs of machines that move a lot, or that nobody calls: dumps of memory.
+//! Owns: verbs of machines that move a lot, or that nobody calls: dumps of memory, and the power as annotations have it.
 
 use nacelle_e2e::machine::{annotated, boot_image, container, node};
 use nacelle_e2e::run::{Output, call};
 use nacelle_e2e::{Node, Pod, eventually};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::fs;
 use std::io::Read;
+use std::os::unix::fs::symlink;
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::thread::sleep;
+use std::time::Duration;
 
 /// A run of the machine `db`.
 fn named(node: &Node, image: &str, strategy: &str) -> Pod {
@@ -101,5 +105,72 @@ fn memory_is_dumped_and_the_machine_goes_on_whoever_reads() {
     assert!(!reader.wait().expect("it is ours").success(), "half a dump is none");
     vm(&node, &["memory-dump", "db", "--output", &output]).ok();
     running(&node);
+    node.crictl.call(["rmp", "--force", &pod]);
+}
+
+/// What the machine says of itself.
+fn phase(node: &Node, machine: &str) -> String {
+    let told = node.crictl.try_call(["exec", "--sync", machine, "@vm", "status"]).stdout;
+    serde_json::from_str::<Value>(&told).unwrap_or_default()["phase"].as_str().unwrap_or_default().to_owned()
+}
+
+/// Writes the annotations of a pod as kubelet does: a new folder, and a link that is swapped.
+fn annotate(folder: &Path, power: &str) {
+    let count = fs::read_dir(folder).expect("it is there").count();
+    let name = format!("..2026_11_23_{count}");
+    fs::create_dir(folder.join(&name)).expect("it is new");
+    let text = format!("app=\"say \\\"hello\\\"\"\nvm.nacelle.dev/power=\"{power}\"\n");
+    fs::write(folder.join(&name).join("annotations"), text).expect("it can be written");
+    symlink(&name, folder.join("..data_tmp")).expect("it is new");
+    fs::rename(folder.join("..data_tmp"), folder.join("..data")).expect("it can be swapped");
+}
+
+#[test]
+fn the_power_follows_the_annotations_that_kubelet_writes() {
+    let mut node = node();
+    let image = boot_image(&node);
+    let folder = node.folder().join("annotations");
+    fs::create_dir(&folder).expect("the node's folder is writable");
+    annotate(&folder, "on");
+    let mount = json!([{"host_path": folder, "container_path": "/run/nacelle/pod", "readonly": true}]);
+    let (pod, id, log) = {
+        let pod = node.crictl.run_pod_of("vm", named(&node, &image, "Always"));
+        let machine = pod.start(container(&image, 0).set("mounts", mount));
+        (pod.id.clone(), machine.id.clone(), machine.log.clone())
+    };
+    let says = |text: &str| fs::read_to_string(&log).unwrap_or_default().contains(text);
+    let becomes = |node: &Node, wanted: &str| {
+        eventually(&format!("it is {wanted}"), || (phase(node, &id) == wanted).then_some(()));
+    };
+    eventually("it has booted", || says("boot 1").then_some(()));
+    annotate(&folder, "off");
+    becomes(&node, "Stopped");
+    annotate(&folder, "paused");
+    becomes(&node, "Paused");
+    annotate(&folder, "on");
+    becomes(&node, "Running");
+    eventually("it has booted again", || says("boot 2").then_some(()));
+    annotate(&folder, "paused");
+    becomes(&node, "Paused");
+
+    // What somebody does with a verb stays, also when the daemon is another: a word is told once.
+    vm(&node, &["unpause", "db"]).ok();
+    sleep(Duration::from_secs(3));
+    assert_eq!(phase(&node, &id), "Running");
+    node.kill();
+    node.start();
+    sleep(Duration::from_secs(3));
+    assert_eq!(phase(&node, &id), "Running");
+    // A word that comes while there is no daemon is told by the next one.
+    node.kill();
+    annotate(&folder, "off");
+    node.start();
+    becomes(&node, "Stopped");
+    // What is no word changes nothing.
+    annotate(&folder, "sideways");
+    sleep(Duration::from_secs(3));
+    assert_eq!(phase(&node, &id), "Stopped");
+    annotate(&folder, "on");
+    becomes(&node, "Running");
     node.crictl.call(["rmp", "--force", &pod]);
 }

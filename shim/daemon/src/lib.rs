@@ -16,6 +16,7 @@ pub mod machine_pod;
 mod node_service;
 pub mod nouns;
 pub mod oci;
+mod power;
 pub mod profile;
 pub mod program;
 pub mod server;

@@ -7,6 +7,7 @@ use crate::deadline::Deadlines;
 use crate::lifecycle::seams::{Networks, Pods};
 use crate::lifecycle::{EngineChoice, Events, Node, Parts};
 use crate::node_service::NodeService;
+use crate::power;
 use crate::store::{Observer, Store, StoreError};
 use crate::streaming::Guests;
 use crate::supervision::{SupervisionError, Supervisor};
@@ -152,6 +153,7 @@ pub async fn serve(
     let guests = Arc::new(Guests::new(node.clone()));
     // Streams end with the daemon; the pods do not notice.
     let _streaming = AbortOnDropHandle::new(tokio::spawn(streaming.serve(guests)));
+    let _power = AbortOnDropHandle::new(tokio::spawn(power::follow(node.clone())));
     let cri = Cri::new(node.clone(), streams);
     let events_of = node.clone();
     let supervisor = Arc::new(supervisor);

@@ -1,12 +1,14 @@
 //! Owns: the one machine of the pod: made, started, asked, ended. Its state changes here and nowhere else.
 //! Threads: tasks of the runtime; what blocks is done elsewhere.
 
+mod orders;
+
 use crate::console::Console;
 use crate::dhcp::{self, Lease};
 use crate::disk::{self, Folders};
 use crate::error::KeeperError;
 use crate::guest_agent::Outcome;
-use crate::live::{self, DIED, Ends, KILLED, Launched, Live};
+use crate::live::{self, DIED, Ends, Launched, Live};
 use crate::qemu::{self, Card};
 use crate::runs::{Next, Order, Runs};
 use crate::spec::{self, Board, Bus, CardModel, Firmware, MachineDocument};
@@ -29,8 +31,6 @@ use tokio::task::JoinSet;
 
 /// Where VNC listens, in the pod's folder.
 pub const SCREEN_SOCKET: &str = "screen.sock";
-/// Between two presses of the power button: a guest that boots does not notice it.
-const PRESS: Duration = Duration::from_secs(5);
 
 /// What a machine runs with.
 #[derive(Debug)]
@@ -272,43 +272,6 @@ impl Machine {
         }
     }
 
-    /// After a run: the order that was given during it.
-    fn ended_with_order(&self) -> Order {
-        let mut changing = self.changing();
-        changing.live = None;
-        changing.pressing = false;
-        match changing.order {
-            Order::End => Order::End,
-            _ => std::mem::replace(&mut changing.order, Order::None),
-        }
-    }
-
-    /// Waits at most so long for one of these orders, or for the end; `None` when the time is over.
-    async fn wait_for_order(&self, limit: Duration, wanted: &[Order]) -> Order {
-        let until = Instant::now().checked_add(limit);
-        loop {
-            let told = self.ordered.notified();
-            {
-                let mut changing = self.changing();
-                let order = changing.order;
-                if order == Order::End {
-                    return order;
-                }
-                if wanted.contains(&order) {
-                    changing.order = Order::None;
-                    return order;
-                }
-            }
-            let left =
-                until.map_or(Duration::from_secs(86_400), |until| until.saturating_duration_since(Instant::now()));
-            if left.is_zero() {
-                return Order::None;
-            }
-            // Told, or not: it is looked at again.
-            let _ = tokio::time::timeout(left, told).await;
-        }
-    }
-
     /// The end of it all: what it wrote for itself is removed.
     async fn over(self: &Arc<Self>, code: u32) {
         let gone = Arc::clone(self);
@@ -404,60 +367,6 @@ impl Machine {
     /// Runs a command in the guest.
     pub async fn run(&self, args: &[String]) -> Result<Outcome, KeeperError> {
         self.live()?.agent.run(args).await
-    }
-
-    /// Says what is wanted of it. The end is the last word.
-    pub fn order(&self, order: Order) {
-        let mut changing = self.changing();
-        if changing.order != Order::End {
-            changing.order = order;
-        }
-        drop(changing);
-        // Also for whoever is only about to wait.
-        self.ordered.notify_one();
-    }
-
-    /// Presses the power button, again and again until it does not run any more.
-    pub fn press(self: &Arc<Self>) {
-        let Ok(live) = self.live() else { return };
-        if std::mem::replace(&mut self.changing().pressing, true) {
-            return;
-        }
-        tokio::spawn(async move {
-            loop {
-                // One that stands still hears nothing.
-                let pressed = match live.ask("cont", Value::Null).await {
-                    Ok(_) => live.ask("system_powerdown", Value::Null).await,
-                    refused => refused,
-                };
-                if let Err(error) = pressed {
-                    return tracing::info!("the power button is not pressed any more: {}", Chain(&error));
-                }
-                tokio::time::sleep(PRESS).await;
-            }
-        });
-    }
-
-    /// Its container shall end: by the power button.
-    pub fn stop(self: &Arc<Self>) {
-        self.order(Order::End);
-        self.press();
-    }
-
-    /// Takes its power away, and ends its container. One that has not started never will.
-    pub fn kill(&self) {
-        self.order(Order::End);
-        let created = *self.state.borrow() == State::Created;
-        match self.live() {
-            Ok(live) => live.kill(),
-            Err(_) if created => self.end(KILLED),
-            Err(_) => {}
-        }
-    }
-
-    /// Takes its power away.
-    pub fn power_off(&self) -> Result<(), KeeperError> {
-        self.live().map(|live| live.kill())
     }
 
     /// Removes what it had on the node's disk. Blocks.

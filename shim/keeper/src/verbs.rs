@@ -23,7 +23,7 @@ const VERBS: &[(&str, &str)] = &[
     ("status", "how the machine is, as JSON"),
     ("pause", "the processors stand still"),
     ("unpause", "they go on"),
-    ("start", "one that is off runs"),
+    ("start", "one that is off, or on its way there, runs"),
     ("stop", "the power button, and it stays off"),
     ("restart", "the power button, and it runs again"),
     ("power-off", "its power is taken; what follows is as after any end"),
@@ -90,7 +90,10 @@ pub async fn run(
         "status" => status(machine).await,
         "pause" => qemu("stop").await,
         "unpause" => qemu("cont").await,
-        "start" => start(machine),
+        "start" => {
+            machine.switch_on();
+            Ok(Outcome::default())
+        }
         "stop" => switch(machine, Order::Off),
         "restart" => switch(machine, Order::Again),
         "power-off" => machine.power_off().map(|()| Outcome::default()),
@@ -102,14 +105,6 @@ pub async fn run(
         "help" => Ok(said(help())),
         _ => Ok(usage()),
     }
-}
-
-/// Can be said to one that runs.
-fn start(machine: &Arc<Machine>) -> Result<Outcome, KeeperError> {
-    if machine.state() != State::Running {
-        machine.order(Order::On);
-    }
-    Ok(Outcome::default())
 }
 
 /// By its power button, if it runs. Only one that outlives its pod can be off.

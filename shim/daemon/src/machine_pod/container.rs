@@ -2,6 +2,7 @@
 //! kubelet gives every container. Pure.
 
 use super::MachinePod;
+use super::files::ANNOTATIONS;
 use super::volumes::{names_device, names_mount};
 use crate::nouns::ContainerConfig;
 use nacelle_base::{Classify, Kind};
@@ -34,7 +35,7 @@ pub fn check_container(machine: &MachinePod, config: &ContainerConfig) -> Result
     if config.privileged {
         return refuse("config.linux.security_context.privileged", "true", "which has all rights in itself");
     }
-    let known = |path: &str| KUBELETS.contains(&path) || names_mount(machine, path);
+    let known = |path: &str| KUBELETS.contains(&path) || path == ANNOTATIONS || names_mount(machine, path);
     if let Some(volume) = config.node_volumes.iter().find(|volume| !known(&volume.container_path)) {
         let hint = "whose volumes are disks: this is none of the specification's; take the mount out";
         return refuse("config.mounts.container_path", &volume.container_path, hint);

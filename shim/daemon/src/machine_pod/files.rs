@@ -4,7 +4,7 @@
 
 use super::Wish;
 use super::volumes::{VolumeError, field};
-use crate::nouns::NodeVolume;
+use crate::nouns::{ContainerConfig, NodeVolume};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use nacelle_keeper::spec::{CloudInit, Disk, FilesDisk, Source};
@@ -20,6 +20,10 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
+/// Where a container has its pod's annotations, by the downward API.
+pub(super) const ANNOTATIONS: &str = "/run/nacelle/pod";
+/// Their file in it.
+const ANNOTATIONS_FILE: &str = "annotations";
 /// Kubelet's link to the folder with the files as they are now.
 const DATA: &str = "..data";
 /// The most bytes of all files of a disk.
@@ -91,6 +95,24 @@ pub fn cloud_init_of(disk: &Disk<Wish>, mounts: &BTreeMap<String, &NodeVolume>) 
         }
     }
     Ok(Source::CloudInit(data))
+}
+
+/// The container's mount with the annotations of its pod, if it has one.
+pub fn annotations_mount(config: &ContainerConfig) -> Option<&NodeVolume> {
+    config.node_volumes.iter().find(|mount| mount.container_path == ANNOTATIONS)
+}
+
+/// An annotation of the pod as it is now; none: the pod has none of this name. One with letters that need a backslash is as
+/// kubelet writes it.
+pub fn annotation_of(mount: &NodeVolume, key: &str) -> Result<Option<String>, VolumeError> {
+    let Some(bytes) = read(ANNOTATIONS_FILE, mount)?.remove(ANNOTATIONS_FILE) else {
+        let rule = format!("there is no file {ANNOTATIONS_FILE} in it: fieldPath metadata.annotations writes one");
+        return field("config.mounts.host_path", &mount.host_path, rule);
+    };
+    // Kubernetes' pkg/fieldpath, FormatMap: a line for each, KEY="VALUE", with the value as Go quotes it.
+    let text = String::from_utf8_lossy(&bytes);
+    let value = |line: &str| Some(line.strip_prefix(key)?.strip_prefix("=\"")?.strip_suffix('"')?.to_owned());
+    Ok(text.lines().find_map(value))
 }
 
 /// All files, by their paths.
@@ -264,6 +286,32 @@ mod tests {
             let first = path.split('/').next().unwrap();
             let _ = symlink(Path::new(DATA).join(first), folder.join(first));
         }
+    }
+
+    #[test]
+    fn annotations_are_those_that_kubelet_wrote_last() {
+        let folder = tempfile::tempdir().unwrap();
+        let key = "vm.nacelle.dev/power";
+        let text =
+            "a=\"vm.nacelle.dev/power=\\\"off\\\"\"\nvm.nacelle.dev/power=\"paused\"\nvm.nacelle.dev/power-x=\"on\"";
+        written(folder.path(), &[("annotations", text)]);
+        let found = |key| annotation_of(&mount(folder.path()), key).unwrap();
+        assert_eq!(found(key).as_deref(), Some("paused"));
+        assert_eq!(found("vm.nacelle.dev/powe"), None);
+        // Another folder, and the link is swapped.
+        let next = folder.path().join("..2026_11_23_05_00_00.2");
+        fs::create_dir(&next).unwrap();
+        fs::write(next.join("annotations"), "vm.nacelle.dev/power=\"off\"\n").unwrap();
+        symlink("..2026_11_23_05_00_00.2", folder.path().join("..data_tmp")).unwrap();
+        fs::rename(folder.path().join("..data_tmp"), folder.path().join(DATA)).unwrap();
+        assert_eq!(found(key).as_deref(), Some("off"));
+        fs::remove_file(next.join("annotations")).unwrap();
+        let error = annotation_of(&mount(folder.path()), key).unwrap_err();
+        assert!(
+            error
+                .to_string()
+                .ends_with("there is no file annotations in it: fieldPath metadata.annotations writes one")
+        );
     }
 
     #[test]

@@ -12,7 +12,7 @@ mod volumes;
 pub use build::{Refused, build, not_honoured};
 pub use container::check_container;
 pub use document::{SourceError, document};
-pub use files::{cloud_init_of, files_of};
+pub use files::{annotation_of, annotations_mount, cloud_init_of, files_of};
 pub use honoured::known as honours;
 pub use volumes::{Place, VolumeError, check_volumes, open, place, unused};
 

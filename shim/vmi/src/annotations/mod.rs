@@ -22,7 +22,7 @@ pub const ALL: &[(&str, &str)] = &[
     ("kind", "`container` (if it is missing): containers run in the machine; `machine`: the container is the machine"),
     ("name", "the machine that outlives the pod, of which this pod is a run"),
     ("run-strategy", "when it runs: `Always`, `RerunOnFailure`, `Once`, `Manual` or `Halted`"),
-    ("power", "what it shall do at first: `on`, `off` or `paused`"),
+    ("power", "what it shall do: `on`, `off` or `paused`; at first, and when it changes"),
     ("instancetype", "the instance type that sizes it"),
     ("preference", "the preference that says what it is like where nothing is said"),
     ("presets", "presets, separated by commas"),

@@ -1,0 +1,242 @@
+//! Owns: the power of machines as the annotations of their pods have it now: `vm.nacelle.dev/power` in a file of the downward API that
+//! kubelet keeps up to date (docs/vm.md, "Power by annotation"). A machine is told when the word changes, and not again: what somebody
+//! does with a verb afterwards stays.
+//! Threads: a task for each such machine. The files are read where blocking is allowed.
+
+use crate::lifecycle::{Node, View};
+use crate::machine_pod;
+use crate::nouns::NodeVolume;
+use crate::store::ContainerRecord;
+use nacelle_base::files::{FileError, write_whole};
+use nacelle_base::{Chain, ContainerId};
+use nacelle_vmi::annotations::PREFIX;
+use nacelle_vmi::spec::Power;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::collections::HashMap;
+use std::io::Read;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::task::{JoinError, spawn_blocking};
+use tokio_util::task::AbortOnDropHandle;
+
+/// Between two looks.
+const LOOK: Duration = Duration::from_secs(1);
+/// The longest wait before a machine that refused is told again.
+const LONGEST: Duration = Duration::from_secs(60);
+/// For a verb.
+const VERB: Duration = Duration::from_secs(60);
+/// What a machine was told last, in the folder of its pod: what outlives the daemon.
+const TOLD: &str = "power.json";
+/// The largest such file.
+const TOLD_BYTES: u64 = 4 << 10;
+
+/// What a container's machine was told last.
+#[derive(Serialize, Deserialize)]
+struct Told {
+    container: String,
+    power: Power,
+}
+
+/// What is next for a machine to be as it shall.
+#[derive(Debug, PartialEq, Eq)]
+enum Step {
+    /// It is.
+    Done,
+    /// This verb, and it is.
+    Last(&'static str),
+    /// This verb, and then it is looked at again.
+    First(&'static str),
+    /// It is on its way to somewhere.
+    Wait,
+}
+
+/// What is next for one that is in this phase. One that runs, but is on its way to be off, runs again by `start`.
+fn step(wanted: Power, phase: &str) -> Step {
+    match (wanted, phase) {
+        (_, "Succeeded") | (Power::Off, "Stopped") | (Power::Paused, "Paused") => Step::Done,
+        (Power::On, "Running" | "Stopped" | "CrashLoopBackOff") => Step::Last("start"),
+        (Power::On, "Paused") => Step::Last("unpause"),
+        (Power::Off, "Running" | "Paused" | "CrashLoopBackOff") => Step::Last("stop"),
+        (Power::Paused, "Running") => Step::Last("pause"),
+        (Power::Paused, "Stopped" | "CrashLoopBackOff") => Step::First("start"),
+        _ => Step::Wait,
+    }
+}
+
+/// Why a machine is not as its annotation says.
+#[derive(Debug, thiserror::Error)]
+enum PowerError {
+    #[error("the annotations of the pod cannot be read")]
+    Read(#[from] machine_pod::VolumeError),
+    #[error("the annotation is {found:?}: {} is expected", Power::WORDS.join(", "))]
+    Word { found: String },
+    #[error("handler {handler} does not allow this annotation: its allowed_annotations have to name it")]
+    NotAllowed { handler: String },
+    #[error("the machine does not say how it is")]
+    Status,
+    #[error("the machine refuses to {verb}: {said}")]
+    Refused { verb: &'static str, said: String },
+    #[error("the machine cannot be asked")]
+    Ask(#[from] crate::lifecycle::LifecycleError),
+    #[error("what it was told cannot be kept")]
+    Keep(#[from] FileError),
+    #[error("reading was given up")]
+    GivenUp(#[from] JoinError),
+}
+
+/// Follows the annotations of all machines of a node, for ever.
+pub(crate) async fn follow(node: Node) {
+    let mut followed: HashMap<ContainerId, AbortOnDropHandle<()>> = HashMap::new();
+    loop {
+        followed.retain(|_, task| !task.is_finished());
+        for view in node.views() {
+            let Some((container, mount)) = running(&view) else { continue };
+            if !followed.contains_key(&container.id) {
+                let follower = Follower::new(&node, &view, container, mount);
+                followed.insert(container.id.clone(), AbortOnDropHandle::new(tokio::spawn(follower.run())));
+            }
+        }
+        tokio::time::sleep(LOOK).await;
+    }
+}
+
+/// The machine that a pod is, if it runs and has its pod's annotations.
+fn running(view: &View) -> Option<(&ContainerRecord, &NodeVolume)> {
+    view.pod.config.machine.as_ref()?;
+    let runs = |container: &&ContainerRecord| container.state == crate::lifecycle::state::Container::Running;
+    let container = view.containers.values().find(runs)?;
+    machine_pod::annotations_mount(&container.config).map(|mount| (container, mount))
+}
+
+/// Who follows one.
+struct Follower {
+    node: Node,
+    /// The pod's and the container's.
+    ids: (String, ContainerId),
+    mount: NodeVolume,
+    handler: String,
+    /// Where it is kept what the machine was told.
+    file: PathBuf,
+    /// What the pod said when it was made.
+    first: Power,
+}
+
+impl Follower {
+    fn new(node: &Node, view: &Arc<View>, container: &ContainerRecord, mount: &NodeVolume) -> Follower {
+        let annotation = view.pod.config.annotations.get(&format!("{PREFIX}power"));
+        Follower {
+            node: node.clone(),
+            ids: (view.pod.id.to_string(), container.id.clone()),
+            mount: mount.clone(),
+            handler: view.pod.handler.clone(),
+            file: node.parts().pod_dir(&view.pod.id).join(TOLD),
+            first: annotation.and_then(|word| Power::of(word)).unwrap_or(Power::On),
+        }
+    }
+
+    async fn run(self) {
+        let (pod, container) = &self.ids;
+        let mut told = self.last().await.unwrap_or(self.first);
+        let (mut said, mut wait) = (String::new(), LOOK);
+        while self.lives() {
+            match self.look(told).await {
+                Ok(now) => {
+                    if now != told {
+                        tracing::info!(%pod, %container, power = now.word(), "the machine follows its pod's annotation");
+                    }
+                    (told, wait) = (now, LOOK);
+                    said.clear();
+                }
+                Err(error) => {
+                    let text = Chain(&error).to_string();
+                    if text != said && self.lives() {
+                        tracing::warn!(%pod, %container, "the machine does not follow its pod's annotation: {text}");
+                    }
+                    said = text;
+                    wait = (wait * 2).min(LONGEST);
+                }
+            }
+            tokio::time::sleep(wait).await;
+        }
+    }
+
+    fn lives(&self) -> bool {
+        let found = self.node.container(self.ids.1.as_str());
+        found.is_ok_and(|(_, view)| running(&view).is_some_and(|(container, _)| container.id == self.ids.1))
+    }
+
+    /// What it was told before this daemon started.
+    async fn last(&self) -> Option<Power> {
+        let file = self.file.clone();
+        let read = move || {
+            let mut text = Vec::new();
+            std::fs::File::open(file).ok()?.take(TOLD_BYTES).read_to_end(&mut text).ok()?;
+            serde_json::from_slice::<Told>(&text).ok()
+        };
+        let told = spawn_blocking(read).await.ok()??;
+        (told.container == self.ids.1.as_str()).then_some(told.power)
+    }
+
+    /// Looks at the annotation, and tells the machine if it is another than it was told. What it is told now.
+    async fn look(&self, told: Power) -> Result<Power, PowerError> {
+        let mount = self.mount.clone();
+        let Some(found) =
+            spawn_blocking(move || machine_pod::annotation_of(&mount, &format!("{PREFIX}power"))).await??
+        else {
+            return Ok(told);
+        };
+        let wanted = Power::of(&found).ok_or_else(|| PowerError::Word { found: found.chars().take(100).collect() })?;
+        if wanted == told {
+            return Ok(told);
+        }
+        let handler = self.node.parts().config.handler(&self.handler);
+        if !handler.is_some_and(|(_, handler)| handler.allowed_annotations.contains(&format!("{PREFIX}power"))) {
+            return Err(PowerError::NotAllowed { handler: self.handler.clone() });
+        }
+        match step(wanted, &self.phase().await?) {
+            Step::Done => {}
+            Step::Last(verb) => drop(self.ask(verb).await?),
+            // The next look goes on.
+            Step::First(verb) => return self.ask(verb).await.map(|_| told),
+            Step::Wait => return Ok(told),
+        }
+        let kept = Told { container: self.ids.1.to_string(), power: wanted };
+        let (file, text) = (self.file.clone(), serde_json::to_vec(&kept).unwrap_or_default());
+        spawn_blocking(move || write_whole(&file, &text)).await??;
+        Ok(wanted)
+    }
+
+    async fn ask(&self, verb: &'static str) -> Result<Vec<u8>, PowerError> {
+        let words = vec!["@vm".to_owned(), verb.to_owned()];
+        let done = self.node.exec(self.ids.1.as_str(), words, Some(VERB)).await?;
+        if done.exit_code == 0 {
+            return Ok(done.stdout);
+        }
+        let said = String::from_utf8_lossy(&done.stderr).trim().chars().take(500).collect();
+        Err(PowerError::Refused { verb, said })
+    }
+
+    async fn phase(&self) -> Result<String, PowerError> {
+        let told: Value = serde_json::from_slice(&self.ask("status").await?).unwrap_or_default();
+        told.get("phase").and_then(Value::as_str).map(str::to_owned).ok_or(PowerError::Status)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_phase_has_its_way_to_every_power() {
+        let way = |wanted| {
+            ["Running", "Paused", "Stopped", "CrashLoopBackOff", "Starting", "Stopping", "Succeeded"]
+                .map(|phase| step(wanted, phase))
+        };
+        use Step::{Done, First, Last, Wait};
+        assert_eq!(way(Power::On), [Last("start"), Last("unpause"), Last("start"), Last("start"), Wait, Wait, Done]);
+        assert_eq!(way(Power::Off), [Last("stop"), Last("stop"), Done, Last("stop"), Wait, Wait, Done]);
+        assert_eq!(way(Power::Paused), [Last("pause"), Done, First("start"), First("start"), Wait, Wait, Done]);
+    }
+}
