@@ -2,6 +2,7 @@
 //! sector, which says what happens to it; one boots Debian.
 
 use nacelle_e2e::machine::{annotated, boot_disk, boot_image, container, node};
+use nacelle_e2e::run::Output;
 use nacelle_e2e::{Container, Image, Node, Pod, eventually};
 use serde_json::{Value, json};
 use std::fs;
@@ -408,6 +409,26 @@ fn debian_boots_by_its_kernel() {
 }
 
 /// Debian from `ci/disk-image`: cloud-init, the guest agent, ssh.
+/// A disk that comes and goes while the guest runs, where the board has places for one.
+fn another_disk(node: &Node, machine: &str, has_places: bool, exec: impl Fn(&str) -> Output) {
+    let vm = |verb: &str, what: &str| node.crictl.try_call(["exec", "--sync", machine, "@vm", verb, what]);
+    let added = vm("add-volume", "extra=64Mi");
+    if !has_places {
+        assert!(added.err().contains("its board has no places"));
+        return;
+    }
+    added.ok();
+    let disk = "/dev/disk/by-id/virtio-extra";
+    eventually("the guest has found it", || (exec(&format!("test -b {disk}")).code == 0).then_some(()));
+    let written =
+        exec(&format!("echo written >{disk} && sync && head -c 7 {disk} && blockdev --getsize64 {disk}")).ok();
+    assert_eq!(written.trim(), format!("written{}", 64 << 20));
+    for _ in 0..2 {
+        vm("remove-volume", "extra").ok();
+        assert_eq!(exec(&format!("test -e {disk}")).code, 1, "the guest has let go of it");
+    }
+}
+
 fn debian(start: Start) {
     let Some(folder) = std::env::var_os("NACELLE_DISK_IMAGE") else {
         println!("skipped: NACELLE_DISK_IMAGE is not set: ci/disk-image makes the disk of Debian");
@@ -478,6 +499,7 @@ fn debian(start: Start) {
         Start::Kernel => assert!(picture.err().contains("screen")),
         _ => assert!(picture.code == 0 && picture.stdout.len() > 1000, "{}", picture.stderr),
     }
+    another_disk(&node, &machine.id, start != Start::Kernel, |script| exec(script));
     let stats = node.crictl.json(["stats", "-o", "json", &machine.id]);
     let memory = stats["stats"][0]["memory"]["workingSetBytes"]["value"].as_str().unwrap_or_default().to_owned();
     let memory: u64 = memory.parse().expect("a number");

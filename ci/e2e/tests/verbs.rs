@@ -1,4 +1,5 @@
-//! Owns: verbs of machines that move a lot, or that nobody calls: dumps of memory, and the power as annotations have it.
+//! Owns: verbs of machines that move a lot, or that nobody calls: dumps of memory, the power as annotations have it,
+//! disks that are added.
 
 use nacelle_e2e::machine::{annotated, boot_image, container, node};
 use nacelle_e2e::run::{Output, call};
@@ -173,4 +174,70 @@ fn the_power_follows_the_annotations_that_kubelet_writes() {
     annotate(&folder, "on");
     becomes(&node, "Running");
     node.crictl.call(["rmp", "--force", &pod]);
+}
+
+/// Disks that were added, by their names.
+fn volumes(node: &Node) -> Vec<String> {
+    let told: Value = serde_json::from_str(&vm(node, &["volumes", "db"]).ok()).expect("it is JSON");
+    told.as_array().expect("a list").iter().map(|one| one["name"].as_str().unwrap_or_default().to_owned()).collect()
+}
+
+#[test]
+fn disks_are_added_and_removed_and_stay_meanwhile() {
+    let mut node = node();
+    let image = boot_image(&node);
+    let (pod, id, log) = {
+        let pod = node.crictl.run_pod_of("vm", named(&node, &image, "Always"));
+        let machine = pod.start(container(&image, 0));
+        (pod.id.clone(), machine.id.clone(), machine.log.clone())
+    };
+    let says = |text: &str| fs::read_to_string(&log).unwrap_or_default().contains(text);
+    eventually("it has booted", || says("boot 1").then_some(()));
+    for _ in 0..2 {
+        vm(&node, &["add-volume", "db", "extra=1Gi"]).ok();
+    }
+    for (volume, words) in [
+        ("extra=2Gi", "another size"),
+        ("root=1Gi", "of the specification"),
+        ("Extra=1Gi", "small letters"),
+        ("more=513", "whole 512 bytes"),
+        ("more=5Ti", "at most 4Ti"),
+        ("more=much", "is no size"),
+    ] {
+        let told = vm(&node, &["add-volume", "db", volume]).err();
+        assert!(told.contains(words), "{volume}: {told}");
+    }
+    assert!(vm(&node, &["add-volume", "nobody", "extra=1Gi"]).err().contains("NotFound"));
+    assert!(vm(&node, &["remove-volume", "db", "root"]).err().contains("specification"));
+    vm(&node, &["remove-volume", "db", "no"]).ok();
+    vm(&node, &["snapshot", "db", "with"]).ok();
+    let kept = vm(&node, &["remove-volume", "db", "extra"]).err();
+    assert!(kept.contains("in snapshots"), "{kept}");
+    vm(&node, &["restore", "db", "with"]).ok();
+    vm(&node, &["delete-snapshot", "db", "with"]).ok();
+    // This guest knows nothing of disks that come and go.
+    let held = vm(&node, &["remove-volume", "db", "extra"]).err();
+    assert!(held.contains("letting go of disk extra"), "{held}");
+    assert_eq!(volumes(&node), ["extra"]);
+    // It is there after a restart of the machine, and of the daemon.
+    node.kill();
+    node.start();
+    vm(&node, &["restart", "db"]).ok();
+    eventually("it has booted again", || says("boot 2").then_some(()));
+    assert_eq!(volumes(&node), ["extra"]);
+    for n in 1..8 {
+        vm(&node, &["add-volume", "db", &format!("extra{n}=512")]).ok();
+    }
+    assert!(vm(&node, &["add-volume", "db", "more=512"]).err().contains("no more"));
+    vm(&node, &["stop", "db"]).ok();
+    eventually("it is off", || (phase(&node, &id) == "Stopped").then_some(()));
+    for _ in 0..2 {
+        vm(&node, &["remove-volume", "db", "extra"]).ok();
+    }
+    vm(&node, &["add-volume", "db", "more=512"]).ok();
+    assert_eq!(volumes(&node).len(), 8);
+    vm(&node, &["start", "db"]).ok();
+    eventually("it has booted with all of them", || says("boot 3").then_some(()));
+    node.crictl.call(["rmp", "--force", &pod]);
+    vm(&node, &["delete", "db"]).ok();
 }

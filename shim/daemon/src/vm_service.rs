@@ -239,6 +239,18 @@ fn snapshots(told: &[u8]) -> Vec<vm::SnapshotInfo> {
     told.as_array().into_iter().flatten().take(1000).filter_map(one).collect()
 }
 
+/// Disks as a keeper tells of them; what is none is left out.
+fn volumes(told: &[u8]) -> Vec<vm::Volume> {
+    let told: Value = serde_json::from_slice(told).unwrap_or_default();
+    let one = |entry: &Value| {
+        Some(vm::Volume {
+            name: entry.get("name")?.as_str()?.chars().filter(|c| !c.is_control()).take(64).collect(),
+            bytes: entry.get("bytes")?.as_u64()?,
+        })
+    };
+    told.as_array().into_iter().flatten().take(100).filter_map(one).collect()
+}
+
 #[tonic::async_trait]
 impl vm::machines_server::Machines for VmService {
     async fn list(&self, request: Request<vm::ListRequest>) -> Result<Response<vm::ListResponse>, Status> {
@@ -325,6 +337,26 @@ impl vm::machines_server::Machines for VmService {
     async fn list_snapshots(&self, request: Request<vm::MachineRef>) -> Result<Response<vm::Snapshots>, Status> {
         let told = self.verb(request.into_inner(), &["snapshots"], VERB).await?;
         Ok(Response::new(vm::Snapshots { snapshots: snapshots(&told) }))
+    }
+
+    async fn add_volume(&self, request: Request<vm::AddVolumeRequest>) -> Result<Response<vm::Empty>, Status> {
+        let vm::AddVolumeRequest { machine, name, bytes } = request.into_inner();
+        let machine = machine.ok_or_else(|| refuse(Kind::Invalid, "machine is missing"))?;
+        self.verb(machine, &["add-volume", &format!("{name}={bytes}")], VERB).await.map(|_| Response::new(vm::Empty {}))
+    }
+
+    async fn remove_volume(&self, request: Request<vm::VolumeRef>) -> Result<Response<vm::Empty>, Status> {
+        let vm::VolumeRef { machine, name } = request.into_inner();
+        let machine = machine.ok_or_else(|| refuse(Kind::Invalid, "machine is missing"))?;
+        if name.is_empty() {
+            return Err(refuse(Kind::Invalid, "name is missing"));
+        }
+        self.verb(machine, &["remove-volume", &name], VERB).await.map(|_| Response::new(vm::Empty {}))
+    }
+
+    async fn list_volumes(&self, request: Request<vm::MachineRef>) -> Result<Response<vm::Volumes>, Status> {
+        let told = self.verb(request.into_inner(), &["volumes"], VERB).await?;
+        Ok(Response::new(vm::Volumes { volumes: volumes(&told) }))
     }
 
     async fn copy(&self, request: Request<vm::CopyRequest>) -> Result<Response<vm::Machine>, Status> {

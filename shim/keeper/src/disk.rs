@@ -103,7 +103,11 @@ pub fn prepare(
                 None => over(folder, disk, base)?,
             }
         }
-        Source::Empty { bytes } => Files::Own(empty(disk, folders.keep.unwrap_or(folders.pod), *bytes)?),
+        Source::Empty { bytes } => {
+            let path = folders.keep.unwrap_or(folders.pod).join(format!("{}.qcow2", disk.name));
+            empty(&disk.name, &path, *bytes)?;
+            Files::Own(path)
+        }
         Source::Device { path } => device(disk, path, handed.remove(&disk.name))?,
         Source::Files(files) => Files::Memory(memory(&seed::files(files)?)?),
         Source::CloudInit(data) => Files::Memory(memory(&seed::disk(data, network)?)?),
@@ -195,21 +199,19 @@ fn device(disk: &Disk, path: &str, file: Option<File>) -> Result<Files, KeeperEr
     Ok(Files::Device { file, block: kind.is_block_device() })
 }
 
-/// One that a machine before this one has used stays as it is, if it has this size.
-fn empty(disk: &Disk, folder: &Path, bytes: u64) -> Result<PathBuf, KeeperError> {
+/// An empty disk. One that a machine before this one has used stays as it is, if it has this size.
+pub fn empty(name: &str, path: &Path, bytes: u64) -> Result<(), KeeperError> {
     if bytes == 0 || bytes > qcow2::MAX_SIZE {
-        return Err(KeeperError::Disk { name: disk.name.clone(), rule: "a disk of 1 byte to 4 TiB is expected" });
+        return Err(KeeperError::Disk { name: name.to_owned(), rule: "a disk of 1 byte to 4 TiB is expected" });
     }
-    let path = folder.join(format!("{}.qcow2", disk.name));
     let mut head = Vec::new();
-    let read = File::open(&path).and_then(|file| file.take(qcow2::HEADER as u64).read_to_end(&mut head));
+    let read = File::open(path).and_then(|file| file.take(qcow2::HEADER as u64).read_to_end(&mut head));
     if read.is_ok() && qcow2::format(&head) == Ok(Format::Qcow2 { size: bytes }) {
-        return Ok(path);
+        return Ok(());
     }
-    let mut file = make(&path)?;
+    let mut file = make(path)?;
     let written = file.write_all(&qcow2::empty(bytes)).and_then(|()| file.sync_all());
-    written.map_err(KeeperError::file("write", &path))?;
-    Ok(path)
+    written.map_err(KeeperError::file("write", path))
 }
 
 fn memory(bytes: &[u8]) -> Result<File, KeeperError> {

@@ -3,6 +3,7 @@
 //! May use: `base`, `proto`, and of `engine` how another program is started and watched. Knows no CRI, no image store.
 //! Threads: one for the runtime; one for each program; what blocks is on threads of the runtime's pool.
 
+mod added;
 mod console;
 mod dhcp;
 mod disk;

@@ -3,6 +3,7 @@
 
 mod orders;
 
+use crate::added;
 use crate::console::Console;
 use crate::dhcp::{self, Lease};
 use crate::disk::{self, Folders};
@@ -80,6 +81,8 @@ pub struct Machine {
     folder: PathBuf,
     /// Until it has ended: then others may have what is the node's of them.
     disks: Mutex<Arc<Vec<disk::Ready>>>,
+    /// Those that it got beside these. Held while one is added or removed, and while QEMU starts.
+    pub added: tokio::sync::Mutex<added::Disks>,
     firmware: Option<(PathBuf, disk::Files)>,
     kernel: Option<disk::KernelFiles>,
     state: watch::Sender<State>,
@@ -115,6 +118,7 @@ impl Machine {
                 let disks = document.disks.iter();
                 let disks = disks.map(|one| disk::prepare(one, folders, &network, &mut handed));
                 let disks = disks.collect::<Result<Vec<_>, _>>()?;
+                let added = added::Disks::load(folders.keep.unwrap_or(folders.pod))?;
                 let firmware = match &document.firmware {
                     Firmware::Bios {} => None,
                     Firmware::Efi { code, variables, secure } => {
@@ -122,16 +126,17 @@ impl Machine {
                     }
                 };
                 let kernel = document.kernel.as_ref().map(|kernel| disk::kernel(kernel, &folder)).transpose()?;
-                Ok((disks, firmware, kernel, lock))
+                Ok((disks, added, firmware, kernel, lock))
             });
         match made {
-            Ok((disks, firmware, kernel, lock)) => Ok(Machine {
+            Ok((disks, added, firmware, kernel, lock)) => Ok(Machine {
                 id,
                 document,
                 console: Console::new(),
                 settings,
                 folder,
                 disks: Mutex::new(Arc::new(disks)),
+                added: tokio::sync::Mutex::new(added),
                 firmware,
                 kernel,
                 state: watch::channel(State::Created).0,
@@ -200,10 +205,13 @@ impl Machine {
         let ends = Ends::make()?;
         let [monitor, console, agent] = ends.numbers();
         let disks = Arc::clone(&self.disks.lock().unwrap_or_else(PoisonError::into_inner));
+        let added = self.added.lock().await;
+        let known = added.known();
         let machine = qemu::Machine {
             document: &self.document,
             accelerator: self.settings.accelerator,
             disks: &disks,
+            added: &known,
             firmware: self.firmware.as_ref().map(|(code, variables)| (code.as_path(), variables)),
             kernel: self.kernel.as_ref(),
             clock: self.clock().await?,
@@ -333,7 +341,7 @@ impl Machine {
         self.changing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn live(&self) -> Result<Arc<Live>, KeeperError> {
+    pub(crate) fn live(&self) -> Result<Arc<Live>, KeeperError> {
         let live = self.changing().live.clone();
         let state = match self.state() {
             State::Created | State::Starting => "has not started",
@@ -359,9 +367,10 @@ impl Machine {
     }
 
     /// The nodes of QEMU's block layer of which it can take snapshots.
-    pub fn kept_nodes(&self) -> Vec<String> {
+    pub async fn kept_nodes(&self) -> Vec<String> {
         let disks = Arc::clone(&self.disks.lock().unwrap_or_else(PoisonError::into_inner));
-        qemu::kept_nodes(&disks, self.firmware.as_ref().map(|(_, variables)| variables))
+        let added = self.added.lock().await.known();
+        qemu::kept_nodes(&disks, &added, self.firmware.as_ref().map(|(_, variables)| variables))
     }
 
     /// Runs a command in the guest.

@@ -58,6 +58,12 @@ pub fn format(head: &[u8]) -> Result<Format, Refusal> {
     Ok(Format::Qcow2 { size })
 }
 
+/// How many snapshots are in a file with these first bytes.
+pub fn snapshots(head: &[u8]) -> u32 {
+    let count = head.get(60..64).and_then(|bytes| bytes.try_into().ok()).map(u32::from_be_bytes);
+    count.unwrap_or_default()
+}
+
 /// An empty qcow2 file of version 3, with its header, its table of references and its first table: what is not written to it is
 /// that of the disk below, which QEMU is told of by name. `size` is the disk's, in bytes, at most [`MAX_SIZE`].
 pub fn empty(size: u64) -> Vec<u8> {

@@ -1,5 +1,10 @@
 //! Owns: QEMU's command line of a whole machine: board, firmware, disks, cards, screen. Pure.
 
+mod places;
+
+pub use places::{device, nodes, port};
+
+use crate::added::Added;
 use crate::disk::{Base, Files, KernelFiles, Ready};
 use crate::network::hex;
 use crate::spec::{
@@ -27,6 +32,8 @@ pub struct Machine<'a> {
     pub accelerator: Accelerator,
     /// Its disks.
     pub disks: &'a [Ready],
+    /// Those that were added, with their files.
+    pub added: &'a [(Added, PathBuf)],
     /// The firmware's program and its variables; none: the board's own.
     pub firmware: Option<(&'a Path, &'a Files)>,
     /// The kernel that is started at once.
@@ -141,6 +148,7 @@ impl Machine<'_> {
         for (n, ready) in self.disks.iter().enumerate() {
             disk(&mut args, n, ready, document.board);
         }
+        places::places(&mut args, document.board, self.added);
         for (n, card) in self.cards.iter().enumerate() {
             let name = format!("net{n}");
             args.add("netdev", Opt::new("tap").set("id", &name).set("fd", card.tap).set("vhost", "off"));
@@ -386,11 +394,12 @@ fn node(args: &mut Args, n: &str, files: &Files, cache: Cache, read_only: bool) 
 }
 
 /// The nodes of which a snapshot can be taken: all that the guest can write to, in qcow2.
-pub fn kept_nodes(disks: &[Ready], firmware: Option<&Files>) -> Vec<String> {
+pub fn kept_nodes(disks: &[Ready], added: &[(Added, PathBuf)], firmware: Option<&Files>) -> Vec<String> {
     let own = |files: &Files| matches!(files, Files::Own(_) | Files::Over { .. });
     let disks = disks.iter().enumerate().filter(|(_, ready)| own(&ready.files) && !ready.disk.read_only);
     let firmware = firmware.filter(|files| own(files)).map(|_| "disk-efi".to_owned());
-    disks.map(|(n, _)| format!("disk-{n}")).chain(firmware).collect()
+    let added = added.iter().map(|(disk, _)| nodes(disk)).map(|[_, whole]| whole);
+    disks.map(|(n, _)| format!("disk-{n}")).chain(added).chain(firmware).collect()
 }
 
 fn disk(args: &mut Args, n: usize, ready: &Ready, board: Board) {
@@ -474,6 +483,7 @@ mod tests {
             document,
             accelerator: Accelerator::Tcg,
             disks,
+            added: &[],
             firmware: document.kernel.is_none().then_some((Path::new("/code"), &variables)),
             kernel: document.kernel.is_some().then_some(&kernel),
             clock: Some("tsc_early_khz=1".into()),
@@ -511,6 +521,10 @@ mod tests {
         assert!(values(&args, "-machine")[0].ends_with(",pflash0=efi-code,pflash1=disk-efi"), "{args:?}");
         assert_eq!(values(&args, "-blockdev").len(), 4);
         let cards: Vec<_> = values(&args, "-device").into_iter().filter(|device| device.contains("net")).collect();
+        let places: Vec<_> =
+            values(&args, "-device").into_iter().filter(|device| device.contains("root-port")).collect();
+        assert_eq!(places.len(), 8);
+        assert_eq!(places[7], "pcie-root-port,id=place7,bus=pcie.0,chassis=8,addr=1c.7");
         assert_eq!(cards, ["virtio-net-pci,netdev=net0,mac=02:00:00:00:00:01,host_mtu=1450,romfile="]);
     }
 

@@ -65,7 +65,7 @@ async fn there(machine: &Machine, name: &str) -> Result<(), KeeperError> {
 /// All of them, the oldest first.
 pub async fn list(machine: &Machine) -> Result<Vec<Snapshot>, KeeperError> {
     let nodes = machine.ask("query-named-block-nodes", json!({ "flat": true })).await?;
-    let Some(first) = machine.kept_nodes().into_iter().next() else { return Ok(Vec::new()) };
+    let Some(first) = machine.kept_nodes().await.into_iter().next() else { return Ok(Vec::new()) };
     Ok(of_node(&nodes, &first))
 }
 
@@ -91,7 +91,7 @@ async fn job(machine: &Machine, command: &'static str, name: &str, state: bool) 
         let rule = "1 to 64 letters, digits, '-', '_' or '.' are expected, and not digits alone";
         return Err(KeeperError::Field { field: "name", value: printable(name), rule });
     }
-    let nodes = machine.kept_nodes();
+    let nodes = machine.kept_nodes().await;
     let Some(first) = nodes.first() else {
         let hint = "it has no disk of its own to keep them in";
         return Err(KeeperError::Unsupported { what: "take snapshots", hint });

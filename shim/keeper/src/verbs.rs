@@ -1,5 +1,6 @@
 //! Owns: what somebody who has only `kubectl exec` can do with the machine itself: `exec POD -- @vm VERB`.
 
+use crate::added;
 use crate::dump;
 use crate::error::KeeperError;
 use crate::guest_agent::Outcome;
@@ -36,6 +37,9 @@ const VERBS: &[(&str, &str)] = &[
     ("restore NAME", "all is as it was then"),
     ("snapshots", "those there are, as JSON"),
     ("delete-snapshot NAME", "it is forgotten"),
+    ("volumes", "the disks that were added, as JSON"),
+    ("add-volume NAME=SIZE", "another disk, empty"),
+    ("remove-volume NAME", "one of these, with all that is on it"),
     ("guest-info", "what the guest agent says of the system, as JSON"),
     ("help", "this"),
 ];
@@ -84,9 +88,12 @@ pub async fn run(
         "snapshot" => snapshots::save(machine, what).await.map(|()| Outcome::default()),
         "restore" => snapshots::load(machine, what).await.map(|()| Outcome::default()),
         "delete-snapshot" => snapshots::delete(machine, what).await.map(|()| Outcome::default()),
+        "add-volume" => whole(machine, what, added::add).await,
+        "remove-volume" => whole(machine, what, added::remove).await,
         "memory-dump" => dump::dump(machine, what, reader).await.map(|()| Outcome::default()),
         _ if !what.is_empty() => Ok(usage()),
         "snapshots" => all_snapshots(machine).await,
+        "volumes" => Ok(said(format!("{}\n", added::list(machine).await))),
         "status" => status(machine).await,
         "pause" => qemu("stop").await,
         "unpause" => qemu("cont").await,
@@ -105,6 +112,18 @@ pub async fn run(
         "help" => Ok(said(help())),
         _ => Ok(usage()),
     }
+}
+
+/// Does it to its end, also when nobody waits for that any more.
+async fn whole<F: Future<Output = Result<(), KeeperError>> + Send + 'static>(
+    machine: &Arc<Machine>,
+    what: &str,
+    verb: impl FnOnce(Arc<Machine>, String) -> F,
+) -> Result<Outcome, KeeperError> {
+    let doing = verb(Arc::clone(machine), what.to_owned());
+    let done = tokio::spawn(doing).await;
+    let given_up = |error| KeeperError::Resources { what: "a task", source: std::io::Error::other(error) };
+    done.map_err(given_up)?.map(|()| Outcome::default())
 }
 
 /// By its power button, if it runs. Only one that outlives its pod can be off.

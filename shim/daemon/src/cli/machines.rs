@@ -77,6 +77,23 @@ pub(super) enum Machines {
     Snapshots(Name),
     /// Forgets a snapshot.
     DeleteSnapshot(SnapshotName),
+    /// Gives it an empty disk, also while it runs; the disk stays until it is removed, or the machine is.
+    AddVolume {
+        #[command(flatten)]
+        name: Name,
+        /// The disk: NAME=SIZE, as data=10Gi. NAME becomes its serial number.
+        #[arg(value_parser = volume)]
+        volume: (String, u64),
+    },
+    /// Takes away a disk that was added, with all that is on it; the guest of one that runs has to let go of it.
+    RemoveVolume {
+        #[command(flatten)]
+        name: Name,
+        /// The disk.
+        volume: String,
+    },
+    /// Lists the disks that were added.
+    Volumes(Name),
     /// Makes another machine, with a copy of what this one has kept; no pod may hold it.
     Clone {
         #[command(flatten)]
@@ -131,6 +148,14 @@ impl Name {
     }
 }
 
+/// NAME=SIZE, with a quantity as Kubernetes writes it.
+fn volume(text: &str) -> Result<(String, u64), String> {
+    let (name, size) = text.split_once('=').ok_or("NAME=SIZE is expected, as data=10Gi")?;
+    let bytes = nacelle_vmi::Quantity::parse(size).ok().and_then(|size| size.bytes());
+    let bytes = bytes.ok_or_else(|| format!("{size:?} is no size: 10Gi is one"))?;
+    Ok((name.to_owned(), bytes))
+}
+
 pub(super) fn run(config: &Config, command: Machines) -> anyhow::Result<ExitCode> {
     super::runtime()?.block_on(async {
         let socket = &config.paths.socket;
@@ -177,6 +202,19 @@ async fn ask(mut client: Client, command: Machines) -> anyhow::Result<()> {
         Machines::Snapshots(name) => {
             let all = client.list_snapshots(name.machine()).await.map_err(told)?.into_inner().snapshots;
             let one = |snapshot: &vm::SnapshotInfo| json!({ "name": snapshot.name, "takenAt": snapshot.taken_at, "bytes": snapshot.bytes });
+            println!("{:#}", Value::Array(all.iter().map(one).collect()));
+        }
+        Machines::AddVolume { name, volume: (volume, bytes) } => {
+            let request = vm::AddVolumeRequest { machine: Some(name.machine()), name: volume, bytes };
+            drop(client.add_volume(request).await.map_err(told)?);
+        }
+        Machines::RemoveVolume { name, volume } => {
+            let request = vm::VolumeRef { machine: Some(name.machine()), name: volume };
+            drop(client.remove_volume(request).await.map_err(told)?);
+        }
+        Machines::Volumes(name) => {
+            let all = client.list_volumes(name.machine()).await.map_err(told)?.into_inner().volumes;
+            let one = |volume: &vm::Volume| json!({ "name": volume.name, "bytes": volume.bytes });
             println!("{:#}", Value::Array(all.iter().map(one).collect()));
         }
         Machines::GuestInfo(name) => {

@@ -10,6 +10,7 @@ mod machines;
 mod microvm;
 mod minimal;
 mod plot;
+mod vm;
 
 use std::process::ExitCode;
 
@@ -61,6 +62,14 @@ fn main() -> ExitCode {
                 return ExitCode::from(2);
             };
             println!("{}", files::measure(runs, !only.is_empty()));
+            return ExitCode::SUCCESS;
+        }
+        ["vm", runs] => {
+            let Ok(runs) = runs.parse() else {
+                eprintln!("usage: ci/bench vm RUNS");
+                return ExitCode::from(2);
+            };
+            println!("{}", vm::measure(runs));
             return ExitCode::SUCCESS;
         }
         ["crowd", pods, clients] => {

@@ -1,0 +1,130 @@
+//! Owns: what is done with a whole machine of 1 GiB: snapshots, dumps, copies, beside the time that the node takes to write as many bytes.
+
+use crate::{median, cri::milliseconds};
+use nacelle_e2e::machine::{annotated, container, node};
+use nacelle_e2e::run::call;
+use nacelle_e2e::{Image, Node, eventually};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::Write;
+use std::path::Path;
+use std::time::Instant;
+
+/// What the guest has in memory beside its system, in MiB: letters that cannot be packed.
+const FILLED: usize = 512;
+
+/// An operation's samples: milliseconds, bytes that it wrote.
+type Samples = BTreeMap<&'static str, Vec<(f64, u64)>>;
+
+/// A machine with Debian and 1 GiB, and each operation `runs` times. Returns `[{"operation", "p50" (ms), "bytes", "written" (ms for as many
+/// bytes to a file, with fsync), "ratio"}]`.
+///
+/// # Panics
+/// If anything fails: there is no figure then.
+pub fn measure(runs: usize) -> Value {
+    let folder = std::env::var("NACELLE_DISK_IMAGE").expect("ci/bench names the disk of Debian");
+    let part = |name: &str| fs::read(Path::new(&folder).join(name)).expect("ci/disk-image has made it");
+    let node = node();
+    let image = Image::busybox().layer(|layer| {
+        layer.file("disk/disk.qcow2", &part("disk.qcow2"), 0o440);
+        layer.file("boot/vmlinuz", &part("vmlinuz"), 0o440);
+        layer.file("boot/initrd.img", &part("initrd.img"), 0o440)
+    });
+    let image = node.image(&image, "debian:1");
+    let line = String::from_utf8(part("cmdline")).expect("it is text");
+    let disks = format!("root=image:{image},boot=1");
+    let annotations = [
+        ("kind", "machine"),
+        ("name", "db"),
+        ("run-strategy", "Always"),
+        ("memory", "1Gi"),
+        ("disks", &disks),
+        ("kernel-image", &image),
+        ("kernel", "/boot/vmlinuz"),
+        ("initrd", "/boot/initrd.img"),
+        ("kernel-args", line.trim()),
+    ];
+    let pod = node.crictl.run_pod_of("vm", annotated(&node, "db", &annotations));
+    let machine = pod.start(container(&image, 0));
+    eventually("the guest agent answers", || (machine.exec("true").code == 0).then_some(()));
+    machine.exec(&format!("head -c {FILLED}M /dev/urandom >/dev/shm/filled && sync")).ok();
+
+    let mut samples = Samples::new();
+    for run in 0..runs {
+        let name = format!("run-{run}");
+        let mut timed = |operation: &'static str, words: &[&str], bytes: &dyn Fn() -> u64| {
+            let start = Instant::now();
+            vm(&node, words);
+            let took = milliseconds(start);
+            samples.entry(operation).or_default().push((took, bytes()));
+        };
+        timed("snapshot", &["snapshot", "db", &name], &|| snapshot(&node, &name));
+        timed("restore", &["restore", "db", &name], &|| snapshot(&node, &name));
+        vm(&node, &["delete-snapshot", "db", &name]);
+        for (operation, format) in [("memory-dump", "elf"), ("memory-dump, kdump-zlib", "kdump-zlib")] {
+            let file = node.folder().join("dump");
+            let words = ["memory-dump", "db", "--format", format, "--output", &file.display().to_string()];
+            timed(operation, &words, &|| fs::metadata(&file).expect("the dump is there").len());
+            fs::remove_file(&file).expect("the dump is there");
+        }
+    }
+    node.crictl.call(["stop", "--timeout", "120", &machine.id]);
+    pod.remove();
+    for run in 0..runs {
+        let other = format!("other-{run}");
+        let start = Instant::now();
+        vm(&node, &["clone", "db", &other]);
+        samples.entry("clone").or_default().push((milliseconds(start), kept(&node)));
+        vm(&node, &["delete", &other]);
+    }
+    let one = |(operation, samples): (&&str, &Vec<(f64, u64)>)| {
+        let took = median(&samples.iter().map(|(took, _)| *took).collect::<Vec<_>>());
+        let bytes = median(&samples.iter().map(|(_, bytes)| *bytes as f64).collect::<Vec<_>>()) as u64;
+        let floor = median(&(0..runs).map(|_| written(&node, bytes)).collect::<Vec<_>>());
+        json!({ "operation": operation, "p50": took, "bytes": bytes, "written": floor, "ratio": took / floor })
+    };
+    samples.iter().map(one).collect()
+}
+
+fn vm(node: &Node, words: &[&str]) -> String {
+    let config = node.folder().join("config.toml").display().to_string();
+    let words = [&["vm"], words, &["--namespace", "e2e", "--config", &config]].concat();
+    call(nacelle_e2e::part("NACELLE_BIN"), words).ok()
+}
+
+/// Bytes of a snapshot: of memory and devices.
+fn snapshot(node: &Node, name: &str) -> u64 {
+    let all: Value = serde_json::from_str(&vm(node, &["snapshots", "db"])).expect("it is JSON");
+    let all = all.as_array().cloned().unwrap_or_default();
+    all.iter().find(|one| one["name"] == name).and_then(|one| one["bytes"].as_u64()).expect("it was taken")
+}
+
+/// Bytes that the files of machines have on the disk, of one machine.
+fn kept(node: &Node) -> u64 {
+    use std::os::unix::fs::MetadataExt;
+    let folders = fs::read_dir(node.folder().join("root/machines")).expect("machines are there");
+    let size = |folder: fs::DirEntry| -> u64 {
+        let files = fs::read_dir(folder.path()).expect("it is a folder");
+        files.map(|file| file.and_then(|file| file.metadata()).map_or(0, |file| file.blocks() * 512)).sum()
+    };
+    folders.map(|folder| size(folder.expect("it can be read"))).max().unwrap_or_default()
+}
+
+/// Milliseconds to write so many bytes into a file, and to have them on the disk.
+fn written(node: &Node, bytes: u64) -> f64 {
+    let path = node.folder().join("floor");
+    let piece: Vec<u8> = (0..1u32 << 18).flat_map(|n| n.wrapping_mul(0x9e37_79b9).to_le_bytes()).collect();
+    let start = Instant::now();
+    let mut file = fs::File::create(&path).expect("the folder is writable");
+    let mut left = bytes as usize;
+    while left > 0 {
+        let now = left.min(piece.len());
+        file.write_all(&piece[..now]).expect("there is room");
+        left -= now;
+    }
+    file.sync_all().expect("there is room");
+    let took = milliseconds(start);
+    fs::remove_file(&path).expect("it was made");
+    took
+}
