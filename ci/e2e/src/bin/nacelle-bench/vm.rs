@@ -1,6 +1,6 @@
 //! Owns: what is done with a whole machine of 1 GiB: snapshots, dumps, copies, beside the time that the node takes to write as many bytes.
 
-use crate::{median, cri::milliseconds};
+use crate::{cri::milliseconds, median};
 use nacelle_e2e::machine::{annotated, container, node};
 use nacelle_e2e::run::call;
 use nacelle_e2e::{Image, Node, eventually};
