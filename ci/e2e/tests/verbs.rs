@@ -6,7 +6,8 @@ use nacelle_e2e::run::{Output, call};
 use nacelle_e2e::{Node, Pod, eventually};
 use serde_json::{Value, json};
 use std::fs;
-use std::io::Read;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -174,6 +175,55 @@ fn the_power_follows_the_annotations_that_kubelet_writes() {
     annotate(&folder, "on");
     becomes(&node, "Running");
     node.crictl.call(["rmp", "--force", &pod]);
+}
+
+#[test]
+fn console_and_screen_are_there_for_whoever_asks_the_daemon() {
+    let node = node();
+    let image = boot_image(&node);
+    let pod = node.crictl.run_pod_of("vm", named(&node, &image, "Always"));
+    // Nobody can type to its container.
+    let machine = pod.start(container(&image, 0));
+    machine.says("boot 1\n");
+    let config = node.folder().join("config.toml").display().to_string();
+    let start = |told: &[&str]| {
+        let mut command = Command::new(nacelle_e2e::part("NACELLE_BIN"));
+        let command = command.args(words(told, &config)).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command.spawn().expect("it can be started")
+    };
+    let mut console = start(&["console", "db"]);
+    console.stdin.as_mut().expect("it is a pipe").write_all(b"hello").expect("it is read");
+    let mut heard = [0; 5];
+    console.stdout.as_mut().expect("it is a pipe").read_exact(&mut heard).expect("it prints");
+    assert_eq!(&heard, b"hello", "the guest repeats what is typed");
+    // The end of what is typed is not the end of what is printed.
+    drop(console.stdin.take());
+    vm(&node, &["restart", "db"]).ok();
+    let mut said = String::new();
+    let mut byte = [0];
+    while !said.contains("boot 2") {
+        console.stdout.as_mut().expect("it is a pipe").read_exact(&mut byte).expect("it prints");
+        said.push(char::from(byte[0]));
+    }
+    let mut screens = start(&["vnc", "db"]);
+    let mut line = String::new();
+    BufReader::new(screens.stdout.take().expect("it is a pipe")).read_line(&mut line).expect("it says where");
+    let address = line.trim().strip_prefix("vnc://").expect("it is an address").to_owned();
+    for _ in 0..2 {
+        let mut viewer = TcpStream::connect(&address).expect("it listens");
+        let mut version = [0; 12];
+        viewer.read_exact(&mut version).expect("the server speaks first");
+        assert_eq!(&version, b"RFB 003.008\n");
+    }
+    screens.kill().and_then(|()| screens.wait()).expect("it is ours");
+    assert!(vm(&node, &["vnc", "nobody"]).err().contains("NotFound"));
+    vm(&node, &["stop", "db"]).ok();
+    eventually("it is off", || (phase(&node, &machine.id) == "Stopped").then_some(()));
+    assert!(!vm(&node, &["vnc", "db"]).err().is_empty(), "there is no screen");
+    // The console stays, and ends with the machine's process.
+    assert!(console.try_wait().expect("it is ours").is_none());
+    pod.remove();
+    assert!(console.wait().expect("it is ours").code().is_some());
 }
 
 /// Disks that were added, by their names.

@@ -48,6 +48,18 @@ impl Guests {
         Guests { node }
     }
 
+    /// The console of the machine in a container: what is typed, and what is printed. Whatever the container says of its own
+    /// standard input: a machine's console has a keyboard.
+    pub(crate) async fn console(&self, container: &str) -> Result<(UnixStream, UnixStream), LifecycleError> {
+        let running = self.node.running(container)?;
+        let streams = Streams { client: &running.client, id: running.id.as_str(), exec_id: "", limit: self.limit() };
+        match streams.open_all([true, true, false]).await? {
+            [Some(input), Some(output), _] => Ok((input, output)),
+            // What was wanted is there, or was an error.
+            _ => Err(LifecycleError::NotRunning { id: running.id.to_string() }),
+        }
+    }
+
     fn limit(&self) -> Duration {
         self.node.parts().answer_limit()
     }

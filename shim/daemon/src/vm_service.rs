@@ -2,11 +2,13 @@
 //! A machine is asked as `exec -- @vm VERB` asks it: its keeper has the verbs.
 
 mod dump;
+mod ways;
 
 use crate::cri::status::{refuse, status};
 use crate::lifecycle::{Node, View};
 use crate::nouns::PodConfig;
 use crate::store::{ContainerRecord, VmRecord};
+use crate::streaming::Guests;
 use crate::vms;
 use nacelle_base::Kind;
 use nacelle_keeper::spec::RunStrategy;
@@ -21,6 +23,7 @@ use tokio::task::JoinSet;
 use tokio_stream::Stream;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
+use ways::Way;
 
 /// For a verb that takes no work.
 const VERB: Duration = Duration::from_secs(60);
@@ -32,6 +35,9 @@ const LOOK: Duration = Duration::from_secs(5);
 const WATCH: Duration = Duration::from_secs(1);
 /// What a machine says that does not answer.
 const UNKNOWN: &str = "Unknown";
+
+/// What goes to a caller piece by piece.
+type Pieces = Pin<Box<dyn Stream<Item = Result<vm::Piece, Status>> + Send>>;
 
 /// The service on one node.
 #[derive(Clone)]
@@ -97,6 +103,19 @@ impl VmService {
             return Err(refuse(Kind::Invalid, "name is missing"));
         }
         self.verb(machine, &[verb, &name], SNAPSHOT).await.map(|_| Response::new(vm::Empty {}))
+    }
+
+    async fn way(
+        &self,
+        request: Request<tonic::Streaming<vm::WayRequest>>,
+        way: Way,
+    ) -> Result<Response<Pieces>, Status> {
+        let mut asked = request.into_inner();
+        let (machine, said) = ways::first(&mut asked).await?;
+        let container = self.find_running(&machine)?;
+        let ids = (container.pod.as_str(), container.id.as_str());
+        let told = ways::open(&Guests::new(self.node.clone()), ids, way, said, asked).await?;
+        Ok(Response::new(Box::pin(ReceiverStream::new(told))))
     }
 
     /// All machines of a namespace; empty: of all.
@@ -304,7 +323,25 @@ impl vm::machines_server::Machines for VmService {
         Ok(Response::new(vm::Picture { png }))
     }
 
-    type MemoryDumpStream = Pin<Box<dyn Stream<Item = Result<vm::Piece, Status>> + Send>>;
+    type ConsoleStream = Pieces;
+
+    async fn console(
+        &self,
+        request: Request<tonic::Streaming<vm::WayRequest>>,
+    ) -> Result<Response<Self::ConsoleStream>, Status> {
+        self.way(request, Way::Console).await
+    }
+
+    type ScreenStream = Pieces;
+
+    async fn screen(
+        &self,
+        request: Request<tonic::Streaming<vm::WayRequest>>,
+    ) -> Result<Response<Self::ScreenStream>, Status> {
+        self.way(request, Way::Screen).await
+    }
+
+    type MemoryDumpStream = Pieces;
 
     async fn memory_dump(
         &self,

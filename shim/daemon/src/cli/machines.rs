@@ -1,6 +1,7 @@
 //! Owns: the commands of `nacelle vm` that ask the daemon: which machines there are, and their verbs.
 
 mod dump;
+mod ways;
 
 use super::{connect, told};
 use crate::config::Config;
@@ -10,6 +11,7 @@ use nacelle_proto::vm;
 use nacelle_proto::vm::machines_client::MachinesClient;
 use serde_json::{Value, json};
 use std::io::{IsTerminal, Write};
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use tonic::transport::Channel;
@@ -48,6 +50,16 @@ pub(super) enum Machines {
     Reset(Name),
     /// Asks the guest agent to restart the system.
     SoftReboot(Name),
+    /// Connects this terminal with the serial console; Ctrl-] leaves it.
+    Console(Name),
+    /// Listens for VNC's clients, and passes them on to the screen, until it is interrupted.
+    Vnc {
+        #[command(flatten)]
+        name: Name,
+        /// Where; port 0: any free one, which is printed.
+        #[arg(long, default_value = "127.0.0.1:0")]
+        listen: SocketAddr,
+    },
     /// Takes a picture of the screen, as PNG.
     Screenshot {
         #[command(flatten)]
@@ -182,6 +194,8 @@ async fn ask(mut client: Client, command: Machines) -> anyhow::Result<()> {
             let machine = client.describe(name.machine()).await.map_err(told)?.into_inner();
             println!("{:#}", shown(&machine));
         }
+        Machines::Console(name) => ways::console(client, name.machine()).await?,
+        Machines::Vnc { name, listen } => ways::vnc(client, name.machine(), listen).await?,
         Machines::Start(name) => drop(client.start(name.machine()).await.map_err(told)?),
         Machines::Stop(name) => drop(client.stop(name.machine()).await.map_err(told)?),
         Machines::Restart(name) => drop(client.restart(name.machine()).await.map_err(told)?),
