@@ -27,6 +27,19 @@ spec:
   volumes: [ { name: root, containerDisk: { image: debian } } ]
 "#;
 
+const SIZED: &str = r#"
+apiVersion: instancetype.kubevirt.io/v1beta1
+kind: VirtualMachineInstancetype
+metadata: { name: mine }
+spec: { cpu: { guest: 1 }, memory: { guest: 1Gi } }
+---
+apiVersion: v1
+kind: Pod
+metadata:
+  name: sized
+  annotations: { vm.nacelle.dev/kind: machine, vm.nacelle.dev/instancetype: mine, vm.nacelle.dev/disks: "root=image:debian" }
+"#;
+
 fn vm(arguments: &[&str], input: &str) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_nacelle"));
     command.arg("vm").args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -66,6 +79,27 @@ fn validate_names_everything_that_is_wrong_at_once() {
 
     let output = vm(&["validate", "-"], MACHINE);
     assert_eq!((output.status.code(), text(&output.stdout)), (Some(0), "-: VirtualMachineInstance web: right\n"));
+}
+
+#[test]
+fn validate_warns_of_what_is_right_and_not_run() {
+    let machine = MACHINE.replace("memory: { guest: 1Gi }", "memory: { guest: 1Gi }, clock: { utc: {} }");
+    for input in [machine.clone(), text(&vm(&["convert", "-"], &machine).stdout).to_owned()] {
+        let output = vm(&["validate", "-"], &input);
+        let told = text(&output.stdout);
+        assert_eq!(output.status.code(), Some(0), "{told}");
+        let warning = format!(
+            " web: warning: spec.domain.clock.utc is not run by nodes with Nacelle {}: they refuse the pod\n",
+            env!("CARGO_PKG_VERSION")
+        );
+        assert!(told.contains(" web: right\n") && told.ends_with(&warning), "{told}");
+        let told: Value = serde_json::from_slice(&vm(&["validate", "-o", "json", "-"], &input).stdout).unwrap();
+        assert_eq!(told[0]["valid"], true);
+        assert_eq!(told[0]["warnings"][0]["what"], "spec.domain.clock.utc");
+    }
+    let told = vm(&["validate", "-"], SIZED);
+    let warning = "-: Pod sized: warning: instance type mine is not known to nodes: have /mutate asked before, too\n";
+    assert!(text(&told.stdout).ends_with(warning), "{told:?}");
 }
 
 #[test]

@@ -1,4 +1,5 @@
-//! Owns: the fields and words of KubeVirt's specification that cannot mean anything here, each with the reason.
+//! Owns: the fields and words of KubeVirt's specification, its annotations and the kinds of its documents that cannot mean anything
+//! here, each with the reason.
 
 /// Fields and their reasons. `[]` stands for any place of a list.
 pub const FIELDS: &[(&str, &str)] = &[
@@ -20,6 +21,7 @@ pub const FIELDS: &[(&str, &str)] = &[
     ("spec.domain.cpu.realtime", "virtual processors have no real-time priority"),
     ("spec.domain.cpu.isolateEmulatorThread", "the pod process has no processor of its own"),
     ("spec.domain.memory.reservedOverhead", "the RuntimeClass says what a machine costs: overhead.podFixed"),
+    ("spec.domain.memory.fileBacked", "a machine's memory lies in memory of the node"),
     ("spec.domain.resources.overcommitGuestOverhead", "the RuntimeClass says what a machine costs: overhead.podFixed"),
     ("spec.domain.resources.claims", "devices of the node are not passed through to machines"),
     // The machine.
@@ -52,6 +54,7 @@ pub const FIELDS: &[(&str, &str)] = &[
     ("spec.domain.devices.useVirtioTransitional", "devices are virtio 1"),
     ("spec.domain.devices.disks[].changedBlockTracking", "there are no incremental backups"),
     ("spec.domain.devices.disks[].disk.pciAddress", "places on the bus are not chosen"),
+    ("spec.domain.devices.disks[].disk.rotationRate", "guests are not told what a disk is made of"),
     ("spec.domain.devices.disks[].lun.reservation", "SCSI reservations are not passed on"),
     ("spec.domain.devices.disks[].floppy", "there are no floppy disks"),
     ("spec.domain.devices.disks[].blockSize.custom.discardGranularity", "it follows from the volume"),
@@ -82,6 +85,8 @@ pub const FIELDS: &[(&str, &str)] = &[
     ("spec.networks[].pod.vmNetworkCIDR", "CNI gives the pod its address"),
     ("spec.networks[].pod.vmIPv6NetworkCIDR", "CNI gives the pod its address"),
     ("spec.networks[].resourceClaim", "devices of the node are not passed through to machines"),
+    // Presets.
+    ("spec.selector", "a machine names its presets: vm.nacelle.dev/presets"),
     // Machines that outlive their runs.
     ("spec.running", "runStrategy says it: Always for true, Halted for false"),
     ("spec.dataVolumeTemplates", "there is no importer: make the claim, and name it as persistentVolumeClaim"),
@@ -95,6 +100,35 @@ pub const WORDS: &[(&str, &str, &str)] = &[
     (".runStrategy", "WaitAsReceiver", "machines are not migrated while they run"),
     (".state", "absent", "an interface that is not there is not named"),
 ];
+
+/// Kinds of documents and their reasons.
+pub const KINDS: &[(&str, &str)] = &[
+    (
+        "VirtualMachinePool",
+        "a StatefulSet's pods have names and claims of their own; machines with names have a Deployment each",
+    ),
+    ("VirtualMachineInstanceMigration", "machines are not migrated while they run"),
+    ("MigrationPolicy", "machines are not migrated while they run"),
+    ("VirtualMachineSnapshot", "a command takes it: nacelle vm snapshot"),
+    ("VirtualMachineRestore", "a command does it: nacelle vm restore"),
+    ("VirtualMachineClone", "a command does it: nacelle vm clone"),
+    ("VirtualMachineExport", "nobody serves the disks of machines"),
+    ("DataVolume", "there is no importer: make the claim, and fill it"),
+    ("Template", "it has parameters: fill it in first (oc process), and convert what comes of it"),
+    ("VirtualMachineTemplate", "it has parameters: fill it in first, and convert what comes of it"),
+];
+
+/// Annotations of machines and their reasons.
+pub const ANNOTATIONS: &[(&str, &str)] = &[
+    ("hooks.kubevirt.io/hookSidecars", "no program changes a machine's definition: say it in the specification"),
+    ("kubevirt.io/ignitiondata", "there is no data for Ignition: cloud-init has userData"),
+    ("kubevirt.io/placePCIDevicesOnRootComplex", "places on the bus are not chosen"),
+];
+
+/// Why a kind of document is refused, if it is one that KubeVirt's users know.
+pub fn kind(kind: &str) -> Option<&'static str> {
+    KINDS.iter().find(|(known, _)| *known == kind).map(|(_, reason)| *reason)
+}
 
 /// Why a field is refused, if it is one that KubeVirt knows.
 pub fn reason(at: &str) -> Option<&'static str> {

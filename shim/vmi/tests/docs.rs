@@ -30,3 +30,15 @@ fn every_refusal_is_there() {
     }
     in_page(&table);
 }
+
+#[test]
+fn every_refused_kind_and_annotation_is_there() {
+    let mut table = String::from("| refused | because |\n|---|---|\n");
+    for (kind, why) in refused::KINDS {
+        writeln!(table, "| `kind: {kind}` | {why} |").unwrap();
+    }
+    for (key, why) in refused::ANNOTATIONS {
+        writeln!(table, "| annotation `{key}` | {why} |").unwrap();
+    }
+    in_page(&table);
+}

@@ -1,9 +1,10 @@
 //! Owns: the proof of what becomes of whole manifests: `tests/corpus/manifests/NAME.yaml` is checked
-//! (`tests/manifests/NAME.checked`) and converted (`NAME.converted`); what it became is right again.
+//! (`tests/manifests/NAME.checked`) and converted (`NAME.converted`); what it became is right again. The same of KubeVirt's kinds of
+//! examples, one a file: `tests/manifests/examples/NAME.yaml`. Whether they run is shown by the daemon, in docs/vm.md.
 
 use nacelle_vmi::manifest::{self, Options, Verdict};
 use nacelle_vmi::preset::Catalogue;
-use nacelle_vmi::read;
+use nacelle_vmi::{Causes, read};
 use serde_json::{Value, json};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -13,11 +14,18 @@ fn folder() -> PathBuf {
 }
 
 fn documents(name: &str) -> Vec<Value> {
-    read::all(&std::fs::read_to_string(folder().join(format!("../corpus/manifests/{name}.yaml"))).unwrap(), name)
-        .unwrap()
+    of_file(&folder().join(format!("../corpus/manifests/{name}.yaml")))
 }
 
+fn of_file(file: &Path) -> Vec<Value> {
+    read::all(&std::fs::read_to_string(file).unwrap(), &file.display().to_string()).unwrap()
+}
+
+/// With `NACELLE_WRITE_EXPECTED` in the environment what is found is what is expected.
 fn expect(file: &str, found: &str) {
+    if std::env::var_os("NACELLE_WRITE_EXPECTED").is_some() {
+        std::fs::write(folder().join(file), found).unwrap();
+    }
     let expected = std::fs::read_to_string(folder().join(file)).unwrap_or_default();
     assert!(found == expected, "{file} should be\n{expected}\nand is\n{found}");
 }
@@ -37,26 +45,30 @@ fn checked(verdicts: &[Verdict]) -> String {
 }
 
 /// Converts; what it became must be right.
-fn converted(name: &str) -> String {
+fn converted(documents: Vec<Value>) -> String {
     let mut catalogue = Catalogue::default();
     let mut text = String::new();
-    for document in documents(name) {
+    let refused =
+        |causes: Causes| causes.list().iter().map(|cause| format!("# refused: {cause}\n")).collect::<String>();
+    for document in documents {
         if manifest::is_catalogue(&document) {
-            catalogue.add(document, name).unwrap();
+            if let Err(causes) = catalogue.add(document, "document") {
+                return refused(causes);
+            }
             continue;
         }
         match manifest::convert(&document, &catalogue, &Options::default()) {
             Ok(converted) => {
                 converted.notes.iter().for_each(|note| writeln!(text, "# note: {note}").unwrap());
                 let yaml = manifest::text(&converted.documents);
-                let again = read::all(&yaml, name).unwrap();
+                let again = read::all(&yaml, "again").unwrap();
                 assert_eq!(again, converted.documents);
                 for verdict in manifest::validate(&again, &catalogue) {
                     assert!(verdict.machine && verdict.causes.is_empty(), "{verdict:?}");
                 }
                 text += &yaml;
             }
-            Err(causes) => causes.list().iter().for_each(|cause| writeln!(text, "# refused: {cause}").unwrap()),
+            Err(causes) => text += &refused(causes),
         }
     }
     text
@@ -69,23 +81,38 @@ fn pods_and_machines_are_checked() {
 
 #[test]
 fn an_instance_becomes_a_pod() {
-    expect("instance.converted", &converted("instance"));
+    expect("instance.converted", &converted(documents("instance")));
 }
 
 #[test]
 fn a_machine_becomes_a_record_and_a_deployment() {
-    expect("machine.converted", &converted("machine"));
+    expect("machine.converted", &converted(documents("machine")));
 }
 
 #[test]
 fn a_replica_set_stays_one() {
-    expect("replicas.converted", &converted("replicas"));
+    expect("replicas.converted", &converted(documents("replicas")));
 }
 
 #[test]
 fn what_cannot_be_converted_is_refused_with_its_reasons() {
-    expect("refused.converted", &converted("refused"));
+    expect("refused.converted", &converted(documents("refused")));
     expect("refused.checked", &checked(&manifest::validate(&documents("refused"), &Catalogue::default())));
+}
+
+#[test]
+fn kubevirts_kinds_of_examples_are_converted_or_refused_with_their_reasons() {
+    let mut names: Vec<PathBuf> = std::fs::read_dir(folder().join("examples"))
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.extension().is_some_and(|end| end == "yaml"))
+        .collect();
+    names.sort();
+    assert!(names.len() >= 30);
+    for file in names {
+        let expected = format!("examples/{}.converted", file.file_stem().unwrap().display());
+        expect(&expected, &converted(of_file(&file)));
+    }
 }
 
 #[test]

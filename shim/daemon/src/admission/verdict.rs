@@ -1,14 +1,12 @@
 //! Owns: what is answered to a review: the rules are those of `nacelle_vmi`; here is only which object is asked about what. Pure.
 
 use super::review::{Answer, Review};
-use crate::cri::convert::not_honoured as not_honoured_of_containers;
-use crate::machine_pod::not_honoured as not_honoured_of_machines;
-use nacelle_vmi::admit::{self, Admitted};
+use crate::cri::{not_known, not_run};
+use nacelle_vmi::admit::Admitted;
 use nacelle_vmi::annotations::PREFIX;
 use nacelle_vmi::complete::complete;
 use nacelle_vmi::manifest;
 use nacelle_vmi::preset::Catalogue;
-use nacelle_vmi::spec::PodKind;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -28,17 +26,19 @@ impl Policy {
     pub fn validate(&self, review: &Review) -> Answer {
         let allowed = |warnings| Answer::Allowed { warnings };
         let Some(object) = self.looked_at(review) else { return allowed(Vec::new()) };
-        let causes = manifest::one(&object, &self.catalogue).causes;
-        if let Some(first) = causes.list().first() {
+        let verdict = manifest::one(&object, &self.catalogue);
+        if let Some(first) = verdict.causes.list().first() {
             if review.operation == "UPDATE"
                 && (is_going(&review.object) || said(&object) == said(&typed(review, &review.old)))
             {
                 // What is wrong already must still be labelled, scaled and taken away.
                 return allowed(vec![format!("it was wrong before, and is not run: {first}")]);
             }
-            return Answer::Denied(causes);
+            return Answer::Denied(verdict.causes);
         }
-        allowed(self.warnings(review, &object))
+        // Nodes run pods, and no records.
+        let pods = verdict.admitted.filter(|_| !manifest::is_machine(&review.kind));
+        allowed(pods.map_or_else(Vec::new, |admitted| warnings(review, &object, &admitted)))
     }
 
     /// What a new pod has to say beside what it says.
@@ -68,27 +68,16 @@ impl Policy {
         let asked = !pods || self.runtime_classes.is_empty() || self.runtime_classes.contains(class);
         asked.then_some(object)
     }
+}
 
-    /// What is right, and yet not what somebody may think.
-    fn warnings(&self, review: &Review, object: &Value) -> Vec<String> {
-        let (annotations, _) = manifest::annotations(object);
-        let Ok(Some(admitted)) = admit::pod(&annotations, &self.catalogue) else { return Vec::new() };
-        let mut warnings = unknown_to_nodes(&admitted);
-        let fields = match admitted.kind() {
-            PodKind::Machine => not_honoured_of_machines(&admitted),
-            PodKind::Container => not_honoured_of_containers(&admitted),
-        };
-        let version = env!("CARGO_PKG_VERSION");
-        warnings.extend(
-            fields
-                .iter()
-                .map(|field| format!("{field} is not run by nodes with Nacelle {version}: they refuse the pod")),
-        );
-        if review.kind == "Pod" && review.operation == "UPDATE" && said(object) != said(&typed(review, &review.old)) {
-            warnings.push(format!("{PREFIX}...: the machine of a pod that is there does not change by annotations"));
-        }
-        warnings
+/// What is right, and yet not what somebody may think.
+fn warnings(review: &Review, object: &Value, admitted: &Admitted) -> Vec<String> {
+    let told = not_known(admitted).into_iter().chain(not_run(admitted));
+    let mut warnings: Vec<String> = told.map(|not_run| not_run.to_string()).collect();
+    if review.kind == "Pod" && review.operation == "UPDATE" && said(object) != said(&typed(review, &review.old)) {
+        warnings.push(format!("{PREFIX}...: the machine of a pod that is there does not change by annotations"));
     }
+    warnings
 }
 
 /// The object with its kind, and without what a cluster adds to it.
@@ -113,20 +102,6 @@ fn said(object: &Value) -> Value {
     let (mut annotations, _) = manifest::annotations(object);
     annotations.retain(|key, _| key.starts_with(PREFIX));
     json!(annotations)
-}
-
-/// Names that only this server knows, if nobody has put what they mean into the document.
-fn unknown_to_nodes(admitted: &Admitted) -> Vec<String> {
-    let built_in = Catalogue::default();
-    let applied = admitted.applied();
-    let types = applied.instancetype.iter().filter(|name| !built_in.instancetypes.contains_key(*name));
-    let types = types.map(|name| format!("instance type {name}"));
-    let preferences = applied.preference.iter().filter(|name| !built_in.preferences.contains_key(*name));
-    let preferences = preferences.map(|name| format!("preference {name}"));
-    let presets = applied.presets.iter().filter(|name| !built_in.presets.contains_key(*name));
-    let presets = presets.map(|name| format!("preset {name}"));
-    let all = types.chain(preferences).chain(presets);
-    all.map(|what| format!("{what} is not known to nodes: have /mutate asked before, too")).collect()
 }
 
 /// The way from some annotations to others.

@@ -2,6 +2,7 @@
 //! is right is the same everywhere. What is done with machines is in `machines`.
 
 use super::machines::{self, Machines};
+use crate::cri::{NotRun, not_known, not_run};
 use anyhow::Context;
 use clap::{Subcommand, ValueEnum};
 use nacelle_vmi::manifest::{self, Options, Verdict};
@@ -130,7 +131,7 @@ fn validate(files: &[PathBuf], catalogue: &Catalogue, output: Output) -> anyhow:
             Output::Text => verdicts.iter().for_each(|verdict| print!("{}", lines(file, verdict))),
             Output::Json => told.extend(verdicts.iter().map(|verdict| {
                 json!({ "file": file, "kind": verdict.kind, "name": verdict.name, "machine": verdict.machine,
-                    "valid": verdict.causes.is_empty(), "causes": verdict.causes })
+                    "valid": verdict.causes.is_empty(), "causes": verdict.causes, "warnings": warnings(verdict) })
             })),
         }
     }
@@ -140,14 +141,23 @@ fn validate(files: &[PathBuf], catalogue: &Catalogue, output: Output) -> anyhow:
     Ok(if right { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// A line for each cause, or one that says that there is none.
+/// What is right, and refused by nodes all the same.
+fn warnings(verdict: &Verdict) -> Vec<NotRun> {
+    let Some(admitted) = &verdict.admitted else { return Vec::new() };
+    // What a record names, its Deployment says.
+    let names = if manifest::is_machine(&verdict.kind) { Vec::new() } else { not_known(admitted) };
+    names.into_iter().chain(not_run(admitted)).collect()
+}
+
+/// A line for each cause, or one that says that there is none, and one for each warning.
 fn lines(file: &Path, verdict: &Verdict) -> String {
     let kind = if verdict.kind.is_empty() { "specification" } else { &verdict.kind };
     let who = format!("{}: {kind} {}", file.display(), verdict.name);
     let who = who.trim_end();
     if verdict.causes.is_empty() {
         let what = if verdict.machine { "right" } else { "says nothing of a machine" };
-        return format!("{who}: {what}\n");
+        let warnings = warnings(verdict).into_iter().map(|warning| format!("{who}: warning: {warning}\n"));
+        return format!("{who}: {what}\n{}", warnings.collect::<String>());
     }
     each(who, &verdict.causes)
 }

@@ -2,17 +2,19 @@
 //! `nacelle vm validate`, and make its container a machine or shape the machine of its containers; what this version does not
 //! run is refused by name.
 
-use super::convert::{EMPTY_DIR_LIMITS, shape};
+use super::convert::{self, EMPTY_DIR_LIMITS, shape};
 use super::status::{refuse, status};
 use crate::config::{Config, EngineSetting, Handler};
 use crate::machine_pod::{self, MachinePod};
 use crate::nouns::{Pairs, PodConfig, Shape};
 use nacelle_base::Kind;
 use nacelle_pod::spec::EngineSpec;
-use nacelle_vmi::admit;
+use nacelle_vmi::admit::{self, Admitted};
 use nacelle_vmi::annotations::PREFIX;
 use nacelle_vmi::preset::Catalogue;
 use nacelle_vmi::spec::PodKind;
+use serde::Serialize;
+use std::fmt;
 use tonic::Status;
 
 /// How much of what is wrong is told: gRPC has room for little more.
@@ -70,10 +72,56 @@ pub(super) fn of(
     shape(&admitted, pod, handler, engine).map(|shape| Some(Asked::Shape(shape))).map_err(status)
 }
 
+/// Something that is right, and that nodes with this version refuse.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct NotRun {
+    /// A field, with who said it, or what it names.
+    pub what: String,
+    /// Why.
+    pub message: String,
+}
+
+impl fmt::Display for NotRun {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.what, self.message)
+    }
+}
+
+/// What RunPodSandbox refuses of a specification that is right: all fields that are not run, and of the others the first value.
+/// What follows from a handler is not among it.
+pub fn not_run(admitted: &Admitted) -> Vec<NotRun> {
+    let (fields, value) = match admitted.kind() {
+        PodKind::Machine => (machine_pod::not_honoured(admitted), machine_pod::refused_value(admitted)),
+        PodKind::Container => (convert::not_honoured(admitted), None),
+    };
+    let message = || format!("is not run by nodes with Nacelle {}: they refuse the pod", env!("CARGO_PKG_VERSION"));
+    let fields = fields.into_iter().map(|what| NotRun { what, message: message() });
+    let value = value.map(|refused| {
+        let (what, text) = (refused.field().to_owned(), refused.to_string());
+        NotRun { message: text.strip_prefix(&what).unwrap_or(&text).trim_start().to_owned(), what }
+    });
+    fields.chain(value).collect()
+}
+
+/// Names that nodes do not know, if nobody has put what they mean into the document.
+pub fn not_known(admitted: &Admitted) -> Vec<NotRun> {
+    let nodes = Catalogue::default();
+    let applied = admitted.applied();
+    let types = applied.instancetype.iter().filter(|name| !nodes.instancetypes.contains_key(*name));
+    let types = types.map(|name| format!("instance type {name}"));
+    let preferences = applied.preference.iter().filter(|name| !nodes.preferences.contains_key(*name));
+    let preferences = preferences.map(|name| format!("preference {name}"));
+    let presets = applied.presets.iter().filter(|name| !nodes.presets.contains_key(*name));
+    let presets = presets.map(|name| format!("preset {name}"));
+    let all = types.chain(preferences).chain(presets);
+    all.map(|what| NotRun { what, message: "is not known to nodes: have /mutate asked before, too".to_owned() })
+        .collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cri::convert::{self, pod_config, sample};
+    use crate::cri::convert::{pod_config, sample};
     use nacelle_vmi::spec::InstanceSpec;
     use serde_json::Value;
     use std::fmt::Write;
@@ -183,6 +231,34 @@ mod tests {
         }
         let without = [machine[0], machine[1], machine[2], ("vm.nacelle.dev/machine", "microvm")];
         assert!(told(&without).unwrap().1.contains("with kernelBoot"));
+    }
+
+    #[test]
+    fn all_that_lies_in_images_lies_in_the_containers() {
+        let disks = |disks| {
+            let [kind, memory] = [("vm.nacelle.dev/kind", "machine"), ("vm.nacelle.dev/memory", "512Mi")];
+            told(&[kind, memory, ("vm.nacelle.dev/disks", disks)])
+        };
+        // Two ways of writing one image.
+        assert_eq!(disks("root=image:a;more=image:docker.io/library/a:latest"), None);
+        let (code, message) = disks("root=image:a:1;more=image:a:2").unwrap();
+        assert_eq!(code, Code::Unimplemented);
+        assert!(message.contains("spec.volumes[1].containerDisk.image is \"a:2\""), "{message}");
+    }
+
+    #[test]
+    fn all_fields_that_are_not_run_are_told_and_of_the_others_the_first_value() {
+        let spec = "{domain: {memory: {guest: 4Gi, hugepages: {pageSize: 1Gi}}, devices: {disks: [{name: a}]}, clock: {utc: {}}}, \
+                    volumes: [{name: a, emptyDisk: {capacity: 1Gi}}], livenessProbe: {exec: {command: [a]}}}";
+        let said = [("vm.nacelle.dev/kind", "machine"), ("vm.nacelle.dev/spec", spec)];
+        let said = said.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
+        let admitted = admit::pod(&said, &Catalogue::default()).unwrap().unwrap();
+        let told: Vec<String> = not_run(&admitted).iter().map(ToString::to_string).collect();
+        assert!(told[0].starts_with("spec.domain.clock.utc is not run by nodes with Nacelle "), "{told:?}");
+        let last = "spec.domain.memory.hugepages.pageSize is \"1Gi\", which this version of Nacelle does not run: 2Mi is possible";
+        assert_eq!(told.last().unwrap(), last);
+        assert!(told.iter().any(|text| text.starts_with("spec.livenessProbe.exec.command[0] ")), "{told:?}");
+        assert!(told.iter().all(|text| !text.contains("guest ")), "{told:?}");
     }
 
     #[test]

@@ -14,6 +14,8 @@ mod stats;
 pub mod status;
 mod streaming;
 
+pub use machine::{NotRun, not_known, not_run};
+
 use crate::accounting::Accounting;
 use crate::lifecycle::Node;
 use nacelle_proto::cri;

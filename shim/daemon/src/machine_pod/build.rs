@@ -2,10 +2,11 @@
 
 use super::{MachinePod, Wish, honoured};
 use crate::config::Machines;
-use crate::nouns::PodConfig;
+use crate::nouns::{PodConfig, PodName};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use nacelle_base::{Classify, Kind};
+use nacelle_image::Reference;
 use nacelle_keeper::spec::{
     Board, Bus, Cache, Card, CardModel, CloudInit, CloudInitForm, Disk, DiskKind, Firmware, Identity, Kernel,
     MachineDocument, Processors, RunStrategy as Runs, WatchdogAction,
@@ -52,6 +53,17 @@ pub enum Refused {
     },
 }
 
+impl Refused {
+    /// The field of a value, with which the text begins.
+    pub fn field(&self) -> &str {
+        match self {
+            Refused::Fields { .. } => "",
+            Refused::Missing { field, .. } => field,
+            Refused::Value { field, .. } | Refused::Wrong { field, .. } => field,
+        }
+    }
+}
+
 impl Classify for Refused {
     fn kind(&self) -> Kind {
         match self {
@@ -71,13 +83,31 @@ pub fn not_honoured(admitted: &Admitted) -> Vec<String> {
     fields.into_iter().map(|field| format!("spec.{field}")).collect()
 }
 
+/// The first value that no machine of this version has, of fields that they have.
+pub fn refused_value(admitted: &Admitted) -> Option<Refused> {
+    let text = String::new;
+    let name = PodName { name: text(), namespace: text(), uid: text(), attempt: 0 };
+    made(admitted, Whose { name: &name, hostname: "" }, &Machines::default()).err()
+}
+
 /// The machine of a pod.
 pub fn build(admitted: &Admitted, pod: &PodConfig, machines: &Machines) -> Result<MachinePod, Refused> {
-    let spec = admitted.spec();
     let fields = not_honoured(admitted);
     if !fields.is_empty() {
         return Err(Refused::Fields { fields });
     }
+    made(admitted, Whose { name: &pod.name, hostname: &pod.hostname }, machines)
+}
+
+/// Whose machine it is.
+#[derive(Clone, Copy)]
+struct Whose<'a> {
+    name: &'a PodName,
+    hostname: &'a str,
+}
+
+fn made(admitted: &Admitted, pod: Whose<'_>, machines: &Machines) -> Result<MachinePod, Refused> {
+    let spec = admitted.spec();
     let strategy = strategy(admitted)?;
     if spec.architecture.is_some_and(|architecture| architecture != vmi::Architecture::Amd64) {
         return value("spec.architecture", format!("{:?}", spec.architecture), "this node is an amd64");
@@ -99,6 +129,7 @@ pub fn build(admitted: &Admitted, pod: &PodConfig, machines: &Machines) -> Resul
     if board == Board::Microvm {
         microvm(spec)?;
     }
+    one_image(spec)?;
     Ok(MachineDocument {
         name: format!("{}/{}", pod.name.namespace, pod.name.name),
         processors: processors(domain.cpu.as_ref())?,
@@ -264,6 +295,28 @@ fn microvm(spec: &InstanceSpec) -> Result<(), Refused> {
     }
 }
 
+/// What lies in images lies in one, that of the machine's container.
+fn one_image(spec: &InstanceSpec) -> Result<(), Refused> {
+    let kernel = spec.domain.firmware.as_ref().and_then(|firmware| firmware.kernel_boot.as_ref());
+    let kernel = kernel.and_then(|boot| boot.container.as_ref());
+    let kernel = kernel.map(|container| ("domain.firmware.kernelBoot.container".to_owned(), &container.image));
+    let disks = spec.volumes.iter().enumerate();
+    let disks = disks.filter_map(|(n, volume)| Some((n, &volume.container_disk.as_ref()?.image)));
+    let disks = disks.map(|(n, image)| (format!("volumes[{n}].containerDisk"), image));
+    let same = |one: &str, other: &str| {
+        one == other || Reference::parse(one).ok().is_some_and(|one| Reference::parse(other).ok() == Some(one))
+    };
+    let mut all = disks.chain(kernel);
+    let Some((_, first)) = all.next() else { return Ok(()) };
+    match all.find(|(_, image)| !same(first, image)) {
+        Some((field, image)) => {
+            let instead = "disks and kernels of images lie in one, the container's: put them into one image";
+            value(format!("spec.{field}.image"), image, instead)
+        }
+        None => Ok(()),
+    }
+}
+
 /// The kernel lies in an image, as a disk does.
 fn kernel(domain: &vmi::Domain) -> Option<Kernel<Wish>> {
     let boot = domain.firmware.as_ref()?.kernel_boot.as_ref()?;
@@ -349,7 +402,7 @@ fn mac(text: &str) -> Option<[u8; 6]> {
     bytes?.try_into().ok()
 }
 
-fn disks(spec: &InstanceSpec, keys: &[String], pod: &PodConfig) -> Result<Vec<Disk<Wish>>, Refused> {
+fn disks(spec: &InstanceSpec, keys: &[String], pod: Whose<'_>) -> Result<Vec<Disk<Wish>>, Refused> {
     spec.domain.devices.disks.iter().enumerate().map(|(n, disk)| one_disk(n, disk, spec, keys, pod)).collect()
 }
 
@@ -358,7 +411,7 @@ fn one_disk(
     disk: &vmi::Disk,
     spec: &InstanceSpec,
     keys: &[String],
-    pod: &PodConfig,
+    pod: Whose<'_>,
 ) -> Result<Disk<Wish>, Refused> {
     let place = |field: &str| format!("spec.domain.devices.disks[{n}].{field}");
     let (kind, bus, read_only) = match (&disk.disk, &disk.cdrom) {
@@ -407,7 +460,7 @@ fn one_disk(
     })
 }
 
-fn wish(volume: &vmi::Volume, spec: &InstanceSpec, keys: &[String], pod: &PodConfig) -> Result<Wish, Refused> {
+fn wish(volume: &vmi::Volume, spec: &InstanceSpec, keys: &[String], pod: Whose<'_>) -> Result<Wish, Refused> {
     if let Some(disk) = &volume.container_disk {
         return Ok(Wish::Image { image: disk.image.clone(), path: disk.path.clone() });
     }
@@ -452,7 +505,7 @@ fn wish(volume: &vmi::Volume, spec: &InstanceSpec, keys: &[String], pod: &PodCon
     let data = CloudInit {
         form: if form == "cloudInitNoCloud" { CloudInitForm::NoCloud } else { CloudInitForm::ConfigDrive },
         instance: format!("{}-{}", pod.name.name, pod.name.uid),
-        hostname: pod.hostname.clone(),
+        hostname: pod.hostname.to_owned(),
         keys: keys.to_vec(),
         user_data: text(&data.user_data, &data.user_data_base64, "userData")?,
         network_data: Some(network).filter(|network| !network.is_empty()),

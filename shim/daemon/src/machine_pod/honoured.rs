@@ -6,6 +6,8 @@ use serde_json::Value;
 const FIELDS: &[&str] = &[
     "architecture",
     "startStrategy",
+    // A machine goes with its pod: the other ways are refused by the rules.
+    "evictionStrategy",
     "terminationGracePeriodSeconds",
     "domain.cpu.cores",
     "domain.cpu.sockets",

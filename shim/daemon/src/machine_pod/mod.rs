@@ -5,11 +5,13 @@
 mod build;
 mod container;
 mod document;
+#[cfg(test)]
+mod examples;
 mod files;
 mod honoured;
 mod volumes;
 
-pub use build::{Refused, build, not_honoured};
+pub use build::{Refused, build, not_honoured, refused_value};
 pub use container::check_container;
 pub use document::{SourceError, document};
 pub use files::{annotation_of, annotations_mount, cloud_init_of, files_of};

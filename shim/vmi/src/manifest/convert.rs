@@ -1,14 +1,17 @@
 //! Owns: the way of KubeVirt's manifests into pods, ReplicaSets, Deployments and machine records: each machine is admitted,
 //! and what cannot be converted is refused with its reason.
 
+use super::lift::{connect, lift};
 use super::{KUBEVIRT, bare, pod};
-use crate::admit;
 use crate::annotations::PREFIX;
 use crate::cause::{Causes, Rule};
+use crate::complete::complete;
 use crate::preset::Catalogue;
 use crate::spec::{InstanceSpec, RunStrategy, VirtualMachine};
 use crate::version::{self, Version, typed, written};
-use serde_json::{Map, Value, json};
+use crate::{admit, read, refused};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
 
 /// What is said of the pods beside the manifest.
 #[derive(Clone, Debug)]
@@ -34,37 +37,14 @@ pub struct Converted {
     pub notes: Vec<String>,
 }
 
-/// Fields that a pod says itself: they go from the machine to the pod.
-const LIFTED: &[&str] = &[
-    "affinity",
-    "nodeSelector",
-    "tolerations",
-    "topologySpreadConstraints",
-    "schedulerName",
-    "priorityClassName",
-    "hostname",
-    "subdomain",
-    "dnsPolicy",
-    "dnsConfig",
-];
-
-/// What was taken out of a machine's specification because the pod says it.
-#[derive(Default)]
-pub(super) struct Lifted {
-    /// Fields of the pod.
-    pub fields: Map<String, Value>,
-    /// Names of secrets for pulling images.
-    pub pull_secrets: Vec<String>,
-    /// When the image is pulled.
-    pub pull_policy: Option<String>,
-    /// What somebody must know or do.
-    pub notes: Vec<String>,
-}
-
 /// Converts one document.
 pub fn convert(document: &Value, catalogue: &Catalogue, options: &Options) -> Result<Converted, Causes> {
     let mut causes = Causes::default();
     let mut document = bare(document);
+    if let Some(reason) = document["kind"].as_str().and_then(refused::kind) {
+        causes.forbidden(Rule("manifest-kind"), "kind", format!("{}: {reason}", document["kind"]));
+        return Err(causes);
+    }
     let group = document["apiVersion"].as_str().unwrap_or_default();
     if !group.starts_with(KUBEVIRT) {
         causes.unsupported(Rule("manifest-group"), "apiVersion", group, &["kubevirt.io/v1"]);
@@ -90,10 +70,12 @@ pub fn convert(document: &Value, catalogue: &Catalogue, options: &Options) -> Re
 fn instance(mut document: Value, catalogue: &Catalogue, options: &Options) -> Result<Converted, Causes> {
     let metadata = document["metadata"].take();
     let mut run = document["spec"].take();
-    let lifted = lift(&mut run);
-    let (spec, causes) = typed::<InstanceSpec>(run, "spec");
-    admit::instance(&spec, causes, catalogue)?;
-    let (mut pod, notes) = pod::template(&spec, &metadata, lifted, options);
+    let mut lifted = lift(&mut run);
+    let (mut spec, mut causes) = typed::<InstanceSpec>(run, "spec");
+    annotated(&metadata, "metadata", &mut causes);
+    let admitted = admit::instance(&spec, causes, catalogue)?;
+    connect(&mut spec, &mut lifted);
+    let (mut pod, notes) = pod::template(&spec, admitted.said(), &metadata, lifted, options);
     pod["apiVersion"] = json!("v1");
     pod["kind"] = json!("Pod");
     // An instance runs once.
@@ -114,13 +96,20 @@ fn replica_set(mut document: Value, catalogue: &Catalogue, options: &Options) ->
     if document["spec"].get("selector").is_none() {
         causes.required(Rule("manifest-selector"), "spec.selector", "must say which pods it counts");
     }
+    annotated(&document["spec"]["template"]["metadata"], "spec.template.metadata", &mut causes);
     let mut run = document["spec"]["template"]["spec"].take();
-    let lifted = lift(&mut run);
-    let (spec, wrong) = typed::<InstanceSpec>(run, "spec");
-    let wrong = admit::instance(&spec, wrong, catalogue).err().unwrap_or_default();
-    causes.extend(admit::below_template(wrong));
-    causes.done()?;
-    let (template, notes) = pod::template(&spec, &document["spec"]["template"]["metadata"].take(), lifted, options);
+    let mut lifted = lift(&mut run);
+    let (mut spec, wrong) = typed::<InstanceSpec>(run, "spec");
+    let admitted = match admit::instance(&spec, wrong, catalogue) {
+        Ok(admitted) if causes.is_empty() => admitted,
+        outcome => {
+            causes.extend(admit::below_template(outcome.err().unwrap_or_default()));
+            return Err(causes);
+        }
+    };
+    connect(&mut spec, &mut lifted);
+    let metadata = document["spec"]["template"]["metadata"].take();
+    let (template, notes) = pod::template(&spec, admitted.said(), &metadata, lifted, options);
     let set = json!({
         "apiVersion": "apps/v1",
         "kind": "ReplicaSet",
@@ -137,7 +126,8 @@ fn replica_set(mut document: Value, catalogue: &Catalogue, options: &Options) ->
 fn machine(mut document: Value, catalogue: &Catalogue, options: &Options) -> Result<Converted, Causes> {
     let mut causes = Causes::default();
     running(&mut document["spec"], &mut causes);
-    let lifted = lift(&mut document["spec"]["template"]["spec"]);
+    annotated(&document["spec"]["template"]["metadata"], "spec.template.metadata", &mut causes);
+    let mut lifted = lift(&mut document["spec"]["template"]["spec"]);
     for matcher in ["instancetype", "preference"] {
         let Some(fields) = document["spec"].get_mut(matcher).and_then(Value::as_object_mut) else { continue };
         // Which state of it the cluster had used.
@@ -151,11 +141,12 @@ fn machine(mut document: Value, catalogue: &Catalogue, options: &Options) -> Res
     let (mut machine, wrong) = typed::<VirtualMachine>(document, "");
     causes.extend(wrong);
     machine.spec.run_strategy.get_or_insert(RunStrategy::Halted);
-    admit::machine(&machine, causes, catalogue)?;
+    let admitted = admit::machine(&machine, causes, catalogue)?;
+    connect(&mut machine.spec.template.spec, &mut lifted);
     let strategy = machine.spec.run_strategy.unwrap_or(RunStrategy::Halted);
     let name = machine.metadata.name.clone();
-    let (mut template, mut notes) =
-        pod::template(&machine.spec.template.spec, &written(&machine.spec.template.metadata), lifted, options);
+    let run = &machine.spec.template;
+    let (mut template, mut notes) = pod::template(&run.spec, admitted.said(), &written(&run.metadata), lifted, options);
     let annotations = &mut template["metadata"]["annotations"];
     annotations[format!("{PREFIX}name")] = json!(name);
     annotations[format!("{PREFIX}run-strategy")] = json!(strategy.word());
@@ -163,6 +154,14 @@ fn machine(mut document: Value, catalogue: &Catalogue, options: &Options) -> Res
         if let Some(matcher) = matcher {
             annotations[format!("{PREFIX}{key}")] = json!(matcher.name);
         }
+    }
+    let nodes = Catalogue::default();
+    let instancetype = machine.spec.instancetype.as_ref().map(|matcher| matcher.name.as_str());
+    let preference = machine.spec.preference.as_ref().map(|matcher| matcher.name.as_str());
+    if instancetype.is_some_and(|name| nodes.instancetypes.get(name) != catalogue.instancetypes.get(name))
+        || preference.is_some_and(|name| nodes.preferences.get(name) != catalogue.preferences.get(name))
+    {
+        written_out(annotations, catalogue)?;
     }
     // Labels of its own, so that it counts no pod of another.
     let label = json!({ format!("{PREFIX}machine"): name });
@@ -189,6 +188,28 @@ fn machine(mut document: Value, catalogue: &Catalogue, options: &Options) -> Res
     Ok(Converted { documents: vec![version::encode(&machine, Version::V1), deployment], notes })
 }
 
+/// What an instance type and a preference say that no node knows is written into the pod's document.
+fn written_out(annotations: &mut Value, catalogue: &Catalogue) -> Result<(), Causes> {
+    let strings = annotations.as_object().into_iter().flatten();
+    let strings = strings.filter_map(|(key, value)| Some((key.clone(), value.as_str()?.to_owned())));
+    let strings: BTreeMap<String, String> = strings.collect();
+    let Some(mut complete) = complete(&strings, catalogue, false)? else { return Ok(()) };
+    if let Some(document) = complete.get_mut(&format!("{PREFIX}spec")) {
+        *document = super::text(&[read::one(document, "spec")?]);
+    }
+    *annotations = json!(complete);
+    Ok(())
+}
+
+/// Annotations by which KubeVirt changes a machine.
+fn annotated(metadata: &Value, at: &str, causes: &mut Causes) {
+    for (key, reason) in refused::ANNOTATIONS {
+        if metadata["annotations"].get(*key).is_some_and(|value| !value.is_null()) {
+            causes.forbidden(Rule("manifest-hook"), format!("{at}.annotations[{key}]"), *reason);
+        }
+    }
+}
+
 /// What used to say when a machine runs.
 fn running(spec: &mut Value, causes: &mut Causes) {
     let Some(fields) = spec.as_object_mut() else { return };
@@ -203,47 +224,5 @@ fn running(spec: &mut Value, causes: &mut Causes) {
             drop(fields.insert("runStrategy".to_owned(), json!(if running { "Always" } else { "Halted" })))
         }
         None => causes.wrong_type(Rule("field-type"), "spec.running", running, "true or false"),
-    }
-}
-
-/// Takes out what the pod says.
-fn lift(run: &mut Value) -> Lifted {
-    let mut lifted = Lifted::default();
-    let Some(fields) = run.as_object_mut() else { return lifted };
-    for key in LIFTED {
-        if let Some(value) = fields.remove(*key).filter(|value| !value.is_null()) {
-            lifted.fields.insert((*key).to_owned(), value);
-        }
-    }
-    for volume in fields.get_mut("volumes").and_then(Value::as_array_mut).into_iter().flatten() {
-        if let Some(disk) = volume.get_mut("containerDisk").and_then(Value::as_object_mut) {
-            pulled(disk, &mut lifted);
-        }
-        let Some(volume) = volume.as_object_mut() else { continue };
-        let name =
-            volume.get("dataVolume").and_then(|data| data.get("name")).and_then(Value::as_str).map(str::to_owned);
-        if let Some(name) = name {
-            volume.remove("dataVolume");
-            volume.insert("persistentVolumeClaim".to_owned(), json!({ "claimName": name }));
-            lifted
-                .notes
-                .push(format!("DataVolume {name}: nothing fills the claim {name} here; it must be full before"));
-        }
-    }
-    let kernel = run.pointer_mut("/domain/firmware/kernelBoot/container").and_then(Value::as_object_mut);
-    if let Some(kernel) = kernel {
-        pulled(kernel, &mut lifted);
-    }
-    lifted
-}
-
-fn pulled(image: &mut Map<String, Value>, lifted: &mut Lifted) {
-    if let Some(Value::String(secret)) = image.remove("imagePullSecret")
-        && !lifted.pull_secrets.contains(&secret)
-    {
-        lifted.pull_secrets.push(secret);
-    }
-    if let Some(Value::String(policy)) = image.remove("imagePullPolicy") {
-        lifted.pull_policy.get_or_insert(policy);
     }
 }

@@ -1,13 +1,15 @@
 //! Owns: manifests with machines: which documents there are, where in each the specification is, and whether it is right.
 
 mod convert;
+mod lift;
 mod pod;
 
 pub use convert::{Converted, Options, convert};
 
-use crate::admit;
+use crate::admit::{self, Admitted};
 use crate::cause::{Causes, Rule};
 use crate::preset::Catalogue;
+use crate::refused;
 use crate::spec::{InstanceSpec, VirtualMachine};
 use crate::version::{self, typed};
 use serde::Serialize;
@@ -42,6 +44,9 @@ pub struct Verdict {
     pub machine: bool,
     /// What is wrong.
     pub causes: Causes,
+    /// What was admitted of it; of a machine of KubeVirt's, what `convert` makes of it.
+    #[serde(skip)]
+    pub admitted: Option<Box<Admitted>>,
 }
 
 /// Checks all documents of a file. Its instance types, preferences and presets count for its other documents.
@@ -49,10 +54,8 @@ pub fn validate(documents: &[Value], catalogue: &Catalogue) -> Vec<Verdict> {
     let mut catalogue = catalogue.clone();
     let mut verdicts: Vec<Option<Verdict>> = Vec::new();
     for document in documents {
-        let listed = is_catalogue(document).then(|| {
-            let causes = catalogue.add(bare(document), "document").err().unwrap_or_default();
-            verdict(document, false, causes)
-        });
+        let listed = is_catalogue(document)
+            .then(|| verdict(document, false, catalogue.add(bare(document), "document").map(|()| None)));
         verdicts.push(listed);
     }
     let all = documents.iter().zip(verdicts);
@@ -65,44 +68,61 @@ pub fn is_catalogue(document: &Value) -> bool {
     ["Instancetype", "Preference", "InstancePreset"].iter().any(|end| kind.ends_with(end))
 }
 
-fn verdict(document: &Value, machine: bool, causes: Causes) -> Verdict {
+fn verdict(document: &Value, machine: bool, outcome: Result<Option<Admitted>, Causes>) -> Verdict {
     let text = |pointer: &str| document.pointer(pointer).and_then(Value::as_str).unwrap_or_default().to_owned();
-    Verdict { kind: text("/kind"), name: text("/metadata/name"), machine, causes }
+    let (admitted, causes) = match outcome {
+        Ok(admitted) => (admitted.map(Box::new), Causes::default()),
+        Err(causes) => (None, causes),
+    };
+    Verdict { kind: text("/kind"), name: text("/metadata/name"), machine, causes, admitted }
 }
 
 /// Checks one document that is no part of a catalogue.
 pub fn one(document: &Value, catalogue: &Catalogue) -> Verdict {
     let kind = document["kind"].as_str();
     let group = document["apiVersion"].as_str().unwrap_or_default();
-    let causes = match kind {
+    let outcome = match kind {
         Some(kind) if template(kind).is_some() => {
             let (annotations, mut causes) = annotations(document);
             if annotations.keys().all(|key| !key.starts_with(crate::annotations::PREFIX)) {
-                return verdict(document, false, causes);
+                return verdict(document, false, causes.done().map(|()| None));
             }
-            causes.extend(admit::pod(&annotations, catalogue).err().unwrap_or_default());
-            causes
+            match admit::pod(&annotations, catalogue) {
+                Ok(admitted) => causes.done().map(|()| admitted),
+                Err(wrong) => {
+                    causes.extend(wrong);
+                    Err(causes)
+                }
+            }
         }
-        Some("VirtualMachine") if !group.starts_with(KUBEVIRT) => match version::decode(document.clone()) {
-            Ok(machine) => admit::machine(&machine, Causes::default(), catalogue).err().unwrap_or_default(),
-            Err(causes) => causes,
-        },
+        Some("VirtualMachine") if !group.starts_with(KUBEVIRT) => version::decode(document.clone())
+            .and_then(|machine| admit::machine(&machine, Causes::default(), catalogue).map(Some)),
         Some("VirtualMachine" | "VirtualMachineInstance" | "VirtualMachineInstanceReplicaSet") => {
-            convert(document, catalogue, &Options::default()).err().unwrap_or_default()
+            convert(document, catalogue, &Options::default()).and_then(|made| match made.documents.last() {
+                Some(pods) => admit::pod(&annotations(pods).0, catalogue),
+                None => Ok(None),
+            })
         }
         None if document.get("domain").is_some() => {
             let (spec, wrong) = typed::<InstanceSpec>(document.clone(), crate::tree::ROOT);
-            admit::instance(&spec, wrong, catalogue).err().unwrap_or_default()
+            admit::instance(&spec, wrong, catalogue).map(Some)
         }
         _ => {
             let mut causes = Causes::default();
-            let mut kinds: Vec<&str> = WORKLOADS.iter().map(|(kind, _)| *kind).collect();
-            kinds.extend(MACHINES);
-            causes.unsupported(Rule("manifest-kind"), "kind", &document["kind"], &kinds);
-            causes
+            match kind.and_then(|kind| Some((kind, refused::kind(kind)?))) {
+                Some((kind, reason)) => {
+                    causes.forbidden(Rule("manifest-kind"), "kind", format!("{kind:?}: {reason}"));
+                }
+                None => {
+                    let mut kinds: Vec<&str> = WORKLOADS.iter().map(|(kind, _)| *kind).collect();
+                    kinds.extend(MACHINES);
+                    causes.unsupported(Rule("manifest-kind"), "kind", &document["kind"], &kinds);
+                }
+            }
+            Err(causes)
         }
     };
-    verdict(document, true, causes)
+    verdict(document, true, outcome)
 }
 
 /// Where the metadata of a workload's pods is.

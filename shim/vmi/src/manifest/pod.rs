@@ -1,6 +1,7 @@
 //! Owns: the pod of a machine: its container is the machine, with the image, the volumes and the sizes that it needs.
 
-use super::convert::{Lifted, Options};
+use super::convert::Options;
+use super::lift::Lifted;
 use crate::annotations::PREFIX;
 use crate::spec::{InstanceSpec, Probe, Volume};
 use crate::version::written;
@@ -23,9 +24,10 @@ struct Parts {
     notes: Vec<String>,
 }
 
-/// The template of the pod, and what somebody must know or do.
+/// The template of the pod, and what somebody must know or do. `said` is the specification with its instance type.
 pub(super) fn template(
     spec: &InstanceSpec,
+    said: &InstanceSpec,
     metadata: &Value,
     lifted: Lifted,
     options: &Options,
@@ -38,7 +40,8 @@ pub(super) fn template(
     for name in secrets(&spec) {
         parts.folder(&format!("secret-{name}"), json!({ "secret": { "secretName": name } }));
     }
-    let mut container = json!({ "name": CONTAINER, "image": parts.image.unwrap_or_else(|| options.image.clone()) });
+    let image = parts.image.or_else(|| kernel_image(&spec)).unwrap_or_else(|| options.image.clone());
+    let mut container = json!({ "name": CONTAINER, "image": image });
     if let Some(policy) = lifted.pull_policy {
         container["imagePullPolicy"] = json!(policy);
     }
@@ -48,11 +51,11 @@ pub(super) fn template(
             container[key] = asked(&probe);
         }
     }
-    let resources = sizes(&spec);
+    let resources = sizes(said);
     if !resources.is_empty() {
         container["resources"] = Value::Object(resources);
     }
-    for (key, list) in [("volumeDevices", parts.devices), ("volumeMounts", parts.mounts)] {
+    for (key, list) in [("ports", lifted.ports), ("volumeDevices", parts.devices), ("volumeMounts", parts.mounts)] {
         if !list.is_empty() {
             container[key] = Value::Array(list);
         }
@@ -131,6 +134,11 @@ impl Parts {
     }
 }
 
+/// The image with the kernel that is started at once.
+fn kernel_image(spec: &InstanceSpec) -> Option<String> {
+    Some(spec.domain.firmware.as_ref()?.kernel_boot.as_ref()?.container.as_ref()?.image.clone())
+}
+
 /// Secrets that are named beside the volumes, each once.
 fn secrets(spec: &InstanceSpec) -> Vec<String> {
     let clouds = spec.volumes.iter().filter_map(Volume::cloud_init);
@@ -156,7 +164,7 @@ fn asked(probe: &Probe) -> Value {
     value
 }
 
-/// What the container asks of the node: what the machine says, else its processors and its memory.
+/// What the container asks of the node: what the machine says; it may use its memory, and no less than it asks for.
 fn sizes(spec: &InstanceSpec) -> Map<String, Value> {
     let mut sizes = Map::new();
     if let Some(resources) = &spec.domain.resources {
@@ -168,9 +176,11 @@ fn sizes(spec: &InstanceSpec) -> Map<String, Value> {
     }
     let guest = spec.domain.memory.as_ref().and_then(|memory| memory.guest.as_ref());
     if let Some(guest) = guest {
+        let asked = spec.domain.resources.as_ref().and_then(|resources| resources.requests.get("memory"));
+        let most = asked.filter(|asked| asked.milli() > guest.milli()).unwrap_or(guest);
         let limits = sizes.entry("limits").or_insert_with(|| json!({}));
         if limits.get("memory").is_none() {
-            limits["memory"] = json!(guest);
+            limits["memory"] = json!(most);
         }
     }
     sizes

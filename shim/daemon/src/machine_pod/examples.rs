@@ -1,0 +1,138 @@
+//! Owns: the table of docs/vm.md that tells of KubeVirt's kinds of examples (`shim/vmi/tests/manifests/examples`) what they become and
+//! whether they run: as far as it can be known without a node, to the container that CreateContainer is asked for.
+
+use super::{MachinePod, Wish, build, check_container, check_volumes};
+use crate::config::Machines;
+use crate::cri::not_run;
+use crate::nouns::{ContainerConfig, Device, ImageVolume, NodeVolume, PodConfig, Propagation};
+use crate::store::tests_support;
+use nacelle_vmi::manifest::{self, Options};
+use nacelle_vmi::preset::Catalogue;
+use nacelle_vmi::{Causes, admit, read};
+use serde_json::Value;
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+
+const PAGE: &str = include_str!("../../../../docs/vm.md");
+
+/// What a manifest becomes, and the pods or their template.
+fn converted(documents: Vec<Value>) -> Result<(&'static str, Value), Causes> {
+    let mut catalogue = Catalogue::default();
+    let mut made = None;
+    for document in documents {
+        if manifest::is_catalogue(&document) {
+            catalogue.add(document, "document")?;
+        } else {
+            made = Some(manifest::convert(&document, &catalogue, &Options::default())?.documents);
+        }
+    }
+    let mut made = made.expect("a machine");
+    let pods = made.pop().expect("pods");
+    let kinds: Vec<&str> = made.iter().chain([&pods]).filter_map(|document| document["kind"].as_str()).collect();
+    let becomes = match kinds.as_slice() {
+        ["Pod"] => "a Pod",
+        ["ReplicaSet"] => "a ReplicaSet",
+        ["VirtualMachine", "Deployment"] => "a record and a Deployment",
+        other => panic!("{other:?}"),
+    };
+    Ok((becomes, pods))
+}
+
+/// What nodes refuse of it; nothing: it runs.
+fn refused(pods: &Value) -> Vec<String> {
+    // As nodes know it.
+    let (annotations, causes) = manifest::annotations(pods);
+    assert!(causes.is_empty());
+    let admitted = admit::pod(&annotations, &Catalogue::default()).unwrap().expect("a machine");
+    let told: Vec<String> = not_run(&admitted).into_iter().map(|one| one.what).collect();
+    if told.is_empty() {
+        let pod = PodConfig { annotations, ..(*tests_support::pod(1).config).clone() };
+        let machine = build(&admitted, &pod, &Machines::default()).unwrap();
+        can_be_made(&machine, pods.pointer("/spec/template/spec").unwrap_or(&pods["spec"]));
+    }
+    told
+}
+
+fn text(value: &Value) -> String {
+    value.as_str().unwrap_or_default().to_owned()
+}
+
+fn list<'a>(value: &'a Value, key: &str) -> &'a [Value] {
+    value[key].as_array().map_or(&[], Vec::as_slice)
+}
+
+/// Asks for the container as kubelet would.
+fn can_be_made(machine: &MachinePod, pod: &Value) {
+    let container = &pod["containers"][0];
+    let mut config =
+        ContainerConfig { command: vec![], args: vec![], ..(*tests_support::container(1, 1).config).clone() };
+    let device = |device: &Value| Device {
+        container_path: text(&device["devicePath"]),
+        host_path: "/dev/x".into(),
+        permissions: "mrw".into(),
+    };
+    config.devices = list(container, "volumeDevices").iter().map(device).collect();
+    for mount in list(container, "volumeMounts") {
+        let volume = list(pod, "volumes").iter().find(|volume| volume["name"] == mount["name"]).expect("a volume");
+        let container_path = text(&mount["mountPath"]);
+        if volume.get("image").is_some() {
+            config.volumes.push(ImageVolume {
+                image: text(&volume["image"]["reference"]),
+                user_image: String::new(),
+                sub_path: String::new(),
+                container_path,
+                recursive_read_only: false,
+                options: [].into(),
+            });
+            continue;
+        }
+        let path = volume.pointer("/hostPath/path").and_then(Value::as_str);
+        config.node_volumes.push(NodeVolume {
+            host_path: path.map_or_else(|| format!("/v{container_path}"), str::to_owned),
+            container_path,
+            readonly: mount["readOnly"] == true,
+            recursive_read_only: false,
+            propagation: Propagation::Private,
+            id_mapped: false,
+            options: [].into(),
+        });
+    }
+    check_container(machine, &config).unwrap();
+    check_volumes(machine, &config).unwrap();
+    let disks = machine.disks.iter().map(|disk| &disk.source);
+    let kernel = machine.kernel.iter().flat_map(|kernel| [Some(&kernel.kernel), kernel.initrd.as_ref()]).flatten();
+    for wish in disks.chain(kernel) {
+        if let Wish::Image { image, .. } = wish {
+            assert_eq!(*image, text(&container["image"]), "nothing is looked for in other images");
+        }
+    }
+}
+
+#[test]
+fn every_example_is_in_the_documents_with_what_becomes_of_it() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../vmi/tests/manifests/examples");
+    let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let mut files: Vec<PathBuf> = entries.filter(|path| path.extension().is_some_and(|end| end == "yaml")).collect();
+    files.sort();
+    let mut table = String::from("| example | becomes | runs here |\n|---|---|---|\n");
+    let fields = |fields: &[String]| fields.iter().map(|field| format!("`{field}`")).collect::<Vec<_>>().join(", ");
+    let mut counts = [0; 3];
+    for file in &files {
+        let yaml = std::fs::read_to_string(file).unwrap();
+        let about = yaml.lines().next().and_then(|line| line.strip_prefix("# ")).expect("what it shows");
+        let (count, becomes, runs) = match converted(read::all(&yaml, "example").unwrap()) {
+            Err(causes) => {
+                let named: Vec<String> = causes.list().iter().map(|cause| cause.field.clone()).collect();
+                (0, "nothing", format!("refused: {}", fields(&named)))
+            }
+            Ok((becomes, pods)) => match refused(&pods) {
+                told if told.is_empty() => (1, becomes, "yes".to_owned()),
+                told => (2, becomes, format!("not run: {}", fields(&told))),
+            },
+        };
+        counts[count] += 1;
+        writeln!(table, "| `{}`: {about} | {becomes} | {runs} |", file.file_stem().unwrap().display()).unwrap();
+    }
+    assert!(counts.iter().sum::<usize>() >= 30 && counts[1] >= 20, "{counts:?}");
+    assert!(PAGE.contains(&table), "docs/vm.md should have\n{table}");
+}
