@@ -429,6 +429,10 @@ fn another_disk(node: &Node, machine: &str, has_places: bool, exec: impl Fn(&str
     }
 }
 
+/// As one says it for systems that count ticks.
+const CLOCK: &str = "domain: {features: {apic: {}}, clock: {utc: {}, timer: {hpet: {present: false}, pit: {tickPolicy: delay}, \
+                     rtc: {tickPolicy: catchup}, kvm: {present: false}}}}";
+
 fn debian(start: Start) {
     let Some(folder) = std::env::var_os("NACELLE_DISK_IMAGE") else {
         println!("skipped: NACELLE_DISK_IMAGE is not set: ci/disk-image makes the disk of Debian");
@@ -453,7 +457,7 @@ fn debian(start: Start) {
     let data = "#cloud-config\nwrite_files: [{path: /etc/nacelle-was-here, content: \"yes\\n\"}]\n";
     let line = String::from_utf8(part("cmdline")).expect("it is text");
     let how = match start {
-        Start::Bios => vec![("firmware", "bios")],
+        Start::Bios => vec![("firmware", "bios"), ("spec", CLOCK)],
         Start::Uefi => vec![("firmware", "efi-secure")],
         Start::Kernel => vec![
             ("kernel-image", image.as_str()),
@@ -488,6 +492,8 @@ fn debian(start: Start) {
     assert_eq!(exec("ls /sys/bus/pci/devices | grep -q .").code == 0, start != Start::Kernel);
     let addresses = exec("ip -o address show").ok();
     assert!(addresses.contains(&pod.ip()), "the pod's address is the guest's: {addresses}");
+    let clocks = exec("cat /sys/devices/system/clocksource/clocksource0/available_clocksource").ok();
+    assert_eq!(clocks.contains("hpet"), start == Start::Uefi, "{clocks}");
     // In the order of the specification, and by its number.
     assert_eq!(exec("basename $(readlink /dev/disk/by-id/virtio-data)").ok().trim(), "vdb");
     let words = ["-i", &ssh.display().to_string(), "-oStrictHostKeyChecking=no", "-oUserKnownHostsFile=/dev/null"];

@@ -83,19 +83,19 @@ fn validate_names_everything_that_is_wrong_at_once() {
 
 #[test]
 fn validate_warns_of_what_is_right_and_not_run() {
-    let machine = MACHINE.replace("memory: { guest: 1Gi }", "memory: { guest: 1Gi }, clock: { utc: {} }");
+    let machine = MACHINE.replace("memory: { guest: 1Gi }", "memory: { guest: 1Gi }, clock: { timezone: Europe/Rome }");
     for input in [machine.clone(), text(&vm(&["convert", "-"], &machine).stdout).to_owned()] {
         let output = vm(&["validate", "-"], &input);
         let told = text(&output.stdout);
         assert_eq!(output.status.code(), Some(0), "{told}");
         let warning = format!(
-            " web: warning: spec.domain.clock.utc is not run by nodes with Nacelle {}: they refuse the pod\n",
+            " web: warning: spec.domain.clock.timezone is not run by nodes with Nacelle {}: they refuse the pod\n",
             env!("CARGO_PKG_VERSION")
         );
         assert!(told.contains(" web: right\n") && told.ends_with(&warning), "{told}");
         let told: Value = serde_json::from_slice(&vm(&["validate", "-o", "json", "-"], &input).stdout).unwrap();
         assert_eq!(told[0]["valid"], true);
-        assert_eq!(told[0]["warnings"][0]["what"], "spec.domain.clock.utc");
+        assert_eq!(told[0]["warnings"][0]["what"], "spec.domain.clock.timezone");
     }
     let told = vm(&["validate", "-"], SIZED);
     let warning = "-: Pod sized: warning: instance type mine is not known to nodes: have /mutate asked before, too\n";

@@ -1,6 +1,7 @@
 //! Owns: QEMU's command line of a whole machine: board, firmware, disks, cards, screen. Pure.
 
 mod places;
+mod timers;
 
 pub use places::{device, nodes, port};
 
@@ -199,7 +200,7 @@ impl Machine<'_> {
         }
         let unused = [unused, "usb", "dump-guest-core", "mem-merge"];
         let board = unused.iter().fold(board, |option, key| option.set(key, "off"));
-        let board = board.set("memory-backend", "ram");
+        let board = timers::board(board.set("memory-backend", "ram"), &document.clock);
         let board = match &self.firmware {
             Some((code, variables)) => {
                 file(args, "efi-file", code, true, Cache::Writeback);
@@ -235,6 +236,7 @@ impl Machine<'_> {
         let Processors { sockets, cores, threads, model, features, strict } = &document.processors;
         let cpu = Opt::new(model.as_deref().unwrap_or(cpu));
         let cpu = features.iter().fold(cpu, |cpu, (name, there)| cpu.set(name, if *there { "on" } else { "off" }));
+        let cpu = if document.clock.no_kvm_clock { cpu.set("kvmclock", "off") } else { cpu };
         args.add("cpu", if *strict { cpu.set("enforce", "on") } else { cpu });
         let count = Opt::new(document.processors.count());
         args.add("smp", count.set("sockets", sockets).set("cores", cores).set("threads", threads));
@@ -248,7 +250,7 @@ impl Machine<'_> {
             false => ram,
         };
         args.add("object", ram);
-        args.add("rtc", Opt::new("base=utc"));
+        timers::timers(args, &document.clock, self.accelerator);
         let denied = ["elevateprivileges", "spawn", "resourcecontrol", "obsolete"];
         args.add("sandbox", denied.iter().fold(Opt::new("on"), |option, key| option.set(key, "deny")));
     }
@@ -443,7 +445,7 @@ fn disk(args: &mut Args, n: usize, ready: &Ready, board: Board) {
 mod tests {
     use super::*;
     use crate::disk::tests::sample;
-    use crate::spec::{Disk, Kernel, Source};
+    use crate::spec::{Clock, Disk, Kernel, Source};
 
     pub(crate) fn document() -> MachineDocument {
         MachineDocument {
@@ -461,6 +463,7 @@ mod tests {
             board: Board::Q35,
             firmware: Firmware::Bios {},
             kernel: None,
+            clock: Clock::default(),
             identity: Identity { serial: "a,b".into(), ..Identity::default() },
             disks: vec![],
             cards: vec![],

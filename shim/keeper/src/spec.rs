@@ -26,6 +26,9 @@ pub struct MachineDocument<S = Source> {
     /// A kernel that is started at once, without looking for one on the disks.
     #[serde(default = "no_kernel", skip_serializing_if = "Option::is_none")]
     pub kernel: Option<Kernel<S>>,
+    /// Its clock and its timers.
+    #[serde(default)]
+    pub clock: Clock,
     /// What it is told of itself by SMBIOS; the board `microvm` has none.
     pub identity: Identity,
     /// Its disks, in the order in which the guest finds them.
@@ -90,6 +93,7 @@ impl<S> MachineDocument<S> {
             board: self.board,
             firmware: self.firmware.clone(),
             kernel,
+            clock: self.clock,
             identity: self.identity.clone(),
             disks: self.disks.iter().map(disk).collect::<Result<_, E>>()?,
             cards: self.cards.clone(),
@@ -104,6 +108,24 @@ impl<S> MachineDocument<S> {
             keep: self.keep.clone(),
         })
     }
+}
+
+/// Clock and timers; where nothing is said they are as QEMU has them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Clock {
+    /// Whether there is a high precision event timer.
+    pub hpet: Option<bool>,
+    /// Whether there is an interval timer.
+    pub pit: Option<bool>,
+    /// Ticks of the interval timer that came too late are forgotten; else they come later. Where the machine is emulated there are none.
+    pub pit_discards: Option<bool>,
+    /// Ticks of the real-time clock that came too late are made up for.
+    pub rtc_catches_up: bool,
+    /// The real-time clock stands still when the guest does.
+    pub rtc_is_guests: bool,
+    /// The guest is not shown KVM's clock.
+    pub no_kvm_clock: bool,
 }
 
 /// Processors.

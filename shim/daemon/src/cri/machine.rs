@@ -248,13 +248,13 @@ mod tests {
 
     #[test]
     fn all_fields_that_are_not_run_are_told_and_of_the_others_the_first_value() {
-        let spec = "{domain: {memory: {guest: 4Gi, hugepages: {pageSize: 1Gi}}, devices: {disks: [{name: a}]}, clock: {utc: {}}}, \
+        let spec = "{domain: {memory: {guest: 4Gi, hugepages: {pageSize: 1Gi}}, devices: {disks: [{name: a}]}, clock: {timezone: Europe/Rome}}, \
                     volumes: [{name: a, emptyDisk: {capacity: 1Gi}}], livenessProbe: {exec: {command: [a]}}}";
         let said = [("vm.nacelle.dev/kind", "machine"), ("vm.nacelle.dev/spec", spec)];
         let said = said.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
         let admitted = admit::pod(&said, &Catalogue::default()).unwrap().unwrap();
         let told: Vec<String> = not_run(&admitted).iter().map(ToString::to_string).collect();
-        assert!(told[0].starts_with("spec.domain.clock.utc is not run by nodes with Nacelle "), "{told:?}");
+        assert!(told[0].starts_with("spec.domain.clock.timezone is not run by nodes with Nacelle "), "{told:?}");
         let last = "spec.domain.memory.hugepages.pageSize is \"1Gi\", which this version of Nacelle does not run: 2Mi is possible";
         assert_eq!(told.last().unwrap(), last);
         assert!(told.iter().any(|text| text.starts_with("spec.livenessProbe.exec.command[0] ")), "{told:?}");

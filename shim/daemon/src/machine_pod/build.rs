@@ -1,5 +1,6 @@
 //! Owns: from a specification that was admitted to a machine: what is not run is refused by its field. Pure.
 
+use super::clock::clock;
 use super::{MachinePod, Wish, honoured};
 use crate::config::Machines;
 use crate::nouns::{PodConfig, PodName};
@@ -73,7 +74,7 @@ impl Classify for Refused {
     }
 }
 
-fn value<T>(field: impl Into<String>, value: impl ToString, instead: &'static str) -> Result<T, Refused> {
+pub(super) fn value<T>(field: impl Into<String>, value: impl ToString, instead: &'static str) -> Result<T, Refused> {
     Err(Refused::Value { field: field.into(), value: value.to_string(), instead })
 }
 
@@ -125,6 +126,14 @@ fn made(admitted: &Admitted, pod: Whose<'_>, machines: &Machines) -> Result<Mach
     if domain.features.as_ref().and_then(|features| features.acpi.as_ref()).is_some_and(|acpi| !acpi.on()) {
         return value("spec.domain.features.acpi.enabled", false, "without it there is no power button");
     }
+    if domain
+        .features
+        .as_ref()
+        .and_then(|features| features.apic.as_ref())
+        .is_some_and(|apic| apic.enabled == Some(false))
+    {
+        return value("spec.domain.features.apic.enabled", false, "every processor has one");
+    }
     let board = board(domain)?;
     if board == Board::Microvm {
         microvm(spec)?;
@@ -138,6 +147,7 @@ fn made(admitted: &Admitted, pod: Whose<'_>, machines: &Machines) -> Result<Mach
         board,
         firmware: firmware(domain, machines, admitted.name().is_some())?,
         kernel: kernel(domain),
+        clock: clock(domain, board)?,
         identity: identity(domain),
         disks: disks(spec, admitted.ssh_keys(), pod)?,
         cards: cards(spec)?,

@@ -3,6 +3,7 @@
 //! May use: `vmi` (what people write), `keeper` (what the machine's process is told), the image store, files of volumes.
 
 mod build;
+mod clock;
 mod container;
 mod document;
 #[cfg(test)]
