@@ -21,7 +21,7 @@ const MAC: [u8; 6] = [2, b'd', b'h', b'c', b'p', 1];
 /// What every client must be able to read: 576 bytes with the heads of IP and UDP (RFC 2131, section 2).
 const LEAST: usize = 548;
 /// No answer is larger, whatever the client can read.
-const MOST: usize = 1400;
+pub(crate) const MOST: usize = 1400;
 /// From the beginning of the message to its options.
 const HEAD: usize = 240;
 const MAGIC: [u8; 4] = [99, 130, 83, 99];

@@ -21,7 +21,7 @@ const KNOCK: Duration = Duration::from_secs(3);
 /// Between two looks whether a command has ended.
 const LOOK: (Duration, Duration) = (Duration::from_millis(20), Duration::from_millis(500));
 /// The most of a command's output that is kept, in bytes.
-const MAX_OUTPUT: usize = 16 << 20;
+pub(crate) const MAX_OUTPUT: usize = 16 << 20;
 
 /// The way to it.
 pub struct GuestAgent(Mutex<Lines>);
@@ -91,7 +91,7 @@ impl GuestAgent {
 }
 
 /// What a status says of a command that has ended.
-fn outcome(status: &Value) -> Result<Outcome, &'static str> {
+pub(crate) fn outcome(status: &Value) -> Result<Outcome, &'static str> {
     let number = |key: &str| status.get(key).and_then(Value::as_u64).and_then(|number| u32::try_from(number).ok());
     let output = |key: &str| {
         let text = status.get(key).and_then(Value::as_str).unwrap_or_default();

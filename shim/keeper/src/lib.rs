@@ -9,6 +9,8 @@ mod dhcp;
 mod disk;
 mod dump;
 mod error;
+#[cfg(any(test, feature = "fuzz"))]
+pub mod fuzz;
 mod guest_agent;
 mod keeper;
 mod lines;

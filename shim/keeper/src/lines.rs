@@ -1,5 +1,6 @@
 //! Owns: asking over a socket with lines of JSON: QEMU's monitor (QMP) and the guest agent (QGA) both speak so.
-//! The other end is not trusted: lines are bounded, and what comes unasked is passed over.
+//! The other end is not trusted: lines are bounded, in bytes and in what they take when they are read, and what comes unasked is
+//! passed over.
 //! Threads: a task for each connection; asking takes turns.
 
 use crate::error::KeeperError;
@@ -8,15 +9,19 @@ use serde_json::{Map, Value, json};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
-use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader, Interest};
+use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWriteExt, BufReader, Interest};
 use tokio::net::UnixStream;
-use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::net::unix::OwnedWriteHalf;
 use tokio::sync::mpsc;
 
 /// Words of a refusal that are passed on, in characters.
 const MAX_WORDS: usize = 300;
+/// The most values of a line: a list of small ones takes many times its text in memory.
+const MAX_VALUES: usize = 100_000;
+/// Answers that wait for whoever asked; more are lost.
+pub(crate) const ANSWERS: usize = 4;
 /// Events that wait for whoever reads them; more are lost.
-const EVENTS: usize = 64;
+pub(crate) const EVENTS: usize = 64;
 
 /// One connection.
 pub struct Lines {
@@ -40,7 +45,7 @@ impl Lines {
     /// with the connection.
     pub fn new(stream: UnixStream, whom: &'static str, longest: u64) -> (Lines, mpsc::Receiver<Event>) {
         let (reader, writer) = stream.into_split();
-        let (tell_answer, answers) = mpsc::channel(4);
+        let (tell_answer, answers) = mpsc::channel(ANSWERS);
         let (tell_event, events) = mpsc::channel(EVENTS);
         tokio::spawn(read(reader, longest, whom, tell_answer, tell_event));
         (Lines { whom, writer, answers, asked: 0 }, events)
@@ -104,8 +109,8 @@ async fn send(to: &mut OwnedWriteHalf, line: &[u8], descriptor: Option<&OwnedFd>
 }
 
 /// Reads until the connection ends, or sends something that no honest end does.
-async fn read(
-    reader: OwnedReadHalf,
+pub(crate) async fn read(
+    reader: impl AsyncRead + Unpin,
     longest: u64,
     whom: &'static str,
     answers: mpsc::Sender<Map<String, Value>>,
@@ -123,17 +128,42 @@ async fn read(
             }
             Ok(_) => {}
         }
-        // A guest agent that starts anew may send bytes of its old life first.
-        let start = line.iter().rposition(|byte| *byte == 0xff).map_or(0, |at| at + 1);
-        let Ok(Value::Object(mut message)) = serde_json::from_slice(line.get(start..).unwrap_or_default()) else {
-            continue;
-        };
-        if message.contains_key("return") || message.contains_key("error") {
+        match told(&line) {
             // Nobody waits for what was not asked.
-            let _ = answers.try_send(message);
-        } else if let Some(Value::String(name)) = message.remove("event") {
-            let _ = events.try_send(Event { name, data: message.remove("data").unwrap_or_default() });
+            Some(Told::Answer(message)) => drop(answers.try_send(message)),
+            Some(Told::Event(event)) => drop(events.try_send(event)),
+            None => {}
         }
+    }
+}
+
+/// What a line is.
+enum Told {
+    /// To whoever asked.
+    Answer(Map<String, Value>),
+    /// To whoever listens.
+    Event(Event),
+}
+
+/// What a line says; none if it is nothing that is understood.
+fn told(line: &[u8]) -> Option<Told> {
+    // A guest agent that starts anew may send bytes of its old life first.
+    let start = line.iter().rposition(|byte| *byte == 0xff).map_or(0, |at| at + 1);
+    let line = line.get(start..)?;
+    // In a text such bytes are counted as well: the longest ones are in base64, which has none.
+    if line.iter().filter(|byte| b",[{".contains(byte)).count() > MAX_VALUES {
+        return None;
+    }
+    let Ok(Value::Object(mut message)) = serde_json::from_slice(line) else { return None };
+    if message.contains_key("return") || message.contains_key("error") {
+        return Some(Told::Answer(message));
+    }
+    match message.remove("event") {
+        Some(Value::String(name)) => {
+            let data = message.remove("data").unwrap_or_default();
+            Some(Told::Event(Event { name: printable(&name), data }))
+        }
+        _ => None,
     }
 }
 
@@ -146,6 +176,8 @@ pub fn printable(text: &str) -> String {
 mod tests {
     use super::*;
     use nacelle_base::{Classify, Kind};
+
+    use proptest::prelude::*;
 
     const LIMIT: Duration = Duration::from_secs(60);
 
@@ -235,5 +267,38 @@ mod tests {
         with(b"{\"return\": \xff{\"return\": 7}\n", async |mut lines, _events| {
             assert_eq!(lines.ask("a", Value::Null, LIMIT).await.unwrap(), 7);
         });
+    }
+
+    #[test]
+    fn a_line_of_many_small_things_is_not_read() {
+        let list = |count: usize| format!("{{\"return\": [{}0]}}\n", "0,".repeat(count));
+        assert!(told(list(MAX_VALUES - 2).as_bytes()).is_some());
+        assert!(told(list(MAX_VALUES - 1).as_bytes()).is_none());
+        let text = format!("{{\"return\": \"{}\"}}\n", "x".repeat(16 << 20));
+        assert!(told(text.as_bytes()).is_some());
+    }
+
+    proptest! {
+        #[test]
+        fn an_answer_is_heard_whatever_is_said_around_it(
+            before in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..40), 0..8),
+            old in proptest::collection::vec(any::<u8>(), 0..40),
+            number in any::<u32>(),
+        ) {
+            let mut said = before.join(&b'\n');
+            said.push(b'\n');
+            said.extend(old.iter().filter(|byte| **byte != b'\n'));
+            said.push(0xff);
+            said.extend(format!("{{\"return\": {number}}}\n").bytes());
+            let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+            let (tell_answer, mut answers) = mpsc::channel(ANSWERS + 8);
+            let (tell_event, _events) = mpsc::channel(EVENTS);
+            runtime.block_on(read(said.as_slice(), 4096, "somebody", tell_answer, tell_event));
+            let mut last = None;
+            while let Ok(answer) = answers.try_recv() {
+                last = Some(answer);
+            }
+            prop_assert_eq!(&last.unwrap()["return"], &json!(number));
+        }
     }
 }

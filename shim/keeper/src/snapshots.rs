@@ -69,7 +69,7 @@ pub async fn list(machine: &Machine) -> Result<Vec<Snapshot>, KeeperError> {
     Ok(of_node(&nodes, &first))
 }
 
-fn of_node(nodes: &Value, name: &str) -> Vec<Snapshot> {
+pub(crate) fn of_node(nodes: &Value, name: &str) -> Vec<Snapshot> {
     let named = |node: &&Value| node.get("node-name").and_then(Value::as_str) == Some(name);
     let node = nodes.as_array().into_iter().flatten().find(named);
     let all = node.and_then(|node| node.pointer("/image/snapshots")).and_then(Value::as_array);

@@ -18,6 +18,8 @@ const PROGRAM: &str = "@vm";
 const PICTURE: &str = "screen.png";
 /// The largest picture, in bytes.
 const MAX_PICTURE: u64 = 64 << 20;
+/// The most that the guest may say of itself, in bytes.
+const MAX_INFO: usize = 1 << 20;
 
 /// What can be done.
 const VERBS: &[(&str, &str)] = &[
@@ -201,12 +203,21 @@ async fn screenshot(machine: &Arc<Machine>) -> Result<Outcome, KeeperError> {
     .await?
 }
 
+/// What the guest says of itself, in bounds.
+fn info(os: &Value, name: &Value, interfaces: &Value) -> Result<Outcome, KeeperError> {
+    let info = format!("{}\n", json!({ "os": os, "hostname": name.get("host-name"), "interfaces": interfaces }));
+    if info.len() > MAX_INFO {
+        let command = "guest-network-get-interfaces".to_owned();
+        return Err(KeeperError::Garbled { whom: "the guest agent", command, what: "more than 1 MiB" });
+    }
+    Ok(said(info))
+}
+
 async fn guest_info(machine: &Arc<Machine>) -> Result<Outcome, KeeperError> {
     let system = machine.ask_guest("guest-get-osinfo", Value::Null).await?;
     let name = machine.ask_guest("guest-get-host-name", Value::Null).await?;
     let interfaces = machine.ask_guest("guest-network-get-interfaces", Value::Null).await?;
-    let info = json!({ "os": system, "hostname": name.get("host-name"), "interfaces": interfaces });
-    Ok(said(format!("{info}\n")))
+    info(&system, &name, &interfaces)
 }
 
 #[cfg(test)]
@@ -228,5 +239,14 @@ mod tests {
         let long = |words: &[&str]| has_long_answer(&words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>());
         assert!(long(&["@vm", "memory-dump"]) && long(&["@vm", "memory-dump", "elf"]));
         assert!(!long(&["@vm", "status"]) && !long(&["memory-dump"]));
+    }
+
+    #[test]
+    fn what_a_guest_says_of_itself_is_bounded() {
+        let told = info(&json!({ "id": "debian" }), &json!({ "host-name": "db" }), &json!([])).unwrap();
+        let told: Value = serde_json::from_slice(&told.stdout).unwrap();
+        assert_eq!((&told["os"]["id"], &told["hostname"]), (&json!("debian"), &json!("db")));
+        let error = info(&Value::Null, &Value::Null, &json!("x".repeat(MAX_INFO))).unwrap_err();
+        assert!(error.to_string().contains("more than 1 MiB"), "{error}");
     }
 }

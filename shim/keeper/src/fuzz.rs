@@ -1,0 +1,165 @@
+//! Owns: one harness function per parser of bytes that a guest, its disks' makers or QEMU write. ci/fuzz calls them; the tests below
+//! feed them random bytes and the committed corpus (`tests/corpus/TARGET/*`). A harness fails by a panic or by never ending.
+
+use crate::dhcp::{Lease, MOST};
+use crate::guest_agent::{MAX_OUTPUT, outcome};
+use crate::lines::{ANSWERS, EVENTS, printable, read};
+use crate::qcow2::{Format, HEADER, MAX_SIZE, format};
+use crate::snapshots::of_node;
+use nacelle_proto::agent::{BootConfig, Dns, Interface, Route};
+use serde_json::Value;
+use tokio::sync::mpsc;
+
+/// The longest line of the harness.
+const LINE: u64 = 4096;
+/// Heads of Ethernet, IP and UDP.
+const HEADS: usize = 42;
+/// Of a message of DHCP.
+const HEAD: usize = 240;
+/// The card of the harness.
+const CARD: [u8; 6] = [2, 0, 0, 0, 0, 0xab];
+
+/// A pod with addresses, routes and names.
+fn network() -> BootConfig {
+    let route = |destination: &str, gateway: &str| Route {
+        destination: destination.to_owned(),
+        gateway: gateway.to_owned(),
+        interface: "eth0".to_owned(),
+        metric: None,
+    };
+    BootConfig {
+        hostname: "db".to_owned(),
+        interfaces: vec![Interface {
+            name: "eth0".to_owned(),
+            mac: Vec::new(),
+            mtu: 1450,
+            addresses: vec!["10.1.0.5/24".to_owned()],
+        }],
+        routes: vec![route("0.0.0.0/0", "10.1.0.1"), route("10.9.128.0/17", "10.7.0.1")],
+        dns: Some(Dns {
+            servers: vec!["10.96.0.10".to_owned()],
+            searches: vec!["a.svc".to_owned(), "s".repeat(60)],
+            options: Vec::new(),
+        }),
+        ..BootConfig::default()
+    }
+}
+
+/// A frame of the guest's to whoever answers DHCP: an answer has the heads and options that a client can read, goes to this card
+/// or to all, and is no question itself.
+pub fn dhcp(data: &[u8]) {
+    let lease = Lease::new(&network(), 0, CARD).expect("an address");
+    let Some(answer) = lease.answer(data) else { return };
+    assert!((HEADS + 300..=HEADS + MOST).contains(&answer.len()), "{}", answer.len());
+    assert!(answer.starts_with(&CARD) || answer.starts_with(&[0xff; 6]), "{answer:?}");
+    let (_, message) = answer.split_at(HEADS);
+    // It answers this question.
+    assert!(data.windows(4).any(|part| message.get(4..8) == Some(part)));
+    let mut options = message.get(HEAD..).expect("options");
+    let mut kind = None;
+    while let [code @ 1..=254, length, rest @ ..] = options {
+        let (value, rest) = rest.split_at_checked(usize::from(*length)).expect("an option is not cut");
+        if *code == 53 {
+            kind = value.first().copied();
+        }
+        options = rest;
+    }
+    assert!(matches!(kind, Some(2 | 5 | 6)) && options.first() == Some(&255), "{kind:?} {options:?}");
+    assert_eq!(lease.answer(&answer), None);
+}
+
+/// The beginning of a file that is to be a disk.
+pub fn qcow2(data: &[u8]) {
+    let head = data.get(..HEADER.min(data.len())).unwrap_or_default();
+    if let Ok(Format::Qcow2 { size }) = format(head) {
+        assert!((1..=MAX_SIZE).contains(&size));
+        let backing = head.get(8..16).expect("a head");
+        assert_eq!(backing, [0; 8], "it lies over another file");
+    }
+}
+
+/// What QEMU's monitor or a guest agent says: as answers it is a command's outcome, or a list of snapshots.
+pub fn lines(data: &[u8]) {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+    let (tell_answer, mut answers) = mpsc::channel(ANSWERS);
+    let (tell_event, mut events) = mpsc::channel(EVENTS);
+    runtime.block_on(read(data, LINE, "somebody", tell_answer, tell_event));
+    while let Ok(event) = events.try_recv() {
+        plain(&event.name);
+        plain(&printable(&event.data.to_string()));
+    }
+    while let Ok(answer) = answers.try_recv() {
+        if let Some(words) = answer.get("error").and_then(|error| error.get("desc")).and_then(Value::as_str) {
+            plain(&printable(words));
+        }
+        let Some(told) = answer.get("return") else { continue };
+        if let Ok(outcome) = outcome(told) {
+            assert!(outcome.stdout.len() <= MAX_OUTPUT && outcome.stderr.len() <= MAX_OUTPUT);
+        }
+        drop(of_node(told, "disk-0"));
+    }
+}
+
+/// Text that fits into a line of a log.
+fn plain(text: &str) {
+    assert!(text.chars().count() <= 300 && !text.chars().any(char::is_control), "{text:?}");
+}
+
+/// A harness.
+pub type Target = fn(&[u8]);
+
+/// All harnesses by the names of their corpora.
+pub const TARGETS: [(&str, Target); 3] = [("dhcp", dhcp), ("qcow2", qcow2), ("lines", lines)];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn corpus(name: &str) -> Vec<Vec<u8>> {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus").join(name);
+        std::fs::read_dir(folder).unwrap().map(|entry| std::fs::read(entry.unwrap().path()).unwrap()).collect()
+    }
+
+    #[test]
+    fn the_corpus() {
+        for (name, target) in TARGETS {
+            let files = corpus(name);
+            assert!(!files.is_empty(), "no corpus for {name}");
+            files.iter().for_each(|file| target(file));
+        }
+    }
+
+    #[test]
+    fn the_corpus_has_questions_disks_and_answers() {
+        let lease = Lease::new(&network(), 0, CARD).unwrap();
+        assert!(corpus("dhcp").iter().filter(|frame| lease.answer(frame).is_some()).count() >= 3);
+        assert!(corpus("qcow2").iter().any(|head| matches!(format(head), Ok(Format::Qcow2 { .. }))));
+    }
+
+    proptest! {
+        #[test]
+        fn random_bytes(data in prop::collection::vec(any::<u8>(), 0..400)) {
+            TARGETS.iter().for_each(|(_, target)| target(&data));
+        }
+
+        #[test]
+        fn the_corpus_with_flaws(
+            target in 0..TARGETS.len(),
+            which in any::<prop::sample::Index>(),
+            flaws in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
+            cut in any::<prop::sample::Index>(),
+        ) {
+            let (name, target) = TARGETS[target];
+            let files = corpus(name);
+            let mut data = files[which.index(files.len())].clone();
+            for (at, byte) in flaws {
+                let at = at.index(data.len());
+                data[at] = byte;
+            }
+            target(&data);
+            data.truncate(cut.index(data.len()));
+            target(&data);
+        }
+    }
+}
