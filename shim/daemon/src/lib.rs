@@ -26,5 +26,6 @@ mod streaming;
 pub mod supervision;
 mod sys;
 mod systemd;
+mod transfer;
 mod vm_service;
 pub mod vms;

@@ -2,6 +2,7 @@
 //! A machine is asked as `exec -- @vm VERB` asks it: its keeper has the verbs.
 
 mod dump;
+mod transfer;
 mod ways;
 
 use crate::cri::status::{refuse, status};
@@ -245,6 +246,17 @@ fn is_label(word: &str) -> bool {
     ends && word.len() <= 63 && word.bytes().all(|b| alphanumeric(b) || b == b'-')
 }
 
+/// Whether a machine can be called so.
+fn check_name(to: &vm::MachineRef) -> Result<(), Status> {
+    for (field, word) in [("to.namespace", &to.namespace), ("to.name", &to.name)] {
+        if !is_label(word) {
+            let rule = "1 to 63 small letters, digits and '-' are expected, with a letter or digit at both ends";
+            return Err(refuse(Kind::Invalid, &format!("{field} is {word:?}: {rule}")));
+        }
+    }
+    Ok(())
+}
+
 /// Snapshots as a keeper tells of them; what is none is left out.
 fn snapshots(told: &[u8]) -> Vec<vm::SnapshotInfo> {
     let told: Value = serde_json::from_slice(told).unwrap_or_default();
@@ -400,14 +412,21 @@ impl vm::machines_server::Machines for VmService {
         let vm::CopyRequest { from, to } = request.into_inner();
         let missing = |field: &str| refuse(Kind::Invalid, &format!("{field} is missing"));
         let (from, to) = (from.ok_or_else(|| missing("from"))?, to.ok_or_else(|| missing("to"))?);
-        for (field, word) in [("to.namespace", &to.namespace), ("to.name", &to.name)] {
-            if !is_label(word) {
-                let rule = "1 to 63 small letters, digits and '-' are expected, with a letter or digit at both ends";
-                return Err(refuse(Kind::Invalid, &format!("{field} is {word:?}: {rule}")));
-            }
-        }
+        check_name(&to)?;
         let copied = self.node.copy_vm(&vms::id(&from.namespace, &from.name), &to.namespace, &to.name).await;
         Ok(Response::new(of_record(copied.map_err(status)?)))
+    }
+
+    type ExportStream = transfer::Told;
+
+    async fn export(&self, request: Request<vm::ExportRequest>) -> Result<Response<Self::ExportStream>, Status> {
+        transfer::export(self, request.into_inner()).map(Response::new)
+    }
+
+    type ImportStream = transfer::Told;
+
+    async fn import(&self, request: Request<vm::ImportRequest>) -> Result<Response<Self::ImportStream>, Status> {
+        transfer::import(&self.node, request.into_inner()).map(Response::new)
     }
 
     async fn delete(&self, request: Request<vm::MachineRef>) -> Result<Response<vm::Empty>, Status> {

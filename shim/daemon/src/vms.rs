@@ -8,7 +8,8 @@ use nacelle_image::ImageId;
 use std::collections::BTreeMap;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
-use std::sync::{PoisonError, RwLock};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 /// Why a machine cannot be known, or forgotten.
 #[derive(Debug, thiserror::Error)]
@@ -37,6 +38,25 @@ pub enum VmError {
         /// Namespace and name.
         id: String,
     },
+    /// Something is done with it that nobody may come between.
+    #[error("machine {id} is being {what}: wait until that is done")]
+    Busy {
+        /// Namespace and name.
+        id: String,
+        /// "exported", "imported".
+        what: &'static str,
+    },
+    /// Another machine says it is the same.
+    #[error(
+        "machine {id} of this node has the identity ({uuid}) of the machine that is to be imported: delete that one, or import with a \
+         new identity"
+    )]
+    SameIdentity {
+        /// The other one's namespace and name.
+        id: String,
+        /// Its identity.
+        uuid: String,
+    },
     /// Work was given up, which is a defect.
     #[error("what was to be done for a machine was given up")]
     GivenUp {
@@ -52,6 +72,7 @@ impl Classify for VmError {
             VmError::File(error) => error.kind(),
             VmError::NotFound { .. } => Kind::NotFound,
             VmError::Exists { .. } => Kind::AlreadyExists,
+            VmError::Busy { .. } | VmError::SameIdentity { .. } => Kind::Conflict,
             VmError::Random { .. } | VmError::GivenUp { .. } => Kind::Internal,
         }
     }
@@ -63,6 +84,36 @@ pub struct Vms {
     store: Store,
     known: RwLock<BTreeMap<String, VmRecord>>,
     changing: tokio::sync::Mutex<()>,
+    busy: Names,
+}
+
+/// Names that somebody has for himself: what is done with them, and the image that must stay for it.
+type Names = Arc<Mutex<BTreeMap<String, (&'static str, Option<ImageId>)>>>;
+
+fn names(busy: &Names) -> MutexGuard<'_, BTreeMap<String, (&'static str, Option<ImageId>)>> {
+    busy.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A name that is somebody's until this is dropped, whether there is a machine or not.
+#[derive(Debug)]
+pub struct Busy {
+    id: String,
+    busy: Names,
+}
+
+impl Busy {
+    /// An image must stay in the store meanwhile.
+    pub fn need(&self, image: ImageId) {
+        if let Some((_, needed)) = names(&self.busy).get_mut(&self.id) {
+            *needed = Some(image);
+        }
+    }
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        names(&self.busy).remove(&self.id);
+    }
 }
 
 /// Namespace and name, as one word.
@@ -82,7 +133,13 @@ impl Vms {
             }
         }
         let known = records.into_iter().map(|record| (record.id.clone(), record)).collect();
-        Ok(Vms { folder, store, known: RwLock::new(known), changing: tokio::sync::Mutex::new(()) })
+        Ok(Vms {
+            folder,
+            store,
+            known: RwLock::new(known),
+            changing: tokio::sync::Mutex::new(()),
+            busy: Names::default(),
+        })
     }
 
     /// All of them.
@@ -95,9 +152,71 @@ impl Vms {
         self.known.read().unwrap_or_else(PoisonError::into_inner).get(id).cloned()
     }
 
+    /// One that is there.
+    pub fn known(&self, id: &str) -> Result<VmRecord, VmError> {
+        self.find(id).ok_or_else(|| VmError::NotFound { id: id.to_owned() })
+    }
+
     /// What must stay in the image store for them.
     pub fn images(&self) -> Vec<ImageId> {
-        self.known.read().unwrap_or_else(PoisonError::into_inner).values().filter_map(|record| record.image).collect()
+        // Those that are wanted first: when they are not any more, a record may have them.
+        let mut images: Vec<_> = names(&self.busy).values().filter_map(|(_, image)| *image).collect();
+        let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
+        images.extend(known.values().filter_map(|record| record.image));
+        images
+    }
+
+    /// Has a name for itself.
+    pub fn take(&self, id: &str, what: &'static str) -> Result<Busy, VmError> {
+        let mut busy = names(&self.busy);
+        if let Some(&(what, _)) = busy.get(id) {
+            return Err(VmError::Busy { id: id.to_owned(), what });
+        }
+        busy.insert(id.to_owned(), (what, None));
+        Ok(Busy { id: id.to_owned(), busy: Arc::clone(&self.busy) })
+    }
+
+    /// Fails if somebody has the name for himself.
+    pub fn is_free(&self, id: &str) -> Result<(), VmError> {
+        match names(&self.busy).get(id) {
+            Some(&(what, _)) => Err(VmError::Busy { id: id.to_owned(), what }),
+            None => Ok(()),
+        }
+    }
+
+    /// Has the name of a machine that is not there for itself.
+    pub async fn reserve(&self, id: &str, what: &'static str) -> Result<Busy, VmError> {
+        // Nobody is just about to make it.
+        let _alone = self.changing.lock().await;
+        match self.find(id) {
+            Some(_) => Err(VmError::Exists { id: id.to_owned() }),
+            None => self.take(id, what),
+        }
+    }
+
+    /// Fails if this one is not to be: by its name, or because another is the same.
+    pub fn check_new(&self, record: &VmRecord) -> Result<(), VmError> {
+        let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
+        if known.contains_key(&record.id) {
+            return Err(VmError::Exists { id: record.id.clone() });
+        }
+        match known.values().find(|other| other.uuid == record.uuid || other.mac == record.mac) {
+            Some(other) => Err(VmError::SameIdentity { id: other.id.clone(), uuid: other.uuid.clone() }),
+            None => Ok(()),
+        }
+    }
+
+    /// Makes a machine known whose folder has all that it keeps.
+    pub async fn add(&self, record: VmRecord) -> Result<(), VmError> {
+        let _alone = self.changing.lock().await;
+        self.check_new(&record)?;
+        self.write(record).await
+    }
+
+    /// Where a folder can be for as long as something is done: the next daemon removes what it finds of them.
+    pub fn work_folder(&self) -> PathBuf {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        self.folder.join(format!("work-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)))
     }
 
     /// Where a machine keeps its disks.
@@ -111,6 +230,7 @@ impl Vms {
         if let Some(record) = self.find(&id(namespace, name)) {
             return Ok(record);
         }
+        self.is_free(&id(namespace, name))?;
         let record = new_record(namespace, name)?;
         let folder = self.folder(&record);
         blocking(move || std::fs::DirBuilder::new().mode(0o700).create(&folder).map_err(at("create", &folder)))
@@ -141,10 +261,11 @@ impl Vms {
     /// Makes a machine with an identity of its own, and a copy of what another one, which nobody runs, has kept.
     pub async fn copy(&self, from: &str, namespace: &str, name: &str) -> Result<VmRecord, VmError> {
         let _alone = self.changing.lock().await;
-        let source = self.find(from).ok_or_else(|| VmError::NotFound { id: from.to_owned() })?;
+        let source = self.known(from)?;
         if self.find(&id(namespace, name)).is_some() {
             return Err(VmError::Exists { id: id(namespace, name) });
         }
+        self.is_free(&id(namespace, name))?;
         let record = VmRecord { image: source.image, ..new_record(namespace, name)? };
         let (from, to) = (self.folder(&source), self.folder(&record));
         let copied = blocking(move || copy_folder(&from, &to)).await?;
@@ -158,10 +279,10 @@ impl Vms {
         written.map(|()| record)
     }
 
-    /// Forgets it, and removes what it has kept. Nobody may run it.
+    /// Forgets it, and removes what it has kept. Whoever asks has it for himself ([`take`](Vms::take)).
     pub async fn forget(&self, id: &str) -> Result<(), VmError> {
         let _alone = self.changing.lock().await;
-        let record = self.find(id).ok_or_else(|| VmError::NotFound { id: id.to_owned() })?;
+        let record = self.known(id)?;
         self.store.commit(vec![Change::ForgetVm(id.to_owned())]).await?;
         self.known.write().unwrap_or_else(PoisonError::into_inner).remove(id);
         self.clear(&self.folder(&record)).await;
@@ -179,7 +300,8 @@ impl Vms {
     }
 }
 
-fn new_record(namespace: &str, name: &str) -> Result<VmRecord, VmError> {
+/// A machine that is another than all there are.
+pub fn new_record(namespace: &str, name: &str) -> Result<VmRecord, VmError> {
     let mut bytes = [0; 22];
     random::fill(&mut bytes).map_err(|source| VmError::Random { source })?;
     Ok(VmRecord::new(namespace, name, &bytes, crate::lifecycle::now()))

@@ -164,6 +164,26 @@ pub enum ImageError {
         /// Why.
         source: ManifestError,
     },
+    /// Something of another kind lies under the name.
+    #[error("{name} is {found:?}, and what is wanted is {wanted}")]
+    OtherArtifact {
+        /// What was asked for.
+        name: String,
+        /// What it says it is.
+        found: String,
+        /// What it should be.
+        wanted: &'static str,
+    },
+    /// Content ends before its announced end.
+    #[error("{what} ends after {got} of {want} bytes")]
+    Cut {
+        /// What.
+        what: String,
+        /// Bytes that came.
+        got: u64,
+        /// Bytes that were announced.
+        want: u64,
+    },
     /// A layer cannot be used.
     #[error("cannot unpack layer {digest}")]
     Layer {
@@ -222,6 +242,7 @@ impl Classify for ImageError {
         use ImageError as E;
         match self {
             E::BadReference { .. } | E::Ambiguous { .. } | E::Url { .. } | E::TooLarge { .. } => Kind::Invalid,
+            E::OtherArtifact { .. } | E::Cut { .. } => Kind::Invalid,
             E::Archive { .. } | E::ArchiveRead { .. } | E::Tree(_) | E::Erofs(_) => Kind::Invalid,
             E::NotFound { .. } => Kind::NotFound,
             E::File(error) => error.kind(),

@@ -1,5 +1,5 @@
 //! Owns: images, from registry or archive to a root file system that a guest can mount: references,
-//! registry client, layers, merged tree, EROFS, the store and its garbage.
+//! registry client, layers, merged tree, EROFS, the store and its garbage; and artifacts, which lie where images do.
 //! May use: `nacelle-base`. Knows no CRI, no pod, no guest.
 //! Threads: `Store` is a handle that can be cloned; downloads run on the caller's tokio runtime, everything
 //! that decompresses, hashes or touches the disk runs on blocking threads.
@@ -13,6 +13,7 @@
 //! # Ok(()) }
 //! ```
 
+mod artifact;
 mod catalogue;
 mod config;
 mod erofs;
@@ -29,6 +30,7 @@ mod registry;
 mod store;
 mod tree;
 
+pub use artifact::{Artifact, ArtifactKind, Artifacts, Content, Descriptor, Moved, Packed, pack};
 pub use config::{Auth, Config, RegistryConfig};
 pub use error::ImageError;
 pub use files::ImageFile;

@@ -51,6 +51,14 @@ pub enum ManifestError {
         /// In the configuration.
         diff_ids: usize,
     },
+    /// An artifact with more layers than its kind has.
+    #[error("it has {layers} layers; at most {most} are right")]
+    TooManyLayers {
+        /// In the manifest.
+        layers: usize,
+        /// The most.
+        most: usize,
+    },
 }
 
 /// A blob as a manifest names it.
@@ -128,6 +136,11 @@ impl RawDescriptor {
     pub fn check(&self) -> Result<Descriptor, ManifestError> {
         let wrong = |_| ManifestError::Digest { text: self.digest.chars().take(100).collect() };
         Ok(Descriptor { digest: self.digest.parse().map_err(wrong)?, size: self.size })
+    }
+
+    /// Its media type, if it says one.
+    pub fn media_type(&self) -> Option<&str> {
+        self.media_type.as_deref()
     }
 
     fn is(&self, kinds: &[&str]) -> bool {

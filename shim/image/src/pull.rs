@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 /// Pulls an image and gives it the reference's name.
 pub async fn pull(shared: &Arc<Shared>, reference: &Reference, auth: Option<Auth>) -> Result<ImageId, ImageError> {
-    let session = Arc::new(Session::new(Arc::clone(&shared.http), reference, auth)?);
+    let session = Arc::new(Session::new(Arc::clone(&shared.http), reference, auth, false)?);
     let (manifest, digest) = manifest_of(&session, reference).await?;
     let names = Names {
         // A tag beside a digest says nothing: the registry was asked for the digest.

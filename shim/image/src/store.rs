@@ -200,6 +200,11 @@ impl Store {
         self.shared.sweep(Some(in_use.clone())).await
     }
 
+    /// The clients for registries.
+    pub(crate) fn http(&self) -> Arc<Http> {
+        Arc::clone(&self.shared.http)
+    }
+
     /// The folder of the store: that of [`FsInfo`].
     pub fn folder(&self) -> &Path {
         self.shared.folder.root()

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 /// How many of them a machine can have.
 pub const PLACES: u8 = 8;
 /// Those there are, in the folder of their files.
-const LIST: &str = "added.json";
+pub const LIST: &str = "added.json";
 /// The largest such list.
 const LIST_BYTES: u64 = 64 << 10;
 /// The longest name: a serial number of virtio has 20 bytes.
@@ -42,6 +42,13 @@ pub struct Added {
     pub place: u8,
     /// Its bytes.
     pub bytes: u64,
+}
+
+impl Added {
+    /// The name of its file. No disk of a specification has a dot in its name.
+    pub fn file(&self) -> String {
+        format!("{}.added.qcow2", self.name)
+    }
 }
 
 /// Those of a machine.
@@ -76,9 +83,8 @@ impl Disks {
         self.all.iter().map(|disk| (disk.clone(), self.file(disk))).collect()
     }
 
-    /// A disk's file. No disk of a specification has a dot in its name.
     fn file(&self, disk: &Added) -> PathBuf {
-        self.folder.join(format!("{}.added.qcow2", disk.name))
+        self.folder.join(disk.file())
     }
 
     async fn save(&self) -> Result<(), KeeperError> {
@@ -88,7 +94,7 @@ impl Disks {
 }
 
 /// The list, as this program has written it.
-fn read(text: &[u8]) -> Result<Vec<Added>, KeeperError> {
+pub fn read(text: &[u8]) -> Result<Vec<Added>, KeeperError> {
     let all: Vec<Added> = serde_json::from_slice(text).map_err(|source| KeeperError::Document { source })?;
     let right = |(n, disk): (usize, &Added)| {
         let others = all.iter().take(n);

@@ -42,6 +42,12 @@ pub enum KeeperError {
         /// What happened.
         why: &'static str,
     },
+    /// It does not stand still while its files are copied.
+    #[error("the machine is not held: {why}")]
+    Hold {
+        /// What happened.
+        why: &'static str,
+    },
     /// Nobody knows this command.
     #[error("there is no command {exec} in container {id}")]
     NoExec {
@@ -179,6 +185,7 @@ impl Classify for KeeperError {
             | KeeperError::InUse { .. }
             | KeeperError::Second { .. }
             | KeeperError::Dump { .. }
+            | KeeperError::Hold { .. }
             | KeeperError::State { .. } => Kind::Conflict,
             KeeperError::Unsupported { .. } => Kind::Unsupported,
             KeeperError::File { source, .. } => source.kind().into(),

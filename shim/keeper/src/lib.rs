@@ -12,13 +12,14 @@ mod error;
 #[cfg(any(test, feature = "fuzz"))]
 pub mod fuzz;
 mod guest_agent;
+mod hold;
 mod keeper;
 mod lines;
 mod live;
 mod machine;
 mod network;
 mod place;
-mod qcow2;
+pub mod qcow2;
 mod qemu;
 mod rpc;
 mod runs;
@@ -29,6 +30,7 @@ mod streams;
 mod sys;
 mod verbs;
 
+pub use added::{Added, LIST as ADDED, read as read_added};
 pub use error::KeeperError;
 pub use verbs::has_long_answer;
 

@@ -12,6 +12,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::sync::{Mutex, mpsc};
 
@@ -37,6 +38,7 @@ pub const DIED: u32 = 255;
 pub struct Live {
     program: Arc<Program>,
     monitor: Mutex<Lines>,
+    resumed: AtomicU64,
     /// The guest's agent.
     pub agent: GuestAgent,
 }
@@ -110,7 +112,12 @@ pub async fn launch(
         });
         monitor.ask("qom-set", arguments, ANSWER).await?;
     }
-    let live = Live { program, monitor: Mutex::new(monitor), agent: GuestAgent::new(stream(agent)?) };
+    let live = Live {
+        program,
+        monitor: Mutex::new(monitor),
+        resumed: AtomicU64::new(0),
+        agent: GuestAgent::new(stream(agent)?),
+    };
     Ok(Launched { live: Arc::new(live), console: stream(console)?, events })
 }
 
@@ -123,6 +130,11 @@ impl Live {
     /// Asks QEMU, and hands a descriptor over.
     pub async fn hand(&self, command: &str, arguments: Value, descriptor: OwnedFd) -> Result<Value, KeeperError> {
         self.monitor.lock().await.ask_with(command, arguments, Some(descriptor), ANSWER).await
+    }
+
+    /// How often it has gone on after it stood still.
+    pub fn resumed(&self) -> u64 {
+        self.resumed.load(Ordering::Relaxed)
     }
 
     /// Takes its power away.
@@ -140,6 +152,9 @@ impl Live {
         let mut reason = None;
         while let Some(Event { name, data }) = events.recv().await {
             tracing::info!(event = name, data = %printable(&data.to_string()), "the machine");
+            if name == "RESUME" {
+                self.resumed.fetch_add(1, Ordering::Relaxed);
+            }
             if name == "SHUTDOWN" {
                 reason = data.get("reason").and_then(Value::as_str).map(str::to_owned);
             }

@@ -27,7 +27,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
-use tokio::sync::{Notify, watch};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, watch};
 use tokio::task::JoinSet;
 
 /// Where VNC listens, in the pod's folder.
@@ -90,6 +90,8 @@ pub struct Machine {
     ordered: Notify,
     /// What it keeps is its own, until it has ended.
     lock: Mutex<Option<File>>,
+    /// Whoever changes snapshots has it.
+    snapshots: Arc<Semaphore>,
 }
 
 /// What changes while it lives.
@@ -143,6 +145,7 @@ impl Machine {
                 changing: Mutex::new(Changing { live: None, order: Order::None, pressing: false }),
                 ordered: Notify::new(),
                 lock: Mutex::new(lock),
+                snapshots: Arc::new(Semaphore::new(1)),
             }),
             Err(error) => {
                 // The first error is the one that matters.
@@ -364,6 +367,18 @@ impl Machine {
     /// Asks the guest agent something that is no command.
     pub async fn ask_guest(&self, command: &str, arguments: Value) -> Result<Value, KeeperError> {
         self.live()?.agent.command(command, arguments).await
+    }
+
+    /// How often it has gone on after it stood still.
+    pub fn resumed(&self) -> Result<u64, KeeperError> {
+        Ok(self.live()?.resumed())
+    }
+
+    /// Nobody else takes, loads or deletes snapshots until the result is dropped.
+    pub fn snapshots_alone(&self) -> Result<OwnedSemaphorePermit, KeeperError> {
+        let state = "has its snapshots or its disks in use: wait until that is done";
+        let alone = Arc::clone(&self.snapshots).try_acquire_owned();
+        alone.map_err(|_busy| KeeperError::State { what: "change its snapshots", state })
     }
 
     /// The nodes of QEMU's block layer of which it can take snapshots.

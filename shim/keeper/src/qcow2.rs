@@ -94,6 +94,33 @@ pub fn empty(size: u64) -> Vec<u8> {
     file
 }
 
+/// Where a file's table of snapshots begins, and how many there are in it, by its header.
+pub fn snapshot_table(head: &[u8]) -> (u64, u32) {
+    let table = head.get(64..72).and_then(|bytes| bytes.try_into().ok()).map(u64::from_be_bytes);
+    (table.unwrap_or_default(), snapshots(head))
+}
+
+/// The names of the snapshots in a table, as far as it goes; what is no name is left out.
+pub fn snapshot_names(table: &[u8], count: u32) -> Vec<String> {
+    let mut names = Vec::new();
+    let mut rest = table;
+    for _ in 0..count {
+        let two = |at: usize| rest.get(at..at + 2).and_then(|bytes| bytes.try_into().ok()).map(u16::from_be_bytes);
+        let four = |at: usize| rest.get(at..at + 4).and_then(|bytes| bytes.try_into().ok()).map(u32::from_be_bytes);
+        let (Some(id), Some(name), Some(extra)) = (two(12), two(14), four(36)) else { break };
+        let Some(begin) = usize::try_from(extra).ok().and_then(|extra| extra.checked_add(40 + usize::from(id))) else {
+            break;
+        };
+        let end = begin.saturating_add(usize::from(name));
+        let Some(text) = rest.get(begin..end) else { break };
+        let plain = !text.is_empty() && text.len() <= 64 && text.iter().all(u8::is_ascii_graphic);
+        names.extend(plain.then(|| String::from_utf8_lossy(text).into_owned()));
+        // Entries begin at multiples of eight.
+        rest = rest.get(end.next_multiple_of(8)..).unwrap_or_default();
+    }
+    names
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -125,7 +152,33 @@ mod tests {
         assert!(format(&head()[..40]).unwrap_err().contains("cut"));
     }
 
+    #[test]
+    fn snapshots_have_names() {
+        let entry = |id: &str, name: &str, extra: usize| {
+            let mut entry = vec![0; 40 + extra];
+            entry[12..14].copy_from_slice(&(id.len() as u16).to_be_bytes());
+            entry[14..16].copy_from_slice(&(name.len() as u16).to_be_bytes());
+            entry[36..40].copy_from_slice(&(extra as u32).to_be_bytes());
+            entry.extend([id.as_bytes(), name.as_bytes()].concat());
+            entry.resize(entry.len().next_multiple_of(8), 0);
+            entry
+        };
+        let table = [entry("1", "before", 16), entry("22", "a\nb", 0), entry("3", "after", 24)].concat();
+        assert_eq!(snapshot_names(&table, 3), ["before", "after"]);
+        assert_eq!(snapshot_names(&table, u32::MAX), ["before", "after"]);
+        assert_eq!(snapshot_names(&table, 1), ["before"]);
+        let mut head = head();
+        head[63] = 3;
+        head[70] = 5;
+        assert_eq!((snapshot_table(&head), snapshot_table(b"QFI")), ((5 << 8, 3), (0, 0)));
+    }
+
     proptest! {
+        #[test]
+        fn no_table_makes_it_panic(table in prop::collection::vec(any::<u8>(), 0..300), count: u32) {
+            snapshot_names(&table, count);
+        }
+
         #[test]
         fn no_header_makes_it_panic(tail in prop::collection::vec(any::<u8>(), 0..120), cut in 0usize..124) {
             let mut head = [&MAGIC.to_be_bytes()[..], &tail].concat();

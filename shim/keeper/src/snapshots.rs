@@ -27,6 +27,7 @@ pub struct Snapshot {
 
 /// Takes one. Meanwhile the machine stands still.
 pub async fn save(machine: &Machine, name: &str) -> Result<(), KeeperError> {
+    let _alone = machine.snapshots_alone()?;
     let known = list(machine).await?;
     if known.iter().any(|snapshot| snapshot.name == name) {
         let rule = "a snapshot has this name: delete it, or take another name";
@@ -41,6 +42,7 @@ pub async fn save(machine: &Machine, name: &str) -> Result<(), KeeperError> {
 
 /// Goes back to one.
 pub async fn load(machine: &Machine, name: &str) -> Result<(), KeeperError> {
+    let _alone = machine.snapshots_alone()?;
     there(machine, name).await?;
     job(machine, "snapshot-load", name, true).await?;
     // It was taken while the machine ran or stood still; from now on it runs.
@@ -49,6 +51,7 @@ pub async fn load(machine: &Machine, name: &str) -> Result<(), KeeperError> {
 
 /// Deletes one; one that is not there is deleted.
 pub async fn delete(machine: &Machine, name: &str) -> Result<(), KeeperError> {
+    let _alone = machine.snapshots_alone()?;
     if there(machine, name).await.is_err() {
         return Ok(());
     }

@@ -4,6 +4,7 @@ use crate::added;
 use crate::dump;
 use crate::error::KeeperError;
 use crate::guest_agent::Outcome;
+use crate::hold;
 use crate::machine::{Machine, State, blocking};
 use crate::runs::Order;
 use crate::snapshots::{self, Snapshot};
@@ -42,6 +43,7 @@ const VERBS: &[(&str, &str)] = &[
     ("volumes", "the disks that were added, as JSON"),
     ("add-volume NAME=SIZE", "another disk, empty"),
     ("remove-volume NAME", "one of these, with all that is on it"),
+    ("hold NAME", "as snapshot; then it stands still until nobody reads the output, and the snapshot goes"),
     ("guest-info", "what the guest agent says of the system, as JSON"),
     ("help", "this"),
 ];
@@ -58,7 +60,7 @@ pub fn of(args: &[String]) -> Option<(&str, &str)> {
 
 /// Whether the command is a verb whose answer goes to a stream while the verb is done, and has no bound.
 pub fn has_long_answer(args: &[String]) -> bool {
-    of(args).is_some_and(|(verb, _)| verb == "memory-dump")
+    of(args).is_some_and(|(verb, _)| ["memory-dump", "hold"].contains(&verb))
 }
 
 fn help() -> String {
@@ -92,6 +94,7 @@ pub async fn run(
         "delete-snapshot" => snapshots::delete(machine, what).await.map(|()| Outcome::default()),
         "add-volume" => whole(machine, what, added::add).await,
         "remove-volume" => whole(machine, what, added::remove).await,
+        "hold" => hold::hold(machine, what, reader).await.map(|()| Outcome::default()),
         "memory-dump" => dump::dump(machine, what, reader).await.map(|()| Outcome::default()),
         _ if !what.is_empty() => Ok(usage()),
         "snapshots" => all_snapshots(machine).await,

@@ -1,6 +1,7 @@
 //! Owns: the commands of `nacelle vm` that ask the daemon: which machines there are, and their verbs.
 
 mod dump;
+mod transfer;
 mod ways;
 
 use super::{connect, told};
@@ -113,6 +114,10 @@ pub(super) enum Machines {
         /// The other machine, in the same namespace.
         to: String,
     },
+    /// Puts a machine that outlives its pods into a registry, as an OCI artifact; one that runs stands still while it is copied.
+    Export(transfer::Export),
+    /// Makes a machine of such an artifact, on this node or another.
+    Import(transfer::Import),
     /// Forgets a machine that outlives its pods, with all that it has kept.
     Delete(Name),
     /// Prints each machine, and again when it has changed, as lines of JSON.
@@ -213,6 +218,8 @@ async fn ask(mut client: Client, command: Machines) -> anyhow::Result<()> {
             let request = vm::CopyRequest { from: Some(name.machine()), to: Some(to) };
             drop(client.copy(request).await.map_err(told)?);
         }
+        Machines::Export(asked) => transfer::export(&mut client, asked).await?,
+        Machines::Import(asked) => transfer::import(&mut client, asked).await?,
         Machines::Snapshots(name) => {
             let all = client.list_snapshots(name.machine()).await.map_err(told)?.into_inner().snapshots;
             let one = |snapshot: &vm::SnapshotInfo| json!({ "name": snapshot.name, "takenAt": snapshot.taken_at, "bytes": snapshot.bytes });

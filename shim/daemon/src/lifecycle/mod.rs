@@ -27,7 +27,7 @@ pub(crate) use make::ask;
 use crate::config::{Config, EngineSetting};
 use crate::nouns::{ContainerConfig, ImageOf, PodConfig, PodName, PodResources, Resources};
 use crate::store::{ContainerRecord, PodRecord, Store, VmRecord};
-use crate::vms::Vms;
+use crate::vms::{Busy, Vms};
 use actor::{Answer, Begin, Message};
 use ipnet::IpNet;
 use nacelle_base::machine::EngineKind;
@@ -314,17 +314,25 @@ impl Node {
 
     /// Makes a copy of such a machine, with an identity of its own, if no pod holds it.
     pub async fn copy_vm(&self, vm: &str, namespace: &str, name: &str) -> Result<VmRecord, LifecycleError> {
-        if let Some(view) = self.holder(vm) {
+        let (_record, _busy) = self.lend_vm(vm, "copied")?;
+        self.parts.vms.copy(vm, namespace, name).await.map_err(at("copy the machine"))
+    }
+
+    /// Has such a machine, which no pod holds, stay as it is until what comes with it is dropped.
+    pub fn lend_vm(&self, vm: &str, what: &'static str) -> Result<(VmRecord, Busy), LifecycleError> {
+        // While these are looked at, no pod begins to hold it.
+        let rows = self.table.rows();
+        let views = rows.pods.values().map(|handle| Arc::clone(&handle.view.borrow()));
+        if let Some(view) = views.into_iter().find(|view| holds(view, vm)) {
             return Err(held(vm, &view));
         }
-        self.parts.vms.copy(vm, namespace, name).await.map_err(at("copy the machine"))
+        let step = "have the machine to itself";
+        Ok((self.parts.vms.known(vm).map_err(at(step))?, self.parts.vms.take(vm, what).map_err(at(step))?))
     }
 
     /// Forgets such a machine, with all that it has kept, if no pod holds it.
     pub async fn forget_vm(&self, vm: &str) -> Result<(), LifecycleError> {
-        if let Some(view) = self.holder(vm) {
-            return Err(held(vm, &view));
-        }
+        let (_record, _busy) = self.lend_vm(vm, "deleted")?;
         self.parts.vms.forget(vm).await.map_err(at("forget the machine"))
     }
 
@@ -363,6 +371,8 @@ impl Node {
             if let Some(view) = views.into_iter().find(|view| holds(view, vm)) {
                 return Err(held(vm, &view));
             }
+            // It was known a moment ago; it may be deleted now.
+            self.parts.vms.is_free(vm).and_then(|()| self.parts.vms.known(vm)).map_err(at("run the machine"))?;
         }
         let id = loop {
             let id = PodId::from_bytes(new_id());

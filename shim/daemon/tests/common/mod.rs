@@ -22,6 +22,7 @@ use nacelle_pod::spec::Accelerator;
 use nacelle_proto::cri;
 use nacelle_proto::cri::image_service_client::ImageServiceClient;
 use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
+use nacelle_proto::vm::machines_client::MachinesClient;
 use pods::FakePods;
 use std::collections::BTreeSet;
 use std::future::Future;
@@ -198,6 +199,24 @@ pub struct Daemon {
     pub images: ImageServiceClient<Channel>,
 }
 
+async fn connect(socket: PathBuf) -> Channel {
+    loop {
+        let path = socket.clone();
+        let connector = tower::service_fn(move |_: tonic::transport::Uri| {
+            let path = path.clone();
+            async move {
+                let stream = tokio::net::UnixStream::connect(path).await?;
+                Ok::<_, std::io::Error>(hyper_util::rt::TokioIo::new(stream))
+            }
+        });
+        let endpoint = tonic::transport::Endpoint::from_static("http://nacelle");
+        match endpoint.connect_with_connector(connector).await {
+            Ok(channel) => break channel,
+            Err(_not_yet) => tokio::time::sleep(Duration::from_millis(5)).await,
+        }
+    }
+}
+
 impl World {
     /// A node with an image and no daemon.
     pub fn new() -> World {
@@ -264,24 +283,15 @@ impl World {
         });
         let channel = self.run(async move {
             served.await.expect("the daemon starts");
-            loop {
-                let path = socket.clone();
-                let connector = tower::service_fn(move |_: tonic::transport::Uri| {
-                    let path = path.clone();
-                    async move {
-                        let stream = tokio::net::UnixStream::connect(path).await?;
-                        Ok::<_, std::io::Error>(hyper_util::rt::TokioIo::new(stream))
-                    }
-                });
-                let endpoint = tonic::transport::Endpoint::from_static("http://nacelle");
-                match endpoint.connect_with_connector(connector).await {
-                    Ok(channel) => break channel,
-                    Err(_not_yet) => tokio::time::sleep(Duration::from_millis(5)).await,
-                }
-            }
+            connect(socket).await
         });
         let cri = RuntimeServiceClient::new(channel.clone()).max_decoding_message_size(64 << 20);
         Daemon { runtime: Some(runtime), cri, images: ImageServiceClient::new(channel) }
+    }
+
+    /// The service of machines of the daemon that serves now.
+    pub fn machines(&self) -> MachinesClient<Channel> {
+        MachinesClient::new(self.run(connect(self.config().paths.socket)))
     }
 
     /// Runs on the world's threads, at most for `LIMIT`.

@@ -1,6 +1,7 @@
 //! Owns: what registries ask before they answer: challenges, basic credentials, tokens.
 
 use super::http::{Http, header, shown};
+use super::upload::Payload;
 use crate::{Auth, ImageError};
 use ::http::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap};
 use ::http::{HeaderValue, Method, Uri};
@@ -139,7 +140,7 @@ pub async fn token_for(
         Some(refresh) => {
             fields.extend([("grant_type", "refresh_token"), ("refresh_token", refresh), ("client_id", "nacelle")]);
             headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/x-www-form-urlencoded"));
-            http.send(Method::POST, &uri, headers, Bytes::from(encode(&fields))).await?
+            http.send(Method::POST, &uri, headers, &Payload::Bytes(Bytes::from(encode(&fields)))).await?
         }
         None => {
             if let Some(value) = auth.and_then(basic) {

@@ -1,11 +1,12 @@
 //! Owns: HTTP for the rest of the registry code: TLS per host, deadlines on progress, redirects that do not
 //! carry credentials to strangers, bodies of bounded size.
 
+use super::upload::{Outgoing, Payload};
 use crate::{Config, ImageError, RegistryConfig};
 use ::http::header::{AUTHORIZATION, HeaderMap, LOCATION, USER_AGENT};
 use ::http::{HeaderValue, Method, Request, StatusCode, Uri};
 use bytes::Bytes;
-use http_body_util::{BodyExt, Full};
+use http_body_util::{BodyExt, Either, Full};
 use hyper::body::Incoming;
 use hyper_rustls::HttpsConnector;
 use hyper_util::client::legacy::Client;
@@ -25,7 +26,7 @@ const MAX_REDIRECTS: usize = 10;
 /// Bytes of a refusal's own words that are shown.
 const MAX_MESSAGE: u64 = 16 << 10;
 
-type HttpClient = Client<HttpsConnector<HttpConnector>, Full<Bytes>>;
+type HttpClient = Client<HttpsConnector<HttpConnector>, Either<Full<Bytes>, Outgoing>>;
 
 /// The clients of this process, one for each way to check certificates.
 pub struct Http {
@@ -71,10 +72,15 @@ impl Http {
 
     /// GET; redirects are followed, and the Authorization header goes to the first host only.
     pub async fn get(&self, url: &Uri, headers: HeaderMap) -> Result<Answer, ImageError> {
+        self.follow(Method::GET, url, headers).await
+    }
+
+    /// GET or HEAD, as `get`.
+    pub async fn follow(&self, method: Method, url: &Uri, headers: HeaderMap) -> Result<Answer, ImageError> {
         let mut url = url.clone();
         let mut headers = headers;
         for _ in 0..=MAX_REDIRECTS {
-            let answer = self.send(Method::GET, &url, headers.clone(), Bytes::new()).await?;
+            let answer = self.send(method.clone(), &url, headers.clone(), &Payload::none()).await?;
             if !matches!(answer.status.as_u16(), 301 | 302 | 303 | 307 | 308) {
                 return Ok(answer);
             }
@@ -93,19 +99,25 @@ impl Http {
         Err(ImageError::Protocol { url: shown(&url), why: "it redirects more than 10 times" })
     }
 
-    /// One request, no redirects. The answer must begin within the configuration's limit.
-    pub async fn send(&self, method: Method, url: &Uri, headers: HeaderMap, body: Bytes) -> Result<Answer, ImageError> {
+    /// One request, no redirects. The answer must begin within the configuration's limit, counted from the last byte that was sent.
+    pub async fn send(
+        &self,
+        method: Method,
+        url: &Uri,
+        headers: HeaderMap,
+        payload: &Payload,
+    ) -> Result<Answer, ImageError> {
         let host = url.authority().map(|authority| authority.as_str()).unwrap_or_default();
         let client = self.client(host).await?;
-        let mut request = Request::new(Full::new(body));
+        let mut request = Request::new(payload.open().await?);
         *request.method_mut() = method;
         *request.uri_mut() = url.clone();
         *request.headers_mut() = headers;
         let agent = HeaderValue::from_static(concat!("nacelle/", env!("CARGO_PKG_VERSION")));
         request.headers_mut().insert(USER_AGENT, agent);
         let limit = Duration::from_secs(self.config.progress_timeout_seconds.max(1));
-        let response = tokio::time::timeout(limit, client.request(request)).await;
-        let response = response.map_err(|_cause| ImageError::Timeout { url: shown(url), seconds: limit.as_secs() })?;
+        let response = payload.in_time(limit, client.request(request)).await;
+        let response = response.ok_or_else(|| ImageError::Timeout { url: shown(url), seconds: limit.as_secs() })?;
         let (parts, body) = response.map_err(|source| ImageError::Request { url: shown(url), source })?.into_parts();
         Ok(Answer { url: shown(url), status: parts.status, headers: parts.headers, body, limit })
     }
@@ -195,7 +207,7 @@ pub fn shown(url: &Uri) -> String {
 }
 
 /// The URL that a Location header means. Only http and https.
-fn join(base: &Uri, location: &str) -> Option<Uri> {
+pub fn join(base: &Uri, location: &str) -> Option<Uri> {
     let text = if location.starts_with("//") {
         format!("{}:{location}", base.scheme_str()?)
     } else if location.starts_with('/') {

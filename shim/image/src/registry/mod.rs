@@ -4,16 +4,18 @@
 mod auth;
 pub mod download;
 mod http;
+mod upload;
 
 use crate::manifest::{ACCEPT, MAX_MANIFEST};
 use crate::{Auth, Digest, ImageError, Reference};
 use ::http::header::{ACCEPT as ACCEPT_HEADER, AUTHORIZATION, RANGE, WWW_AUTHENTICATE};
-use ::http::{HeaderMap, HeaderValue, StatusCode, Uri};
+use ::http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
 use auth::Challenge;
 pub use http::Http;
 use http::{Answer, header};
 use nacelle_base::{Classify, Kind};
 use std::sync::Arc;
+use upload::Payload;
 
 /// One pull's conversation with a registry and its mirrors.
 pub struct Session {
@@ -36,8 +38,8 @@ struct Endpoint {
 }
 
 impl Session {
-    /// A conversation about one repository.
-    pub fn new(http: Arc<Http>, reference: &Reference, auth: Option<Auth>) -> Result<Session, ImageError> {
+    /// A conversation about one repository; `plain`: by http, also if the configuration does not say so.
+    pub fn new(http: Arc<Http>, reference: &Reference, auth: Option<Auth>, plain: bool) -> Result<Session, ImageError> {
         let registry = reference.registry();
         let auth = auth.filter(|auth| *auth != Auth::default());
         let server = auth.as_ref().map(|auth| auth::server(&auth.server_address)).filter(|server| !server.is_empty());
@@ -59,7 +61,7 @@ impl Session {
         for mirror in &special.mirrors {
             endpoints.push(endpoint(mirror.clone(), true)?);
         }
-        let scheme = if special.http { "http" } else { "https" };
+        let scheme = if special.http || plain { "http" } else { "https" };
         let host = if registry == "docker.io" { "registry-1.docker.io" } else { registry };
         endpoints.push(endpoint(format!("{scheme}://{host}"), false)?);
         Ok(Session { http, endpoints, registry: registry.to_owned(), repository: reference.repository().to_owned() })
@@ -122,11 +124,28 @@ impl Session {
 
     /// GET with the credentials that the endpoint wants. A refused answer comes back as it is.
     async fn get(&self, endpoint: &Endpoint, path: &str, headers: HeaderMap) -> Result<Answer, ImageError> {
+        let url = self.url(endpoint, path)?;
+        self.ask(endpoint, Method::GET, &url, headers, &Payload::none()).await
+    }
+
+    /// A URL of the repository at this endpoint.
+    fn url(&self, endpoint: &Endpoint, path: &str) -> Result<Uri, ImageError> {
         let query = if endpoint.mirror { format!("?ns={}", self.registry) } else { String::new() };
         let text = format!("{}/v2/{}/{path}{query}", endpoint.base, self.repository);
-        let url: Uri = text.parse().map_err(|_cause| ImageError::Url { text })?;
+        text.parse().map_err(|_cause| ImageError::Url { text })
+    }
+
+    /// A request with the credentials that the endpoint wants. A refused answer comes back as it is.
+    async fn ask(
+        &self,
+        endpoint: &Endpoint,
+        method: Method,
+        url: &Uri,
+        headers: HeaderMap,
+        payload: &Payload,
+    ) -> Result<Answer, ImageError> {
         let used = endpoint.authorization.lock().await.clone();
-        let answer = self.http.get(&url, with_authorization(&headers, used.as_ref())).await?;
+        let answer = self.once(&method, url, with_authorization(&headers, used.as_ref()), payload).await?;
         if answer.status != StatusCode::UNAUTHORIZED {
             return Ok(answer);
         }
@@ -141,7 +160,20 @@ impl Session {
         }
         let now = authorization.clone();
         drop(authorization);
-        self.http.get(&url, with_authorization(&headers, now.as_ref())).await
+        self.once(&method, url, with_authorization(&headers, now.as_ref()), payload).await
+    }
+
+    async fn once(
+        &self,
+        method: &Method,
+        url: &Uri,
+        headers: HeaderMap,
+        payload: &Payload,
+    ) -> Result<Answer, ImageError> {
+        match *method {
+            Method::GET | Method::HEAD => self.http.follow(method.clone(), url, headers).await,
+            _ => self.http.send(method.clone(), url, headers, payload).await,
+        }
     }
 
     /// The Authorization header that answers one of these challenges, if we can give one.

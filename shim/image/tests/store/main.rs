@@ -1,6 +1,7 @@
 //! Owns: the tests of this crate that need more than itself: mounts, a registry, servers that misbehave, a
 //! full disk. One program, so that it is linked once.
 
+mod artifact;
 mod common;
 mod crash;
 mod disk_full;

@@ -2,7 +2,7 @@
 
 use super::Image;
 use std::collections::HashMap;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -11,8 +11,10 @@ use std::time::Duration;
 /// What was asked.
 #[derive(Clone, Debug)]
 pub struct Asked {
+    pub method: String,
     pub path: String,
     pub headers: HashMap<String, String>,
+    pub body: Vec<u8>,
 }
 
 impl Asked {
@@ -111,9 +113,11 @@ fn serve(
     notes: &Mutex<Vec<Asked>>,
     ended: &AtomicBool,
 ) -> std::io::Result<()> {
-    let mut lines = BufReader::new(stream.try_clone()?).lines();
+    let mut reader = BufReader::new(stream.try_clone()?);
+    let mut lines = reader.by_ref().lines();
     let first = lines.next().unwrap_or_else(|| Ok(String::new()))?;
-    let path = first.split(' ').nth(1).unwrap_or_default().to_owned();
+    let mut words = first.split(' ').map(str::to_owned);
+    let (method, path) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
     let mut headers = HashMap::new();
     for line in lines {
         match line?.split_once(": ") {
@@ -121,7 +125,10 @@ fn serve(
             None => break,
         };
     }
-    let asked = Asked { path, headers };
+    let length = headers.get("content-length").map_or(0, |length| length.parse().unwrap());
+    let mut body = vec![0; length];
+    reader.read_exact(&mut body)?;
+    let asked = Asked { method, path, headers, body };
     notes.lock().unwrap().push(asked.clone());
     let reply = answer(&asked);
     let mut head = format!("HTTP/1.1 {} X\r\nConnection: close\r\n", reply.status);

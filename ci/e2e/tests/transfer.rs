@@ -1,0 +1,251 @@
+//! Owns: machines that outlive their pods on their way through a registry: one that no pod holds, one that runs, with its memory; what is
+//! refused, and what is left of what is interrupted.
+
+use nacelle_e2e::machine::{annotated, boot_image, container, node};
+use nacelle_e2e::registry::{Kind, LOGIN, Registry};
+use nacelle_e2e::run::{Output, call};
+use nacelle_e2e::{Node, Pod, eventually};
+use serde_json::{Value, json};
+use std::fs;
+use std::io::Write;
+use std::process::{Child, Command, Stdio};
+
+/// A run of a machine.
+fn named(node: &Node, image: &str, name: &str) -> Pod {
+    let disks = format!("root=image:{image},boot=1;data=empty:1Mi");
+    annotated(node, name, &[("kind", "machine"), ("memory", "64Mi"), ("disks", &disks), ("name", name)])
+}
+
+/// The words of `nacelle vm` for this node.
+fn words(node: &Node, words: &[&str]) -> Vec<String> {
+    let config = node.folder().join("config.toml").display().to_string();
+    let all = [&["vm"], words, &["--namespace", "e2e", "--config", &config]].concat();
+    all.into_iter().map(str::to_owned).collect()
+}
+
+fn vm(node: &Node, told: &[&str]) -> Output {
+    call(nacelle_e2e::part("NACELLE_BIN"), words(node, told))
+}
+
+fn describe(node: &Node, name: &str) -> Value {
+    serde_json::from_str(&vm(node, &["describe", name]).ok()).expect("it is JSON")
+}
+
+/// How many folders there are of machines and of what is done with them.
+fn folders(node: &Node) -> usize {
+    fs::read_dir(node.folder().join("root/machines")).expect("it is there").count()
+}
+
+#[test]
+fn a_machine_moves_through_a_registry() {
+    let mut node = node();
+    let image = boot_image(&node);
+    let reference = format!("{}/machines/db:1", node.registry.host());
+    let (known, unplugged) = {
+        let first = node.crictl.run_pod_of("vm", named(&node, &image, "db"));
+        // Its pod has it, and it does not run.
+        let refused = vm(&node, &["export", "db", &reference]).err();
+        first.start(container(&image, 0)).says("boot 1\n");
+        first.remove();
+        (describe(&node, "db"), refused)
+    };
+    assert!(unplugged.contains("FailedPrecondition"), "{unplugged}");
+    let digest = |told: &str| told.split_whitespace().last().unwrap_or_default().to_owned();
+    let first = digest(&vm(&node, &["export", "db", &reference]).ok());
+    assert!(first.starts_with("sha256:"), "{first}");
+    // The daemon is killed meanwhile, or just before or after that.
+    let mut child = spawn(&node, &["export", "db", &reference]);
+    node.kill();
+    child.wait().expect("it is ours");
+    node.start();
+    assert_eq!(folders(&node), 1, "nothing is left");
+    assert_eq!(digest(&vm(&node, &["export", "db", &reference]).ok()), first, "the same machine, the same artifact");
+    let skopeo = node.run("skopeo", &["inspect", "--raw", "--tls-verify=false", &format!("docker://{reference}")]).ok();
+    let manifest: Value = serde_json::from_str(&skopeo).expect("it is JSON");
+    assert_eq!(manifest["artifactType"], "application/vnd.nacelle.machine.v1", "{manifest}");
+    assert_eq!(manifest["layers"].as_array().map(Vec::len), Some(2), "{manifest}");
+    for (told, words) in [
+        (vm(&node, &["export", "no", &reference]), "NotFound"),
+        (vm(&node, &["export", "db", "A b"]), "InvalidArgument"),
+        (vm(&node, &["export", "db", "127.0.0.1:1/a:1"]), "Unavailable"),
+        (vm(&node, &["import", &reference, "db"]), "AlreadyExists"),
+        (vm(&node, &["import", &reference, "other"]), "FailedPrecondition"),
+        (vm(&node, &["import", &reference, "Db"]), "InvalidArgument"),
+        (vm(&node, &["import", &image, "other"]), "InvalidArgument"),
+        (vm(&node, &["import", &format!("{}/machines/no:1", node.registry.host()), "other"]), "NotFound"),
+    ] {
+        let told = told.err();
+        assert!(told.contains(words), "{words} in {told}");
+    }
+
+    // To a node that knows neither it nor its image.
+    vm(&node, &["delete", "db"]).ok();
+    node.crictl.call(["rmi", &image]);
+    let refused = vm(&node, &["import", &reference, "db"]).err();
+    assert!(
+        refused.contains("FailedPrecondition") && refused.contains("pull 127.0.0.1:5000/boot@sha256:"),
+        "{refused}"
+    );
+    assert_eq!(folders(&node), 0);
+    node.crictl.call(["pull", &image]);
+    let by_digest = format!("{}/machines/db@{first}", node.registry.host());
+    vm(&node, &["import", &by_digest, "db"]).ok();
+    let moved = describe(&node, "db");
+    assert_eq!((&moved["uuid"], &moved["mac"]), (&known["uuid"], &known["mac"]));
+    vm(&node, &["import", &reference, "twin", "--new-identity"]).ok();
+    assert_ne!(describe(&node, "twin")["uuid"], known["uuid"]);
+    // Its image stays with it.
+    node.crictl.call(["rmi", &image]);
+    node.crictl.call(["pull", &image]);
+    for name in ["db", "twin"] {
+        let pod = node.crictl.run_pod_of("vm", named(&node, &image, name));
+        pod.start(container(&image, 0)).says("boot 2\n");
+        pod.remove();
+        vm(&node, &["delete", name]).ok();
+    }
+    assert_eq!(folders(&node), 0);
+}
+
+#[test]
+fn registries_are_asked_as_they_want_it() {
+    let mut node = node();
+    let image = boot_image(&node);
+    let plain = Registry::start(&node.netns, node.folder(), Kind::Http, 5001);
+    let secret = Registry::start(&node.netns, node.folder(), Kind::HttpsWithPassword, 5002);
+    let mut config = fs::File::options().append(true).open(node.folder().join("config.toml")).expect("it is there");
+    write!(config, "\n[images.registries.{:?}]\nca_file = {:?}\n", secret.host(), secret.ca()).expect("it is writable");
+    node.kill();
+    node.start();
+    let pod = node.crictl.run_pod_of("vm", named(&node, &image, "db"));
+    pod.start(container(&image, 0)).says("boot 1\n");
+    pod.remove();
+
+    let to = format!("{}/a/b/db:1", plain.host());
+    assert!(vm(&node, &["export", "db", &to]).err().contains("Unavailable"), "it is not asked by http");
+    vm(&node, &["export", "db", &to, "--plain-http"]).ok();
+    let to = format!("{}/db:1", secret.host());
+    let refused = vm(&node, &["export", "db", &to]).err();
+    assert!(refused.contains("PermissionDenied"), "{refused}");
+    let file = node.folder().join("auth.json");
+    let auths = json!({ "auths": { secret.host(): { "username": LOGIN.0, "password": LOGIN.1 } } });
+    fs::write(&file, auths.to_string()).expect("the node's folder is writable");
+    let file = file.display().to_string();
+    vm(&node, &["export", "db", &to, "--authfile", &file]).ok();
+    let layout = format!("oci:{}:db", node.folder().join("layout").display());
+    vm(&node, &["export", "db", &layout]).ok();
+    vm(&node, &["delete", "db"]).ok();
+    vm(&node, &["import", &to, "db", "--authfile", &file]).ok();
+    vm(&node, &["delete", "db"]).ok();
+    vm(&node, &["import", &layout, "db"]).ok();
+    vm(&node, &["delete", "db"]).ok();
+}
+
+fn spawn(node: &Node, told: &[&str]) -> Child {
+    let mut command = Command::new(nacelle_e2e::part("NACELLE_BIN"));
+    let command = command.args(words(node, told)).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    command.spawn().expect("it can be started")
+}
+
+/// What QEMU says it does.
+fn state(node: &Node, machine: &str) -> String {
+    let told = node.crictl.try_call(["exec", "--sync", machine, "@vm", "status"]).stdout;
+    serde_json::from_str::<Value>(&told).unwrap_or_default()["qemu"].as_str().unwrap_or_default().to_owned()
+}
+
+/// The byte of the guest's memory in which the disk's program counts how often it has booted.
+fn count_in_memory(node: &Node) -> u8 {
+    const COUNT: u64 = 0x8000;
+    let file = node.folder().join("memory");
+    vm(node, &["memory-dump", "db", "--output", &file.display().to_string()]).ok();
+    let dump = fs::read(&file).expect("it is there");
+    let eight = |at: usize| u64::from_le_bytes(dump[at..at + 8].try_into().expect("eight bytes"));
+    let two = |at: usize| usize::from(u16::from_le_bytes(dump[at..at + 2].try_into().expect("two bytes")));
+    let (table, size, entries) = (usize::try_from(eight(32)).expect("it is in the file"), two(54), two(56));
+    let segments = (0..entries).map(|n| table + n * size).filter(|at| dump[*at] == 1);
+    let mut offsets = segments.filter_map(|at| {
+        let (offset, physical, length) = (eight(at + 8), eight(at + 24), eight(at + 32));
+        (physical..physical + length).contains(&COUNT).then(|| offset + COUNT - physical)
+    });
+    let offset = offsets.next().expect("the guest has memory there");
+    dump[usize::try_from(offset).expect("it is in the file")]
+}
+
+#[test]
+fn a_machine_that_runs_takes_its_memory_with_it() {
+    let mut node = node();
+    let image = boot_image(&node);
+    let reference = format!("{}/machines/db:live", node.registry.host());
+    let (pod, id, log) = {
+        let pod = node.crictl.run_pod_of("vm", named(&node, &image, "db"));
+        let machine = pod.start(container(&image, 0).set("stdin", json!(true)));
+        machine.says("boot 1\n");
+        (pod.id.clone(), machine.id.clone(), machine.log.clone())
+    };
+    let says = |log: &std::path::Path, text: &str, times: usize| {
+        let said = || fs::read_to_string(log).unwrap_or_default().matches(text).count() >= times;
+        eventually(&format!("the machine says {text:?}"), || said().then_some(()));
+    };
+    let running = |node: &Node, id: &str| eventually("it runs", || (state(node, id) == "running").then_some(()));
+    let nothing = |node: &Node| {
+        let snapshots = || vm(node, &["snapshots", "db"]).stdout;
+        eventually("its snapshot is gone", || (snapshots().trim() == "[]").then_some(()));
+        eventually("nothing is left", || (folders(node) == 1).then_some(()));
+    };
+    vm(&node, &["reset", "db"]).ok();
+    says(&log, "boot 2", 1);
+    let told = vm(&node, &["export", "db", &reference]).ok();
+    let snapshot = told.split_whitespace().last().unwrap_or_default().to_owned();
+    assert!(told.contains("sha256:") && snapshot.starts_with("exported-"), "{told}");
+    running(&node, &id);
+    nothing(&node);
+    let known = describe(&node, "db");
+    // It goes on: what is typed comes back, and its disk is its own.
+    node.crictl.feed(["attach", "-i", &id], b"hellor");
+    says(&log, "hello", 1);
+    says(&log, "boot 3", 1);
+    // One that stands still does so afterwards.
+    vm(&node, &["pause", "db"]).ok();
+    let layout = format!("oci:{}:db", node.folder().join("layout").display());
+    vm(&node, &["export", "db", &layout]).ok();
+    assert_eq!(state(&node, &id), "paused");
+    vm(&node, &["unpause", "db"]).ok();
+    // The daemon is killed meanwhile.
+    let mut child = spawn(&node, &["export", "db", &reference.replace(":live", ":killed")]);
+    eventually("it is under way", || {
+        (state(&node, &id) != "running" || child.try_wait().is_ok_and(|end| end.is_some())).then_some(())
+    });
+    node.kill();
+    child.wait().expect("it is ours");
+    node.start();
+    running(&node, &id);
+    nothing(&node);
+    // Whoever asked is gone.
+    let mut child = spawn(&node, &["export", "db", &reference.replace(":live", ":gone")]);
+    eventually("it is under way", || {
+        (state(&node, &id) != "running" || child.try_wait().is_ok_and(|end| end.is_some())).then_some(())
+    });
+    child.kill().expect("it is ours");
+    child.wait().expect("it is ours");
+    running(&node, &id);
+    nothing(&node);
+    node.crictl.call(["rmp", "--force", &pod]);
+    vm(&node, &["delete", "db"]).ok();
+
+    let told = vm(&node, &["import", &reference, "db"]).ok();
+    assert!(told.contains(&snapshot), "{told}");
+    assert_eq!(describe(&node, "db")["uuid"], known["uuid"]);
+    let pod = node.crictl.run_pod_of("vm", named(&node, &image, "db"));
+    let machine = pod.start(container(&image, 0));
+    // Its disk is as it was at that moment.
+    machine.says("boot 3\n");
+    assert_eq!(count_in_memory(&node), 3);
+    vm(&node, &["restore", "db", &snapshot]).ok();
+    assert_eq!(count_in_memory(&node), 2, "its memory is as it was at that moment");
+    vm(&node, &["reset", "db"]).ok();
+    says(&machine.log, "boot 3", 2);
+    // And so it goes on from node to node.
+    vm(&node, &["delete-snapshot", "db", &snapshot]).ok();
+    vm(&node, &["export", "db", &reference]).ok();
+    pod.remove();
+    vm(&node, &["delete", "db"]).ok();
+}

@@ -1,0 +1,229 @@
+//! Owns: a machine on its way out: its files compressed one by one beside the machines, sent, and forgotten; then what it is. One that no pod
+//! holds stays as it is, and nobody may have it meanwhile; one that runs is copied first, and goes on.
+
+use super::document::{Document, File, Image, Kept, MACHINE};
+use super::{Folder, Place, Progress, TransferError, blocking, live};
+use crate::lifecycle::{Node, now};
+use crate::store::VmRecord;
+use nacelle_base::files::{FileError, at, remove_if_there};
+use nacelle_image::{Artifacts, Digest, pack};
+use nacelle_keeper::qcow2::{self, Format};
+use nacelle_keeper::{ADDED, Added, read_added};
+use std::collections::BTreeMap;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+/// The most bytes of the list of disks that were added.
+const LIST: u64 = 64 << 10;
+/// The most bytes of a mark that names an image.
+const MARK: u64 = 128;
+/// The most bytes of a disk's table of snapshots that are read.
+const TABLE: u64 = 1 << 20;
+
+/// What has become of it.
+#[derive(Debug)]
+pub struct Exported {
+    /// The artifact's.
+    pub digest: Digest,
+    /// The snapshot in it with the memory of one that ran.
+    pub snapshot: Option<String>,
+}
+
+/// What a machine keeps, before it is read.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Listed {
+    pub files: Vec<(Kept, PathBuf)>,
+    pub secure_boot: bool,
+    pub snapshots: Vec<String>,
+}
+
+/// Exports a machine, which runs in this container, or in none. Dropping the future ends it, and nothing of it stays on this node.
+pub async fn export(
+    node: &Node,
+    vm: &str,
+    container: Option<String>,
+    place: Place,
+    progress: &Progress,
+) -> Result<Exported, TransferError> {
+    let parts = node.parts();
+    let artifacts = parts.images.artifacts(&place.name, place.auth, place.plain_http)?;
+    let (record, ours) = match container {
+        None => node.lend_vm(vm, "exported")?,
+        // Its pod has it, and one at a time copies it.
+        Some(_) => (parts.vms.known(vm)?, parts.vms.take(vm, "exported")?),
+    };
+    let work = parts.vms.work_folder();
+    let work = blocking(move || Folder::make(work)).await?;
+    let done = async {
+        let snapshot = container.is_some().then(|| format!("exported-{}", now() / 1_000_000_000));
+        let listed = match (container, &snapshot) {
+            (Some(container), Some(snapshot)) => {
+                progress.begin("copying the machine as it is".to_owned(), 0);
+                live::copy(node, container, &record, snapshot, &work).await?
+            }
+            _ => {
+                let (folder, of) = (parts.vms.folder(&record), record.clone());
+                blocking(move || list(&folder, &of)).await?
+            }
+        };
+        // What is copied is nobody's; what is not, must stay as it is.
+        let ours = Some(ours).filter(|_| snapshot.is_none());
+        let digest = send(node, &record, listed, &work, &artifacts, progress).await?;
+        drop(ours);
+        Ok(Exported { digest, snapshot })
+    };
+    let done = done.await;
+    work.remove().await;
+    if let Ok(Exported { digest, .. }) = &done {
+        tracing::info!(machine = vm, artifact = artifacts.name(), %digest, "exported");
+    }
+    done
+}
+
+async fn send(
+    node: &Node,
+    record: &VmRecord,
+    listed: Listed,
+    work: &Folder,
+    artifacts: &Artifacts,
+    progress: &Progress,
+) -> Result<Digest, TransferError> {
+    let Listed { files, secure_boot, snapshots } = listed;
+    let (mut described, mut layers) = (Vec::new(), Vec::new());
+    for (n, (kept, path)) in files.into_iter().enumerate() {
+        let (to, moved) = (work.path().join(format!("{n}.zst")), progress.moved.clone());
+        let size = tokio::fs::metadata(&path).await.map_err(at("look at", &path))?.len();
+        progress.begin(format!("compressing {}", kept.what()), size);
+        let packed = blocking(move || pack(&path, &to, &moved)).await?;
+        progress.begin(format!("sending {}", kept.what()), packed.blob.size);
+        artifacts.put(&packed, &progress.moved).await?;
+        let sent = packed.path;
+        blocking(move || remove_if_there(&sent)).await?;
+        layers.push((packed.blob, format!("{}.zst", kept.file())));
+        described.push(File { kept, size: packed.content.size, digest: packed.content.digest });
+    }
+    let (namespace, name) = record.id.split_once('/').unwrap_or_default();
+    let over = described.iter().any(|file| matches!(file.kept, Kept::Disk { over_image: true, .. }));
+    let image = record.image.filter(|_| over).map(|id| Image { id, names: names(node, id) });
+    let document = Document {
+        namespace: namespace.to_owned(),
+        name: name.to_owned(),
+        uuid: record.uuid.clone(),
+        mac: record.mac.map(|byte| format!("{byte:02x}")).join(":"),
+        created_at: record.created_at,
+        image,
+        secure_boot,
+        snapshots,
+        files: described,
+    };
+    let wrong = |source| TransferError::Document { name: artifacts.name(), source };
+    let document = document.write().map_err(wrong)?;
+    progress.begin("sending what it is".to_owned(), 0);
+    Ok(artifacts.publish(&MACHINE, document, layers).await?)
+}
+
+/// What the image is called in registries: what is always the same first.
+fn names(node: &Node, id: Digest) -> Vec<String> {
+    let known = node.parts().images.list().into_iter().find(|image| image.id == id);
+    known.into_iter().flat_map(|image| image.repo_digests.into_iter().chain(image.repo_tags)).take(8).collect()
+}
+
+/// The files of a machine's folder in the order of their names; those of disks that the next run would make anew are left out. Blocks.
+pub(super) fn list(folder: &Path, record: &VmRecord) -> Result<Listed, TransferError> {
+    let mut names = BTreeMap::new();
+    for entry in std::fs::read_dir(folder).map_err(at("read", folder))? {
+        let entry = entry.map_err(at("read", folder))?;
+        if let Some(name) = entry.file_name().to_str() {
+            names.insert(name.to_owned(), entry.path());
+        }
+    }
+    let added = added(&folder.join(ADDED))?;
+    let (mut files, mut snapshots) = (Vec::new(), Vec::new());
+    for (name, path) in &names {
+        let refused = |disk: &str| {
+            let disk = disk.to_owned();
+            move |rule| TransferError::Disk { disk, rule }
+        };
+        let kept = match name.as_str() {
+            "efi-variables" if names.contains_key("efi-variables.qcow2") => Kept::FirmwareVariables {},
+            "efi-variables.qcow2" if names.contains_key("efi-variables") => {
+                Kept::FirmwareWritten { bytes: look(path)?.map_err(refused("efi-variables"))?.0 }
+            }
+            "efi-variables.qcow2" => continue,
+            name => {
+                if let Some(Added { name, place, bytes }) = added.iter().find(|disk| disk.file() == name).cloned() {
+                    files.push((Kept::AddedDisk { name, place, bytes }, path.clone()));
+                    continue;
+                }
+                let disk = name.strip_suffix(".qcow2").filter(|disk| !disk.contains('.'));
+                let Some(disk) = disk else { continue };
+                let over_image = match mark(&folder.join(format!("{disk}.image")))? {
+                    Some(of) if record.image.is_some_and(|image| image.to_string() == of) => true,
+                    // Of an image before that one.
+                    Some(_other) => continue,
+                    None => false,
+                };
+                let (bytes, found) = look(path)?.map_err(refused(disk))?;
+                // QEMU lists those of the first disk.
+                if snapshots.is_empty() {
+                    snapshots = found;
+                }
+                Kept::Disk { name: disk.to_owned(), bytes, over_image }
+            }
+        };
+        files.push((kept, path.clone()));
+    }
+    Ok(Listed { files, secure_boot: names.contains_key("efi-secure"), snapshots })
+}
+
+/// The disks that were added.
+fn added(path: &Path) -> Result<Vec<Added>, TransferError> {
+    let Some(text) = small(path, LIST)? else { return Ok(Vec::new()) };
+    let rule = "the list of disks that were added cannot be read";
+    read_added(&text).map_err(|_told| TransferError::Disk { disk: ADDED.to_owned(), rule })
+}
+
+/// The image that a disk lies over, if it says so.
+fn mark(path: &Path) -> Result<Option<String>, FileError> {
+    Ok(small(path, MARK)?.map(|text| String::from_utf8_lossy(&text).into_owned()))
+}
+
+/// At most so many bytes of a file; none: it is not there.
+fn small(path: &Path, most: u64) -> Result<Option<Vec<u8>>, FileError> {
+    use std::io::Read;
+    let file = match std::fs::File::open(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        file => file.map_err(at("open", path))?,
+    };
+    let mut bytes = Vec::new();
+    file.take(most).read_to_end(&mut bytes).map_err(at("read", path))?;
+    Ok(Some(bytes))
+}
+
+/// The bytes of a disk in qcow2, and the names of its snapshots; or why it is not taken. Blocks.
+pub(super) fn look(path: &Path) -> Result<Result<(u64, Vec<String>), qcow2::Refusal>, FileError> {
+    let file = std::fs::File::open(path).map_err(at("open", path))?;
+    let head = piece(&file, 0, qcow2::HEADER as u64).map_err(at("read", path))?;
+    let size = match qcow2::format(&head) {
+        Ok(Format::Qcow2 { size }) => size,
+        Ok(Format::Raw) => return Ok(Err("a qcow2 file is expected")),
+        Err(rule) => return Ok(Err(rule)),
+    };
+    let (table, count) = qcow2::snapshot_table(&head);
+    let table = piece(&file, table, if count == 0 { 0 } else { TABLE }).map_err(at("read", path))?;
+    Ok(Ok((size, qcow2::snapshot_names(&table, count))))
+}
+
+/// At most so many bytes from there.
+fn piece(file: &std::fs::File, from: u64, most: u64) -> std::io::Result<Vec<u8>> {
+    let mut bytes = vec![0; usize::try_from(most).unwrap_or_default()];
+    let mut filled = 0;
+    while let Some(rest) = bytes.get_mut(filled..).filter(|rest| !rest.is_empty()) {
+        match file.read_at(rest, from.saturating_add(filled as u64))? {
+            0 => break,
+            count => filled += count,
+        }
+    }
+    bytes.truncate(filled);
+    Ok(bytes)
+}

@@ -1,0 +1,176 @@
+//! Owns: the manifest of an artifact: an image manifest of OCI with a type of its own. Pure; what is read comes from strangers, and its size
+//! is bounded before it comes here.
+//! Source: OCI image specification 1.1, manifest.md, "Guidelines for Artifact Usage".
+
+use crate::manifest::{Descriptor, ManifestError, RawDescriptor};
+use crate::{Digest, ImageError};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+/// The media type of all manifests here.
+pub const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
+/// The one layer of an artifact without any: registries may want one.
+pub const NOTHING: &[u8] = b"{}";
+/// Its media type.
+const EMPTY: &str = "application/vnd.oci.empty.v1+json";
+/// What a layer is called where people look.
+const TITLE: &str = "org.opencontainers.image.title";
+
+/// What an artifact is, by its media types.
+#[derive(Debug, PartialEq, Eq)]
+pub struct ArtifactKind {
+    /// Of the artifact.
+    pub artifact: &'static str,
+    /// Of its configuration.
+    pub config: &'static str,
+    /// Of its layers, which are compressed with zstd.
+    pub layer: &'static str,
+}
+
+/// A manifest that was checked.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Found {
+    pub config: Descriptor,
+    pub layers: Vec<Descriptor>,
+}
+
+/// Always the same for the same content.
+pub fn write(kind: &ArtifactKind, config: &[u8], layers: &[(Descriptor, String)]) -> Vec<u8> {
+    let descriptor =
+        |kind: &str, digest: &Digest, size: u64| json!({ "mediaType": kind, "digest": digest, "size": size });
+    let mut described: Vec<Value> = layers
+        .iter()
+        .map(|(blob, title)| {
+            let mut layer = descriptor(kind.layer, &blob.digest, blob.size);
+            layer["annotations"] = json!({ TITLE: title });
+            layer
+        })
+        .collect();
+    if described.is_empty() {
+        described.push(descriptor(EMPTY, &Digest::of(NOTHING), NOTHING.len() as u64));
+    }
+    let manifest = json!({
+        "schemaVersion": 2,
+        "mediaType": MANIFEST,
+        "artifactType": kind.artifact,
+        "config": descriptor(kind.config, &Digest::of(config), config.len() as u64),
+        "layers": described,
+    });
+    manifest.to_string().into_bytes()
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Raw {
+    #[serde(default)]
+    schema_version: u64,
+    #[serde(default)]
+    media_type: Option<String>,
+    #[serde(default)]
+    artifact_type: Option<String>,
+    config: Option<RawDescriptor>,
+    layers: Option<Vec<RawDescriptor>>,
+    manifests: Option<Vec<serde::de::IgnoredAny>>,
+}
+
+/// Reads a manifest of this kind. `name` is what it was found under.
+pub fn read(kind: &ArtifactKind, name: &str, bytes: &[u8], most: usize) -> Result<Found, ImageError> {
+    let wrong = |source| ImageError::Manifest { what: format!("manifest of {name}"), source };
+    let other = |found: &str| {
+        let found = found.chars().filter(|c| !c.is_control()).take(100).collect();
+        Err(ImageError::OtherArtifact { name: name.to_owned(), found, wanted: kind.artifact })
+    };
+    let raw: Raw = serde_json::from_slice(bytes).map_err(|source| wrong(source.into()))?;
+    let (Some(config), Some(layers)) = (raw.config, raw.layers) else {
+        return other(raw.media_type.as_deref().unwrap_or("no manifest"));
+    };
+    let of_config = config.media_type().unwrap_or_default();
+    // Registries and tools of before OCI 1.1 may drop the first.
+    let said = raw.artifact_type.as_deref().filter(|said| !said.is_empty()).unwrap_or(of_config);
+    let known = [kind.artifact, kind.config].contains(&said) && of_config == kind.config;
+    if raw.manifests.is_some() || raw.schema_version != 2 || !known {
+        return other(said);
+    }
+    if layers.len() > most {
+        return Err(wrong(ManifestError::TooManyLayers { layers: layers.len(), most }));
+    }
+    let mut checked = Vec::with_capacity(layers.len());
+    for layer in &layers {
+        let named = layer.check().map_err(wrong)?;
+        match layer.media_type().unwrap_or_default() {
+            EMPTY if layers.len() == 1 => {}
+            found if found == kind.layer => checked.push(named),
+            found => return other(&format!("one with a layer {found}")),
+        }
+    }
+    Ok(Found { config: config.check().map_err(wrong)?, layers: checked })
+}
+
+#[cfg(test)]
+pub mod tests {
+    use super::*;
+    use nacelle_base::{Classify, Kind};
+    use proptest::prelude::*;
+
+    pub static SAMPLE: ArtifactKind = ArtifactKind {
+        artifact: "application/vnd.a.v1",
+        config: "application/vnd.a.config",
+        layer: "application/vnd.a+zstd",
+    };
+
+    fn blob(n: u8) -> Descriptor {
+        Descriptor { digest: Digest([n; 32]), size: u64::from(n) }
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        for layers in [vec![], vec![blob(1)], vec![blob(1), blob(2)]] {
+            let named: Vec<_> = layers.iter().map(|blob| (blob.clone(), "a".to_owned())).collect();
+            let written = write(&SAMPLE, b"{\"a\":1}", &named);
+            let config = Descriptor { digest: Digest::of(b"{\"a\":1}"), size: 7 };
+            assert_eq!(read(&SAMPLE, "x", &written, 2).unwrap(), Found { config, layers });
+            assert_eq!(written, write(&SAMPLE, b"{\"a\":1}", &named));
+        }
+    }
+
+    #[test]
+    fn what_is_another_thing_is_refused() {
+        let named: Vec<_> = (1..4).map(|n| (blob(n), "a".to_owned())).collect();
+        let whole: Value = serde_json::from_slice(&write(&SAMPLE, b"{}", &named)).unwrap();
+        let told = |key: &str, value: Value| {
+            let mut changed = whole.clone();
+            *changed.pointer_mut(key).unwrap() = value;
+            let error = read(&SAMPLE, "x", changed.to_string().as_bytes(), 3).unwrap_err();
+            assert_eq!(error.kind(), Kind::Invalid, "{error}");
+            nacelle_base::Chain(&error).to_string()
+        };
+        for (key, value, words) in [
+            ("/artifactType", json!("application/vnd.b"), "application/vnd.b"),
+            ("/config/mediaType", json!("application/vnd.oci.image.config.v1+json"), "is application/vnd.a.v1"),
+            ("/schemaVersion", json!(1), "application/vnd.a.v1"),
+            ("/layers/1/mediaType", json!(EMPTY), "a layer application/vnd.oci.empty"),
+            ("/layers/1/digest", json!("../../etc/passwd"), "no sha256 digest"),
+            ("/layers/1/size", json!(-1), "form"),
+            ("/config/digest", json!("md5:0"), "no sha256 digest"),
+        ] {
+            let told = told(key, value);
+            assert!(told.contains(words), "{words:?} in {told}");
+        }
+        let error = read(&SAMPLE, "x", whole.to_string().as_bytes(), 2).unwrap_err();
+        assert!(nacelle_base::Chain(&error).to_string().contains("3 layers"), "{error}");
+        for text in ["{}", "[]", "", r#"{"schemaVersion":2,"manifests":[]}"#] {
+            assert_eq!(read(&SAMPLE, "x", text.as_bytes(), 3).unwrap_err().kind(), Kind::Invalid, "{text}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_read_without_harm(at in 0..400usize, byte: u8) {
+            let mut whole = write(&SAMPLE, b"{}", &[(blob(1), "a".to_owned())]);
+            if let Some(place) = whole.get_mut(at) { *place = byte; }
+            if let Ok(found) = read(&SAMPLE, "x", &whole, 1) {
+                prop_assert!(found.layers.len() <= 1);
+            }
+        }
+    }
+}

@@ -1,0 +1,215 @@
+//! Owns: artifacts in an OCI image layout, a folder of the node: where there is no registry.
+//! Blocks on files. Source: OCI image specification 1.1, image-layout.md.
+
+use super::{ArtifactKind, document};
+use crate::manifest::{Descriptor, MAX_MANIFEST, RawDescriptor};
+use crate::{Digest, ImageError};
+use nacelle_base::files::{at, remove_if_there, write_whole};
+use serde_json::{Value, json};
+use std::fs::{File, OpenOptions};
+use std::io::Read;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+/// The name of a manifest in a layout's index.
+const NAME: &str = "org.opencontainers.image.ref.name";
+/// The file that makes a folder a layout.
+const MARK: &[u8] = br#"{"imageLayoutVersion":"1.0.0"}"#;
+
+/// A name in a layout.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Layout {
+    folder: PathBuf,
+    tag: String,
+}
+
+impl Layout {
+    /// Of `/FOLDER` or `/FOLDER:TAG`; `whole` is what people wrote.
+    pub fn parse(whole: &str, text: &str) -> Result<Layout, ImageError> {
+        let (folder, tag) = match text.rsplit_once(':') {
+            Some((folder, tag)) if !tag.contains('/') => (folder, tag),
+            _ => (text, "latest"),
+        };
+        let bad = |why| Err(ImageError::BadReference { text: whole.chars().take(300).collect(), why });
+        let plain = |b: u8| b.is_ascii_alphanumeric() || b"_.-".contains(&b);
+        if tag.is_empty() || tag.len() > 128 || !tag.bytes().all(plain) {
+            return bad("a tag has 1 to 128 characters from A-Za-z0-9_.-");
+        }
+        let folder = PathBuf::from(folder);
+        if !folder.is_absolute() || folder.components().any(|part| part == std::path::Component::ParentDir) {
+            return bad("after oci: a folder is expected, as a whole path without ..");
+        }
+        Ok(Layout { folder, tag: tag.to_owned() })
+    }
+
+    /// As people write it.
+    pub fn name(&self) -> String {
+        format!("oci:{}:{}", self.folder.display(), self.tag)
+    }
+
+    fn blob(&self, digest: &Digest) -> PathBuf {
+        self.folder.join("blobs/sha256").join(digest.hex())
+    }
+
+    fn make(&self) -> Result<(), ImageError> {
+        let blobs = self.folder.join("blobs/sha256");
+        Ok(std::fs::create_dir_all(&blobs).map_err(at("create", &blobs))?)
+    }
+
+    /// Copies a file there.
+    pub fn put(&self, from: &Path, blob: &Descriptor) -> Result<(), ImageError> {
+        self.make()?;
+        let path = self.blob(&blob.digest);
+        if path.exists() {
+            return Ok(());
+        }
+        let temporary = path.with_extension(format!("tmp.{}", std::process::id()));
+        let copied = (|| {
+            let mut source = File::open(from)?;
+            let mut target = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
+            std::io::copy(&mut source, &mut target)?;
+            target.sync_all()?;
+            std::fs::rename(&temporary, &path)
+        })();
+        if copied.is_err() {
+            remove_if_there(&temporary)?;
+        }
+        Ok(copied.map_err(at("write", &path))?)
+    }
+
+    /// Writes a few bytes there.
+    pub fn put_bytes(&self, bytes: &[u8]) -> Result<(), ImageError> {
+        self.make()?;
+        Ok(write_whole(&self.blob(&Digest::of(bytes)), bytes)?)
+    }
+
+    /// Writes a manifest, and gives it the name, which another may have had.
+    pub fn publish(&self, kind: &ArtifactKind, manifest: &[u8]) -> Result<(), ImageError> {
+        self.put_bytes(manifest)?;
+        let (mark, index) = (self.folder.join("oci-layout"), self.folder.join("index.json"));
+        // One after the other, whoever they are.
+        let lock = File::open(&self.folder).map_err(at("open", &self.folder))?;
+        lock.lock().map_err(at("lock", &self.folder))?;
+        write_whole(&mark, MARK)?;
+        let mut whole = match self.read(&index, MAX_MANIFEST, "index.json")? {
+            Some(bytes) => serde_json::from_slice(&bytes).map_err(|source| self.wrong("index.json", source.into()))?,
+            None => json!({ "schemaVersion": 2, "mediaType": "application/vnd.oci.image.index.v1+json" }),
+        };
+        let others = whole.get("manifests").and_then(Value::as_array).into_iter().flatten();
+        let named = |entry: &&Value| entry.get("annotations").and_then(|all| all.get(NAME)) == Some(&json!(self.tag));
+        let mut all: Vec<Value> = others.filter(|entry| !named(entry)).cloned().collect();
+        all.push(json!({
+            "mediaType": document::MANIFEST,
+            "artifactType": kind.artifact,
+            "digest": Digest::of(manifest),
+            "size": manifest.len(),
+            "annotations": { NAME: self.tag },
+        }));
+        match whole.as_object_mut() {
+            Some(index) => drop(index.insert("manifests".to_owned(), Value::Array(all))),
+            None => return Err(ImageError::Archive { path: self.folder.clone(), why: "its index.json is no index" }),
+        }
+        Ok(write_whole(&index, whole.to_string().as_bytes())?)
+    }
+
+    /// The manifest of this name, verified, and its digest.
+    pub fn manifest(&self) -> Result<(Vec<u8>, Digest), ImageError> {
+        let index = self.read(&self.folder.join("index.json"), MAX_MANIFEST, "index.json")?;
+        let why = "it is no OCI layout: there is no index.json in it";
+        let index = index.ok_or_else(|| ImageError::Archive { path: self.folder.clone(), why })?;
+        let entries = crate::manifest::parse_layout_index(&index).map_err(|source| self.wrong("index.json", source))?;
+        let named = |entry: &&RawDescriptor| {
+            entry.annotations.as_ref().and_then(|all| all.get(NAME)).is_some_and(|name| *name == self.tag)
+        };
+        let entry = entries.iter().find(named).ok_or_else(|| ImageError::NotFound { name: self.name() })?;
+        let wanted = entry.check().map_err(|source| self.wrong("index.json", source))?;
+        Ok((self.bytes(&wanted, MAX_MANIFEST, "manifest")?, wanted.digest))
+    }
+
+    /// A small blob, verified.
+    pub fn bytes(&self, wanted: &Descriptor, limit: u64, what: &str) -> Result<Vec<u8>, ImageError> {
+        let path = self.blob(&wanted.digest);
+        let why = "a part that it names is not in it";
+        let missing = || ImageError::Archive { path: self.folder.clone(), why };
+        let bytes = self.read(&path, limit, what)?.ok_or_else(missing)?;
+        match Digest::of(&bytes) {
+            got if got == wanted.digest => Ok(bytes),
+            got => Err(ImageError::Digest { what: format!("{what} {}", wanted.digest), got }),
+        }
+    }
+
+    /// A blob, to be read.
+    pub fn open(&self, blob: &Descriptor) -> Result<File, ImageError> {
+        let path = self.blob(&blob.digest);
+        Ok(File::open(&path).map_err(at("open", &path))?)
+    }
+
+    fn read(&self, path: &Path, limit: u64, what: &str) -> Result<Option<Vec<u8>>, ImageError> {
+        let file = match File::open(path) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            file => file.map_err(at("open", path))?,
+        };
+        let mut bytes = Vec::new();
+        file.take(limit + 1).read_to_end(&mut bytes).map_err(at("read", path))?;
+        if bytes.len() as u64 > limit {
+            return Err(ImageError::TooLarge { what: format!("{what} of {}", self.name()), limit });
+        }
+        Ok(Some(bytes))
+    }
+
+    fn wrong(&self, what: &str, source: crate::manifest::ManifestError) -> ImageError {
+        ImageError::Manifest { what: format!("{what} of {}", self.folder.display()), source }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::document::tests::SAMPLE;
+    use super::super::{Moved, sample};
+    use super::*;
+    use crate::{Config, Store};
+    use nacelle_base::{Classify, Kind};
+
+    #[test]
+    fn names_are_whole_paths_with_a_tag() {
+        let parsed = |text: &str| Layout::parse(text, text.strip_prefix("oci:").unwrap()).map(|layout| layout.name());
+        assert_eq!(parsed("oci:/a/b").unwrap(), "oci:/a/b:latest");
+        assert_eq!(parsed("oci:/a:b/c:v1.2").unwrap(), "oci:/a:b/c:v1.2");
+        for text in ["oci:", "oci:a", "oci:/a:", "oci:/a/../b", "oci:/a:b c"] {
+            assert_eq!(parsed(text).unwrap_err().kind(), Kind::Invalid, "{text}");
+        }
+    }
+
+    #[tokio::test]
+    async fn an_artifact_comes_back_from_a_layout() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::open(&folder.path().join("store"), Config::default()).unwrap();
+        let name = |tag: &str| format!("oci:{}:{tag}", folder.path().join("layout").display());
+        let at = |tag: &str| store.artifacts(&name(tag), None, false).unwrap();
+        let (one, moved) = (sample(folder.path(), "a", b"content"), Moved::default());
+        assert_eq!(at("v1").find(&SAMPLE, 1, 10).await.unwrap_err().kind(), Kind::Invalid);
+        for _ in 0..2 {
+            at("v1").put(&one, &moved).await.unwrap();
+            at("v1").publish(&SAMPLE, b"{}".to_vec(), vec![(one.blob.clone(), "a.zst".into())]).await.unwrap();
+        }
+        at("v2").publish(&SAMPLE, b"[]".to_vec(), vec![]).await.unwrap();
+        let found = at("v1").find(&SAMPLE, 1, 10).await.unwrap();
+        assert_eq!((found.config.as_slice(), found.layers.as_slice()), (&b"{}"[..], &[one.blob.clone()][..]));
+        assert_eq!(at("v2").find(&SAMPLE, 1, 10).await.unwrap().layers, []);
+        assert_eq!(at("v3").find(&SAMPLE, 1, 10).await.unwrap_err().kind(), Kind::NotFound);
+        assert!(at("v1").find(&SAMPLE, 1, 1).await.unwrap_err().to_string().contains("larger than 1"));
+        let path = folder.path().join("back");
+        let fetch = || async {
+            let file = File::create(&path).unwrap();
+            at("v1").fetch(&one.blob, &one.content, file, &path, &moved).await
+        };
+        fetch().await.unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"content");
+        let blob = folder.path().join("layout/blobs/sha256").join(one.blob.digest.hex());
+        std::fs::write(&blob, "other").unwrap();
+        assert!(fetch().await.is_err());
+        let manifest = folder.path().join("layout/blobs/sha256").join(found.digest.hex());
+        std::fs::write(&manifest, "{}").unwrap();
+        assert!(at("v1").find(&SAMPLE, 1, 10).await.unwrap_err().to_string().contains("damaged"));
+    }
+}

@@ -1,0 +1,284 @@
+//! Owns: files of artifacts, compressed with zstd and back, with the digests of both forms. What is unpacked comes from strangers: no more is
+//! written than was announced, and no more memory taken than a window of 8 MiB.
+//! Blocks on files.
+
+use super::Descriptor;
+use crate::{Digest, ImageError};
+use nacelle_base::files::at;
+use sha2::{Digest as _, Sha256};
+use std::fs::{File, OpenOptions};
+use std::io::{self, BufReader, Read};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+/// How hard is tried: zstd's own default.
+const LEVEL: i32 = 3;
+/// The largest window of what is unpacked, as a power of two. That of `LEVEL` has 21.
+const WINDOW: u32 = 23;
+/// Bytes at a time, and the smallest hole that is left.
+const PIECE: usize = 64 << 10;
+
+/// How many bytes have moved, and whether they shall go on. Clones are the same.
+#[derive(Clone, Debug, Default)]
+pub struct Moved(Arc<(AtomicU64, AtomicBool)>);
+
+impl Moved {
+    /// So many.
+    pub fn bytes(&self) -> u64 {
+        self.0.0.load(Ordering::Relaxed)
+    }
+
+    /// Counts from here.
+    pub fn set(&self, bytes: u64) {
+        self.0.0.store(bytes, Ordering::Relaxed);
+    }
+
+    pub(crate) fn add(&self, bytes: u64) {
+        self.0.0.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Nobody wants them any more: threads that move them end soon.
+    pub fn give_up(&self) {
+        self.0.1.store(true, Ordering::Relaxed);
+    }
+
+    fn check(&self) -> io::Result<()> {
+        if self.0.1.load(Ordering::Relaxed) { Err(io::ErrorKind::Interrupted.into()) } else { Ok(()) }
+    }
+}
+
+/// What a file has in it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Content {
+    /// The digest of all of it.
+    pub digest: Digest,
+    /// Its bytes.
+    pub size: u64,
+}
+
+/// A file that was compressed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Packed {
+    /// Where it lies.
+    pub path: PathBuf,
+    /// As it is.
+    pub blob: Descriptor,
+    /// What is in it.
+    pub content: Content,
+}
+
+/// Compresses a file into another one, which must not be there. `moved` counts what was read.
+pub fn pack(from: &Path, to: &Path, moved: &Moved) -> Result<Packed, ImageError> {
+    let source = File::open(from).map_err(at("open", from))?;
+    let target = OpenOptions::new().write(true).create_new(true).mode(0o600).open(to).map_err(at("create", to))?;
+    let mut content = Hashed::new(source);
+    let mut blob = Hashed::new(&target);
+    let packed = (|| {
+        let mut encoder = zstd::stream::write::Encoder::new(&mut blob, LEVEL)?;
+        let mut piece = vec![0; PIECE];
+        loop {
+            moved.check()?;
+            let count = content.read(&mut piece)?;
+            let Some(read) = piece.get(..count).filter(|read| !read.is_empty()) else { break };
+            io::Write::write_all(&mut encoder, read)?;
+            moved.add(read.len() as u64);
+        }
+        encoder.finish().map(drop)
+    })();
+    packed.map_err(at("compress", from))?;
+    let ((digest, size), (of_content, length)) = (blob.done(), content.done());
+    let content = Content { digest: of_content, size: length };
+    Ok(Packed { path: to.to_owned(), blob: Descriptor { digest, size }, content })
+}
+
+/// Unpacks a stream into an empty file, which is synced then; `path` is what the file is called. Both must be as announced.
+pub fn unpack(
+    source: impl Read,
+    blob: &Descriptor,
+    content: &Content,
+    to: &File,
+    path: &Path,
+    moved: &Moved,
+) -> Result<(), ImageError> {
+    let what = format!("blob {}", blob.digest);
+    // One byte more than it may have, to see that it has.
+    let mut source = Hashed::new(source.take(blob.size.saturating_add(1)));
+    let unpacked = unpack_pieces(&mut source, content, to, path, moved)?;
+    // What follows the compressed data belongs to the digest.
+    io::copy(&mut source, &mut io::sink()).map_err(at("receive", path))?;
+    let (digest, size) = source.done();
+    if digest != blob.digest || size != blob.size {
+        return Err(ImageError::Digest { what, got: digest });
+    }
+    if unpacked != content.digest {
+        return Err(ImageError::Digest { what: format!("the content {} of {what}", content.digest), got: unpacked });
+    }
+    to.set_len(content.size).and_then(|()| to.sync_all()).map_err(at("write", path))?;
+    Ok(())
+}
+
+/// The digest of what was written.
+fn unpack_pieces(
+    source: &mut impl Read,
+    content: &Content,
+    to: &File,
+    path: &Path,
+    moved: &Moved,
+) -> Result<Digest, ImageError> {
+    let mut decoder = zstd::stream::read::Decoder::with_buffer(BufReader::with_capacity(PIECE, source))
+        .and_then(|mut decoder| decoder.window_log_max(WINDOW).map(|()| decoder))
+        .map_err(at("unpack", path))?;
+    let (mut hash, mut done) = (Sha256::new(), 0u64);
+    let mut piece = vec![0; PIECE];
+    loop {
+        moved.check().map_err(at("write", path))?;
+        let count = fill(&mut decoder, &mut piece).map_err(at("unpack", path))?;
+        let Some(read) = piece.get(..count).filter(|read| !read.is_empty()) else { break };
+        if done + read.len() as u64 > content.size {
+            return Err(ImageError::TooLarge { what: format!("the content {}", content.digest), limit: content.size });
+        }
+        hash.update(read);
+        // What is not written is zeros.
+        if read.iter().any(|byte| *byte != 0) {
+            to.write_all_at(read, done).map_err(at("write", path))?;
+        }
+        done += read.len() as u64;
+        moved.add(read.len() as u64);
+    }
+    match done == content.size {
+        true => Ok(Digest(hash.finalize().into())),
+        false => {
+            Err(ImageError::Cut { what: format!("the content {}", content.digest), got: done, want: content.size })
+        }
+    }
+}
+
+/// Reads until the buffer is full, or nothing comes any more.
+fn fill(from: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize> {
+    let mut filled = 0;
+    while let Some(rest) = buffer.get_mut(filled..).filter(|rest| !rest.is_empty()) {
+        match from.read(rest) {
+            Ok(0) => break,
+            Ok(count) => filled += count,
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(filled)
+}
+
+/// A stream whose bytes are counted and hashed as they pass.
+struct Hashed<T> {
+    inner: T,
+    hash: Sha256,
+    size: u64,
+}
+
+impl<T> Hashed<T> {
+    fn new(inner: T) -> Hashed<T> {
+        Hashed { inner, hash: Sha256::new(), size: 0 }
+    }
+
+    fn done(self) -> (Digest, u64) {
+        (Digest(self.hash.finalize().into()), self.size)
+    }
+
+    fn passed(&mut self, bytes: &[u8]) {
+        self.hash.update(bytes);
+        self.size += bytes.len() as u64;
+    }
+}
+
+impl<T: Read> Read for Hashed<T> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let count = self.inner.read(buffer)?;
+        if let Some(read) = buffer.get(..count) {
+            self.passed(read);
+        }
+        Ok(count)
+    }
+}
+
+impl<T: io::Write> io::Write for Hashed<T> {
+    fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
+        let count = self.inner.write(buffer)?;
+        if let Some(written) = buffer.get(..count) {
+            self.passed(written);
+        }
+        Ok(count)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.inner.flush()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::MetadataExt;
+
+    fn unpacked(packed: &[u8], blob: &Descriptor, content: &Content) -> Result<Vec<u8>, ImageError> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        let file = File::create(&path).unwrap();
+        unpack(packed, blob, content, &file, &path, &Moved::default())?;
+        Ok(std::fs::read(&path).unwrap())
+    }
+
+    #[test]
+    fn a_file_comes_back_with_its_holes() {
+        let folder = tempfile::tempdir().unwrap();
+        let bytes = [vec![7; 100], vec![0; 4 << 20], b"end".to_vec(), vec![0; 3 * PIECE]].concat();
+        let packed = super::super::sample(folder.path(), "a", &bytes);
+        assert!(packed.blob.size < 4096 && packed.content.size == bytes.len() as u64);
+        let stored = std::fs::read(&packed.path).unwrap();
+        assert_eq!(packed.blob, Descriptor { digest: Digest::of(&stored), size: stored.len() as u64 });
+        let (back, moved) = (folder.path().join("b"), Moved::default());
+        let file = File::create(&back).unwrap();
+        unpack(stored.as_slice(), &packed.blob, &packed.content, &file, &back, &moved).unwrap();
+        assert!(std::fs::read(&back).unwrap() == bytes && moved.bytes() == bytes.len() as u64);
+        assert!(std::fs::metadata(&back).unwrap().blocks() * 512 < 1 << 20, "zeros take no room");
+        assert!(pack(&packed.path, &packed.path, &moved).is_err(), "nothing is overwritten");
+        moved.give_up();
+        assert!(unpack(stored.as_slice(), &packed.blob, &packed.content, &file, &back, &moved).is_err());
+        assert!(pack(&back, &folder.path().join("c"), &moved).is_err());
+    }
+
+    #[test]
+    fn what_is_not_as_announced_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let Packed { path, blob, content } = super::super::sample(folder.path(), "a", &[5; 100_000]);
+        let stored = std::fs::read(&path).unwrap();
+        assert_eq!(unpacked(&stored, &blob, &content).unwrap(), vec![5; 100_000]);
+        let with = |size: u64| Content { size, ..content.clone() };
+        for size in [0, 99_999, 100_001, u64::MAX] {
+            let told = unpacked(&stored, &blob, &with(size)).unwrap_err().to_string();
+            assert!(told.contains("larger than") || told.contains("ends after"), "{told}");
+        }
+        let other = Content { digest: Digest([1; 32]), ..content.clone() };
+        assert!(unpacked(&stored, &blob, &other).unwrap_err().to_string().contains("the content"));
+        for blob in
+            [Descriptor { size: blob.size - 1, ..blob.clone() }, Descriptor { size: blob.size + 1, ..blob.clone() }]
+        {
+            assert!(unpacked(&stored, &blob, &content).is_err());
+        }
+        // More after the end, a bit that fell over, half of it, no zstd at all.
+        let mut longer = stored.clone();
+        longer.push(0);
+        let mut other = stored.clone();
+        *other.last_mut().unwrap() ^= 1;
+        for bytes in [&longer[..], &other, &stored[..stored.len() / 2], b"rubbish", b""] {
+            assert!(unpacked(bytes, &blob, &content).is_err());
+        }
+        // A window of 128 MiB.
+        let mut encoder = zstd::stream::write::Encoder::new(Vec::new(), 1).unwrap();
+        encoder.window_log(27).unwrap();
+        io::Write::write_all(&mut encoder, &[5; 100_000]).unwrap();
+        let wide = encoder.finish().unwrap();
+        let blob = Descriptor { digest: Digest::of(&wide), size: wide.len() as u64 };
+        let told = nacelle_base::Chain(&unpacked(&wide, &blob, &content).unwrap_err()).to_string();
+        assert!(told.contains("emory") || told.contains("indow"), "{told}");
+    }
+}

@@ -1,0 +1,145 @@
+//! Owns: artifacts sent to registries and brought from them: a real one, and one that wants tokens and breaks off.
+
+use crate::common::registry::{Registry, missing};
+use crate::common::server::{Asked, Reply, Server};
+use nacelle_base::{Classify, Kind};
+use nacelle_image::{ArtifactKind, Auth, Config, Moved, Packed, RegistryConfig, Store, pack};
+use std::fs::File;
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+static SAMPLE: ArtifactKind = ArtifactKind {
+    artifact: "application/vnd.a.v1",
+    config: "application/vnd.a.config.v1+json",
+    layer: "application/vnd.a.file.v1+zstd",
+};
+
+fn packed(folder: &Path, name: &str, bytes: &[u8]) -> Packed {
+    let (from, to) = (folder.join(name), folder.join(format!("{name}.zst")));
+    std::fs::write(&from, bytes).unwrap();
+    pack(&from, &to, &Moved::default()).unwrap()
+}
+
+/// Bytes that do not shrink.
+fn noise(length: usize) -> Vec<u8> {
+    let mut state = 7_u64;
+    let next = |_| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 56) as u8
+    };
+    (0..length).map(next).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_artifact_goes_to_a_registry_and_comes_back() {
+    if let Some(why) = missing() {
+        eprintln!("skipped: {why}");
+        return;
+    }
+    let registry = Registry::start(true, true);
+    let (host, folder) = (registry.host(), tempfile::tempdir().unwrap());
+    let special = RegistryConfig { ca_file: Some(registry.ca()), ..RegistryConfig::default() };
+    let config = Config { registries: [(host.clone(), special)].into(), ..Config::default() };
+    let store = Store::open(&folder.path().join("store"), config).unwrap();
+    let auth = Auth { username: "u".into(), password: "p:w".into(), ..Auth::default() };
+    let at = |tag: &str| store.artifacts(&format!("{host}/a/b:{tag}"), Some(auth.clone()), false).unwrap();
+    let files = [packed(folder.path(), "large", &noise(9 << 20)), packed(folder.path(), "empty", b"")];
+    let mut digests = Vec::new();
+    for _ in 0..2 {
+        let moved = Moved::default();
+        for file in &files {
+            at("1").put(file, &moved).await.unwrap();
+        }
+        assert_eq!(moved.bytes(), files[0].blob.size + files[1].blob.size);
+        let layers = files.iter().map(|file| (file.blob.clone(), "file".to_owned())).collect();
+        digests.push(at("1").publish(&SAMPLE, b"{\"a\":1}".to_vec(), layers).await.unwrap());
+    }
+    assert_eq!(digests[0], digests[1]);
+    at("none").publish(&SAMPLE, b"{}".to_vec(), Vec::new()).await.unwrap();
+    assert_eq!(at("none").find(&SAMPLE, 0, 2).await.unwrap_err().kind(), Kind::Invalid);
+    assert!(at("none").find(&SAMPLE, 1, 2).await.unwrap().layers.is_empty());
+
+    let found = at("1").find(&SAMPLE, 2, 7).await.unwrap();
+    assert_eq!((found.digest, found.config.as_slice()), (digests[0], &b"{\"a\":1}"[..]));
+    for (n, (file, layer)) in files.iter().zip(&found.layers).enumerate() {
+        let (path, moved) = (folder.path().join(n.to_string()), Moved::default());
+        at("1").fetch(layer, &file.content, File::create(&path).unwrap(), &path, &moved).await.unwrap();
+        assert!(std::fs::read(&path).unwrap() == std::fs::read(folder.path().join(["large", "empty"][n])).unwrap());
+        assert_eq!(moved.bytes(), file.content.size);
+    }
+    let nobody = store.artifacts(&format!("{host}/a/b:1"), None, false).unwrap();
+    assert_eq!(nobody.put(&files[0], &Moved::default()).await.unwrap_err().kind(), Kind::Denied);
+    assert_eq!(at("2").find(&SAMPLE, 2, 7).await.unwrap_err().kind(), Kind::NotFound);
+}
+
+/// A registry that wants a token for what is asked, and breaks off when it has the first blob.
+fn strict(blobs: &AtomicUsize, asked: &Asked) -> Reply {
+    let host = asked.headers.get("host").cloned().unwrap_or_default();
+    let token = asked.headers.get("authorization").map(String::as_str).unwrap_or_default();
+    let pushing = token == "Bearer push";
+    let challenge = |scope: &str| {
+        let text = format!("Bearer realm=\"http://{host}/token\",scope=\"repository:a/b:{scope}\"");
+        Reply::status(401).header("WWW-Authenticate", &text)
+    };
+    match (asked.method.as_str(), asked.path.as_str()) {
+        ("GET", path) if path.starts_with("/token") => {
+            let scope = if path.contains("push") { "push" } else { "pull" };
+            Reply::ok(format!(r#"{{"token":"{scope}"}}"#).as_bytes())
+        }
+        ("HEAD", _) if token.is_empty() => challenge("pull"),
+        ("HEAD", _) => Reply::status(404),
+        _ if !pushing => challenge("pull,push"),
+        ("POST", "/v2/a/b/blobs/uploads/") => Reply::status(202).header("Location", "/upload?state=1"),
+        ("PUT", path) if path.starts_with("/upload?state=1&digest=sha256%3A") => {
+            Reply::status(if blobs.fetch_add(1, Ordering::SeqCst) == 0 { 500 } else { 201 })
+        }
+        ("PUT", "/v2/a/b/manifests/1") => Reply::status(201),
+        _ => Reply::status(400),
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_sent_has_the_right_token_and_is_sent_again_when_that_broke() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = Store::open(&folder.path().join("store"), Config::default()).unwrap();
+    let file = packed(folder.path(), "file", &noise(1 << 20));
+    let blobs = AtomicUsize::new(0);
+    let server = Server::start(move |asked| strict(&blobs, asked));
+    let name = format!("{}/a/b:1", server.host());
+    let (artifacts, moved) = (store.artifacts(&name, None, true).unwrap(), Moved::default());
+    artifacts.put(&file, &moved).await.unwrap();
+    assert_eq!(moved.bytes(), file.blob.size, "what was sent twice counts once");
+    artifacts.publish(&SAMPLE, b"{}".to_vec(), vec![(file.blob.clone(), "file".into())]).await.unwrap();
+    let asked = server.asked();
+    let sent: Vec<_> =
+        asked.iter().filter(|asked| asked.method == "PUT" && asked.path.starts_with("/upload")).collect();
+    let stored = std::fs::read(&file.path).unwrap();
+    assert!(sent.len() == 3 && sent[0].body == stored && sent[1].body == stored && sent[2].body == b"{}");
+    let manifest = asked.last().unwrap();
+    assert_eq!(manifest.headers["content-type"], "application/vnd.oci.image.manifest.v1+json");
+    let manifest: serde_json::Value = serde_json::from_slice(&manifest.body).unwrap();
+    assert_eq!(manifest["artifactType"], SAMPLE.artifact);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_registry_that_leads_astray_is_left() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = Store::open(&folder.path().join("store"), Config::default()).unwrap();
+    let file = packed(folder.path(), "file", b"content");
+    for (post, put, kind) in [
+        (Reply::status(202), 201, Kind::Unavailable),
+        (Reply::status(202).header("Location", "file:///etc/passwd"), 201, Kind::Unavailable),
+        (Reply::status(202).header("Location", "/upload"), 202, Kind::Unavailable),
+        (Reply::status(202).header("Location", "/upload"), 413, Kind::Invalid),
+        (Reply::status(403), 201, Kind::Denied),
+    ] {
+        let server = Server::start(move |asked| match asked.method.as_str() {
+            "HEAD" => Reply::status(404),
+            "POST" => post.clone(),
+            _ => Reply::status(put),
+        });
+        let artifacts = store.artifacts(&format!("{}/a:1", server.host()), None, true).unwrap();
+        let error = artifacts.put(&file, &Moved::default()).await.unwrap_err();
+        assert_eq!(error.kind(), kind, "{error}");
+    }
+}
