@@ -112,7 +112,7 @@ pub const KINDS: &[(&str, &str)] = &[
     ("VirtualMachineSnapshot", "a command takes it: nacelle vm snapshot"),
     ("VirtualMachineRestore", "a command does it: nacelle vm restore"),
     ("VirtualMachineClone", "a command does it: nacelle vm clone"),
-    ("VirtualMachineExport", "nobody serves the disks of machines"),
+    ("VirtualMachineExport", "a command does it: nacelle vm export"),
     ("DataVolume", "there is no importer: make the claim, and fill it"),
     ("Template", "it has parameters: fill it in first (oc process), and convert what comes of it"),
     ("VirtualMachineTemplate", "it has parameters: fill it in first, and convert what comes of it"),
