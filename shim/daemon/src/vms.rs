@@ -312,6 +312,10 @@ fn copy_folder(from: &Path, to: &Path) -> Result<(), FileError> {
     std::fs::DirBuilder::new().mode(0o700).create(to).map_err(at("create", to))?;
     for entry in std::fs::read_dir(from).map_err(at("read", from))? {
         let entry = entry.map_err(at("read", from))?;
+        // The machine's own processes have written there: a link would lead to whatever they like.
+        if !entry.file_type().map_err(at("look at", &entry.path()))?.is_file() {
+            continue;
+        }
         let copy = to.join(entry.file_name());
         std::fs::copy(entry.path(), &copy).map_err(at("copy", &entry.path()))?;
         std::fs::File::open(&copy).and_then(|file| file.sync_all()).map_err(at("write", &copy))?;
@@ -352,7 +356,9 @@ mod tests {
         assert_eq!(vms.images(), [nacelle_image::Digest([7; 32])]);
         let again = vms.know("default", "db").await.unwrap();
         assert_eq!((&again.uuid, again.mac), (&first.uuid, first.mac));
+        std::os::unix::fs::symlink("/etc/shadow", vms.folder(&first).join("efi-variables")).unwrap();
         let copy = vms.copy("default/db", "default", "db2").await.unwrap();
+        assert!(!vms.folder(&copy).join("efi-variables").exists(), "what a link leads to is not copied");
         assert!(copy.uuid != first.uuid && copy.mac != first.mac && copy.image == again.image);
         assert_eq!(std::fs::read(vms.folder(&copy).join("root.qcow2")).unwrap(), b"data");
         assert_eq!(vms.copy("default/db", "default", "db2").await.unwrap_err().kind(), Kind::AlreadyExists);

@@ -133,6 +133,10 @@ pub(super) fn list(folder: &Path, record: &VmRecord) -> Result<Listed, TransferE
     let mut names = BTreeMap::new();
     for entry in std::fs::read_dir(folder).map_err(at("read", folder))? {
         let entry = entry.map_err(at("read", folder))?;
+        // The machine's own processes write there: a link would lead to whatever they like.
+        if !entry.file_type().map_err(at("look at", &entry.path()))?.is_file() {
+            continue;
+        }
         if let Some(name) = entry.file_name().to_str() {
             names.insert(name.to_owned(), entry.path());
         }

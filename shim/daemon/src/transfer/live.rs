@@ -8,6 +8,9 @@ use crate::store::VmRecord;
 use crate::streaming::Guests;
 use nacelle_base::files::at;
 use nacelle_stream::{Exec, Guests as _, Process};
+use nix::fcntl::OFlag;
+use std::fs::OpenOptions;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::net::UnixStream;
@@ -67,12 +70,17 @@ async fn refusal(stderr: impl AsyncRead + Unpin) -> TransferError {
     TransferError::NotHeld { words: if words.is_empty() { "it does not say why" } else { words }.to_owned() }
 }
 
-/// Blocks are shared where the file system can. Blocks.
+/// Blocks are shared where the file system can. The machine's own processes may change the folder meanwhile: no link is followed. Blocks.
 fn copies(from: &Path, record: &VmRecord, to: &Path) -> Result<Listed, TransferError> {
     let mut listed = list(from, record)?;
     for (kept, path) in &mut listed.files {
         let copy = to.join(kept.file());
-        std::fs::copy(&*path, &copy).map_err(at("copy", path))?;
+        let file = |options: &mut OpenOptions, path: &Path| {
+            options.mode(0o600).custom_flags(OFlag::O_NOFOLLOW.bits()).open(path)
+        };
+        let mut source = file(OpenOptions::new().read(true), path).map_err(at("open", path))?;
+        let mut target = file(OpenOptions::new().write(true).create_new(true), &copy).map_err(at("create", &copy))?;
+        std::io::copy(&mut source, &mut target).map_err(at("copy", path))?;
         *path = copy;
     }
     Ok(listed)
