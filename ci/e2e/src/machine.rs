@@ -4,6 +4,7 @@
 use crate::node::{Options, engine};
 use crate::{Container, Image, Node, Pod};
 use serde_json::{Value, json};
+use std::path::PathBuf;
 
 /// `tests/machines/boot.s`, assembled.
 const BOOT: &str = "fa31c08ed88ec08ed0bc007c8816007eba0206b80001efbe9c7ce86400b80102e84f00fe060080b80103e84500a0008004\
@@ -62,6 +63,43 @@ pub fn boot_disk() -> Vec<u8> {
 pub fn boot_image(node: &Node) -> String {
     let disk = boot_disk();
     node.image(&Image::busybox().layer(|layer| layer.file("disk/boot.img", &disk, 0o440)), "boot:1")
+}
+
+/// Debian, as `ci/disk-image` makes it.
+pub struct Debian {
+    folder: PathBuf,
+}
+
+impl Debian {
+    /// The folder that the environment names; none: no machine of Debian can run.
+    pub fn found() -> Option<Debian> {
+        std::env::var_os("NACELLE_DISK_IMAGE").map(|folder| Debian { folder: folder.into() })
+    }
+
+    fn part(&self, name: &str) -> Vec<u8> {
+        std::fs::read(self.folder.join(name)).expect("ci/disk-image has made it")
+    }
+
+    /// An image with its disk, its kernel at `/boot/vmlinuz` and its initial file system at `/boot/initrd.img`.
+    ///
+    /// # Panics
+    /// If a part is missing.
+    pub fn image(&self, node: &Node) -> String {
+        let image = Image::busybox().layer(|layer| {
+            layer.file("disk/disk.qcow2", &self.part("disk.qcow2"), 0o440);
+            layer.file("boot/vmlinuz", &self.part("vmlinuz"), 0o440);
+            layer.file("boot/initrd.img", &self.part("initrd.img"), 0o440)
+        });
+        node.image(&image, "debian:1")
+    }
+
+    /// What its kernel is told.
+    ///
+    /// # Panics
+    /// If it is no text.
+    pub fn command_line(&self) -> String {
+        String::from_utf8(self.part("cmdline")).expect("it is text").trim().to_owned()
+    }
 }
 
 /// A pod with annotations of machines.

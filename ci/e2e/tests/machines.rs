@@ -1,7 +1,7 @@
 //! Owns: machine pods: a pod whose container is a machine with a disk of its own, driven by crictl. Most of them boot a disk of one
 //! sector, which says what happens to it; one boots Debian.
 
-use nacelle_e2e::machine::{annotated, boot_disk, boot_image, container, node};
+use nacelle_e2e::machine::{Debian, annotated, boot_disk, boot_image, container, node};
 use nacelle_e2e::run::Output;
 use nacelle_e2e::{Container, Image, Node, Pod, eventually};
 use serde_json::{Value, json};
@@ -434,28 +434,22 @@ const CLOCK: &str = "domain: {features: {apic: {}}, clock: {utc: {}, timer: {hpe
                      rtc: {tickPolicy: catchup}, kvm: {present: false}}}}";
 
 fn debian(start: Start) {
-    let Some(folder) = std::env::var_os("NACELLE_DISK_IMAGE") else {
+    let Some(debian) = Debian::found() else {
         println!("skipped: NACELLE_DISK_IMAGE is not set: ci/disk-image makes the disk of Debian");
         return;
     };
-    let part = |name: &str| fs::read(std::path::Path::new(&folder).join(name)).expect("ci/disk-image has made it");
     if nacelle_e2e::run::run(std::process::Command::new("sh").args(["-c", "command -v ssh-keygen"])).code != 0 {
         println!("skipped: this node has no ssh-keygen");
         return;
     }
     let node = node();
-    let image = Image::busybox().layer(|layer| {
-        layer.file("disk/disk.qcow2", &part("disk.qcow2"), 0o440);
-        layer.file("boot/vmlinuz", &part("vmlinuz"), 0o440);
-        layer.file("boot/initrd.img", &part("initrd.img"), 0o440)
-    });
-    let image = node.image(&image, "debian:1");
+    let image = debian.image(&node);
     let ssh = node.folder().join("key");
     nacelle_e2e::run::call("ssh-keygen", ["-q", "-t", "ed25519", "-N", "", "-f", &ssh.display().to_string()]).ok();
     let key = fs::read_to_string(ssh.with_extension("pub")).expect("ssh-keygen has made it");
     let disks = format!("root=image:{image},boot=1;data=empty:64Mi,serial=data");
     let data = "#cloud-config\nwrite_files: [{path: /etc/nacelle-was-here, content: \"yes\\n\"}]\n";
-    let line = String::from_utf8(part("cmdline")).expect("it is text");
+    let line = debian.command_line();
     let how = match start {
         Start::Bios => vec![("firmware", "bios"), ("spec", CLOCK)],
         Start::Uefi => vec![("firmware", "efi-secure")],
@@ -463,7 +457,7 @@ fn debian(start: Start) {
             ("kernel-image", image.as_str()),
             ("kernel", "/boot/vmlinuz"),
             ("initrd", "/boot/initrd.img"),
-            ("kernel-args", line.trim()),
+            ("kernel-args", &line),
             // What else cloud-init would tell it, it asks for.
             ("cloud-init-network", "{version: 2, ethernets: {eth0: {dhcp4: true}}}"),
         ],

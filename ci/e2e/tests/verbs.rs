@@ -11,8 +11,6 @@ use std::net::TcpStream;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::thread::sleep;
-use std::time::Duration;
 
 /// A run of the machine `db`.
 fn named(node: &Node, image: &str, strategy: &str) -> Pod {
@@ -155,23 +153,27 @@ fn the_power_follows_the_annotations_that_kubelet_writes() {
     annotate(&folder, "paused");
     becomes(&node, "Paused");
 
-    // What somebody does with a verb stays, also when the daemon is another: a word is told once.
+    // What is no word changes nothing. Whoever says so has looked, so what somebody has done with a verb stays.
     vm(&node, &["unpause", "db"]).ok();
-    sleep(Duration::from_secs(3));
+    let says_in_log = |node: &Node, text: &str, times: usize| {
+        eventually(text, || (node.log().matches(text).count() >= times).then_some(()));
+    };
+    annotate(&folder, "sideways");
+    says_in_log(&node, "the annotation is \"sideways\"", 1);
     assert_eq!(phase(&node, &id), "Running");
+    // So it is when the daemon is another: a word is told once.
+    annotate(&folder, "paused");
+    let follows = "power=\"paused\"";
+    let before = node.log().matches(follows).count();
     node.kill();
     node.start();
-    sleep(Duration::from_secs(3));
+    says_in_log(&node, follows, before + 1);
     assert_eq!(phase(&node, &id), "Running");
     // A word that comes while there is no daemon is told by the next one.
     node.kill();
     annotate(&folder, "off");
     node.start();
     becomes(&node, "Stopped");
-    // What is no word changes nothing.
-    annotate(&folder, "sideways");
-    sleep(Duration::from_secs(3));
-    assert_eq!(phase(&node, &id), "Stopped");
     annotate(&folder, "on");
     becomes(&node, "Running");
     node.crictl.call(["rmp", "--force", &pod]);

@@ -139,14 +139,14 @@ impl Follower {
     async fn run(self) {
         let (pod, container) = &self.ids;
         let mut told = self.last().await.unwrap_or(self.first);
-        let (mut said, mut wait) = (String::new(), LOOK);
+        let (mut said, mut wait, mut followed) = (String::new(), LOOK, false);
         while self.lives() {
             match self.look(told).await {
                 Ok(now) => {
-                    if now != told {
+                    if now != told || !followed {
                         tracing::info!(%pod, %container, power = now.word(), "the machine follows its pod's annotation");
                     }
-                    (told, wait) = (now, LOOK);
+                    (told, wait, followed) = (now, LOOK, true);
                     said.clear();
                 }
                 Err(error) => {

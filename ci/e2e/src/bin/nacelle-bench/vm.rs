@@ -1,14 +1,13 @@
 //! Owns: what is done with a whole machine of 1 GiB: snapshots, dumps, copies, beside the time that the node takes to write as many bytes.
 
 use crate::{cri::milliseconds, median};
-use nacelle_e2e::machine::{annotated, container, node};
+use nacelle_e2e::machine::{Debian, annotated, container, node};
 use nacelle_e2e::run::call;
-use nacelle_e2e::{Image, Node, eventually};
+use nacelle_e2e::{Node, eventually};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write;
-use std::path::Path;
 use std::time::Instant;
 
 /// What the guest has in memory beside its system, in MiB: letters that cannot be packed.
@@ -23,16 +22,9 @@ type Samples = BTreeMap<&'static str, Vec<(f64, u64)>>;
 /// # Panics
 /// If anything fails: there is no figure then.
 pub fn measure(runs: usize) -> Value {
-    let folder = std::env::var("NACELLE_DISK_IMAGE").expect("ci/bench names the disk of Debian");
-    let part = |name: &str| fs::read(Path::new(&folder).join(name)).expect("ci/disk-image has made it");
+    let debian = Debian::found().expect("ci/bench names the disk of Debian");
     let node = node();
-    let image = Image::busybox().layer(|layer| {
-        layer.file("disk/disk.qcow2", &part("disk.qcow2"), 0o440);
-        layer.file("boot/vmlinuz", &part("vmlinuz"), 0o440);
-        layer.file("boot/initrd.img", &part("initrd.img"), 0o440)
-    });
-    let image = node.image(&image, "debian:1");
-    let line = String::from_utf8(part("cmdline")).expect("it is text");
+    let (image, line) = (debian.image(&node), debian.command_line());
     let disks = format!("root=image:{image},boot=1");
     let annotations = [
         ("kind", "machine"),
@@ -43,7 +35,7 @@ pub fn measure(runs: usize) -> Value {
         ("kernel-image", &image),
         ("kernel", "/boot/vmlinuz"),
         ("initrd", "/boot/initrd.img"),
-        ("kernel-args", line.trim()),
+        ("kernel-args", &line),
     ];
     let pod = node.crictl.run_pod_of("vm", annotated(&node, "db", &annotations));
     let machine = pod.start(container(&image, 0));
