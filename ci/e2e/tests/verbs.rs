@@ -251,6 +251,7 @@ fn disks_are_added_and_removed_and_stay_meanwhile() {
     for (volume, words) in [
         ("extra=2Gi", "another size"),
         ("root=1Gi", "of the specification"),
+        ("Extra=1Gi", "InvalidArgument: volume is"),
         ("Extra=1Gi", "small letters"),
         ("more=513", "whole 512 bytes"),
         ("more=5Ti", "at most 4Ti"),

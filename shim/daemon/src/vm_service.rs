@@ -391,7 +391,9 @@ impl vm::machines_server::Machines for VmService {
     async fn add_volume(&self, request: Request<vm::AddVolumeRequest>) -> Result<Response<vm::Empty>, Status> {
         let vm::AddVolumeRequest { machine, name, bytes } = request.into_inner();
         let machine = machine.ok_or_else(|| refuse(Kind::Invalid, "machine is missing"))?;
-        self.verb(machine, &["add-volume", &format!("{name}={bytes}")], VERB).await.map(|_| Response::new(vm::Empty {}))
+        let volume = format!("{name}={bytes}");
+        nacelle_keeper::check_volume(&volume).map_err(status)?;
+        self.verb(machine, &["add-volume", &volume], VERB).await.map(|_| Response::new(vm::Empty {}))
     }
 
     async fn remove_volume(&self, request: Request<vm::VolumeRef>) -> Result<Response<vm::Empty>, Status> {

@@ -140,6 +140,11 @@ fn wanted(what: &str) -> Result<(String, u64), KeeperError> {
     }
 }
 
+/// Whether NAME=SIZE is a disk that a machine could get.
+pub fn check(what: &str) -> Result<(), KeeperError> {
+    wanted(what).map(drop)
+}
+
 /// Adds an empty disk. One that is there already with this size is one.
 pub async fn add(machine: Arc<Machine>, what: String) -> Result<(), KeeperError> {
     let (name, bytes) = wanted(&what)?;
@@ -192,10 +197,7 @@ pub async fn remove(machine: Arc<Machine>, name: String) -> Result<(), KeeperErr
     let file = disks.file(&disk);
     let looked = file.clone();
     if blocking(move || snapshots(&looked)).await? > 0 {
-        return Err(KeeperError::Disk {
-            name: disk.name,
-            rule: "it is in snapshots of the machine: delete those first",
-        });
+        return Err(KeeperError::State { what: "remove the disk", state: "has it in snapshots: delete those first" });
     }
     if let Ok(live) = machine.live() {
         match unplug(&live, &disk).await {

@@ -30,7 +30,7 @@ mod streams;
 mod sys;
 mod verbs;
 
-pub use added::{Added, LIST as ADDED, read as read_added};
+pub use added::{Added, LIST as ADDED, check as check_volume, read as read_added};
 pub use error::KeeperError;
 pub use verbs::has_long_answer;
 
