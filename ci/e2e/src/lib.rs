@@ -17,7 +17,7 @@ pub mod run;
 pub use crictl::{Container, Pod};
 pub use image::Image;
 pub use manager::Manager;
-pub use node::Node;
+pub use node::{Node, Options};
 pub use run::{Output, eventually};
 
 use std::path::PathBuf;

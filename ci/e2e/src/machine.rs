@@ -1,8 +1,8 @@
 //! Owns: what tests of machine pods share: a node that allows them, their annotations, and a disk of one sector that boots and says
 //! what happens to it.
 
-use crate::node::{Options, engine};
-use crate::{Container, Image, Node, Pod};
+use crate::node::engine;
+use crate::{Container, Image, Node, Options, Pod};
 use serde_json::{Value, json};
 use std::path::PathBuf;
 
@@ -37,13 +37,18 @@ fn key(name: &str) -> String {
 
 /// A node whose handler `vm` allows machine pods.
 pub fn node() -> Node {
+    node_with(Options::default())
+}
+
+/// The same, with what else is to be otherwise.
+pub fn node_with(options: Options) -> Node {
     let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(crate::part);
     let allowed: Vec<String> = ANNOTATIONS.iter().map(|name| key(name)).collect();
     let extra = format!(
         "[handlers.vm]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nallowed_annotations = {allowed:?}\n",
         engine()
     );
-    Node::with(Options { extra, ..Options::default() })
+    Node::with(Options { extra, ..options })
 }
 
 /// A disk of 1 MiB that boots.

@@ -55,11 +55,13 @@ pub struct Options {
     pub disk_mib: Option<u32>,
     /// Pods have an IPv6 address too; Debian's plugins then wait one to two seconds for duplicate address detection.
     pub ipv6: bool,
+    /// Names of interfaces that pods have beside the first, as Multus makes them: the n-th on a bridge of its own, 10.88.n.0/24.
+    pub further: Vec<String>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { extra: String::new(), registry: Kind::Http, disk_mib: None, ipv6: true }
+        Self { extra: String::new(), registry: Kind::Http, disk_mib: None, ipv6: true, further: Vec::new() }
     }
 }
 
@@ -103,8 +105,7 @@ impl Node {
             call("mkfs.ext4", [OsStr::new("-q"), image.as_os_str()]).ok();
             call("mount", [OsStr::new("-o"), "loop".as_ref(), image.as_os_str(), root.as_os_str()]).ok();
         }
-        fs::write(folder.join("cni/10-e2e.conflist"), cni(&folder, options.ipv6))
-            .expect("the node's folder is writable");
+        fs::write(folder.join("cni/10-e2e.conflist"), cni(&folder, &options)).expect("the node's folder is writable");
         let registry = Registry::start(&netns, &folder, options.registry, 5000);
         fs::write(folder.join("config.toml"), config(&folder, &registry, &options)).expect("the folder is writable");
         let crictl = Crictl::new(&folder, &netns, &folder.join("nacelle.sock"));
@@ -296,17 +297,22 @@ pub fn limits() -> bool {
     engine() != "host" || here()
 }
 
+/// Debian's plugins, and one that calls them for several interfaces.
+const PLUGINS: [&str; 3] =
+    ["/opt/cni/bin", "/usr/lib/cni", concat!(env!("CARGO_MANIFEST_DIR"), "/../../shim/net/tests/plugins")];
+
 /// Debian's plugins, with hostPort.
-fn cni(folder: &Path, ipv6: bool) -> String {
+fn cni(folder: &Path, options: &Options) -> String {
     let data = folder.join("leases");
     let mut ranges = vec![json!([{"subnet": "10.88.0.0/24"}])];
     let mut routes = vec![json!({"dst": "0.0.0.0/0"})];
-    if ipv6 {
+    if options.ipv6 {
         ranges.push(json!([{"subnet": "fd00:88::/64"}]));
         routes.push(json!({"dst": "::/0"}));
     }
     let bridge = json!({
-        "type": "bridge", "bridge": "cni0", "isGateway": true, "ipMasq": false, "hairpinMode": true,
+        "type": if options.further.is_empty() { "bridge" } else { "nacelle-several" }, "further": options.further.join(" "),
+        "bridge": "cni0", "isGateway": true, "ipMasq": false, "hairpinMode": true,
         "ipam": {"type": "host-local", "dataDir": data, "ranges": ranges, "routes": routes},
     });
     let portmap = json!({"type": "portmap", "capabilities": {"portMappings": true}, "snat": true});
@@ -316,7 +322,7 @@ fn cni(folder: &Path, ipv6: bool) -> String {
 fn config(folder: &Path, registry: &Registry, options: &Options) -> String {
     let path = |name: &str| folder.join(name).display().to_string();
     let mut text = format!(
-        "[paths]\nroot = {:?}\nrun = {:?}\nsocket = {:?}\n\n[network]\ncni_conf_dir = {:?}\nnetns_dir = {:?}\n\n",
+        "[paths]\nroot = {:?}\nrun = {:?}\nsocket = {:?}\n\n[network]\ncni_conf_dir = {:?}\nnetns_dir = {:?}\ncni_bin_dirs = {PLUGINS:?}\n\n",
         path("root"),
         path("run"),
         path("nacelle.sock"),

@@ -43,8 +43,9 @@ pub struct PodNetwork {
 }
 
 impl PodNetwork {
-    /// The pod's addresses, those of the default interface first, IPv4 before IPv6 as CNI gave them.
+    /// The pod's addresses: those of the default interface, IPv4 before IPv6 as CNI gave them. The others are of networks of which
+    /// the cluster knows nothing.
     pub fn ips(&self) -> impl Iterator<Item = IpAddr> + '_ {
-        self.interfaces.iter().flat_map(|interface| interface.addresses.iter().map(|net| net.addr()))
+        self.interfaces.first().into_iter().flat_map(|interface| interface.addresses.iter().map(|net| net.addr()))
     }
 }

@@ -13,6 +13,7 @@ mod hugepages;
 pub mod lifecycle;
 mod lists;
 pub mod machine_pod;
+mod multus;
 mod node_service;
 pub mod nouns;
 pub mod oci;

@@ -43,20 +43,23 @@ impl Engine for Keeper {
         let console = Console::open(&log).map_err(|source| EngineError::File { what: "open", path: log, source })?;
         let (ends, theirs) = Ends::make(&spec.run_dir)?;
         let mut inherited = theirs.numbers().to_vec();
+        let mut words: Vec<String> = inherited.iter().map(ToString::to_string).collect();
         for nic in &spec.nics {
             let dhcp = nic.dhcp.as_ref().ok_or_else(|| EngineError::Resources {
                 what: "answers to what the machine asks of DHCP",
                 source: std::io::ErrorKind::InvalidInput.into(),
             })?;
-            inherited.extend([nic.tap.as_raw_fd(), dhcp.as_raw_fd()]);
+            let queues = std::iter::once(&nic.tap).chain(&nic.more_queues).map(AsRawFd::as_raw_fd).collect::<Vec<_>>();
+            words.push(queues.iter().map(ToString::to_string).collect::<Vec<_>>().join(":"));
+            words.push(dhcp.as_raw_fd().to_string());
+            inherited.extend(queues.into_iter().chain([dhcp.as_raw_fd()]));
         }
         let accelerator = match self.accelerator {
             Accelerator::Kvm => "kvm",
             Accelerator::Tcg => "tcg",
         };
         let paths = [&spec.run_dir, &self.scratch, &self.qemu].map(|path| path.display().to_string());
-        let numbers = inherited.iter().map(ToString::to_string);
-        let args = paths.into_iter().chain([accelerator.to_owned()]).chain(numbers).collect();
+        let args = paths.into_iter().chain([accelerator.to_owned()]).chain(words).collect();
         let (process, warden) = Process::start(&self.program, args, inherited, console, || ())?;
         Ok(Box::new(AgentMachine::new(process, warden, ends)))
     }

@@ -3,7 +3,7 @@
 use crate::error::KeeperError;
 use crate::guest_agent::Outcome;
 use crate::machine::{Machine, Settings, State, blocking};
-use crate::spec::MachineDocument;
+use crate::spec::{INTERFACE, MachineDocument};
 use crate::verbs;
 use nacelle_base::Chain;
 use nacelle_proto::agent::{ContainerState, Exit};
@@ -142,10 +142,11 @@ impl Keeper {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The addresses of the pod's first interface, without their prefixes.
+    /// The addresses of the guest, those of the pod's own interface first, without their prefixes.
     pub fn addresses(&self) -> Vec<String> {
-        let first = self.settings.network.interfaces.first();
-        let all = first.into_iter().flat_map(|interface| &interface.addresses);
+        let mut interfaces: Vec<_> = self.settings.network.interfaces.iter().collect();
+        interfaces.sort_by_key(|interface| interface.name != INTERFACE);
+        let all = interfaces.into_iter().flat_map(|interface| &interface.addresses);
         all.map(|address| address.split('/').next().unwrap_or_default().to_owned()).collect()
     }
 

@@ -9,6 +9,7 @@ use crate::dhcp::{self, Lease};
 use crate::disk::{self, Folders};
 use crate::error::KeeperError;
 use crate::guest_agent::Outcome;
+use crate::lines::printable;
 use crate::live::{self, DIED, Ends, Launched, Live};
 use crate::qemu::{self, Card};
 use crate::runs::{Next, Order, Runs};
@@ -44,8 +45,8 @@ pub struct Settings {
     pub qemu: PathBuf,
     /// What it runs guests with.
     pub accelerator: Accelerator,
-    /// Of the pod's interfaces.
-    pub taps: Vec<OwnedFd>,
+    /// Of the pod's interfaces that it has cards for, each with its queues.
+    pub taps: Vec<Vec<OwnedFd>>,
     /// Where guests ask for their addresses, on each of them.
     pub dhcp: Vec<OwnedFd>,
     /// The pod's network.
@@ -295,10 +296,10 @@ impl Machine {
     fn cards(&self) -> Vec<Card> {
         let interfaces = self.settings.network.interfaces.iter();
         let pairs = self.document.cards.iter().zip(self.settings.taps.iter().zip(interfaces));
-        let card = |(card, (tap, interface)): (&spec::Card, (&OwnedFd, &Interface))| {
+        let card = |(card, (tap, interface)): (&spec::Card, (&Vec<OwnedFd>, &Interface))| {
             let given = interface.mac.as_slice().try_into().unwrap_or_default();
             Card {
-                tap: tap.as_raw_fd(),
+                taps: tap.iter().map(AsRawFd::as_raw_fd).collect(),
                 model: card.model,
                 mac: card.mac.unwrap_or(given),
                 mtu: interface.mtu,
@@ -462,6 +463,14 @@ fn check(document: &MachineDocument, settings: &Settings) -> Result<(), KeeperEr
     }
     if document.cards.len() > settings.taps.len().min(settings.network.interfaces.len()) {
         return field("cards", document.cards.len().to_string(), "the pod has fewer network interfaces");
+    }
+    for ((card, interface), tap) in document.cards.iter().zip(&settings.network.interfaces).zip(&settings.taps) {
+        if card.interface != interface.name {
+            return field("cards[].interface", printable(&card.interface), "the pod's interfaces are in another order");
+        }
+        if usize::try_from(card.queues) != Ok(tap.len()) {
+            return field("cards[].queues", card.queues.to_string(), "its tap has another number of them");
+        }
     }
     fits(document)?;
     if document.board != Board::Q35 && matches!(document.firmware, Firmware::Efi { secure: true, .. }) {

@@ -34,15 +34,15 @@ pub struct Place {
     pub rpc: UnixListener,
     /// Listens for the streams.
     pub streams: UnixListener,
-    /// Taps, in the order of the pod's interfaces.
-    pub taps: Vec<OwnedFd>,
+    /// Taps, in the order of the pod's interfaces, each with its queues.
+    pub taps: Vec<Vec<OwnedFd>>,
     /// What guests ask of DHCP servers on each of them: packet sockets.
     pub dhcp: Vec<OwnedFd>,
 }
 
 impl Place {
     /// Of the arguments: the pod's folder, the folder for disks, QEMU, `kvm` or `tcg`, and the numbers of descriptors: handshake,
-    /// service, streams; for each interface its tap and its packet socket.
+    /// service, streams; for each interface its tap (its queues, with colons between them) and its packet socket.
     pub fn parse(arguments: impl IntoIterator<Item = String>) -> Option<Place> {
         let mut arguments = arguments.into_iter();
         let mut path = || arguments.next().map(PathBuf::from).filter(|path| path.is_absolute());
@@ -52,17 +52,22 @@ impl Place {
             "tcg" => Accelerator::Tcg,
             _ => return None,
         };
-        let numbers: Vec<RawFd> = arguments.map(|number| number.parse().ok()).collect::<Option<_>>()?;
+        let word = |word: String| word.split(':').map(|number| number.parse().ok()).collect::<Option<Vec<RawFd>>>();
+        let words: Vec<Vec<RawFd>> = arguments.map(word).collect::<Option<_>>()?;
+        let numbers: Vec<RawFd> = words.concat();
         let distinct: BTreeSet<RawFd> = numbers.iter().copied().filter(|number| *number > 2).collect();
-        if distinct.len() != numbers.len() || numbers.len() < 3 || numbers.len().is_multiple_of(2) {
+        // Only a tap has several.
+        let several = |(n, word): (usize, &Vec<RawFd>)| word.len() > 1 && (n < 3 || n.is_multiple_of(2));
+        let strange = words.iter().enumerate().any(several);
+        if distinct.len() != numbers.len() || words.len() < 3 || words.len().is_multiple_of(2) || strange {
             return None;
         }
         let mut fds = sys::adopt(numbers).ok()?.into_iter();
         let (host, rpc, streams) = (fds.next()?.into(), fds.next()?.into(), fds.next()?.into());
         let (mut taps, mut dhcp) = (Vec::new(), Vec::new());
-        while let (Some(tap), Some(socket)) = (fds.next(), fds.next()) {
-            taps.push(tap);
-            dhcp.push(socket);
+        for queues in words.iter().skip(3).step_by(2).map(Vec::len) {
+            taps.push(fds.by_ref().take(queues).collect());
+            dhcp.push(fds.next()?);
         }
         Some(Place { folder, scratch, qemu, accelerator, host, rpc, streams, taps, dhcp })
     }
@@ -120,6 +125,10 @@ mod tests {
             &["/f", "/s", "/q", "tcg", "2", "901", "902"],
             &["/f", "/s", "/q", "tcg", "900", "901", "902", "x"],
             &["/f", "/s", "/q", "tcg", "900", "901", "902", "903"],
+            &["/f", "/s", "/q", "tcg", "900", "901", "902:903", "904", "905"],
+            &["/f", "/s", "/q", "tcg", "900", "901", "902", "903", "904:905"],
+            &["/f", "/s", "/q", "tcg", "900", "901", "902", "903:", "904"],
+            &["/f", "/s", "/q", "tcg", "900", "901", "902", "903:903", "904"],
             // Not open.
             &["/f", "/s", "/q", "tcg", "900", "901", "902"],
         ] {

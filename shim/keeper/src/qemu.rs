@@ -1,13 +1,14 @@
 //! Owns: QEMU's command line of a whole machine: board, firmware, disks, cards, screen. Pure.
 
+mod cards;
 mod places;
 mod timers;
 
+pub use cards::Card;
 pub use places::{device, nodes, port};
 
 use crate::added::Added;
 use crate::disk::{Base, Files, KernelFiles, Ready};
-use crate::network::hex;
 use crate::spec::{
     Board, Bus, Cache, CardModel, DiskKind, Firmware, Identity, MachineDocument, Processors, Source, WatchdogAction,
 };
@@ -51,21 +52,6 @@ pub struct Machine<'a> {
     pub console: RawFd,
     /// Of the guest agent.
     pub agent: RawFd,
-}
-
-/// A network card.
-#[derive(Debug)]
-pub struct Card {
-    /// The tap behind it.
-    pub tap: RawFd,
-    /// Its model.
-    pub model: CardModel,
-    /// Its address.
-    pub mac: [u8; 6],
-    /// What the guest is told of the longest packet; 0: nothing.
-    pub mtu: u32,
-    /// Its place in the order of booting.
-    pub boot_order: Option<u32>,
 }
 
 /// An option's value, with the commas of values doubled as QEMU wants it.
@@ -127,7 +113,7 @@ impl Args {
 impl Machine<'_> {
     /// The file descriptors that QEMU must inherit.
     pub fn inherited(&self) -> Vec<RawFd> {
-        let taps = self.cards.iter().map(|card| card.tap);
+        let taps = self.cards.iter().flat_map(|card| card.taps.iter().copied());
         let disks = self.disks.iter().filter_map(|ready| match &ready.files {
             Files::Device { file, .. } | Files::Memory(file) => Some(file.as_raw_fd()),
             _ => None,
@@ -150,16 +136,7 @@ impl Machine<'_> {
             disk(&mut args, n, ready, document.board);
         }
         places::places(&mut args, document.board, self.added);
-        for (n, card) in self.cards.iter().enumerate() {
-            let name = format!("net{n}");
-            args.add("netdev", Opt::new("tap").set("id", &name).set("fd", card.tap).set("vhost", "off"));
-            let device = card_model(&mut args, card.model).set("netdev", &name).set("mac", hex(&card.mac));
-            let mtu = (card.model == CardModel::Virtio && card.mtu > 0).then_some(card.mtu);
-            // No program that the card brings with it, but where it is to boot from there. Only cards on PCI have one.
-            let none = card.boot_order.is_none() && document.board != Board::Microvm;
-            let program = none.then_some("");
-            args.device(device.set_if("host_mtu", mtu).set_if("bootindex", card.boot_order).set_if("romfile", program));
-        }
+        cards::cards(&mut args, &self.cards, document.board);
         if document.random {
             let random = args.virtio("virtio-rng");
             args.device(random);
@@ -309,15 +286,6 @@ fn identity(args: &mut Args, identity: &Identity) {
         let pairs = keys.iter().zip(&identity.chassis);
         let case = pairs.fold(Opt::new("type=3"), |case, (key, text)| case.set_if(key, said(text)));
         args.add("smbios", case);
-    }
-}
-
-fn card_model(args: &mut Args, model: CardModel) -> Opt {
-    match model {
-        CardModel::Virtio => args.virtio("virtio-net"),
-        CardModel::E1000 => Opt::new("e1000"),
-        CardModel::E1000e => Opt::new("e1000e"),
-        CardModel::Rtl8139 => Opt::new("rtl8139"),
     }
 }
 
@@ -491,7 +459,7 @@ mod tests {
             kernel: document.kernel.is_some().then_some(&kernel),
             clock: Some("tsc_early_khz=1".into()),
             cards: vec![Card {
-                tap: 7,
+                taps: vec![7],
                 model: CardModel::Virtio,
                 mac: [2, 0, 0, 0, 0, 1],
                 mtu: 1450,

@@ -33,7 +33,7 @@ pub struct MachineDocument<S = Source> {
     pub identity: Identity,
     /// Its disks, in the order in which the guest finds them.
     pub disks: Vec<Disk<S>>,
-    /// Its network cards, in the order of the pod's interfaces.
+    /// Its network cards. The pod process has a tap for each, in this order.
     pub cards: Vec<Card>,
     /// It has a screen, which VNC shows.
     pub screen: bool,
@@ -379,12 +379,38 @@ pub enum RunStrategy {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Card {
+    /// The pod's interface that it is joined to.
+    #[serde(default = "first_interface", skip_serializing_if = "is_first_interface")]
+    pub interface: String,
     /// What the guest sees: QEMU's name of a PCI card.
     pub model: CardModel,
     /// Its address; none: that of the pod's interface.
     pub mac: Option<[u8; 6]>,
     /// Its place in the order of booting, from 1.
     pub boot_order: Option<u32>,
+    /// So many queues each way; several only of virtio.
+    #[serde(default = "one_queue", skip_serializing_if = "is_one_queue")]
+    pub queues: u32,
+}
+
+/// The interface that CNI makes for every pod.
+pub const INTERFACE: &str = "eth0";
+
+fn first_interface() -> String {
+    INTERFACE.to_owned()
+}
+
+fn one_queue() -> u32 {
+    1
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde asks so")]
+fn is_one_queue(queues: &u32) -> bool {
+    *queues == 1
+}
+
+fn is_first_interface(name: &str) -> bool {
+    name == INTERFACE
 }
 
 /// A model of network card.

@@ -56,6 +56,15 @@ pub enum NetError {
         /// The interface.
         name: String,
     },
+    /// The CNI plugins did not make an interface that the pod needs.
+    #[error(
+        "the CNI plugins made no interface {name} in the pod's network namespace, and the pod shall have one: a network that it asks for \
+         is not there"
+    )]
+    NotMade {
+        /// The interface.
+        name: String,
+    },
     /// A guest cannot have this interface: no Ethernet.
     #[error("interface {name} has no Ethernet address, so no guest can have it")]
     NotEthernet {
@@ -92,7 +101,7 @@ impl Classify for NetError {
         match self {
             NetError::Netns { source, .. } => source.kind().into(),
             NetError::Netlink { .. } | NetError::Tap { .. } | NetError::GivenUp { .. } => Kind::Internal,
-            NetError::NotNetns { .. } => Kind::Conflict,
+            NetError::NotNetns { .. } | NetError::NotMade { .. } => Kind::Conflict,
             NetError::BadName { .. } => Kind::Invalid,
             NetError::NoInterface { .. } | NetError::NotEthernet { .. } | NetError::NoAddress { .. } => {
                 Kind::Unavailable

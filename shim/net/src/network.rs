@@ -87,7 +87,8 @@ impl Network {
         let netns = blocking(move || NetNs::open(&opened)).await?;
         let result = self.cni.add(pod, &path).await?;
         let dns = result.dns.clone();
-        match blocking(move || attached(&netns, &result)).await {
+        let (further, all_needed) = (pod.further.clone(), pod.all_needed);
+        match blocking(move || attached(&netns, &result, &further, all_needed)).await {
             Ok(network) => Ok(Attachment { ips: network.ips().collect(), network, dns }),
             Err(error) => {
                 if let Err(left) = self.cni.del(&pod.id).await {
@@ -147,14 +148,24 @@ impl Network {
     }
 }
 
-/// What the guest must have after ADD: the default interface, then the others that the plugins made.
-fn attached(netns: &NetNs, result: &CniResult) -> Result<PodNetwork, NetError> {
+/// What the guest must have after ADD: the default interface, then the others that it shall have. They need not be in the result: a
+/// plugin that calls others tells of the first one's alone.
+fn attached(netns: &NetNs, result: &CniResult, further: &[String], all_needed: bool) -> Result<PodNetwork, NetError> {
     let mut names = vec![INTERFACE.to_owned()];
-    for name in &result.interfaces {
-        if !names.contains(name) {
-            tap::check_name(name)?;
-            names.push(name.clone());
+    for name in further {
+        tap::check_name(name)?;
+        match inspect(netns, std::slice::from_ref(name)) {
+            Ok(_) if names.contains(name) => {}
+            Ok(_) => names.push(name.clone()),
+            Err(NetError::NoInterface { name }) if all_needed => return Err(NetError::NotMade { name }),
+            Err(NetError::NoInterface { .. } | NetError::NotEthernet { .. }) if !all_needed => {
+                tracing::warn!(%name, "the plugins made no such interface for the guest, which the pod's annotations ask for");
+            }
+            Err(error) => return Err(error),
         }
+    }
+    if let Some(name) = result.interfaces.iter().find(|name| !names.contains(name)) {
+        tracing::info!(%name, "the plugins made an interface that the guest does not get: nothing of the pod asks for it");
     }
     let mut network = inspect(netns, &names)?;
     // The kernel's order is not the plugins': the first address in the result is the pod's first one.

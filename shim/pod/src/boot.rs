@@ -29,12 +29,12 @@ const MAX_NAME: usize = 128;
 /// Connections without a hello after which the guest is not believed any more.
 const MAX_GIVEN_UP: u32 = 16;
 
-/// Whether a network fits the machine: its interfaces are the first of the specification's, in that order.
+/// Whether a network fits the machine: its interfaces are some of the specification's, in that order.
 pub fn check(spec: &PodSpec, request: &pod::ConfigureRequest) -> Result<(), PodError> {
-    let known = spec.network.as_ref().map(|network| network.interfaces.as_slice()).unwrap_or_default();
-    for (n, interface) in request.interfaces.iter().enumerate() {
+    let mut known = spec.network.iter().flat_map(|network| &network.interfaces);
+    for interface in &request.interfaces {
         let field = |field, value, rule| Err(PodError::Field { field, value, rule });
-        if known.get(n) != Some(&interface.name) {
+        if !known.any(|name| *name == interface.name) {
             return field(
                 "interfaces[].name",
                 interface.name.clone(),
@@ -225,6 +225,15 @@ mod tests {
         ] {
             assert!(check(&sample(), &request(bad)).is_err());
         }
+        let mut several = sample();
+        let names = ["eth0", "net1", "net2"].map(str::to_owned);
+        several.network.as_mut().unwrap().interfaces = names.to_vec();
+        let of = |names: &[&str]| {
+            check(&several, &request(names.iter().map(|name| interface(name, &[2; 6])).collect())).is_ok()
+        };
+        assert!(
+            of(&["eth0", "net1", "net2"]) && of(&["eth0", "net2"]) && !of(&["net2", "net1"]) && !of(&["eth0", "eth0"])
+        );
     }
 
     #[test]

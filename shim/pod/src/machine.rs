@@ -192,12 +192,14 @@ type Card = (Tap, Option<OwnedFd>);
 fn make_taps(spec: &PodSpec) -> Result<Vec<Card>, PodError> {
     let Some(network) = &spec.network else { return Ok(Vec::new()) };
     let netns = NetNs::open(&network.netns)?;
-    let queues = match spec.engine {
-        EngineSpec::Kvm {} => usize::try_from(spec.vcpus).unwrap_or(1).clamp(1, MAX_QUEUES),
-        EngineSpec::Qemu { .. } | EngineSpec::Keeper { .. } | EngineSpec::Host { .. } => 1,
-    };
     let asks = matches!(spec.engine, EngineSpec::Keeper { .. });
     let card = |n| {
+        let queues = match spec.engine {
+            EngineSpec::Kvm {} => spec.vcpus,
+            EngineSpec::Keeper { .. } => network.queues.get(n).copied().unwrap_or(1),
+            EngineSpec::Qemu { .. } | EngineSpec::Host { .. } => 1,
+        };
+        let queues = usize::try_from(queues).unwrap_or(1).clamp(1, MAX_QUEUES);
         let tap = tap::create_with(&netns, &tap_name(n), queues)?;
         let dhcp = if asks { Some(tap::dhcp_questions(&netns, &tap.name)?) } else { None };
         Ok((tap, dhcp))

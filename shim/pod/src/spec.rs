@@ -199,6 +199,9 @@ pub struct NetworkSpec {
     pub netns: PathBuf,
     /// The interfaces that CNI will make ("eth0"): one tap and one guest NIC each, in this order.
     pub interfaces: Vec<String>,
+    /// For machines with a system of their own: so many queues the taps have; one, where nothing is said.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub queues: Vec<u32>,
 }
 
 /// The scratch disk: a sparse ext4 file, copied from a template that is made once per size.
@@ -384,7 +387,11 @@ pub(crate) mod tests {
             kernel: "/k/vmlinux".into(),
             initrd: "/k/initrd".into(),
             kernel_args: vec![],
-            network: Some(NetworkSpec { netns: "/run/netns/a".into(), interfaces: vec!["eth0".into()] }),
+            network: Some(NetworkSpec {
+                netns: "/run/netns/a".into(),
+                interfaces: vec!["eth0".into()],
+                queues: vec![],
+            }),
             hostname: "web".into(),
             sysctls: BTreeMap::new(),
             shared_pid: false,

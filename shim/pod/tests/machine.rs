@@ -136,7 +136,8 @@ impl Place {
             }
         };
         (spec.kernel, spec.initrd, spec.memory_mib, spec.scratch.size_mib) = (kernel, initrd, 192, 10_240);
-        spec.network = Some(NetworkSpec { netns: self.net.pod.clone(), interfaces: vec!["eth0".into()] });
+        spec.network =
+            Some(NetworkSpec { netns: self.net.pod.clone(), interfaces: vec!["eth0".into()], queues: vec![] });
         spec.jail = Some(JailSpec {
             seccomp: Seccomp::Kill,
             images: vec![self.image.clone()],

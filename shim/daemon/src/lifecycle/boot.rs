@@ -6,6 +6,7 @@ use super::error::{LifecycleError, at};
 use super::{Parts, clip};
 use crate::config::{CgroupDriver, Handler};
 use crate::hugepages;
+use crate::multus;
 use crate::nouns::{MachineSize, PodConfig};
 use crate::store::Left;
 use crate::systemd;
@@ -13,6 +14,7 @@ use nacelle_base::machine::{MemoryPages, Topology};
 use nacelle_base::net::PodNetwork;
 use nacelle_base::timeline::{Step, Timeline};
 use nacelle_base::{Chain, PodId, files};
+use nacelle_keeper::spec::INTERFACE;
 use nacelle_net::{Attachment, Dns, PodRef};
 use nacelle_pod::client::PodClient;
 use nacelle_pod::record::PodRecord as LastRecord;
@@ -36,9 +38,6 @@ pub(super) struct Up {
 
 /// Of a pod process, which may say anything: the longest name of a step.
 const STEP_NAME: usize = 64;
-
-/// The name of the interface that CNI makes first.
-const INTERFACE: &str = "eth0";
 
 /// Makes folder, namespace, machine and network, and waits until the guest is configured. On failure the caller
 /// undoes everything. `cancel` ends it at the next step.
@@ -71,6 +70,8 @@ pub(super) async fn boot(
     }
     let group = choose_group(&parts, &id, &config, &handler).await?;
     let spec = pod_spec(&parts, &id, &config, &handler, netns, group);
+    let guest = !matches!(spec.engine, EngineSpec::Host { .. });
+    let interfaces = spec.network.iter().flat_map(|network| &network.interfaces);
     let pod = PodRef {
         id: id.clone(),
         name: config.name.name.clone(),
@@ -80,6 +81,8 @@ pub(super) async fn boot(
         bandwidth: None,
         dns: config.dns.clone(),
         pod_cidrs: parts.pod_cidrs(),
+        further: interfaces.filter(|name| *name != INTERFACE).cloned().collect(),
+        all_needed: config.machine.is_some(),
     };
     // The machine boots while the plugins run. Both are awaited to their end, so that undoing meets nothing half-done.
     let limit = Duration::from_secs(parts.config.sandbox.boot_seconds);
@@ -90,13 +93,16 @@ pub(super) async fn boot(
         }
     });
     let client = client.map_err(at("start the machine of the pod"))?;
-    let attached = attached
+    let mut attached = attached
         .map_err(|_elapsed| LifecycleError::TooSlow { step: "attach the pod to its network", limit })?
         .map_err(at("attach the pod to its network"))?;
+    if let Some(network) = &spec.network {
+        keep_only(&mut attached.network, &network.interfaces);
+    }
     // The pod process has given up the right to do it.
-    if !matches!(spec.engine, EngineSpec::Host { .. }) {
-        let known = spec.network.iter().flat_map(|network| &network.interfaces);
-        let pairs = known.enumerate().map(|(n, interface)| (nacelle_pod::tap_name(n), interface.clone())).collect();
+    if guest {
+        let known = attached.network.interfaces.iter().enumerate();
+        let pairs = known.map(|(n, interface)| (nacelle_pod::tap_name(n), interface.name.clone())).collect();
         let joined = timeline.measure("taps joined to the network", parts.networks.join(&id, pairs)).await;
         joined.map_err(at("join the machine of the pod to its network"))?;
     }
@@ -220,7 +226,7 @@ fn pod_spec(
             .chain(config.shape.iter().flat_map(|shape| &shape.kernel_args))
             .cloned()
             .collect(),
-        network: netns.map(|netns| NetworkSpec { netns, interfaces: vec![INTERFACE.into()] }),
+        network: netns.map(|netns| network(config, netns, parts.engine.spec(handler.engine, config).has_machine())),
         hostname: config.hostname.clone(),
         sysctls: config.sysctls.clone(),
         shared_pid: config.shared_pid,
@@ -236,6 +242,31 @@ fn pod_spec(
             cgroup: Some(group),
         }),
     }
+}
+
+/// What is made of the pod's network: a tap for each card of a machine pod's machine, or for each interface that the containers' guest
+/// shall have.
+fn network(config: &PodConfig, netns: PathBuf, guest: bool) -> NetworkSpec {
+    let first = INTERFACE.to_owned();
+    let cards = config.machine.iter().flat_map(|machine| &machine.cards);
+    let (mut interfaces, queues): (Vec<String>, Vec<u32>) =
+        cards.map(|card| (card.interface.clone(), card.queues)).unzip();
+    if interfaces.is_empty() {
+        interfaces.push(first);
+        if guest && config.machine.is_none() {
+            let asked = multus::asked(&config.annotations, &config.name.namespace);
+            // What is wrong there is the plugins' to say, which may not know of it either.
+            interfaces.extend(asked.ok().flatten().into_iter().flatten().map(|asked| asked.interface));
+        }
+    }
+    NetworkSpec { netns, interfaces, queues }
+}
+
+/// Leaves of a network these interfaces, in this order, and what leads through them.
+fn keep_only(network: &mut PodNetwork, interfaces: &[String]) {
+    network.interfaces.retain(|one| interfaces.contains(&one.name));
+    network.interfaces.sort_by_key(|one| interfaces.iter().position(|name| *name == one.name));
+    network.routes.retain(|route| interfaces.contains(&route.interface));
 }
 
 /// The control group of the pod's process: kubelet's, unless that would kill the machine. Without an overhead kubelet limits it to

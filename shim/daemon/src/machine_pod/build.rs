@@ -1,16 +1,17 @@
 //! Owns: from a specification that was admitted to a machine: what is not run is refused by its field. Pure.
 
 use super::clock::clock;
+use super::networks::cards;
 use super::{MachinePod, Wish, honoured};
 use crate::config::Machines;
-use crate::nouns::{PodConfig, PodName};
+use crate::nouns::{Pairs, PodConfig, PodName};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use nacelle_base::{Classify, Kind};
 use nacelle_image::Reference;
 use nacelle_keeper::spec::{
-    Board, Bus, Cache, Card, CardModel, CloudInit, CloudInitForm, Disk, DiskKind, Firmware, Identity, Kernel,
-    MachineDocument, Processors, RunStrategy as Runs, WatchdogAction,
+    Board, Bus, Cache, CloudInit, CloudInitForm, Disk, DiskKind, Firmware, Identity, Kernel, MachineDocument,
+    Processors, RunStrategy as Runs, WatchdogAction,
 };
 use nacelle_vmi::admit::Admitted;
 use nacelle_vmi::spec::{self as vmi, CpuFeaturePolicy, HostDiskKind, InstanceSpec, NicModel, Power, RunStrategy};
@@ -88,7 +89,8 @@ pub fn not_honoured(admitted: &Admitted) -> Vec<String> {
 pub fn refused_value(admitted: &Admitted) -> Option<Refused> {
     let text = String::new;
     let name = PodName { name: text(), namespace: text(), uid: text(), attempt: 0 };
-    made(admitted, Whose { name: &name, hostname: "" }, &Machines::default()).err()
+    let whose = Whose { name: &name, hostname: "", annotations: &Pairs::new() };
+    made(admitted, whose, &Machines::default()).err()
 }
 
 /// The machine of a pod.
@@ -97,7 +99,8 @@ pub fn build(admitted: &Admitted, pod: &PodConfig, machines: &Machines) -> Resul
     if !fields.is_empty() {
         return Err(Refused::Fields { fields });
     }
-    made(admitted, Whose { name: &pod.name, hostname: &pod.hostname }, machines)
+    let whose = Whose { name: &pod.name, hostname: &pod.hostname, annotations: &pod.annotations };
+    made(admitted, whose, machines)
 }
 
 /// Whose machine it is.
@@ -105,6 +108,7 @@ pub fn build(admitted: &Admitted, pod: &PodConfig, machines: &Machines) -> Resul
 struct Whose<'a> {
     name: &'a PodName,
     hostname: &'a str,
+    annotations: &'a Pairs,
 }
 
 fn made(admitted: &Admitted, pod: Whose<'_>, machines: &Machines) -> Result<MachinePod, Refused> {
@@ -139,9 +143,11 @@ fn made(admitted: &Admitted, pod: Whose<'_>, machines: &Machines) -> Result<Mach
         microvm(spec)?;
     }
     one_image(spec)?;
+    let processors = processors(domain.cpu.as_ref())?;
+    let cards = cards(spec, pod.annotations, &pod.name.namespace, processors.count())?;
     Ok(MachineDocument {
         name: format!("{}/{}", pod.name.namespace, pod.name.name),
-        processors: processors(domain.cpu.as_ref())?,
+        processors,
         memory_mib: memory_mib(domain)?,
         hugepages: hugepages(domain)?,
         board,
@@ -150,7 +156,7 @@ fn made(admitted: &Admitted, pod: Whose<'_>, machines: &Machines) -> Result<Mach
         clock: clock(domain, board)?,
         identity: identity(domain),
         disks: disks(spec, admitted.ssh_keys(), pod)?,
-        cards: cards(spec)?,
+        cards,
         screen: devices.autoattach_graphics_device == Some(true),
         tablet: tablet(devices)?,
         random: devices.rng.is_some(),
@@ -377,39 +383,6 @@ fn tablet(devices: &vmi::Devices) -> Result<bool, Refused> {
         }
     }
     Ok(!devices.inputs.is_empty() || devices.autoattach_input_device == Some(true))
-}
-
-fn cards(spec: &InstanceSpec) -> Result<Vec<Card>, Refused> {
-    let card = |(n, interface): (usize, &vmi::Interface)| {
-        let place = |field: &str| format!("spec.domain.devices.interfaces[{n}].{field}");
-        if n > 0 {
-            return value(place("name"), &interface.name, "a pod has one network here");
-        }
-        let model = match interface.model {
-            Some(NicModel::Virtio) | None => CardModel::Virtio,
-            Some(NicModel::E1000) => CardModel::E1000,
-            Some(NicModel::E1000e) => CardModel::E1000e,
-            Some(NicModel::Rtl8139) => CardModel::Rtl8139,
-            Some(other) => {
-                let instead = "virtio, e1000, e1000e and rtl8139 are possible";
-                return value(place("model"), format!("{other:?}"), instead);
-            }
-        };
-        let mac = match interface.mac_address.as_str() {
-            "" => None,
-            text => Some(mac(text).ok_or_else(|| Refused::Wrong {
-                field: place("macAddress"),
-                rule: "six numbers of two hexadecimal digits are expected",
-            })?),
-        };
-        Ok(Card { model, mac, boot_order: interface.boot_order })
-    };
-    spec.domain.devices.interfaces.iter().enumerate().map(card).collect()
-}
-
-fn mac(text: &str) -> Option<[u8; 6]> {
-    let bytes: Option<Vec<u8>> = text.split([':', '-']).map(|part| u8::from_str_radix(part, 16).ok()).collect();
-    bytes?.try_into().ok()
 }
 
 fn disks(spec: &InstanceSpec, keys: &[String], pod: Whose<'_>) -> Result<Vec<Disk<Wish>>, Refused> {

@@ -10,6 +10,7 @@ mod document;
 mod examples;
 mod files;
 mod honoured;
+mod networks;
 mod volumes;
 
 pub use build::{Refused, build, not_honoured, refused_value};
@@ -20,21 +21,25 @@ pub use honoured::known as honours;
 pub use volumes::{Place, VolumeError, check_volumes, open, place, unused};
 
 use crate::store::VmRecord;
-use nacelle_keeper::spec::{CloudInit, MachineDocument};
+use nacelle_keeper::spec::{CloudInit, INTERFACE, MachineDocument};
 use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 use std::path::PathBuf;
 
 /// A machine whose disks are still to be found.
 pub type MachinePod = MachineDocument<Wish>;
 
 /// Gives a machine that outlives its pods what is the same in all its runs: where nothing else is said, its identity and the
-/// address of its card; and for cloud-init what tells it from a new machine. What it keeps is in `folder`.
+/// addresses of its cards; and for cloud-init what tells it from a new machine. What it keeps is in `folder`.
 pub fn identify(machine: &mut MachinePod, vm: &VmRecord, folder: PathBuf) {
     if machine.identity.uuid.is_empty() {
         machine.identity.uuid.clone_from(&vm.uuid);
     }
-    if let Some(card) = machine.cards.first_mut() {
-        card.mac.get_or_insert(vm.mac);
+    // The pod's own interface has the machine's address, or the first one where it has none of that; those of the others follow from
+    // who it is, so that copies and exports need not say them.
+    let own = machine.cards.iter().position(|card| card.interface == INTERFACE).unwrap_or(0);
+    for (n, card) in machine.cards.iter_mut().enumerate() {
+        card.mac.get_or_insert_with(|| if n == own { vm.mac } else { further_mac(&vm.uuid, &card.interface) });
     }
     for disk in &mut machine.disks {
         if let Wish::CloudInit(data) | Wish::CloudInitOf { data, .. } = &mut disk.source {
@@ -42,6 +47,13 @@ pub fn identify(machine: &mut MachinePod, vm: &VmRecord, folder: PathBuf) {
         }
     }
     machine.keep = Some(folder);
+}
+
+/// The address of a further card of this machine: a station's own, administered here.
+fn further_mac(uuid: &str, interface: &str) -> [u8; 6] {
+    let digest: [u8; 32] = Sha256::digest(format!("{uuid}/{interface}")).into();
+    let [a, b, c, d, e, f, ..] = digest;
+    [(a & 0xfc) | 2, b, c, d, e, f]
 }
 
 /// What a disk shall have on it.

@@ -27,6 +27,10 @@ pub struct PodRef {
     pub dns: Option<Dns>,
     /// The node's pod CIDRs as UpdateRuntimeConfig told them (capability `ipRanges`); empty if unknown.
     pub pod_cidrs: Vec<IpNet>,
+    /// Beside the default interface, those that the guest shall have, by their names in the namespace.
+    pub further: Vec<String>,
+    /// Without one of these the pod is not attached; else those that there are count.
+    pub all_needed: bool,
 }
 
 /// A port of the node that leads to a port of the pod.

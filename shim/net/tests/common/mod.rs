@@ -134,6 +134,8 @@ pub fn pod(number: u8) -> PodRef {
         bandwidth: None,
         dns: None,
         pod_cidrs: Vec::new(),
+        further: Vec::new(),
+        all_needed: true,
     }
 }
 

@@ -14,6 +14,11 @@ const DEVICES: &str = "/dev/nacelle";
 /// Where folders are in the container.
 const FOLDERS: &str = "/run/nacelle/vm";
 
+/// Which networks Multus adds to the pod's own.
+const NETWORKS: &str = "k8s.v1.cni.cncf.io/networks";
+/// Which one takes the place of that.
+const DEFAULT_NETWORK: &str = "v1.multus-cni.io/default-network";
+
 /// What is collected of the volumes.
 #[derive(Default)]
 struct Parts {
@@ -76,6 +81,12 @@ pub(super) fn template(
     let mut metadata = metadata.as_object().cloned().unwrap_or_default();
     let annotations = metadata.entry("annotations").or_insert_with(|| json!({}));
     annotations[format!("{PREFIX}kind")] = json!("machine");
+    for (key, value) in multus(&spec) {
+        if annotations.get(key).is_some_and(|said| *said != value) {
+            parts.notes.push(format!("annotation {key}: becomes {value}, as the specification's networks are"));
+        }
+        annotations[key] = value;
+    }
     annotations[format!("{PREFIX}spec")] = json!(super::text(&[written(&spec)]));
     metadata.entry("labels").or_insert_with(|| json!({}));
     (json!({ "metadata": metadata, "spec": fields }), parts.notes)
@@ -132,6 +143,31 @@ impl Parts {
         self.volumes.push(volume);
         self.mounts.push(json!({ "name": name, "mountPath": format!("{FOLDERS}/{name}"), "readOnly": true }));
     }
+}
+
+/// What Multus is to make for the networks of the specification, in the order of its interfaces: annotations of the pod.
+fn multus(spec: &InstanceSpec) -> Vec<(&'static str, Value)> {
+    let (mut asked, mut said) = (Vec::new(), Vec::new());
+    for interface in &spec.domain.devices.interfaces {
+        let network = spec.networks.iter().find(|network| network.name == interface.name);
+        let Some(multus) = network.and_then(|network| network.multus.as_ref()) else { continue };
+        if multus.default == Some(true) {
+            said.push((DEFAULT_NETWORK, json!(multus.network_name)));
+            continue;
+        }
+        let (namespace, name) = multus.network_name.split_once('/').unwrap_or(("", &multus.network_name));
+        let mut one = json!({ "name": name, "interface": format!("net{}", asked.len() + 1) });
+        for (key, value) in [("namespace", namespace), ("mac", &interface.mac_address)] {
+            if !value.is_empty() {
+                one[key] = json!(value);
+            }
+        }
+        asked.push(one);
+    }
+    if !asked.is_empty() {
+        said.push((NETWORKS, json!(Value::Array(asked).to_string())));
+    }
+    said
 }
 
 /// The image with the kernel that is started at once.

@@ -1,0 +1,143 @@
+//! Owns: pods with several networks: a CNI plugin makes further interfaces, as Multus does, and guests get those that are asked for.
+
+use nacelle_e2e::machine::{Debian, annotated, boot_image, container, node_with};
+use nacelle_e2e::{Container, Image, Node, Options, Pod, eventually};
+use serde_json::json;
+
+const NETWORKS: &str = "k8s.v1.cni.cncf.io/networks";
+/// The pod's own network, and another one.
+const TWO: &str = "interfaces: [{name: own}, {name: lan}]}}, networks: [{name: own, pod: {}}, {name: lan, multus: {networkName: lan-conf}}]}";
+
+fn node(further: &[&str]) -> Node {
+    let further = further.iter().map(|name| (*name).to_owned()).collect();
+    node_with(Options { ipv6: false, further, ..Options::default() })
+}
+
+fn asking(mut pod: Pod, networks: &str) -> Pod {
+    pod.0["annotations"][NETWORKS] = json!(networks);
+    pod
+}
+
+/// The hardware addresses of the cards of the machine that runs, in their order.
+fn macs(node: &Node) -> Vec<String> {
+    let lines = nacelle_e2e::census::processes(&node.folder().join("run"));
+    let (_, line) = lines.into_iter().find(|(_, line)| line.contains(" -netdev ")).expect("the machine runs");
+    line.split([' ', ',']).filter(|word| word.starts_with("mac=")).map(str::to_owned).collect()
+}
+
+#[test]
+fn a_machine_has_a_card_for_each_of_its_networks_and_they_stay_the_same() {
+    let node = node(&["net1", "lan"]);
+    let image = boot_image(&node);
+    let disks = format!("root=image:{image},boot=1");
+    let spec = format!("{{domain: {{devices: {{{TWO}");
+    let machine =
+        [("kind", "machine"), ("memory", "64Mi"), ("disks", disks.as_str()), ("name", "db"), ("spec", spec.as_str())];
+    let named = || annotated(&node, "db", &machine);
+    let run = |pod: Pod| {
+        let pod = node.crictl.run_pod_of("vm", pod);
+        pod.start(container(&image, 0)).says("boot ");
+        let (macs, addresses) = (macs(&node), pod.inspect()["status"]["network"].clone());
+        pod.remove();
+        assert_eq!(addresses["additionalIps"], json!([]), "the cluster knows the first interface's alone");
+        macs
+    };
+    // The second interface is net1, or what the pod's annotation says.
+    let first = run(named());
+    assert!(first.len() == 2 && first[0] != first[1], "{first:?}");
+    assert_eq!(run(named()), first);
+    let other = run(asking(named(), r#"[{"name": "lan-conf", "interface": "lan"}]"#));
+    assert!(other[0] == first[0] && other[1] != first[1], "{other:?}");
+    assert_eq!(run(asking(named(), "other/x, lan-conf@net1")), first);
+
+    for (networks, code, words) in [
+        // CNI has made none.
+        ("lan-conf@net7", "FailedPrecondition", "no interface net7"),
+        ("other/lan-conf", "InvalidArgument", "spec.networks[1].multus.networkName"),
+        ("lan-conf@eth0", "InvalidArgument", NETWORKS),
+    ] {
+        let file = node.crictl.file("pod", &asking(named(), networks).0);
+        let refused = node.crictl.try_call(["runp", "--runtime", "vm", &file]).err();
+        assert!(refused.contains(code) && refused.contains(words), "{networks}: {refused}");
+    }
+    let pods = node.crictl.json(["pods", "-o", "json"])["items"].clone();
+    assert_eq!(pods, json!([]), "nothing is left of them");
+}
+
+#[test]
+fn the_guest_of_containers_has_the_networks_that_its_annotation_asks_for() {
+    let node = node(&["net1", "lan"]);
+    let image = node.image(&Image::busybox(), "busybox:1");
+    // The second one nobody makes.
+    let pod = Pod::new("several", node.folder()).set("annotations", json!({ NETWORKS: "a@lan, b@net7, c@net1" }));
+    let pod = node.crictl.run_pod(pod);
+    let shell = pod.start(Container::sh("shell", &image, "sleep 600"));
+    let inside = shell.exec("ip -o -4 addr show").ok();
+    for (name, address) in [("eth0", pod.ip()), ("lan", "10.88.2.2".to_owned()), ("net1", "10.88.1.2".to_owned())] {
+        assert!(inside.lines().any(|line| line.contains(&format!(" {name} ")) && line.contains(&address)), "{inside}");
+    }
+    for address in ["10.88.0.1", "10.88.1.1", "10.88.2.1"] {
+        assert!(shell.exec(&format!("ping -c 1 -W 30 {address}")).stdout.contains("1 packets received"), "{address}");
+    }
+    node.run("ping", &["-c", "1", "-W", "30", "10.88.2.2"]).ok();
+    pod.remove();
+}
+
+#[test]
+fn debian_speaks_on_all_its_cards() {
+    let Some(debian) = Debian::found() else {
+        println!("skipped: NACELLE_DISK_IMAGE is not set: ci/disk-image makes the disk of Debian");
+        return;
+    };
+    let node = node(&["net1"]);
+    let image = debian.image(&node);
+    let (disks, line) = (format!("root=image:{image},boot=1"), debian.command_line());
+    let spec = format!("{{domain: {{devices: {{networkInterfaceMultiqueue: true, {TWO}");
+    let machine = [
+        ("kind", "machine"),
+        ("memory", "768Mi"),
+        ("cpus", "2"),
+        ("disks", &disks),
+        ("kernel-image", &image),
+        ("kernel", "/boot/vmlinuz"),
+        ("initrd", "/boot/initrd.img"),
+        ("kernel-args", &line),
+        ("spec", &spec),
+        ("cloud-init", "#cloud-config\n"),
+        // The addresses of both are asked for.
+        ("cloud-init-network", "{version: 2, ethernets: {eth0: {dhcp4: true}, eth1: {dhcp4: true}}}"),
+    ];
+    let pod = node.crictl.run_pod_of("vm", annotated(&node, "debian", &machine));
+    let machine = pod.start(container(&image, 0));
+    machine.says("Debian GNU/Linux 12 ");
+    let exec = |script: &str| machine.exec(script);
+    eventually("the guest agent answers", || (exec("true").code == 0).then_some(()));
+    eventually("both cards have their addresses", || {
+        let addresses = exec("ip -o -4 address show").stdout;
+        let has = |card: &str, address: &str| {
+            addresses.lines().any(|line| line.contains(&format!(" {card} ")) && line.contains(&format!(" {address}/")))
+        };
+        (has("eth0", &pod.ip()) && has("eth1", "10.88.1.2")).then_some(())
+    });
+    let both = || {
+        for (card, address) in [("eth0", "10.88.0.1"), ("eth1", "10.88.1.1")] {
+            exec(&format!("ping -c 1 -W 30 -I {card} {address}")).ok();
+        }
+        for address in [pod.ip(), "10.88.1.2".to_owned()] {
+            node.run("ping", &["-c", "1", "-W", "30", &address]).ok();
+        }
+    };
+    both();
+    for card in ["eth0", "eth1"] {
+        let queues = exec(&format!("ls -d /sys/class/net/{card}/queues/rx-*")).ok();
+        assert_eq!(queues.lines().count(), 2, "{queues}");
+    }
+    let vm = |words: &[&str]| node.crictl.try_call([&["exec", "--sync", &machine.id, "@vm"], words].concat()).ok();
+    vm(&["snapshot", "before"]);
+    vm(&["restore", "before"]);
+    eventually("the guest agent answers", || (exec("true").code == 0).then_some(()));
+    both();
+    node.crictl.call(["stop", "--timeout", "120", &machine.id]);
+    assert_eq!(machine.exited()["exitCode"], 0, "it powered itself off");
+    pod.remove();
+}

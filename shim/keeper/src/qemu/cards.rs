@@ -1,0 +1,77 @@
+//! Owns: QEMU's words for network cards. Pure.
+
+use super::{Args, Opt};
+use crate::network::hex;
+use crate::spec::{Board, CardModel};
+use std::os::fd::RawFd;
+
+/// A network card.
+#[derive(Debug)]
+pub struct Card {
+    /// The queues of the tap behind it.
+    pub taps: Vec<RawFd>,
+    /// Its model.
+    pub model: CardModel,
+    /// Its address.
+    pub mac: [u8; 6],
+    /// What the guest is told of the longest packet; 0: nothing.
+    pub mtu: u32,
+    /// Its place in the order of booting.
+    pub boot_order: Option<u32>,
+}
+
+/// All cards, each with what is behind it.
+pub(super) fn cards(args: &mut Args, cards: &[Card], board: Board) {
+    for (n, card) in cards.iter().enumerate() {
+        let name = format!("net{n}");
+        let tap = Opt::new("tap").set("id", &name);
+        let several = card.taps.len() > 1;
+        let numbers = card.taps.iter().map(ToString::to_string).collect::<Vec<_>>().join(":");
+        args.add("netdev", tap.set(if several { "fds" } else { "fd" }, numbers).set("vhost", "off"));
+        let device = model(args, card.model).set("netdev", &name).set("mac", hex(&card.mac));
+        let device = device.set_if("mq", several.then_some("on"));
+        // On PCI: an interrupt for each queue each way, for what else the card tells, and for its settings.
+        let vectors = (several && board != Board::Microvm).then(|| card.taps.len() * 2 + 2);
+        let mtu = (card.model == CardModel::Virtio && card.mtu > 0).then_some(card.mtu);
+        // No program that the card brings with it, but where it is to boot from there. Only cards on PCI have one.
+        let program = (card.boot_order.is_none() && board != Board::Microvm).then_some("");
+        let device = device.set_if("vectors", vectors).set_if("host_mtu", mtu);
+        args.device(device.set_if("bootindex", card.boot_order).set_if("romfile", program));
+    }
+}
+
+fn model(args: &mut Args, model: CardModel) -> Opt {
+    match model {
+        CardModel::Virtio => args.virtio("virtio-net"),
+        CardModel::E1000 => Opt::new("e1000"),
+        CardModel::E1000e => Opt::new("e1000e"),
+        CardModel::Rtl8139 => Opt::new("rtl8139"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_card_has_its_tap_with_all_its_queues() {
+        let card = |taps: &[RawFd], model| Card {
+            taps: taps.to_vec(),
+            model,
+            mac: [2, 0, 0, 0, 0, 1],
+            mtu: 1500,
+            boot_order: None,
+        };
+        let words = |board: Board| {
+            let mut args = Args { words: Vec::new(), places: board.places() };
+            cards(&mut args, &[card(&[7, 8], CardModel::Virtio), card(&[9], CardModel::E1000)], board);
+            args.words
+        };
+        let pci = words(Board::Q35);
+        assert_eq!(pci[1], "tap,id=net0,fds=7:8,vhost=off");
+        assert_eq!(pci[3], "virtio-net-pci,netdev=net0,mac=02:00:00:00:00:01,mq=on,vectors=6,host_mtu=1500,romfile=");
+        assert_eq!(pci[5], "tap,id=net1,fd=9,vhost=off");
+        assert_eq!(pci[7], "e1000,netdev=net1,mac=02:00:00:00:00:01,romfile=");
+        assert!(words(Board::Microvm)[3].ends_with("netdev=net0,mac=02:00:00:00:00:01,mq=on,host_mtu=1500"));
+    }
+}
