@@ -44,6 +44,7 @@ const VERBS: &[(&str, &str)] = &[
     ("add-volume NAME=SIZE", "another disk, empty"),
     ("remove-volume NAME", "one of these, with all that is on it"),
     ("hold NAME", "as snapshot; then it stands still until nobody reads the output, and the snapshot goes"),
+    ("guest-ping", "whether the guest agent answers"),
     ("guest-info", "what the guest agent says of the system, as JSON"),
     ("help", "this"),
 ];
@@ -113,6 +114,7 @@ pub async fn run(
         "power-button" => qemu("system_powerdown").await,
         "soft-reboot" => soft_reboot(machine).await,
         "screenshot" => screenshot(machine).await,
+        "guest-ping" => machine.ask_guest("guest-ping", Value::Null).await.map(|_| Outcome::default()),
         "guest-info" => guest_info(machine).await,
         "help" => Ok(said(help())),
         _ => Ok(usage()),

@@ -95,7 +95,8 @@ pub fn not_run(admitted: &Admitted) -> Vec<NotRun> {
         PodKind::Container => (convert::not_honoured(admitted), None),
     };
     let message = || format!("is not run by nodes with Nacelle {}: they refuse the pod", env!("CARGO_PKG_VERSION"));
-    let fields = fields.into_iter().map(|what| NotRun { what, message: message() });
+    let why = |what: &str| machine_pod::reason(what).map(|why| format!("; {why}")).unwrap_or_default();
+    let fields = fields.into_iter().map(|what| NotRun { message: message() + &why(&what), what });
     let value = value.map(|refused| {
         let (what, text) = (refused.field().to_owned(), refused.to_string());
         NotRun { message: text.strip_prefix(&what).unwrap_or(&text).trim_start().to_owned(), what }
@@ -257,7 +258,8 @@ mod tests {
         assert!(told[0].starts_with("spec.domain.clock.timezone is not run by nodes with Nacelle "), "{told:?}");
         let last = "spec.domain.memory.hugepages.pageSize is \"1Gi\", which this version of Nacelle does not run: 2Mi is possible";
         assert_eq!(told.last().unwrap(), last);
-        assert!(told.iter().any(|text| text.starts_with("spec.livenessProbe.exec.command[0] ")), "{told:?}");
+        let probes: Vec<_> = told.iter().filter(|text| text.starts_with("spec.livenessProbe")).collect();
+        assert!(probes.len() == 1 && probes[0].ends_with("(nacelle vm convert puts them there)"), "{told:?}");
         assert!(told.iter().all(|text| !text.contains("guest ")), "{told:?}");
     }
 

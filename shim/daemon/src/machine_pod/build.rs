@@ -16,13 +16,19 @@ use nacelle_keeper::spec::{
 use nacelle_vmi::admit::Admitted;
 use nacelle_vmi::spec::{self as vmi, CpuFeaturePolicy, HostDiskKind, InstanceSpec, NicModel, Power, RunStrategy};
 
+/// What kubelet asks, and no runtime.
+const PROBES: [&str; 2] = ["livenessProbe", "readinessProbe"];
 const BOARD: &str = "spec.domain.machine.type";
 
 /// Why a machine that is right is not run here.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refused {
     /// Fields that no machine of this version has.
-    #[error("this version of Nacelle does not run machines with {}: take them out (docs/vm.md)", fields.join(", "))]
+    #[error(
+        "this version of Nacelle does not run machines with {}: take them out (docs/vm.md){}",
+        fields.join(", "),
+        fields.iter().find_map(|field| reason(field)).map(|why| format!("; {why}")).unwrap_or_default()
+    )]
     Fields {
         /// Their paths.
         fields: Vec<String>,
@@ -82,7 +88,19 @@ pub(super) fn value<T>(field: impl Into<String>, value: impl ToString, instead: 
 /// The fields that no machine of this version has.
 pub fn not_honoured(admitted: &Admitted) -> Vec<String> {
     let fields = honoured::others(&nacelle_vmi::version::written(admitted.spec()));
+    // One word for a whole probe.
+    let probe = |field: &str| PROBES.iter().find(|probe| field.starts_with(*probe)).map(|probe| (*probe).to_owned());
+    let mut fields: Vec<String> = fields.into_iter().map(|field| probe(&field).unwrap_or(field)).collect();
+    fields.dedup();
     fields.into_iter().map(|field| format!("spec.{field}")).collect()
+}
+
+/// Why no machine has the field, if there is more to say of it than that.
+pub fn reason(field: &str) -> Option<&'static str> {
+    let probe = field.strip_prefix("spec.").is_some_and(|field| PROBES.contains(&field));
+    probe.then_some(
+        "kubelet asks probes, and a runtime cannot tell it what came of them: they are the pod's container's (nacelle vm convert puts them there)",
+    )
 }
 
 /// The first value that no machine of this version has, of fields that they have.

@@ -13,7 +13,7 @@ mod honoured;
 mod networks;
 mod volumes;
 
-pub use build::{Refused, build, not_honoured, refused_value};
+pub use build::{Refused, build, not_honoured, reason, refused_value};
 pub use container::check_container;
 pub use document::{SourceError, document};
 pub use files::{annotation_of, annotations_mount, cloud_init_of, files_of};

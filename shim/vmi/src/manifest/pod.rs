@@ -14,6 +14,8 @@ const DEVICES: &str = "/dev/nacelle";
 /// Where folders are in the container.
 const FOLDERS: &str = "/run/nacelle/vm";
 
+/// What asks the guest agent whether it is there, in the words of the container's exec.
+const GUEST_PING: [&str; 2] = ["@vm", "guest-ping"];
 /// Which networks Multus adds to the pod's own.
 const NETWORKS: &str = "k8s.v1.cni.cncf.io/networks";
 /// Which one takes the place of that.
@@ -50,9 +52,9 @@ pub(super) fn template(
     if let Some(policy) = lifted.pull_policy {
         container["imagePullPolicy"] = json!(policy);
     }
-    // kubelet asks these; what only the guest agent can answer stays with the machine.
+    // kubelet asks these: what the guest's ports answer at the pod's address, what its agent answers by the container's exec.
     for (key, probe) in [("livenessProbe", &mut spec.liveness_probe), ("readinessProbe", &mut spec.readiness_probe)] {
-        if let Some(probe) = probe.take_if(|probe| probe.guest_agent_ping.is_none()) {
+        if let Some(probe) = probe.take() {
             container[key] = asked(&probe);
         }
     }
@@ -194,6 +196,11 @@ fn secrets(spec: &InstanceSpec) -> Vec<String> {
 /// A probe as a container has it.
 fn asked(probe: &Probe) -> Value {
     let mut value = written(probe);
+    if let Some(fields) = value.as_object_mut()
+        && fields.remove("guestAgentPing").is_some()
+    {
+        fields.insert("exec".to_owned(), json!({ "command": GUEST_PING }));
+    }
     if let Some(http) = value.get_mut("httpGet").and_then(Value::as_object_mut) {
         http.entry("path").or_insert_with(|| json!("/"));
     }
