@@ -21,8 +21,8 @@ impl Census {
         all.extend(mounts(folder).into_iter().map(|mount| format!("mount {mount}")));
         let links = run(netns.command("ip").args(["-o", "link"])).stdout;
         for link in links.lines().filter_map(|line| line.split(": ").nth(1)) {
-            // The bridge stays: the plugin never removes it.
-            if link != "cni0" {
+            // The bridges stay: the plugin never removes them.
+            if !link.strip_prefix("cni").is_some_and(|number| number.bytes().all(|digit| digit.is_ascii_digit())) {
                 all.insert(format!("link {link}"));
             }
         }

@@ -43,8 +43,9 @@ fn a_machine_boots_from_its_image_and_ends_by_its_power_button() {
     assert!(picture.stdout.contains("PNG"), "a picture");
     assert!(vm("fly").err().contains("power-button"));
     // There is nobody in it who could.
-    let refused = first.exec("true").err();
-    assert!(refused.contains("the guest agent"), "{refused}");
+    for refused in [first.exec("true").err(), vm("guest-ping").err()] {
+        assert!(refused.contains("the guest agent"), "{refused}");
+    }
 
     node.crictl.call(["stop", "--timeout", "60", &first.id]);
     let ended = first.exited();
@@ -433,6 +434,25 @@ fn another_disk(node: &Node, machine: &str, has_places: bool, exec: impl Fn(&str
 const CLOCK: &str = "domain: {features: {apic: {}}, clock: {utc: {}, timer: {hpet: {present: false}, pit: {tickPolicy: delay}, \
                      rtc: {tickPolicy: catchup}, kvm: {present: false}}}}";
 
+/// A key by one secret for a user who is there and one who is not, and a password by another.
+const CREDENTIALS: &str = "accessCredentials: [{sshPublicKey: {source: {secret: {secretName: keys}}, propagationMethod: {qemuGuestAgent: \
+                           {users: [debian, stranger]}}}}, {userPassword: {source: {secret: {secretName: words}}, \
+                           propagationMethod: {qemuGuestAgent: {}}}}]";
+
+/// The guest agent lets in whom the secrets name, and whom they name later.
+fn let_in(node: &Node, machine: &str, exec: impl Fn(&str) -> Output) {
+    let mine = "/home/debian/.ssh/authorized_keys";
+    let has = |key: &str| exec(&format!("grep -q {key} {mine}")).code == 0;
+    eventually("the first key is there", || has("first@e2e").then_some(()));
+    eventually("the password is there", || exec("getent shadow root").stdout.starts_with("root:$").then_some(()));
+    let status = || node.crictl.try_call(["exec", "--sync", machine, "@vm", "status"]).ok();
+    eventually("it is told who is not there", || status().contains("stranger").then_some(()));
+    fs::write(node.folder().join("keys/admins"), "ssh-ed25519 AAAAC3Nz second@e2e\n").expect("the folder is there");
+    eventually("the second key is there", || has("second@e2e").then_some(()));
+    assert!(!has("first@e2e"), "the first one is not");
+    assert!(exec(&format!("grep -vc @e2e {mine}")).ok().trim() != "0", "cloud-init's is");
+}
+
 fn debian(start: Start) {
     let Some(debian) = Debian::found() else {
         println!("skipped: NACELLE_DISK_IMAGE is not set: ci/disk-image makes the disk of Debian");
@@ -458,6 +478,7 @@ fn debian(start: Start) {
             ("kernel", "/boot/vmlinuz"),
             ("initrd", "/boot/initrd.img"),
             ("kernel-args", &line),
+            ("spec", CREDENTIALS),
             // What else cloud-init would tell it, it asks for.
             ("cloud-init-network", "{version: 2, ethernets: {eth0: {dhcp4: true}}}"),
         ],
@@ -472,13 +493,25 @@ fn debian(start: Start) {
     ];
     let pod = annotated(&node, "debian", &[&machine[..], &how].concat());
     let pod = node.crictl.run_pod_of("vm", pod.set("hostname", json!("db")));
-    let machine = pod.start(container(&image, 0));
+    let secrets = [("keys", "admins", "ssh-ed25519 AAAAC3Nz first@e2e\n"), ("words", "root", "a word of e2e\n")];
+    let mounts = secrets.map(|(secret, file, text)| {
+        let folder = node.folder().join(secret);
+        fs::create_dir(&folder).expect("the node's folder is writable");
+        fs::write(folder.join(file), text).expect("it is");
+        json!({"host_path": folder, "container_path": format!("/run/nacelle/vm/secret-{secret}"), "readonly": true})
+    });
+    let mounts = if start == Start::Kernel { mounts.to_vec() } else { Vec::new() };
+    let machine = pod.start(container(&image, 0).set("mounts", json!(mounts)));
     machine.says("Debian GNU/Linux 12 db ttyS0");
     let exec = |script: &str| machine.exec(script);
     eventually("the guest agent answers", || (exec("true").code == 0).then_some(()));
     eventually("cloud-init has ended", || (exec("test -e /run/cloud-init/result.json").code == 0).then_some(()));
     assert_eq!(exec("cat /etc/nacelle-was-here; hostname").ok().trim(), "yes\ndb");
     assert!(exec("exit 7").err().contains("exited with 7"));
+    node.crictl.try_call(["exec", "--sync", &machine.id, "@vm", "guest-ping"]).ok();
+    if start == Start::Kernel {
+        let_in(&node, &machine.id, |script| exec(script));
+    }
     // It checked who has signed what it started: the variable's attributes, and 1.
     let signed = "od -An -tu1 /sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c";
     let signed = exec(&format!("test ! -d /sys/firmware/efi || {signed}")).ok();

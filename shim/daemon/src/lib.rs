@@ -7,6 +7,7 @@ pub mod admission;
 mod cdi;
 pub mod cli;
 pub mod config;
+mod credentials;
 pub mod cri;
 mod deadline;
 mod hugepages;

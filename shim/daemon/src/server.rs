@@ -7,12 +7,12 @@ use crate::deadline::Deadlines;
 use crate::lifecycle::seams::{Networks, Pods};
 use crate::lifecycle::{EngineChoice, Events, Node, Parts};
 use crate::node_service::NodeService;
-use crate::power;
 use crate::store::{Observer, Store, StoreError};
 use crate::streaming::Guests;
 use crate::supervision::{SupervisionError, Supervisor};
 use crate::vm_service::VmService;
 use crate::vms::Vms;
+use crate::{credentials, power};
 use nacelle_base::files::{FileError, at, remove_if_there};
 use nacelle_base::{Classify, Kind};
 use nacelle_image::ImageError;
@@ -154,6 +154,7 @@ pub async fn serve(
     // Streams end with the daemon; the pods do not notice.
     let _streaming = AbortOnDropHandle::new(tokio::spawn(streaming.serve(guests)));
     let _power = AbortOnDropHandle::new(tokio::spawn(power::follow(node.clone())));
+    let _credentials = AbortOnDropHandle::new(tokio::spawn(credentials::follow(node.clone())));
     let cri = Cri::new(node.clone(), streams);
     let events_of = node.clone();
     let supervisor = Arc::new(supervisor);

@@ -5,6 +5,7 @@
 
 mod added;
 mod console;
+mod credentials;
 mod dhcp;
 mod disk;
 mod dump;
@@ -31,6 +32,7 @@ mod sys;
 mod verbs;
 
 pub use added::{Added, LIST as ADDED, check as check_volume, read as read_added};
+pub use credentials::{Credentials, NOBODY};
 pub use error::KeeperError;
 pub use verbs::has_long_answer;
 

@@ -1,5 +1,6 @@
 //! Owns: one run of the machine: QEMU, started and asked, and what was heard of its end.
 
+use crate::credentials::Given;
 use crate::error::KeeperError;
 use crate::guest_agent::GuestAgent;
 use crate::lines::{Event, Lines, printable};
@@ -41,6 +42,8 @@ pub struct Live {
     resumed: AtomicU64,
     /// The guest's agent.
     pub agent: GuestAgent,
+    /// Whom it has let in.
+    pub given: Given,
 }
 
 /// QEMU's ends of the ways to it.
@@ -117,6 +120,7 @@ pub async fn launch(
         monitor: Mutex::new(monitor),
         resumed: AtomicU64::new(0),
         agent: GuestAgent::new(stream(agent)?),
+        given: Given::default(),
     };
     Ok(Launched { live: Arc::new(live), console: stream(console)?, events })
 }

@@ -435,6 +435,7 @@ mod tests {
             identity: Identity { serial: "a,b".into(), ..Identity::default() },
             disks: vec![],
             cards: vec![],
+            credentials: Vec::new(),
             screen: true,
             tablet: false,
             random: true,

@@ -45,6 +45,7 @@ pub async fn load(machine: &Machine, name: &str) -> Result<(), KeeperError> {
     let _alone = machine.snapshots_alone()?;
     there(machine, name).await?;
     job(machine, "snapshot-load", name, true).await?;
+    machine.live()?.given.forget().await;
     // It was taken while the machine ran or stood still; from now on it runs.
     machine.ask("cont", Value::Null).await.map(drop)
 }

@@ -35,6 +35,9 @@ pub struct MachineDocument<S = Source> {
     pub disks: Vec<Disk<S>>,
     /// Its network cards. The pod process has a tap for each, in this order.
     pub cards: Vec<Card>,
+    /// Secrets with what the guest agent lets users in by; the daemon reads them, and says what is in them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub credentials: Vec<Credential>,
     /// It has a screen, which VNC shows.
     pub screen: bool,
     /// It has a tablet, so that the pointer of VNC is the guest's.
@@ -97,6 +100,7 @@ impl<S> MachineDocument<S> {
             identity: self.identity.clone(),
             disks: self.disks.iter().map(disk).collect::<Result<_, E>>()?,
             cards: self.cards.clone(),
+            credentials: self.credentials.clone(),
             screen: self.screen,
             tablet: self.tablet,
             random: self.random,
@@ -391,6 +395,32 @@ pub struct Card {
     /// So many queues each way; several only of virtio.
     #[serde(default = "one_queue", skip_serializing_if = "is_one_queue")]
     pub queues: u32,
+}
+
+/// A secret by which users of the guest get in.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum Credential {
+    /// Public keys of SSH.
+    Keys {
+        /// The secret.
+        secret: String,
+        /// Whose they are.
+        users: Vec<String>,
+    },
+    /// Passwords, by the users that are its keys.
+    Passwords {
+        /// The secret.
+        secret: String,
+    },
+}
+
+impl Credential {
+    /// The secret's name.
+    pub fn secret(&self) -> &str {
+        let (Credential::Keys { secret, .. } | Credential::Passwords { secret }) = self;
+        secret
+    }
 }
 
 /// The interface that CNI makes for every pod.

@@ -44,6 +44,7 @@ const VERBS: &[(&str, &str)] = &[
     ("add-volume NAME=SIZE", "another disk, empty"),
     ("remove-volume NAME", "one of these, with all that is on it"),
     ("hold NAME", "as snapshot; then it stands still until nobody reads the output, and the snapshot goes"),
+    ("credentials JSON", "keys and passwords of users, which the guest agent gives them; the daemon says it"),
     ("guest-ping", "whether the guest agent answers"),
     ("guest-info", "what the guest agent says of the system, as JSON"),
     ("help", "this"),
@@ -96,6 +97,10 @@ pub async fn run(
         "add-volume" => whole(machine, what, added::add).await,
         "remove-volume" => whole(machine, what, added::remove).await,
         "hold" => hold::hold(machine, what, reader).await.map(|()| Outcome::default()),
+        "credentials" => {
+            let live = machine.live()?;
+            live.given.give(&live.agent, what).await
+        }
         "memory-dump" => dump::dump(machine, what, reader).await.map(|()| Outcome::default()),
         _ if !what.is_empty() => Ok(usage()),
         "snapshots" => all_snapshots(machine).await,
@@ -170,12 +175,15 @@ async fn status(machine: &Arc<Machine>) -> Result<Outcome, KeeperError> {
     };
     let agent = machine.ask_guest("guest-ping", Value::Null).await.is_ok();
     let emulated = text(&accelerated, "enabled") != json!(true);
-    let status = json!({
+    let mut status = json!({
         "phase": phase,
         "qemu": text(&told, "status"),
         "agentConnected": agent,
         "softwareEmulation": emulated,
     });
+    if let Some(said) = machine.live()?.given.said() {
+        status["credentials"] = json!(said);
+    }
     Ok(said(format!("{status}\n")))
 }
 

@@ -6,6 +6,7 @@ use super::convert::{self, EMPTY_DIR_LIMITS, shape};
 use super::status::{refuse, status};
 use crate::config::{Config, EngineSetting, Handler};
 use crate::machine_pod::{self, MachinePod};
+use crate::multus::{self, NETWORKS};
 use crate::nouns::{Pairs, PodConfig, Shape};
 use nacelle_base::Kind;
 use nacelle_pod::spec::EngineSpec;
@@ -70,6 +71,24 @@ pub(super) fn of(
         return Ok(Some(Asked::Machine { machine: Box::new(machine), name: admitted.name().map(str::to_owned) }));
     }
     shape(&admitted, pod, handler, engine).map(|shape| Some(Asked::Shape(shape))).map_err(status)
+}
+
+/// Whether the guest of containers has room for the networks that its pod asks for, beside the first.
+pub(super) fn has_room(pod: &PodConfig, engine: &EngineSpec) -> Result<(), Status> {
+    let room = match engine {
+        EngineSpec::Kvm {} => 8,
+        EngineSpec::Qemu { .. } => 1,
+        EngineSpec::Host { .. } | EngineSpec::Keeper { .. } => return Ok(()),
+    };
+    // What is wrong there is the plugins' to say.
+    let asked = multus::asked(&pod.annotations, &pod.name.namespace).ok().flatten().map_or(0, |asked| asked.len());
+    if asked <= room {
+        return Ok(());
+    }
+    let message = format!(
+        "config.annotations[{NETWORKS:?}] asks for {asked} networks, and the machine of this handler's engine has room for {room}"
+    );
+    Err(refuse(Kind::Unsupported, &message))
 }
 
 /// Something that is right, and that nodes with this version refuse.

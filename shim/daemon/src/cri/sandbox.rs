@@ -37,7 +37,8 @@ impl Cri {
             );
             return Err(refuse(Kind::Invalid, &message));
         }
-        match machine::of(&pod, config, handler, &self.node.parts().engine.spec(handler.engine, &pod))? {
+        let engine = self.node.parts().engine.spec(handler.engine, &pod);
+        match machine::of(&pod, config, handler, &engine)? {
             Some(machine::Asked::Machine { mut machine, name }) => {
                 if let Some(name) = name {
                     let vms = &self.node.parts().vms;
@@ -49,6 +50,9 @@ impl Cri {
             }
             Some(machine::Asked::Shape(shape)) => pod.shape = Some(shape),
             None => {}
+        }
+        if pod.machine.is_none() {
+            machine::has_room(&pod, &engine)?;
         }
         pod.empty_dirs = empty_dirs(&pod, handler).map_err(status)?;
         let name = name.to_owned();

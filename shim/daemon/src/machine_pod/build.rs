@@ -2,7 +2,7 @@
 
 use super::clock::clock;
 use super::networks::cards;
-use super::{MachinePod, Wish, honoured};
+use super::{MachinePod, Wish, credentials, honoured};
 use crate::config::Machines;
 use crate::nouns::{Pairs, PodConfig, PodName};
 use base64::Engine as _;
@@ -175,6 +175,7 @@ fn made(admitted: &Admitted, pod: Whose<'_>, machines: &Machines) -> Result<Mach
         identity: identity(domain),
         disks: disks(spec, admitted.ssh_keys(), pod)?,
         cards,
+        credentials: credentials::of(spec),
         screen: devices.autoattach_graphics_device == Some(true),
         tablet: tablet(devices)?,
         random: devices.rng.is_some(),

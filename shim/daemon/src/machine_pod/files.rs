@@ -84,17 +84,22 @@ pub fn cloud_init_of(disk: &Disk<Wish>, mounts: &BTreeMap<String, &NodeVolume>) 
     for secret in keys {
         let Some((mount, files)) = secrets.get(secret.as_str()) else { continue };
         for (name, bytes) in files {
-            let right = |line: &&str| line.split_whitespace().count() >= 2 && !line.contains(char::is_control);
-            let lines = std::str::from_utf8(bytes).unwrap_or("\0").lines().map(str::trim);
-            let lines: Vec<&str> = lines.filter(|line| !line.is_empty() && !line.starts_with('#')).collect();
-            if !lines.iter().all(right) {
+            let Some(keys) = lines_of_keys(bytes) else {
                 let rule = format!("disk {}: {name} of secret {secret} has something that is no public key", disk.name);
                 return field("config.mounts.host_path", &mount.host_path, rule);
-            }
-            data.keys.extend(lines.into_iter().map(str::to_owned));
+            };
+            data.keys.extend(keys);
         }
     }
     Ok(Source::CloudInit(data))
+}
+
+/// The public keys in a file, one a line; none: there is something else in it.
+pub(super) fn lines_of_keys(bytes: &[u8]) -> Option<Vec<String>> {
+    let right = |line: &&str| line.split_whitespace().count() >= 2 && !line.contains(char::is_control);
+    let lines = std::str::from_utf8(bytes).ok()?.lines().map(str::trim);
+    let lines: Vec<&str> = lines.filter(|line| !line.is_empty() && !line.starts_with('#')).collect();
+    lines.iter().all(right).then(|| lines.into_iter().map(str::to_owned).collect())
 }
 
 /// The container's mount with the annotations of its pod, if it has one.
@@ -116,7 +121,7 @@ pub fn annotation_of(mount: &NodeVolume, key: &str) -> Result<Option<String>, Vo
 }
 
 /// All files, by their paths.
-fn read(disk: &str, mount: &NodeVolume) -> Result<Found, VolumeError> {
+pub(super) fn read(disk: &str, mount: &NodeVolume) -> Result<Found, VolumeError> {
     match read_once(disk, mount) {
         // Kubelet has written them anew meanwhile.
         Err(VolumeError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => read_once(disk, mount),

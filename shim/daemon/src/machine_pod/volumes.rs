@@ -2,10 +2,10 @@
 //! the node's, opened.
 //! May use: files of the node, beneath the paths that the container was given. Blocks on them.
 
-use super::{MachinePod, Wish};
+use super::{MachinePod, Wish, credentials};
 use crate::nouns::{ContainerConfig, Device, NodeVolume};
 use nacelle_base::{Classify, Kind};
-use nacelle_keeper::spec::Disk;
+use nacelle_keeper::spec::{Credential, Disk};
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 use nix::sys::stat::Mode;
@@ -100,12 +100,14 @@ pub fn names_device(machine: &MachinePod, path: &str) -> bool {
 
 /// Whether the machine has a disk of this mount.
 pub fn names_mount(machine: &MachinePod, path: &str) -> bool {
-    machine.disks.iter().any(|disk| match &disk.source {
-        Wish::Claim { .. } | Wish::HostDisk { .. } | Wish::Files { .. } => {
-            Path::new(path) == Path::new(FOLDERS).join(&disk.name)
-        }
-        wish => secrets(wish).any(|secret| Path::new(path) == at_secret(secret)),
-    })
+    let secret = |credential: &Credential| Path::new(path) == at_secret(credential.secret());
+    machine.credentials.iter().any(secret)
+        || machine.disks.iter().any(|disk| match &disk.source {
+            Wish::Claim { .. } | Wish::HostDisk { .. } | Wish::Files { .. } => {
+                Path::new(path) == Path::new(FOLDERS).join(&disk.name)
+            }
+            wish => secrets(wish).any(|secret| Path::new(path) == at_secret(secret)),
+        })
 }
 
 /// The secrets that are needed for it.
@@ -117,12 +119,13 @@ fn secrets(wish: &Wish) -> impl Iterator<Item = &String> {
     some.into_iter().flatten().chain(many)
 }
 
-fn at_secret(name: &str) -> PathBuf {
+pub(super) fn at_secret(name: &str) -> PathBuf {
     Path::new(FOLDERS).join(format!("secret-{name}"))
 }
 
 /// Whether the container has what its machine's disks are made of, as they need it. Looks at no file.
 pub fn check_volumes(machine: &MachinePod, config: &ContainerConfig) -> Result<(), VolumeError> {
+    credentials::check(machine, config)?;
     machine.disks.iter().try_for_each(|disk| place(disk, config).map(drop))
 }
 

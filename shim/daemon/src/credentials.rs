@@ -1,0 +1,128 @@
+//! Owns: keys and passwords of the guests of machine pods, as the secrets of their pods have them now (docs/vm.md, "Keys and passwords while
+//! it runs"): the keeper is told, by a verb, when they change and when the machine runs anew.
+//! Threads: a task for each such machine. The files are read where blocking is allowed.
+
+use crate::lifecycle::{LifecycleError, Node, View};
+use crate::machine_pod;
+use crate::store::ContainerRecord;
+use nacelle_base::{Chain, ContainerId};
+use nacelle_keeper::{Credentials, NOBODY};
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::task::{JoinError, spawn_blocking};
+use tokio_util::task::AbortOnDropHandle;
+
+/// Between two looks.
+const LOOK: Duration = Duration::from_secs(1);
+/// The longest wait before a guest that refused, or where nobody answered, is asked again.
+const LONGEST: Duration = Duration::from_secs(30);
+/// A keeper that was told is told again: the machine may run anew, or be as it was.
+const REMIND: Duration = Duration::from_secs(15);
+/// For a verb.
+const VERB: Duration = Duration::from_secs(60);
+
+/// Why a guest does not have what the secrets have.
+#[derive(Debug, thiserror::Error)]
+enum CredentialError {
+    #[error("the secrets cannot be read")]
+    Read(#[from] machine_pod::VolumeError),
+    #[error("its guest agent does not answer yet")]
+    Nobody,
+    #[error("the guest refuses: {said}")]
+    Refused { said: String },
+    #[error("the machine cannot be asked")]
+    Ask(#[from] LifecycleError),
+    #[error("they cannot be written")]
+    Write(#[from] serde_json::Error),
+    #[error("reading was given up")]
+    GivenUp(#[from] JoinError),
+}
+
+/// Follows the secrets of all machines of a node, for ever.
+pub(crate) async fn follow(node: Node) {
+    let mut followed: HashMap<ContainerId, AbortOnDropHandle<()>> = HashMap::new();
+    loop {
+        followed.retain(|_, task| !task.is_finished());
+        for view in node.views() {
+            let Some(container) = running(&view) else { continue };
+            if !followed.contains_key(&container.id) {
+                let task = keep(node.clone(), Arc::clone(&view), container.clone());
+                followed.insert(container.id.clone(), AbortOnDropHandle::new(tokio::spawn(task)));
+            }
+        }
+        tokio::time::sleep(LOOK).await;
+    }
+}
+
+/// The machine that a pod is, if it runs and its guest agent is to let somebody in.
+fn running(view: &View) -> Option<&ContainerRecord> {
+    view.pod.config.machine.as_ref().filter(|machine| !machine.credentials.is_empty())?;
+    let runs = |container: &&ContainerRecord| container.state == crate::lifecycle::state::Container::Running;
+    view.containers.values().find(runs)
+}
+
+async fn keep(node: Node, view: Arc<View>, container: ContainerRecord) {
+    let (pod, id) = (&view.pod.id, container.id.as_str());
+    let lives =
+        || node.container(id).is_ok_and(|(_, view)| running(&view).is_some_and(|other| other.id == container.id));
+    let (mut told, mut said, mut wait) = (None, String::new(), LOOK);
+    while lives() {
+        match tell(&node, &view, &container, &mut told).await {
+            Ok(()) => {
+                wait = LOOK;
+                if !said.is_empty() {
+                    tracing::info!(%pod, container = id, "the guest has the keys and passwords of its secrets");
+                }
+                said.clear();
+            }
+            Err(error) => {
+                let text = Chain(&error).to_string();
+                if text != said && lives() {
+                    match error {
+                        CredentialError::Nobody => {
+                            tracing::info!(%pod, container = id, "keys and passwords wait: {text}")
+                        }
+                        _ => {
+                            tracing::warn!(%pod, container = id, "the guest does not have all keys and passwords of its secrets: {text}")
+                        }
+                    }
+                }
+                said = text;
+                wait = (wait * 2).min(LONGEST);
+            }
+        }
+        tokio::time::sleep(wait).await;
+    }
+}
+
+/// Tells the keeper what the secrets have, if that is something else than it was told, or it was told long ago.
+async fn tell(
+    node: &Node,
+    view: &Arc<View>,
+    container: &ContainerRecord,
+    told: &mut Option<(Credentials, Instant)>,
+) -> Result<(), CredentialError> {
+    let (read, config) = (Arc::clone(view), Arc::clone(&container.config));
+    let found = spawn_blocking(move || {
+        let machine = read.pod.config.machine.as_deref();
+        machine.map(|machine| machine_pod::credentials(machine, &config)).transpose()
+    });
+    let Some(wanted) = found.await?? else { return Ok(()) };
+    if told.as_ref().is_some_and(|(known, at)| *known == wanted && at.elapsed() < REMIND) {
+        return Ok(());
+    }
+    let words = vec!["@vm".to_owned(), "credentials".to_owned(), serde_json::to_string(&wanted)?];
+    let done = node.exec(container.id.as_str(), words, Some(VERB)).await?;
+    match u32::try_from(done.exit_code) {
+        Ok(0) => {
+            *told = Some((wanted, Instant::now()));
+            Ok(())
+        }
+        Ok(NOBODY) => Err(CredentialError::Nobody),
+        _ => {
+            let said = String::from_utf8_lossy(&done.stderr).trim().chars().take(500).collect();
+            Err(CredentialError::Refused { said })
+        }
+    }
+}

@@ -1,0 +1,160 @@
+//! Owns: keys and passwords that the guest agent puts into a machine while it runs: which secrets have them, and what is in these
+//! now. Blocks on files.
+
+use super::MachinePod;
+use super::files::{lines_of_keys, read};
+use super::volumes::{VolumeError, at_secret, field};
+use crate::nouns::{ContainerConfig, NodeVolume};
+use nacelle_keeper::Credentials;
+use nacelle_keeper::spec::Credential;
+use nacelle_vmi::spec::InstanceSpec;
+use std::path::Path;
+
+/// Who it is, in errors.
+const WHAT: &str = "of accessCredentials";
+/// The most of one kind, for one machine.
+const MOST: usize = 256;
+
+/// Those of a specification that is right.
+pub(super) fn of(spec: &InstanceSpec) -> Vec<Credential> {
+    let all = spec.access_credentials.iter().filter_map(|credential| {
+        let secret =
+            |source: Option<&nacelle_vmi::spec::CredentialSource>| Some(source?.secret.as_ref()?.secret_name.clone());
+        if let Some(key) = &credential.ssh_public_key {
+            let users = key.propagation_method.as_ref()?.qemu_guest_agent.as_ref()?.users.clone();
+            return Some(Credential::Keys { secret: secret(key.source.as_ref())?, users });
+        }
+        let password = credential.user_password.as_ref()?;
+        Some(Credential::Passwords { secret: secret(password.source.as_ref())? })
+    });
+    all.collect()
+}
+
+/// Whether the container has a mount for each secret.
+pub(super) fn check(machine: &MachinePod, config: &ContainerConfig) -> Result<(), VolumeError> {
+    machine.credentials.iter().try_for_each(|credential| mount(credential.secret(), config).map(drop))
+}
+
+fn mount<'a>(secret: &str, config: &'a ContainerConfig) -> Result<&'a NodeVolume, VolumeError> {
+    let at = at_secret(secret);
+    let found = config.node_volumes.iter().find(|mount| Path::new(&mount.container_path) == at);
+    match found {
+        Some(mount) => Ok(mount),
+        None => {
+            let rule = format!("secret {secret} {WHAT} is expected there");
+            field("config.mounts.container_path", &at.display().to_string(), rule)
+        }
+    }
+}
+
+/// What the secrets have now.
+pub fn credentials(machine: &MachinePod, config: &ContainerConfig) -> Result<Credentials, VolumeError> {
+    let mut all = Credentials::default();
+    for credential in &machine.credentials {
+        let secret = credential.secret();
+        let mount = mount(secret, config)?;
+        let wrong = |rule: String| field("config.mounts.host_path", &mount.host_path, rule);
+        for (name, bytes) in read(WHAT, mount)? {
+            match credential {
+                Credential::Keys { users, .. } => {
+                    let Some(keys) = lines_of_keys(&bytes) else {
+                        return wrong(format!("{name} of secret {secret} has something that is no public key"));
+                    };
+                    for user in users {
+                        let known = all.keys.entry(user.clone()).or_default();
+                        for key in &keys {
+                            if !known.contains(key) {
+                                known.push(key.clone());
+                            }
+                        }
+                    }
+                }
+                // The keys of the secret are the users.
+                Credential::Passwords { .. } => match String::from_utf8(bytes) {
+                    Ok(text) if !text.trim_end_matches(['\r', '\n']).contains(char::is_control) => {
+                        all.passwords.insert(name, text.trim_end_matches(['\r', '\n']).to_owned());
+                    }
+                    _ => {
+                        return wrong(format!(
+                            "{name} of secret {secret} is no password: one line of text is expected"
+                        ));
+                    }
+                },
+            }
+        }
+        if all.keys.values().any(|keys| keys.len() > MOST) || all.passwords.len() > MOST {
+            return wrong(format!("secret {secret}: at most {MOST} keys of a user and {MOST} passwords are possible"));
+        }
+    }
+    Ok(all)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Machines;
+    use crate::nouns::Propagation;
+    use crate::store::tests_support;
+    use nacelle_vmi::admit;
+    use nacelle_vmi::preset::Catalogue;
+    use serde_json::json;
+    use std::fs;
+
+    fn machine() -> MachinePod {
+        let agent = |users: &[&str]| json!({ "qemuGuestAgent": if users.is_empty() { json!({}) } else { json!({ "users": users }) } });
+        let source = |name: &str| json!({ "secret": { "secretName": name } });
+        let spec = json!({
+            "domain": { "memory": { "guest": "64Mi" }, "devices": { "disks": [{ "name": "a" }] } },
+            "volumes": [{ "name": "a", "emptyDisk": { "capacity": "1Mi" } }],
+            "accessCredentials": [
+                { "sshPublicKey": { "source": source("keys"), "propagationMethod": agent(&["root", "me"]) } },
+                { "userPassword": { "source": source("words"), "propagationMethod": agent(&[]) } },
+            ],
+        });
+        let said = [("vm.nacelle.dev/kind", "machine".to_owned()), ("vm.nacelle.dev/spec", spec.to_string())];
+        let said = said.into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
+        let admitted = admit::pod(&said, &Catalogue::default()).unwrap().unwrap();
+        super::super::build(&admitted, &tests_support::pod(1).config, &Machines::default()).unwrap()
+    }
+
+    fn with(folder: &Path, secrets: &[&str]) -> ContainerConfig {
+        let mount = |secret: &&str| NodeVolume {
+            host_path: folder.join(secret).display().to_string(),
+            container_path: format!("/run/nacelle/vm/secret-{secret}"),
+            readonly: true,
+            recursive_read_only: false,
+            propagation: Propagation::Private,
+            id_mapped: false,
+            options: [].into(),
+        };
+        ContainerConfig {
+            node_volumes: secrets.iter().map(mount).collect(),
+            ..(*tests_support::container(1, 1).config).clone()
+        }
+    }
+    #[test]
+    fn users_have_what_their_secrets_have() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = |secret: &str, name: &str, text: &str| {
+            fs::create_dir_all(folder.path().join(secret)).unwrap();
+            fs::write(folder.path().join(secret).join(name), text).unwrap();
+        };
+        file("keys", "one", "# mine\nssh-ed25519 AAAA a\n\n");
+        file("keys", "two", "ssh-ed25519 AAAA a\nssh-rsa BBBB b");
+        file("words", "root", "a word\n");
+        let (machine, config) = (machine(), with(folder.path(), &["keys", "words"]));
+        check(&machine, &config).unwrap();
+        let found = credentials(&machine, &config).unwrap();
+        let keys = ["ssh-ed25519 AAAA a", "ssh-rsa BBBB b"].map(str::to_owned).to_vec();
+        assert_eq!(found.keys, [("me".to_owned(), keys.clone()), ("root".to_owned(), keys)].into());
+        assert_eq!(found.passwords, [("root".to_owned(), "a word".to_owned())].into());
+
+        let refused = check(&machine, &with(folder.path(), &["keys"])).unwrap_err().to_string();
+        assert!(refused.contains("secret-words"), "{refused}");
+        file("words", "me", "two\nlines");
+        let refused = credentials(&machine, &config).unwrap_err().to_string();
+        assert!(refused.contains("me of secret words is no password") && !refused.contains("lines"), "{refused}");
+        file("keys", "two", "no-key");
+        assert!(credentials(&machine, &config).unwrap_err().to_string().contains("no public key"));
+    }
+}

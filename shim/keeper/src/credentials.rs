@@ -1,0 +1,210 @@
+//! Owns: keys and passwords of the guest's users, which its agent puts there while it runs. Who may come in is told by the daemon, which
+//! reads the secrets; what the guest has of it is remembered for one run, and said once.
+//! Source: QEMU's docs/interop/qemu-ga-ref.
+
+use crate::error::KeeperError;
+use crate::guest_agent::{GuestAgent, Outcome};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use nacelle_base::Chain;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::sync::{Mutex as StdMutex, PoisonError};
+use tokio::sync::Mutex;
+
+/// The exit code of the verb while no agent answers: it is told again later.
+pub const NOBODY: u32 = 75;
+/// The longest list, in bytes of JSON.
+pub const LONGEST: usize = 1 << 20;
+
+/// Who may come in, and by what.
+#[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Credentials {
+    /// Public keys for SSH, by their users.
+    pub keys: BTreeMap<String, Vec<String>>,
+    /// Passwords, by their users.
+    pub passwords: BTreeMap<String, String>,
+}
+
+impl fmt::Debug for Credentials {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let users: Vec<_> = self.passwords.keys().collect();
+        f.debug_struct("Credentials").field("keys", &self.keys).field("passwords of", &users).finish()
+    }
+}
+
+/// What the guest has of it since QEMU was started.
+#[derive(Default)]
+pub struct Given {
+    has: Mutex<Credentials>,
+    /// How it went last.
+    said: StdMutex<Option<String>>,
+}
+
+impl Given {
+    /// The guest is as it was some time ago: all is said again.
+    pub async fn forget(&self) {
+        *self.has.lock().await = Credentials::default();
+    }
+
+    /// How it went last; none: nobody was to come in.
+    pub fn said(&self) -> Option<String> {
+        self.said.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Has the agent make it so. Each user counts for himself; the first one that the guest refuses is told of.
+    pub async fn give(&self, agent: &GuestAgent, text: &str) -> Result<Outcome, KeeperError> {
+        let done = self.made_so(agent, text).await;
+        let said = match &done {
+            Ok(Outcome { code: 0, .. }) => "given".to_owned(),
+            Ok(_) => "waiting for the guest agent".to_owned(),
+            Err(error) => Chain(error).to_string(),
+        };
+        *self.said.lock().unwrap_or_else(PoisonError::into_inner) = Some(said);
+        done
+    }
+
+    async fn made_so(&self, agent: &GuestAgent, text: &str) -> Result<Outcome, KeeperError> {
+        let wrong = |rule| KeeperError::Field { field: "credentials", value: format!("{} bytes", text.len()), rule };
+        if text.len() > LONGEST {
+            return Err(wrong("at most 1 MiB is expected"));
+        }
+        let wanted: Credentials =
+            serde_json::from_str(text).map_err(|_wrong| wrong("keys and passwords by their users are expected"))?;
+        let mut given = self.has.lock().await;
+        if *given == wanted {
+            return Ok(Outcome::default());
+        }
+        if let Err(error) = agent.ping().await {
+            let stderr = format!("{}\n", Chain(&error)).into_bytes();
+            return Ok(Outcome { code: NOBODY, stderr, ..Outcome::default() });
+        }
+        let mut first = Ok(());
+        let users = wanted.keys.keys().chain(given.keys.keys()).cloned().collect::<BTreeSet<_>>();
+        for user in users {
+            let none = Vec::new();
+            let (had, has) = (given.keys.get(&user).unwrap_or(&none), wanted.keys.get(&user).unwrap_or(&none));
+            let done = keys(agent, &user, had, has).await;
+            match (&done, has.is_empty()) {
+                (Ok(()), true) => drop(given.keys.remove(&user)),
+                (Ok(()), false) => drop(given.keys.insert(user, has.clone())),
+                (Err(_), _) => {}
+            }
+            first = first.and(done);
+        }
+        // One that is not said any more stays: the guest has no other.
+        given.passwords.retain(|user, _| wanted.passwords.contains_key(user));
+        for (user, password) in &wanted.passwords {
+            if given.passwords.get(user) == Some(password) {
+                continue;
+            }
+            let arguments = json!({ "username": user, "password": STANDARD.encode(password), "crypted": false });
+            let done = agent.command("guest-set-user-password", arguments).await;
+            if done.is_ok() {
+                given.passwords.insert(user.clone(), password.clone());
+            }
+            first = first.and(done.map(drop));
+        }
+        first.map(|()| Outcome::default())
+    }
+}
+
+/// Has a user's keys be those in `has`, where he had those in `had`; others that the guest knows stay.
+async fn keys(agent: &GuestAgent, user: &str, had: &[String], has: &[String]) -> Result<(), KeeperError> {
+    let others = |these: &[String], those: &[String]| -> Vec<String> {
+        these.iter().filter(|key| !those.contains(key)).cloned().collect()
+    };
+    for (command, keys) in
+        [("guest-ssh-remove-authorized-keys", others(had, has)), ("guest-ssh-add-authorized-keys", others(has, had))]
+    {
+        if !keys.is_empty() {
+            let arguments: Value = json!({ "username": user, "keys": keys });
+            agent.command(command, arguments).await?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+    use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+    use tokio::net::UnixStream;
+
+    /// An agent of a guest with a user `root` and no other; what it was asked.
+    fn agent() -> (GuestAgent, Arc<StdMutex<Vec<String>>>) {
+        let (near, far) = UnixStream::pair().unwrap();
+        let asked = Arc::new(StdMutex::new(Vec::new()));
+        let heard = Arc::clone(&asked);
+        tokio::spawn(async move {
+            let (reader, mut writer) = far.into_split();
+            let mut lines = BufReader::new(reader).lines();
+            while let Some(line) = lines.next_line().await.unwrap() {
+                let asked: Value = serde_json::from_str(&line).unwrap();
+                let (command, arguments) = (asked["execute"].as_str().unwrap(), &asked["arguments"]);
+                let answer = match (command, arguments["username"].as_str()) {
+                    ("guest-sync", _) => json!({ "return": arguments["id"] }),
+                    (_, Some("root")) => {
+                        let what =
+                            if arguments["keys"].is_null() { &arguments["password"] } else { &arguments["keys"] };
+                        heard.lock().unwrap().push(format!("{command} {what}"));
+                        json!({ "return": {} })
+                    }
+                    (_, user) => json!({ "error": { "class": "GenericError", "desc": format!("no user {user:?}") } }),
+                };
+                writer.write_all(format!("{answer}\n").as_bytes()).await.unwrap();
+            }
+        });
+        (GuestAgent::new(near), asked)
+    }
+
+    #[test]
+    fn what_has_changed_is_said_once_and_each_user_counts_for_himself() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let (agent, asked) = agent();
+            let given = Given::default();
+            let heard = || std::mem::take(&mut *asked.lock().unwrap());
+            let first = r#"{"keys": {"root": ["a", "b"]}, "passwords": {"root": "secret"}}"#;
+            assert_eq!(given.give(&agent, first).await.unwrap().code, 0);
+            let password = format!("guest-set-user-password {:?}", STANDARD.encode("secret"));
+            assert_eq!(heard(), [r#"guest-ssh-add-authorized-keys ["a","b"]"#, password.as_str()]);
+            assert_eq!(given.give(&agent, first).await.unwrap().code, 0);
+            assert_eq!(heard(), [""; 0]);
+            // A user whom the guest does not know keeps nobody else out.
+            let second = r#"{"keys": {"nobody": ["a"], "root": ["b", "c"]}}"#;
+            let refused = given.give(&agent, second).await.unwrap_err().to_string();
+            assert!(refused.contains("nobody") && given.said().unwrap().contains("nobody"), "{refused}");
+            let changed = [r#"guest-ssh-remove-authorized-keys ["a"]"#, r#"guest-ssh-add-authorized-keys ["c"]"#];
+            assert_eq!(heard(), changed);
+            assert_eq!(given.give(&agent, "{}").await.unwrap().code, 0);
+            assert_eq!(heard(), [r#"guest-ssh-remove-authorized-keys ["b","c"]"#]);
+            given.give(&agent, first).await.unwrap();
+            given.forget().await;
+            given.give(&agent, first).await.unwrap();
+            assert_eq!(heard().len(), 4);
+            for wrong in ["", "7", r#"{"keys": {"root": "a"}}"#, r#"{"other": 1}"#] {
+                assert!(given.give(&agent, wrong).await.is_err(), "{wrong}");
+            }
+        });
+    }
+
+    #[test]
+    fn where_nobody_answers_it_is_told_later_and_no_password_is_shown() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let (near, far) = UnixStream::pair().unwrap();
+            drop(far);
+            let text = r#"{"passwords": {"root": "secret"}}"#;
+            let told = Given::default().give(&GuestAgent::new(near), text).await.unwrap();
+            assert_eq!(told.code, NOBODY);
+            let credentials: Credentials = serde_json::from_str(text).unwrap();
+            let shown = format!("{credentials:?}");
+            assert!(shown.contains("root") && !shown.contains("secret"), "{shown}");
+        });
+    }
+}
