@@ -211,6 +211,58 @@ fn what_a_claim_cannot_be_is_refused_and_changes_nothing() {
     pod.remove();
 }
 
+#[test]
+fn a_claim_that_is_shareable_is_written_by_several_machines_and_by_no_other() {
+    let node = node();
+    let image = boot_image(&node);
+    let block = Block::new(&node);
+    let spec = |shareable: bool| {
+        let spec = json!({
+            "domain": {
+                "memory": { "guest": "64Mi" },
+                "ioThreadsPolicy": "auto",
+                "devices": {
+                    "blockMultiQueue": true,
+                    "disks": [
+                        { "name": "root", "disk": {}, "bootOrder": 1, "shareable": shareable },
+                        { "name": "own", "disk": {}, "dedicatedIOThread": true }, { "name": "scsi", "disk": { "bus": "scsi" } },
+                    ],
+                },
+            },
+            "volumes": [
+                { "name": "root", "persistentVolumeClaim": { "claimName": "system" } },
+                { "name": "own", "emptyDisk": { "capacity": "1Mi" } }, { "name": "scsi", "emptyDisk": { "capacity": "1Mi" } },
+            ],
+        });
+        spec.to_string()
+    };
+    let pod = |name: &str, shareable| annotated(&node, name, &[("kind", "machine"), ("spec", &spec(shareable))]);
+    let on_device = |attempt| on_device(&image, attempt, &block.device, "mrw");
+    let first = node.crictl.run_pod_of("vm", pod("first", true));
+    let running = first.start(on_device(0));
+    running.says("boot 1\n");
+    let machines = node.processes("-blockdev");
+    let [machine] = machines.as_slice() else { panic!("one machine: {machines:?}") };
+    let told = fs::read_to_string(format!("/proc/{machine}/cmdline")).expect("it runs");
+    for words in
+        ["iothread,id=thread0", "iothread=thread0", "iothread=thread1", "num-queues=1", "num_queues=1", "share-rw=on"]
+    {
+        assert!(told.contains(words), "{words} in {told}");
+    }
+    // The other writes to it at the same time, and each finds what the other wrote.
+    let second = node.crictl.run_pod_of("vm", pod("second", true));
+    second.start(on_device(0)).says("boot 2\n");
+    assert_eq!(running.status()["state"], "CONTAINER_RUNNING");
+    let third = node.crictl.run_pod_of("vm", pod("third", false));
+    let refused = third.try_create(on_device(0)).err();
+    assert!(refused.contains("in use by another machine") && refused.contains("shareable"), "{refused}");
+    [first, second].into_iter().for_each(nacelle_e2e::crictl::RunningPod::remove);
+    third.start(on_device(1)).says("boot 3\n");
+    let fourth = node.crictl.run_pod_of("vm", pod("fourth", true));
+    assert!(fourth.try_create(on_device(0)).err().contains("in use by another machine"));
+    [third, fourth].into_iter().for_each(nacelle_e2e::crictl::RunningPod::remove);
+}
+
 /// A folder as kubelet makes it of a ConfigMap or a Secret.
 fn projected(node: &Node, name: &str, files: &[(&str, &str)]) -> PathBuf {
     let folder = node.folder().join(name);

@@ -24,6 +24,18 @@ pub const LEND: u32 = u32::MAX;
 /// In the place of a request's bytes: the queue is taken back. The answer to it is the next index of the available ring, in
 /// the place of an answer's bytes; all requests before it are answered.
 pub const RETURN: u32 = u32::MAX - 1;
+/// In the place of a request's bytes, on the first stream of a share that shows a part of the volumes: which part it shows from
+/// now on, as if nobody had asked for anything before. The bytes that follow (as many as the second number says) are its
+/// [`part`]. The answer, in the place of an answer's bytes, is 0 or the number of an error (errno(3)).
+pub const SHOW: u32 = u32::MAX - 2;
+/// The most bytes of a part's name.
+pub const MAX_PART: usize = 256;
+
+/// How the n-th volume of a container is called.
+pub fn part(container: &str, number: usize) -> String {
+    format!("{container}/{number}")
+}
+
 /// The most regions of memory.
 pub const MAX_REGIONS: usize = 16;
 /// The most bytes of a [`Lent`].

@@ -3,20 +3,24 @@
 use nacelle_base::{Classify, Kind};
 use std::path::Path;
 
-/// The node's pool of 2 MiB pages, in sysfs.
-const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
-/// The size of its pages, in MiB.
+/// The node's pools, in sysfs.
+const POOLS: &str = "/sys/kernel/mm/hugepages";
+/// The size of the usual pages, in MiB.
 pub const PAGE_MIB: u64 = 2;
+/// And of the largest.
+pub const LARGEST_MIB: u64 = 1024;
 
 /// The pool is too small.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "a machine of {mib} MiB in huge pages takes {needed} of the node's pages of 2 MiB, and {free} are free: write a \
-     larger number to /proc/sys/vm/nr_hugepages, or set memory_pages of its handler to \"transparent\""
+    "a machine of {mib} MiB in huge pages takes {needed} of the node's pages of {page} MiB, and {free} are free: write a \
+     larger number to {POOLS}/hugepages-{}kB/nr_hugepages, or set memory_pages of its handler to \"transparent\"", page * 1024
 )]
 pub struct TooFew {
     /// The machine's memory.
     pub mib: u64,
+    /// The size of a page, in MiB.
+    pub page: u64,
     /// The pages that it takes.
     pub needed: u64,
     /// The pages that it could have.
@@ -29,14 +33,14 @@ impl Classify for TooFew {
     }
 }
 
-/// Whether a machine with so much memory could start now. Others may be quicker: its start says so then.
-pub fn check(mib: u64) -> Result<(), TooFew> {
-    check_in(Path::new(POOL), mib)
+/// Whether a machine with so much memory in pages of this size could start now. Others may be quicker: its start says so then.
+pub fn check(mib: u64, page: u64) -> Result<(), TooFew> {
+    check_in(&Path::new(POOLS).join(format!("hugepages-{}kB", page * 1024)), mib, page)
 }
 
-fn check_in(pool: &Path, mib: u64) -> Result<(), TooFew> {
-    let (needed, free) = (mib.div_ceil(PAGE_MIB), free(pool));
-    if needed <= free { Ok(()) } else { Err(TooFew { mib, needed, free }) }
+fn check_in(pool: &Path, mib: u64, page: u64) -> Result<(), TooFew> {
+    let (needed, free) = (mib.div_ceil(page), free(pool));
+    if needed <= free { Ok(()) } else { Err(TooFew { mib, page, needed, free }) }
 }
 
 /// Pages that are promised to nobody, with those that Linux may make beyond the pool. A node that does not know of
@@ -61,12 +65,15 @@ mod tests {
         for (name, number) in numbers {
             std::fs::write(pool.path().join(format!("{name}_hugepages")), format!("{number}\n")).unwrap();
         }
-        assert_eq!(check_in(pool.path(), 128), Ok(()));
-        let error = check_in(pool.path(), 130).unwrap_err();
+        assert_eq!(check_in(pool.path(), 128, PAGE_MIB), Ok(()));
+        let error = check_in(pool.path(), 130, PAGE_MIB).unwrap_err();
         assert_eq!((error.needed, error.free, error.kind()), (65, 64, Kind::Exhausted));
         for words in ["65", "64 are free", "nr_hugepages", "memory_pages"] {
             assert!(error.to_string().contains(words), "{error}");
         }
-        assert_eq!(check_in(Path::new("/nowhere"), 64), Err(TooFew { mib: 64, needed: 32, free: 0 }));
+        assert_eq!(check_in(pool.path(), 64 << 10, LARGEST_MIB), Ok(()));
+        let none = TooFew { mib: 2048, page: 1024, needed: 2, free: 0 };
+        assert_eq!(check_in(Path::new("/nowhere"), 2048, LARGEST_MIB), Err(none.clone()));
+        assert!(none.to_string().contains("hugepages-1048576kB/nr_hugepages"), "{none}");
     }
 }

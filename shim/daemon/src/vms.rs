@@ -162,7 +162,7 @@ impl Vms {
         // Those that are wanted first: when they are not any more, a record may have them.
         let mut images: Vec<_> = names(&self.busy).values().filter_map(|(_, image)| *image).collect();
         let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
-        images.extend(known.values().filter_map(|record| record.image));
+        images.extend(known.values().flat_map(VmRecord::images));
         images
     }
 
@@ -242,13 +242,16 @@ impl Vms {
         written.map(|()| record)
     }
 
-    /// The machine's disk is of this image from now on.
-    pub async fn of_image(&self, id: &str, image: ImageId) -> Result<(), VmError> {
+    /// The machine's disks are of these images from now on.
+    pub async fn of_images(&self, id: &str, images: Vec<ImageId>) -> Result<(), VmError> {
         let _alone = self.changing.lock().await;
         match self.find(id) {
             None => Err(VmError::NotFound { id: id.to_owned() }),
-            Some(record) if record.image == Some(image) => Ok(()),
-            Some(record) => self.write(VmRecord { image: Some(image), ..record }).await,
+            Some(record) if record.images().eq(images.iter().copied()) => Ok(()),
+            Some(record) => {
+                let mut images = images.into_iter();
+                self.write(VmRecord { image: images.next(), more_images: images.collect(), ..record }).await
+            }
         }
     }
 
@@ -266,7 +269,8 @@ impl Vms {
             return Err(VmError::Exists { id: id(namespace, name) });
         }
         self.is_free(&id(namespace, name))?;
-        let record = VmRecord { image: source.image, ..new_record(namespace, name)? };
+        let record =
+            VmRecord { image: source.image, more_images: source.more_images.clone(), ..new_record(namespace, name)? };
         let (from, to) = (self.folder(&source), self.folder(&record));
         let copied = blocking(move || copy_folder(&from, &to)).await?;
         let written = match copied {
@@ -345,7 +349,7 @@ mod tests {
         assert_ne!(vms.know("other", "db").await.unwrap().uuid, first.uuid);
         assert!(first.mac[0] & 3 == 2, "a station's own address");
         assert_eq!(first.uuid.len(), 36);
-        vms.of_image("default/db", nacelle_image::Digest([7; 32])).await.unwrap();
+        vms.of_images("default/db", [7, 8].map(|byte| nacelle_image::Digest([byte; 32])).into()).await.unwrap();
         std::fs::write(vms.folder(&first).join("root.qcow2"), "data").unwrap();
         let stray = folder.path().join("machines/stray");
         std::fs::create_dir(&stray).unwrap();
@@ -353,13 +357,13 @@ mod tests {
 
         let vms = opened(folder.path());
         assert!(!stray.exists() && vms.folder(&first).join("root.qcow2").exists());
-        assert_eq!(vms.images(), [nacelle_image::Digest([7; 32])]);
+        assert_eq!(vms.images(), [7, 8].map(|byte| nacelle_image::Digest([byte; 32])));
         let again = vms.know("default", "db").await.unwrap();
         assert_eq!((&again.uuid, again.mac), (&first.uuid, first.mac));
         std::os::unix::fs::symlink("/etc/shadow", vms.folder(&first).join("efi-variables")).unwrap();
         let copy = vms.copy("default/db", "default", "db2").await.unwrap();
         assert!(!vms.folder(&copy).join("efi-variables").exists(), "what a link leads to is not copied");
-        assert!(copy.uuid != first.uuid && copy.mac != first.mac && copy.image == again.image);
+        assert!(copy.uuid != first.uuid && copy.mac != first.mac && copy.images().eq(again.images()));
         assert_eq!(std::fs::read(vms.folder(&copy).join("root.qcow2")).unwrap(), b"data");
         assert_eq!(vms.copy("default/db", "default", "db2").await.unwrap_err().kind(), Kind::AlreadyExists);
         assert_eq!(vms.copy("default/no", "default", "db3").await.unwrap_err().kind(), Kind::NotFound);

@@ -46,7 +46,7 @@ fn a_machine_in_huge_pages_that_the_node_has_not_is_refused_before_anything_is_m
         cri::RunPodSandboxRequest { config: Some(pod_config("a")), runtime_handler: common::HUGE_HANDLER.into() };
     let error = world.run(daemon.cri.run_pod_sandbox(request)).unwrap_err();
     assert_eq!(error.code(), Code::ResourceExhausted, "{error}");
-    for words in ["8388608", "/proc/sys/vm/nr_hugepages"] {
+    for words in ["8388608", "hugepages-2048kB/nr_hugepages"] {
         assert!(error.message().contains(words), "{error}");
     }
     assert!(!world.script.seen("netns") && !world.script.seen("spawn"));

@@ -36,7 +36,7 @@ impl Engine for Keeper {
         Limits { vcpus: crate::spec::MAX_VCPUS, devices: MAX_NICS }
     }
 
-    /// Of the spec the network interfaces count, the folder and the console's file.
+    /// Of the spec the network interfaces count, the shares, the folder and the console's file.
     fn start(&self, spec: CheckedSpec) -> Result<Box<dyn Machine>, EngineError> {
         let spec = spec.into_inner();
         let log = spec.console_log;
@@ -54,12 +54,17 @@ impl Engine for Keeper {
             words.push(dhcp.as_raw_fd().to_string());
             inherited.extend(queues.into_iter().chain([dhcp.as_raw_fd()]));
         }
+        let shares = spec.shares.len().to_string();
+        for stream in spec.shares.iter().flatten().map(AsRawFd::as_raw_fd) {
+            words.push(stream.to_string());
+            inherited.push(stream);
+        }
         let accelerator = match self.accelerator {
             Accelerator::Kvm => "kvm",
             Accelerator::Tcg => "tcg",
         };
         let paths = [&spec.run_dir, &self.scratch, &self.qemu].map(|path| path.display().to_string());
-        let args = paths.into_iter().chain([accelerator.to_owned()]).chain(words).collect();
+        let args = paths.into_iter().chain([accelerator.to_owned(), shares]).chain(words).collect();
         let (process, warden) = Process::start(&self.program, args, inherited, console, || ())?;
         Ok(Box::new(AgentMachine::new(process, warden, ends)))
     }

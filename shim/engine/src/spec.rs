@@ -56,7 +56,7 @@ pub struct MachineSpec {
     /// The guest's vsock context id, 3 or more. The device is in our process: two machines may have the same one.
     pub guest_cid: u32,
     /// Where requests for files of the node are answered (`nacelle_base::share`); none: the machine has no such device.
-    pub share: Option<[UnixStream; QUEUES]>,
+    pub shares: Vec<[UnixStream; QUEUES]>,
 }
 
 /// One disk of a machine.
@@ -383,7 +383,7 @@ mod tests {
             console: ConsoleKind::Serial,
             console_log: "/run/pod/console.log".into(),
             guest_cid: 3,
-            share: None,
+            shares: Vec::new(),
         }
     }
 

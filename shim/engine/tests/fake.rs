@@ -124,7 +124,7 @@ fn start(fake: &Fake, folder: &Path) -> Result<Box<dyn nacelle_engine::Machine>,
         run_dir: folder.to_owned(),
         console_log: folder.join("console.log"),
         guest_cid: 3,
-        share: None,
+        shares: Vec::new(),
     };
     fake.start(spec.check(&fake.limits()).unwrap())
 }

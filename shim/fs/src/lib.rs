@@ -13,5 +13,5 @@ mod tree;
 mod volumes;
 
 pub use error::ShareError;
-pub use room::{Share, Ways, start};
+pub use room::{Share, Shown, Ways, start};
 pub use volumes::{Owners, Propagation, Taker, Volume, attach, detach};

@@ -8,7 +8,7 @@ use crate::queue::Served;
 use crate::server::Server;
 use crate::sys;
 use nacelle_base::Chain;
-use nacelle_base::share::{ANSWER_HEADER, HEADER, LEND, Lent, MAX_LENT, MAX_MESSAGE, QUEUES, RETURN};
+use nacelle_base::share::{ANSWER_HEADER, HEADER, LEND, Lent, MAX_LENT, MAX_MESSAGE, MAX_PART, QUEUES, RETURN, SHOW};
 use nacelle_jail::Mode;
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, open};
@@ -49,11 +49,29 @@ pub struct Share {
     ways: Ways,
 }
 
+/// What guests see of the volumes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Shown {
+    /// One share with all of them.
+    All,
+    /// So many shares, each with a part of them, of which the process is told which (`nacelle_base::share::SHOW`).
+    Parts(usize),
+}
+
+impl Shown {
+    fn shares(self) -> usize {
+        match self {
+            Shown::All => 1,
+            Shown::Parts(count) => count.max(1),
+        }
+    }
+}
+
 /// The ways to the process.
 #[derive(Debug)]
 pub struct Ways {
-    /// One for each queue of the device: the guest's requests for files.
-    pub files: [UnixStream; QUEUES],
+    /// Of each share one for each queue of its device: the guest's requests for files.
+    pub files: Vec<[UnixStream; QUEUES]>,
     /// The pod process's questions about volumes that are pushed (`nacelle_base::push`).
     pub pushed: UnixStream,
 }
@@ -67,8 +85,9 @@ impl Share {
     /// Waits until it is ready; then the ways to it.
     pub fn ready(self) -> Result<Ways, ShareError> {
         let silent = |source| ShareError::Silent { source };
-        let mut first = &self.ways.files[0];
         let mut word = [0];
+        let mut first =
+            self.ways.files.first().map(|[first, _]| first).ok_or_else(|| silent(io::ErrorKind::NotFound.into()))?;
         first.set_read_timeout(Some(START_LIMIT)).and_then(|()| first.read_exact(&mut word)).map_err(silent)?;
         first.set_read_timeout(None).map_err(silent)?;
         Ok(self.ways)
@@ -78,17 +97,23 @@ impl Share {
 /// Starts the process. `scaffold` is a folder over which it makes its root, in a mount namespace of its own. There must be
 /// one thread only, and nothing open that is not for it. `cache` is how long the guest may believe what it was told of a
 /// name or a file's attributes.
-pub fn start(scaffold: &Path, seccomp: Mode, cache: Duration) -> Result<Share, ShareError> {
+pub fn start(scaffold: &Path, seccomp: Mode, cache: Duration, shown: Shown) -> Result<Share, ShareError> {
     let failed = |source| ShareError::Step { what: "be started", source };
     let pair = || UnixStream::pair().map_err(failed);
-    let ((first, its_first), (second, its_second), (pushed, its_pushed)) = (pair()?, pair()?, pair()?);
+    let (mut files, mut its_files) = (Vec::new(), Vec::new());
+    for _ in 0..shown.shares() {
+        let ((first, its_first), (second, its_second)) = (pair()?, pair()?);
+        files.push([first, second]);
+        its_files.push([its_first, its_second]);
+    }
+    let (pushed, its_pushed) = pair()?;
     let parent = nix::unistd::getpid();
     match sys::fork().map_err(failed)? {
-        Some(process) => Ok(Share { process, ways: Ways { files: [first, second], pushed } }),
+        Some(process) => Ok(Share { process, ways: Ways { files, pushed } }),
         None => {
             // It hears of their end.
-            drop((first, second, pushed));
-            match live(parent, scaffold, seccomp, cache, Ways { files: [its_first, its_second], pushed: its_pushed }) {
+            drop((files, pushed));
+            match live(parent, scaffold, seccomp, cache, shown, Ways { files: its_files, pushed: its_pushed }) {
                 Ok(()) => sys::exit(0),
                 Err(error) => {
                     tracing::error!("{}", Chain(&error));
@@ -100,9 +125,15 @@ pub fn start(scaffold: &Path, seccomp: Mode, cache: Duration) -> Result<Share, S
 }
 
 /// The life of the process.
-fn live(parent: Pid, scaffold: &Path, seccomp: Mode, cache: Duration, ways: Ways) -> Result<(), ShareError> {
-    let Ways { files, pushed } = ways;
-    let mut ways = files.map(|stream| Way { stream, lent: None });
+fn live(
+    parent: Pid,
+    scaffold: &Path,
+    seccomp: Mode,
+    cache: Duration,
+    shown: Shown,
+    ways: Ways,
+) -> Result<(), ShareError> {
+    let Ways { files: streams, pushed } = ways;
     let step = |what| move |errno: Errno| ShareError::Step { what, source: errno.into() };
     let bound = "be bound to the pod process";
     // Until it acts as another user for the first time; afterwards it hears of the end by its streams.
@@ -122,10 +153,19 @@ fn live(parent: Pid, scaffold: &Path, seccomp: Mode, cache: Duration, ways: Ways
     nacelle_jail::confine(seccomp, CAPABILITIES)?;
     let (files, _) = getrlimit(Resource::RLIMIT_NOFILE).map_err(step("find its limits"))?;
     let serve = |source| ShareError::Step { what: "serve", source };
-    let mut server = Server::new("/", File::from(fds), files, cache).map_err(serve)?;
+    let maker = Maker { fds: File::from(fds), files: files / u64::try_from(shown.shares()).unwrap_or(u64::MAX), cache };
+    let mut shares = Vec::with_capacity(streams.len());
+    for streams in streams {
+        let server = match shown {
+            Shown::All => Some(maker.server("/").map_err(serve)?),
+            Shown::Parts(_) => None,
+        };
+        shares.push(Guest { server, ways: streams.map(|stream| Way { stream, lent: None }) });
+    }
     let mut pusher = Pusher::new(pushed, places).map_err(serve)?;
-    ways.first_mut().map_or(Ok(()), |first| first.stream.write_all(&[READY])).map_err(serve)?;
-    match answer_all(&mut server, &mut ways, &mut pusher) {
+    let first = shares.first_mut().and_then(|share| share.ways.first_mut());
+    first.map_or(Ok(()), |first| first.stream.write_all(&[READY])).map_err(serve)?;
+    match answer_all(&mut shares, &mut pusher, &maker) {
         // The pod process has ended, or wants no more.
         Err(error) if matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::BrokenPipe) => Ok(()),
         other => other.map_err(serve),
@@ -176,21 +216,61 @@ struct Way {
     lent: Option<Served>,
 }
 
+/// One share.
+struct Guest {
+    /// None: nobody has said yet what it shows.
+    server: Option<Server>,
+    ways: [Way; QUEUES],
+}
+
+/// What servers are made of.
+struct Maker {
+    /// This process's own descriptors.
+    fds: File,
+    /// How many each may have open.
+    files: u64,
+    cache: Duration,
+}
+
+impl Maker {
+    fn server(&self, root: &str) -> io::Result<Server> {
+        Server::new(root, self.fds.try_clone()?, self.files, self.cache)
+    }
+
+    /// One that shows a part: a volume of a container, which is a folder.
+    fn part(&self, name: &str) -> io::Result<Server> {
+        let plain = |name: &str| !name.is_empty() && !name.starts_with('.') && !name.contains(['/', '\0']);
+        if !name.split_once('/').is_some_and(|(container, number)| plain(container) && plain(number)) {
+            return Err(Errno::EINVAL.into());
+        }
+        let root = format!("/{name}");
+        if !fs::symlink_metadata(&root)?.is_dir() {
+            return Err(Errno::ENOTDIR.into());
+        }
+        self.server(&root)
+    }
+}
+
 /// Answers requests, those of high priority first and the pod process's last, until a stream ends.
-fn answer_all(server: &mut Server, ways: &mut [Way], pusher: &mut Pusher) -> io::Result<()> {
+fn answer_all(shares: &mut [Guest], pusher: &mut Pusher, maker: &Maker) -> io::Result<()> {
     loop {
         // What is more than a queue's share of the time.
-        let more =
-            ways.iter_mut().filter_map(|way| way.lent.as_mut()).fold(false, |more, lent| lent.serve(server) | more);
+        let mut more = false;
+        for Guest { server, ways } in shares.iter_mut() {
+            let Some(server) = server else { continue };
+            let lent = ways.iter_mut().filter_map(|way| way.lent.as_mut());
+            more = lent.fold(more, |more, lent| lent.serve(server) | more);
+        }
         let limit = pusher.due().map(|due| due.saturating_duration_since(Instant::now()));
         // A millisecond more: too early would be once more.
         let limit = limit.map(|left| u16::try_from(left.as_millis() + 1).unwrap_or(u16::MAX));
         let limit = if more { PollTimeout::ZERO } else { limit.map_or(PollTimeout::NONE, PollTimeout::from) };
         let [asked, news] = [pusher.stream(), pusher.watcher()];
-        let streams = ways.iter().map(|way| way.stream.as_fd());
+        let ways = || shares.iter().flat_map(|share| &share.ways);
+        let streams = ways().map(|way| way.stream.as_fd());
         // A queue that the guest broke would be ready for ever.
-        let kicks = ways.iter().map(|way| way.lent.as_ref().filter(|lent| !lent.is_broken()).map(AsFd::as_fd));
-        let kicks: Vec<_> = kicks.collect();
+        let kicks: Vec<_> =
+            ways().map(|way| way.lent.as_ref().filter(|lent| !lent.is_broken()).map(AsFd::as_fd)).collect();
         let fds = [asked, news].into_iter().chain(streams).chain(kicks.iter().flatten().copied());
         let mut events: Vec<PollFd<'_>> = fds.map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
         match poll(&mut events, limit) {
@@ -200,29 +280,47 @@ fn answer_all(server: &mut Server, ways: &mut [Way], pusher: &mut Pusher) -> io:
         let mut ready = events.iter().map(|event| event.any().unwrap_or(false));
         let mut next = || ready.next().unwrap_or(false);
         let (asked, news) = (next(), next());
-        let streams: Vec<bool> = ways.iter().map(|_| next()).collect();
+        let streams: Vec<bool> = ways().map(|_| next()).collect();
         let kicked: Vec<bool> = kicks.iter().map(|kick| kick.is_some() && next()).collect();
-        for (way, _) in ways.iter_mut().zip(kicked).filter(|(_, kicked)| *kicked) {
+        let all = shares.iter_mut().flat_map(|share| &mut share.ways);
+        for (way, _) in all.zip(kicked).filter(|(_, kicked)| *kicked) {
             way.lent.as_mut().map(Served::kicked);
         }
         if news {
             pusher.hear()?;
         }
         pusher.tell()?;
-        if let Some((way, _)) = ways.iter_mut().zip(streams).find(|(_, ready)| *ready) {
-            answer(server, way)?;
+        if let Some(number) = streams.iter().position(|ready| *ready) {
+            // `QUEUES` is not 0.
+            let share = shares.get_mut(number / QUEUES).ok_or(io::ErrorKind::InvalidData)?;
+            answer(share, number % QUEUES, maker)?;
         } else if asked {
             pusher.answer()?;
         }
     }
 }
 
-fn answer(server: &mut Server, way: &mut Way) -> io::Result<()> {
+fn answer(share: &mut Guest, queue: usize, maker: &Maker) -> io::Result<()> {
+    let bad = || io::Error::from(io::ErrorKind::InvalidData);
+    let idle = share.ways.iter().all(|way| way.lent.is_none());
+    let way = share.ways.get_mut(queue).ok_or_else(bad)?;
     let mut header = [0; HEADER];
     way.stream.read_exact(&mut header)?;
     let (length, room) = header.split_at(4);
     let number = |bytes: &[u8]| bytes.try_into().map_or(0, u32::from_le_bytes);
     let (length, room) = (number(length), number(room) as usize);
+    if length == SHOW {
+        if !idle || room > MAX_PART {
+            return Err(bad());
+        }
+        let mut name = vec![0; room];
+        way.stream.read_exact(&mut name)?;
+        let made = std::str::from_utf8(&name).map_err(|_| Errno::EINVAL.into()).and_then(|name| maker.part(name));
+        let told = made.as_ref().err().map_or(0, |error| error.raw_os_error().unwrap_or(libc::EIO));
+        share.server = made.ok();
+        return way.stream.write_all(&told.to_le_bytes());
+    }
+    let server = share.server.as_mut().ok_or_else(bad)?;
     match (length, &way.lent) {
         (LEND, None) => {
             let (lent, fds) = lent(&mut way.stream, room)?;
@@ -235,7 +333,7 @@ fn answer(server: &mut Server, way: &mut Way) -> io::Result<()> {
             return way.stream.write_all(&next.to_le_bytes());
         }
         (_, None) if length as usize <= MAX_MESSAGE => {}
-        _ => return Err(io::ErrorKind::InvalidData.into()),
+        _ => return Err(bad()),
     }
     let mut request = vec![0; length as usize];
     way.stream.read_exact(&mut request)?;

@@ -489,6 +489,48 @@ fn without_the_process_a_lent_queue_is_answered_with_errors() {
     }
 }
 
+fn a_part_is_all_that_its_guest_sees() {
+    for lent in [false, true] {
+        let (_dir, folder) = folder();
+        symlink("../secret", folder.join("up")).unwrap();
+        let read_only = Volume { read_only: true, ..volume(&folder) };
+        let volumes = [volume(&folder), read_only, volume(&folder.join("file"))];
+        for (part, errno) in [
+            ("c/2", libc::ENOTDIR),
+            ("c/3", libc::ENOENT),
+            ("c", libc::EINVAL),
+            ("../0", libc::EINVAL),
+            ("c/0/..", libc::EINVAL),
+        ] {
+            let error = Guest::of_part(lent, "c", &volumes, part).err().unwrap();
+            assert_eq!(error.raw_os_error(), Some(errno), "{part}");
+        }
+        let mut guest = Guest::of_part(lent, "c", &volumes, "c/0").unwrap();
+        assert_eq!(guest.read("file").unwrap(), "of the node");
+        for outside in ["..", "c", "0", "1"] {
+            guest.find(outside).unwrap_err();
+        }
+        let link = guest.find("up").unwrap();
+        guest.lookup(link, "x").unwrap_err();
+        guest.create(ROOT, "new").unwrap();
+        assert!(folder.join("new").exists());
+        // The machine is reset: its kernel begins anew, and nothing is remembered.
+        let before = guest.find("file").unwrap();
+        guest.begin();
+        assert_eq!(guest.open(before, libc::O_RDONLY), Err(libc::EBADF));
+        assert_eq!(guest.read("file").unwrap(), "of the node");
+        // Its device has threads.
+        drop(guest);
+        let mut guest = Guest::of_part(lent, "c", &volumes, "c/1").unwrap();
+        assert_eq!(guest.read("file").unwrap(), "of the node");
+        assert_eq!(guest.create(ROOT, "other").unwrap_err(), libc::EROFS);
+        // Nobody has said what the other share shows: whoever asks it all the same ends the process.
+        let mut other = &guest.others[0][1];
+        other.write_all(&[0; 8]).unwrap();
+        assert_eq!(waitpid(guest.pid, None).unwrap(), WaitStatus::Exited(guest.pid, 1));
+    }
+}
+
 fn it_ends_with_the_pod_process() {
     let guest = Guest::new();
     let pid = guest.pid;
@@ -497,7 +539,7 @@ fn it_ends_with_the_pod_process() {
 }
 
 fn main() -> ExitCode {
-    let tests: [(&str, fn()); 16] = [
+    let tests: [(&str, fn()); 17] = [
         ("folders_and_files_are_shared_as_asked", folders_and_files_are_shared_as_asked),
         (
             "what_is_pushed_is_read_and_watched_and_out_of_the_guests_reach",
@@ -525,6 +567,7 @@ fn main() -> ExitCode {
             "without_the_process_a_lent_queue_is_answered_with_errors",
             without_the_process_a_lent_queue_is_answered_with_errors,
         ),
+        ("a_part_is_all_that_its_guest_sees", a_part_is_all_that_its_guest_sees),
         ("it_ends_with_the_pod_process", it_ends_with_the_pod_process),
     ];
     if let [_, word, home] = std::env::args().collect::<Vec<_>>().as_slice()

@@ -6,7 +6,7 @@ use crate::error::KeeperError;
 use crate::qcow2::{self, Format};
 use crate::seed;
 use crate::spec::{Disk, Kernel, Source};
-use crate::sys;
+use crate::sys::{self, Lock};
 use nacelle_base::files::{remove_if_there, write_whole};
 use nacelle_proto::agent::BootConfig;
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -193,7 +193,12 @@ fn device(disk: &Disk, path: &str, file: Option<File>) -> Result<Files, KeeperEr
     if sys::writable(&file).map_err(KeeperError::file("look at", Path::new(path)))? == disk.read_only {
         return Err(refused("it must be open for writing, unless the guest only reads it"));
     }
-    if !sys::lock(&file, !disk.read_only).map_err(KeeperError::file("lock", Path::new(path)))? {
+    let wanted = match (disk.serving.shared, disk.read_only) {
+        (true, _) => Lock::Shared,
+        (false, true) => Lock::Reads,
+        (false, false) => Lock::Alone,
+    };
+    if !sys::lock(&file, wanted).map_err(KeeperError::file("lock", Path::new(path)))? {
         return Err(KeeperError::InUse { name: disk.name.clone(), path: path.to_owned() });
     }
     Ok(Files::Device { file, block: kind.is_block_device() })
@@ -258,7 +263,7 @@ fn make(path: &Path) -> Result<File, KeeperError> {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use crate::spec::{Bus, Cache, DiskKind};
+    use crate::spec::{Bus, Cache, DiskKind, Serving};
     use nacelle_base::{Classify, Kind};
 
     pub(crate) fn sample(name: &str, source: Source) -> Disk {
@@ -271,6 +276,7 @@ pub(crate) mod tests {
             serial: String::new(),
             cache: Cache::Writeback,
             block_size: None,
+            serving: Serving::default(),
             source,
         }
     }
@@ -393,6 +399,17 @@ pub(crate) mod tests {
         let readers = [(); 2].map(|()| prepare(&read, Some(open(false))).unwrap());
         assert!(prepare(&written, Some(open(true))).is_err());
         drop(readers);
-        prepare(&written, Some(open(true))).unwrap();
+        drop(prepare(&written, Some(open(true))).unwrap());
+        // Those that say so write to it together, and nobody else has it meanwhile.
+        let shared = Disk { serving: Serving { shared: true, ..Serving::default() }, ..sample("data", source()) };
+        let writers = [(); 2].map(|()| prepare(&shared, Some(open(true))).unwrap());
+        for (disk, writable) in [(&written, true), (&read, false)] {
+            assert_eq!(prepare(disk, Some(open(writable))).unwrap_err().kind(), Kind::Conflict);
+        }
+        drop(writers);
+        for (disk, writable) in [(&written, true), (&read, false)] {
+            let _other = prepare(disk, Some(open(writable))).unwrap();
+            assert_eq!(prepare(&shared, Some(open(true))).unwrap_err().kind(), Kind::Conflict);
+        }
     }
 }

@@ -105,10 +105,18 @@ pub enum KeeperError {
         /// What is wrong with it.
         rule: &'static str,
     },
+    /// A folder of the node that cannot be shared with the guest.
+    #[error("file system {name}: its folder cannot be shared with the machine")]
+    Share {
+        /// Its name.
+        name: String,
+        /// Why.
+        source: io::Error,
+    },
     /// Another machine has it.
     #[error(
-        "disk {name}: {path} is in use by another machine: one at a time may write to it, and while it does no other may read it; \
-         stop that one first"
+        "disk {name}: {path} is in use by another machine: one at a time may write to it, and while it does no other may read it, \
+         but where all say that it is shareable; stop that one first"
     )]
     InUse {
         /// The disk's name.
@@ -188,7 +196,7 @@ impl Classify for KeeperError {
             | KeeperError::Hold { .. }
             | KeeperError::State { .. } => Kind::Conflict,
             KeeperError::Unsupported { .. } => Kind::Unsupported,
-            KeeperError::File { source, .. } => source.kind().into(),
+            KeeperError::File { source, .. } | KeeperError::Share { source, .. } => source.kind().into(),
             KeeperError::Resources { .. } => Kind::Exhausted,
             KeeperError::Engine(error) => error.kind(),
             KeeperError::TooSlow { .. } => Kind::Timeout,

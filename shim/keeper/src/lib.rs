@@ -19,12 +19,14 @@ mod lines;
 mod live;
 mod machine;
 mod network;
+mod pins;
 mod place;
 pub mod qcow2;
 mod qemu;
 mod rpc;
 mod runs;
 mod seed;
+mod shares;
 mod snapshots;
 pub mod spec;
 mod streams;
@@ -64,9 +66,9 @@ pub fn run(arguments: impl IntoIterator<Item = String>) -> ExitCode {
         return ExitCode::from(2);
     };
     let served = place.greet().map_err(|error| Chain(&error).to_string()).and_then(|network| {
-        let Place { folder, scratch, qemu, accelerator, host, rpc, streams, taps, dhcp } = place;
+        let Place { folder, scratch, qemu, accelerator, host, rpc, streams, taps, dhcp, shares } = place;
         drop(host);
-        let settings = Settings { folder, scratch, qemu, accelerator, taps, dhcp, network };
+        let settings = Settings { folder, scratch, qemu, accelerator, taps, dhcp, shares, network };
         serve(settings, rpc, streams).map_err(|error| error.to_string())
     });
     match served {

@@ -11,12 +11,15 @@ use crate::error::KeeperError;
 use crate::guest_agent::Outcome;
 use crate::lines::printable;
 use crate::live::{self, DIED, Ends, Launched, Live};
+use crate::pins;
 use crate::qemu::{self, Card};
 use crate::runs::{Next, Order, Runs};
+use crate::shares::{self, Share};
 use crate::spec::{self, Board, Bus, CardModel, Firmware, MachineDocument};
 use crate::sys;
 use nacelle_base::Chain;
 use nacelle_base::files::remove_tree_if_there;
+use nacelle_base::share::QUEUES;
 use nacelle_engine::Accelerator;
 use nacelle_engine::qemu::emulated_tsc;
 use nacelle_proto::agent::{BootConfig, Exit, Interface};
@@ -25,6 +28,7 @@ use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions, TryLockError};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -49,6 +53,8 @@ pub struct Settings {
     pub taps: Vec<Vec<OwnedFd>>,
     /// Where guests ask for their addresses, on each of them.
     pub dhcp: Vec<OwnedFd>,
+    /// The ways to the process that has the folders of the node that are shared with the guest.
+    pub shares: Vec<[UnixStream; QUEUES]>,
     /// The pod's network.
     pub network: BootConfig,
 }
@@ -86,6 +92,8 @@ pub struct Machine {
     pub added: tokio::sync::Mutex<added::Disks>,
     firmware: Option<(PathBuf, disk::Files)>,
     kernel: Option<disk::KernelFiles>,
+    /// Until it has ended.
+    shares: Mutex<Vec<Share>>,
     state: watch::Sender<State>,
     changing: Mutex<Changing>,
     ordered: Notify,
@@ -129,10 +137,11 @@ impl Machine {
                     }
                 };
                 let kernel = document.kernel.as_ref().map(|kernel| disk::kernel(kernel, &folder)).transpose()?;
-                Ok((disks, added, firmware, kernel, lock))
+                let shares = shares::serve(&document.filesystems, &id, &settings.folder, &settings.shares)?;
+                Ok((disks, added, firmware, kernel, lock, shares))
             });
         match made {
-            Ok((disks, added, firmware, kernel, lock)) => Ok(Machine {
+            Ok((disks, added, firmware, kernel, lock, shares)) => Ok(Machine {
                 id,
                 document,
                 console: Console::new(),
@@ -142,6 +151,7 @@ impl Machine {
                 added: tokio::sync::Mutex::new(added),
                 firmware,
                 kernel,
+                shares: Mutex::new(shares),
                 state: watch::channel(State::Created).0,
                 changing: Mutex::new(Changing { live: None, order: Order::None, pressing: false }),
                 ordered: Notify::new(),
@@ -209,6 +219,7 @@ impl Machine {
         let ends = Ends::make()?;
         let [monitor, console, agent] = ends.numbers();
         let disks = Arc::clone(&self.disks.lock().unwrap_or_else(PoisonError::into_inner));
+        let sockets = self.shares().iter().map(|share| share.socket.clone()).collect();
         let added = self.added.lock().await;
         let known = added.known();
         let machine = qemu::Machine {
@@ -216,6 +227,7 @@ impl Machine {
             accelerator: self.settings.accelerator,
             disks: &disks,
             added: &known,
+            shares: sockets,
             firmware: self.firmware.as_ref().map(|(code, variables)| (code.as_path(), variables)),
             kernel: self.kernel.as_ref(),
             clock: self.clock().await?,
@@ -226,6 +238,12 @@ impl Machine {
             agent,
         };
         let launched = live::launch(machine, ends, &self.settings, &self.folder).await?;
+        if let Some(pins) = &self.document.processors.pins
+            && let Err(error) = pins::pin(&launched.live, pins).await
+        {
+            launched.live.kill();
+            return Err(error);
+        }
         self.changing().live = Some(Arc::clone(&launched.live));
         if self.changing().order == Order::End {
             // It was told while it was about to start.
@@ -341,6 +359,10 @@ impl Machine {
         self.state.send_replace(State::Ended(Exit { code, oom_killed: false, finished_at_unix_nanos: at }));
     }
 
+    fn shares(&self) -> MutexGuard<'_, Vec<Share>> {
+        self.shares.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn changing(&self) -> MutexGuard<'_, Changing> {
         self.changing.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -394,8 +416,9 @@ impl Machine {
         self.live()?.agent.run(args).await
     }
 
-    /// Removes what it had on the node's disk. Blocks.
+    /// Removes what it had of the node, and on its disk. Blocks.
     pub fn remove(&self) -> Result<(), KeeperError> {
+        drop(std::mem::take(&mut *self.shares()));
         remove_tree_if_there(&self.folder).map_err(|error| KeeperError::Resources {
             what: "rid of the machine's disks",
             source: std::io::Error::other(error),
@@ -461,6 +484,9 @@ fn check(document: &MachineDocument, settings: &Settings) -> Result<(), KeeperEr
     if count == 0 || count > 255 {
         return field("processors", count.to_string(), "1 to 255 virtual processors are expected");
     }
+    if document.processors.pins.as_ref().is_some_and(|pins| u32::try_from(pins.len()) != Ok(count)) {
+        return field("processors.pins", count.to_string(), "as many processors of the node are expected");
+    }
     if document.cards.len() > settings.taps.len().min(settings.network.interfaces.len()) {
         return field("cards", document.cards.len().to_string(), "the pod has fewer network interfaces");
     }
@@ -477,8 +503,18 @@ fn check(document: &MachineDocument, settings: &Settings) -> Result<(), KeeperEr
         return field("firmware.secure", "true".into(), "only the board q35 can do it");
     }
     let plain = |name: &str| !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-');
-    match document.disks.iter().find(|disk| !plain(&disk.name)) {
-        Some(disk) => field("disks[].name", disk.name.clone(), "letters, digits and '-' are expected"),
+    let strange = |disk: &&spec::Disk| disk.serving.shared && !matches!(disk.source, spec::Source::Device { .. });
+    if let Some(disk) = document.disks.iter().find(strange) {
+        return field(
+            "disks[].serving.shared",
+            disk.name.clone(),
+            "only what is the node's has others that write to it",
+        );
+    }
+    let filesystems = document.filesystems.iter().map(|one| ("filesystems[].name", &one.name));
+    let disks = document.disks.iter().map(|disk| ("disks[].name", &disk.name));
+    match disks.chain(filesystems).find(|(_, name)| !plain(name)) {
+        Some((at, name)) => field(at, name.clone(), "letters, digits and '-' are expected"),
         None => Ok(()),
     }
 }

@@ -3,6 +3,7 @@
 
 use crate::error::KeeperError;
 use crate::sys;
+use nacelle_base::share::QUEUES;
 use nacelle_engine::Accelerator;
 use nacelle_proto::agent::{AgentHello, BootConfig, BootReport};
 use prost::Message;
@@ -38,11 +39,14 @@ pub struct Place {
     pub taps: Vec<Vec<OwnedFd>>,
     /// What guests ask of DHCP servers on each of them: packet sockets.
     pub dhcp: Vec<OwnedFd>,
+    /// The ways to the process that has the folders of the node that are shared with the guest.
+    pub shares: Vec<[UnixStream; QUEUES]>,
 }
 
 impl Place {
-    /// Of the arguments: the pod's folder, the folder for disks, QEMU, `kvm` or `tcg`, and the numbers of descriptors: handshake,
-    /// service, streams; for each interface its tap (its queues, with colons between them) and its packet socket.
+    /// Of the arguments: the pod's folder, the folder for disks, QEMU, `kvm` or `tcg`, how many folders of the node are shared with the
+    /// guest, and the numbers of descriptors: handshake, service, streams; for each interface its tap (its queues, with colons
+    /// between them) and its packet socket; for each of those folders its streams.
     pub fn parse(arguments: impl IntoIterator<Item = String>) -> Option<Place> {
         let mut arguments = arguments.into_iter();
         let mut path = || arguments.next().map(PathBuf::from).filter(|path| path.is_absolute());
@@ -52,24 +56,31 @@ impl Place {
             "tcg" => Accelerator::Tcg,
             _ => return None,
         };
+        let shared: usize = arguments.next()?.parse().ok()?;
         let word = |word: String| word.split(':').map(|number| number.parse().ok()).collect::<Option<Vec<RawFd>>>();
         let words: Vec<Vec<RawFd>> = arguments.map(word).collect::<Option<_>>()?;
         let numbers: Vec<RawFd> = words.concat();
         let distinct: BTreeSet<RawFd> = numbers.iter().copied().filter(|number| *number > 2).collect();
+        let of_cards = words.len().checked_sub(shared.checked_mul(QUEUES)?)?;
         // Only a tap has several.
-        let several = |(n, word): (usize, &Vec<RawFd>)| word.len() > 1 && (n < 3 || n.is_multiple_of(2));
+        let several =
+            |(n, word): (usize, &Vec<RawFd>)| word.len() > 1 && (n < 3 || n.is_multiple_of(2) || n >= of_cards);
         let strange = words.iter().enumerate().any(several);
-        if distinct.len() != numbers.len() || words.len() < 3 || words.len().is_multiple_of(2) || strange {
+        if distinct.len() != numbers.len() || of_cards < 3 || of_cards.is_multiple_of(2) || strange {
             return None;
         }
         let mut fds = sys::adopt(numbers).ok()?.into_iter();
         let (host, rpc, streams) = (fds.next()?.into(), fds.next()?.into(), fds.next()?.into());
         let (mut taps, mut dhcp) = (Vec::new(), Vec::new());
-        for queues in words.iter().skip(3).step_by(2).map(Vec::len) {
+        for queues in words.iter().take(of_cards).skip(3).step_by(2).map(Vec::len) {
             taps.push(fds.by_ref().take(queues).collect());
             dhcp.push(fds.next()?);
         }
-        Some(Place { folder, scratch, qemu, accelerator, host, rpc, streams, taps, dhcp })
+        let mut shares = Vec::new();
+        for _ in 0..shared {
+            shares.push([fds.next()?.into(), fds.next()?.into()]);
+        }
+        Some(Place { folder, scratch, qemu, accelerator, host, rpc, streams, taps, dhcp, shares })
     }
 
     /// Says hello, and hears what the pod's network is.
@@ -118,19 +129,23 @@ mod tests {
         for arguments in [
             &[][..],
             &["/f", "/s", "/q", "tcg"],
-            &["/f", "/s", "/q", "tcg", "900", "901"],
-            &["/f", "/s", "/q", "hvf", "900", "901", "902"],
-            &["/f", "/s", "q", "tcg", "900", "901", "902"],
-            &["/f", "/s", "/q", "tcg", "900", "901", "901"],
-            &["/f", "/s", "/q", "tcg", "2", "901", "902"],
-            &["/f", "/s", "/q", "tcg", "900", "901", "902", "x"],
-            &["/f", "/s", "/q", "tcg", "900", "901", "902", "903"],
-            &["/f", "/s", "/q", "tcg", "900", "901", "902:903", "904", "905"],
-            &["/f", "/s", "/q", "tcg", "900", "901", "902", "903", "904:905"],
-            &["/f", "/s", "/q", "tcg", "900", "901", "902", "903:", "904"],
-            &["/f", "/s", "/q", "tcg", "900", "901", "902", "903:903", "904"],
+            &["/f", "/s", "/q", "tcg", "0", "900", "901"],
+            &["/f", "/s", "/q", "hvf", "0", "900", "901", "902"],
+            &["/f", "/s", "q", "tcg", "0", "900", "901", "902"],
+            &["/f", "/s", "/q", "tcg", "0", "900", "901", "901"],
+            &["/f", "/s", "/q", "tcg", "0", "2", "901", "902"],
+            &["/f", "/s", "/q", "tcg", "0", "900", "901", "902", "x"],
+            &["/f", "/s", "/q", "tcg", "0", "900", "901", "902", "903"],
+            &["/f", "/s", "/q", "tcg", "1", "900", "901", "902"],
+            &["/f", "/s", "/q", "tcg", "1", "900", "901", "902", "903"],
+            &["/f", "/s", "/q", "tcg", "18446744073709551615", "900", "901", "902"],
+            &["/f", "/s", "/q", "tcg", "0", "900", "901", "902:903", "904", "905"],
+            &["/f", "/s", "/q", "tcg", "0", "900", "901", "902", "903", "904:905"],
+            &["/f", "/s", "/q", "tcg", "0", "900", "901", "902", "903:", "904"],
+            &["/f", "/s", "/q", "tcg", "0", "900", "901", "902", "903:903", "904"],
+            &["/f", "/s", "/q", "tcg", "1", "900", "901", "902", "903:904", "905"],
             // Not open.
-            &["/f", "/s", "/q", "tcg", "900", "901", "902"],
+            &["/f", "/s", "/q", "tcg", "0", "900", "901", "902"],
         ] {
             assert!(Place::parse(arguments.iter().map(|word| (*word).to_owned())).is_none(), "{arguments:?}");
         }
@@ -151,6 +166,7 @@ mod tests {
             streams: listener("b"),
             taps: Vec::new(),
             dhcp: Vec::new(),
+            shares: Vec::new(),
         };
         let other = std::thread::spawn(move || place.greet().unwrap());
         assert_eq!(receive::<AgentHello>(&mut near).unwrap().protocol, PROTOCOL);

@@ -2,6 +2,8 @@
 
 mod cards;
 mod places;
+mod serving;
+mod shares;
 mod timers;
 
 pub use cards::Card;
@@ -36,6 +38,8 @@ pub struct Machine<'a> {
     pub disks: &'a [Ready],
     /// Those that were added, with their files.
     pub added: &'a [(Added, PathBuf)],
+    /// Where the devices of its file systems are.
+    pub shares: Vec<PathBuf>,
     /// The firmware's program and its variables; none: the board's own.
     pub firmware: Option<(&'a Path, &'a Files)>,
     /// The kernel that is started at once.
@@ -132,10 +136,12 @@ impl Machine<'_> {
         self.board(&mut args);
         self.ends(&mut args);
         identity(&mut args, &document.identity);
+        serving::threads(&mut args, document);
         for (n, ready) in self.disks.iter().enumerate() {
-            disk(&mut args, n, ready, document.board);
+            disk(&mut args, n, ready, document);
         }
         places::places(&mut args, document.board, self.added);
+        shares::filesystems(&mut args, document, &self.shares);
         cards::cards(&mut args, &self.cards, document.board);
         if document.random {
             let random = args.virtio("virtio-rng");
@@ -210,23 +216,14 @@ impl Machine<'_> {
             Accelerator::Tcg => ("tcg,thread=single", EMULATED),
         };
         args.add("accel", Opt::new(accel));
-        let Processors { sockets, cores, threads, model, features, strict } = &document.processors;
+        let Processors { sockets, cores, threads, model, features, strict, pins: _ } = &document.processors;
         let cpu = Opt::new(model.as_deref().unwrap_or(cpu));
         let cpu = features.iter().fold(cpu, |cpu, (name, there)| cpu.set(name, if *there { "on" } else { "off" }));
         let cpu = if document.clock.no_kvm_clock { cpu.set("kvmclock", "off") } else { cpu };
         args.add("cpu", if *strict { cpu.set("enforce", "on") } else { cpu });
         let count = Opt::new(document.processors.count());
         args.add("smp", count.set("sockets", sockets).set("cores", cores).set("threads", threads));
-        let memory = format!("{}M", document.memory_mib);
-        args.add("m", Opt::new(&memory));
-        let kind = if document.hugepages { "memory-backend-memfd" } else { "memory-backend-ram" };
-        let ram = Opt::new(kind).set("id", "ram").set("size", &memory);
-        // Taken now, because a page that is missing later is the end of QEMU.
-        let ram = match document.hugepages {
-            true => ram.set("hugetlb", "on").set("hugetlbsize", "2M").set("prealloc", "on"),
-            false => ram,
-        };
-        args.add("object", ram);
+        shares::memory(args, document);
         timers::timers(args, &document.clock, self.accelerator);
         let denied = ["elevateprivileges", "spawn", "resourcecontrol", "obsolete"];
         args.add("sandbox", denied.iter().fold(Opt::new("on"), |option, key| option.set(key, "deny")));
@@ -294,7 +291,7 @@ pub fn virtio_devices(document: &MachineDocument) -> usize {
     let disks = document.disks.iter().filter(|disk| matches!(disk.bus, Bus::Virtio | Bus::Scsi)).count();
     let cards = document.cards.iter().filter(|card| card.model == CardModel::Virtio).count();
     // And the guest agent's port.
-    disks + cards + usize::from(document.random) + usize::from(document.balloon) + 1
+    disks + cards + document.filesystems.len() + usize::from(document.random) + usize::from(document.balloon) + 1
 }
 
 /// A node of the block layer, over a file.
@@ -372,8 +369,8 @@ pub fn kept_nodes(disks: &[Ready], added: &[(Added, PathBuf)], firmware: Option<
     disks.map(|(n, _)| format!("disk-{n}")).chain(added).chain(firmware).collect()
 }
 
-fn disk(args: &mut Args, n: usize, ready: &Ready, board: Board) {
-    let (disk, cache) = (&ready.disk, ready.disk.cache);
+fn disk(args: &mut Args, n: usize, ready: &Ready, document: &MachineDocument) {
+    let (disk, cache, count) = (&ready.disk, ready.disk.cache, document.processors.count());
     // What is in memory nobody writes, where the bus knows such disks: then it is in no snapshot's way.
     let seed = matches!(disk.source, Source::CloudInit(_) | Source::Files(_)) && disk.bus != Bus::Sata;
     let node = node(args, &n.to_string(), &ready.files, cache, disk.read_only || seed);
@@ -382,7 +379,7 @@ fn disk(args: &mut Args, n: usize, ready: &Ready, board: Board) {
     let device = match disk.bus {
         Bus::Virtio => args.virtio("virtio-blk"),
         Bus::Sata => {
-            let port = match board {
+            let port = match document.board {
                 Board::Pc => format!("ide.{}", n / 2),
                 Board::Q35 | Board::Microvm => format!("ide.{n}"),
             };
@@ -390,7 +387,7 @@ fn disk(args: &mut Args, n: usize, ready: &Ready, board: Board) {
         }
         Bus::Scsi => {
             let controller = args.virtio("virtio-scsi").set("id", format!("scsi{n}"));
-            args.device(controller);
+            args.device(serving::controller(controller, disk, count));
             Opt::new(if cdrom { "scsi-cd" } else { "scsi-hd" }).set("bus", format!("scsi{n}.0"))
         }
         Bus::Usb => {
@@ -400,7 +397,7 @@ fn disk(args: &mut Args, n: usize, ready: &Ready, board: Board) {
     };
     let serial = Some(&disk.serial).filter(|serial| !serial.is_empty());
     let device = device.set("id", name).set("drive", node).set_if("serial", serial);
-    let device = device.set_if("bootindex", disk.boot_order);
+    let device = serving::serving(device, disk, count).set_if("bootindex", disk.boot_order);
     let device = match disk.block_size {
         Some((logical, physical)) => device.set("logical_block_size", logical).set("physical_block_size", physical),
         None => device,
@@ -410,10 +407,10 @@ fn disk(args: &mut Args, n: usize, ready: &Ready, board: Board) {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::disk::tests::sample;
-    use crate::spec::{Clock, Disk, Kernel, Source};
+    use crate::spec::{Clock, Disk, Filesystem, Kernel, Source};
 
     pub(crate) fn document() -> MachineDocument {
         MachineDocument {
@@ -425,15 +422,18 @@ mod tests {
                 model: None,
                 features: vec![("avx".into(), false)],
                 strict: true,
+                pins: None,
             },
             memory_mib: 1024,
             hugepages: false,
+            largest_pages: false,
             board: Board::Q35,
             firmware: Firmware::Bios {},
             kernel: None,
             clock: Clock::default(),
             identity: Identity { serial: "a,b".into(), ..Identity::default() },
             disks: vec![],
+            filesystems: vec![],
             cards: vec![],
             credentials: Vec::new(),
             screen: true,
@@ -456,6 +456,7 @@ mod tests {
             accelerator: Accelerator::Tcg,
             disks,
             added: &[],
+            shares: document.filesystems.iter().map(|one| format!("/run/{}", one.name).into()).collect(),
             firmware: document.kernel.is_none().then_some((Path::new("/code"), &variables)),
             kernel: document.kernel.is_some().then_some(&kernel),
             clock: Some("tsc_early_khz=1".into()),
@@ -526,6 +527,23 @@ mod tests {
         ];
         assert_eq!(places, expected);
         assert!(!devices.iter().any(|device| device.contains("-pci") || device.contains("romfile")), "{devices:?}");
+    }
+
+    #[test]
+    fn folders_of_the_node_are_shared_by_memory_that_others_can_reach() {
+        let filesystems = vec![Filesystem { name: "settings".into(), what: "configMap c".into() }];
+        let document = MachineDocument { filesystems, ..document() };
+        let told = args(&document, &[]);
+        assert_eq!(values(&told, "-object"), ["memory-backend-memfd,id=ram,size=1024M,share=on"]);
+        assert!(values(&told, "-chardev").contains(&"socket,id=share0,path=/run/settings"), "{told:?}");
+        let device = "vhost-user-fs-pci,chardev=share0,tag=settings,queue-size=128";
+        assert!(values(&told, "-device").contains(&device), "{told:?}");
+        for (largest_pages, size) in [(false, "2M"), (true, "1G")] {
+            let told = args(&MachineDocument { hugepages: true, largest_pages, ..document.clone() }, &[]);
+            let ram =
+                format!("memory-backend-memfd,id=ram,size=1024M,share=on,hugetlb=on,hugetlbsize={size},prealloc=on");
+            assert_eq!(values(&told, "-object"), [ram]);
+        }
     }
 
     #[test]

@@ -95,6 +95,11 @@ async fn job(machine: &Machine, command: &'static str, name: &str, state: bool) 
         let rule = "1 to 64 letters, digits, '-', '_' or '.' are expected, and not digits alone";
         return Err(KeeperError::Field { field: "name", value: printable(name), rule });
     }
+    if state && !machine.document.filesystems.is_empty() {
+        let hint = "it has file systems (spec.domain.devices.filesystems), and what its guest has open there lies in no snapshot; \
+                    run it without them";
+        return Err(KeeperError::Unsupported { what: "take or restore snapshots", hint });
+    }
     let nodes = machine.kept_nodes().await;
     let Some(first) = nodes.first() else {
         let hint = "it has no disk of its own to keep them in";

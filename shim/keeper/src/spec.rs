@@ -19,6 +19,9 @@ pub struct MachineDocument<S = Source> {
     pub memory_mib: u64,
     /// Of the node's pool of 2 MiB pages.
     pub hugepages: bool,
+    /// Of its pool of 1 GiB pages instead.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub largest_pages: bool,
     /// Its board.
     pub board: Board,
     /// What loads its system.
@@ -33,6 +36,9 @@ pub struct MachineDocument<S = Source> {
     pub identity: Identity,
     /// Its disks, in the order in which the guest finds them.
     pub disks: Vec<Disk<S>>,
+    /// Folders of the node that its guest mounts, in the order of the container's volumes for them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub filesystems: Vec<Filesystem>,
     /// Its network cards. The pod process has a tap for each, in this order.
     pub cards: Vec<Card>,
     /// Secrets with what the guest agent lets users in by; the daemon reads them, and says what is in them.
@@ -85,6 +91,7 @@ impl<S> MachineDocument<S> {
                 serial: disk.serial.clone(),
                 cache: disk.cache,
                 block_size: disk.block_size,
+                serving: disk.serving,
                 source: find(&disk.name, &disk.source)?,
             })
         };
@@ -93,12 +100,14 @@ impl<S> MachineDocument<S> {
             processors: self.processors.clone(),
             memory_mib: self.memory_mib,
             hugepages: self.hugepages,
+            largest_pages: self.largest_pages,
             board: self.board,
             firmware: self.firmware.clone(),
             kernel,
             clock: self.clock,
             identity: self.identity.clone(),
             disks: self.disks.iter().map(disk).collect::<Result<_, E>>()?,
+            filesystems: self.filesystems.clone(),
             cards: self.cards.clone(),
             credentials: self.credentials.clone(),
             screen: self.screen,
@@ -148,6 +157,9 @@ pub struct Processors {
     pub features: Vec<(String, bool)>,
     /// Without one of them there is no machine.
     pub strict: bool,
+    /// Each has one of the node's to itself: these, in their order.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pins: Option<Vec<u32>>,
 }
 
 impl Processors {
@@ -246,8 +258,40 @@ pub struct Disk<S = Source> {
     pub cache: Cache,
     /// What the guest counts in and what it writes at once, in bytes.
     pub block_size: Option<(u32, u32)>,
+    /// How it is served beside that.
+    #[serde(default, skip_serializing_if = "Serving::usual")]
+    pub serving: Serving,
     /// What is on it.
     pub source: S,
+}
+
+/// How a disk is served, and to whom.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Serving {
+    /// By this thread of QEMU's, from 0; none: by its main one. For virtio alone.
+    pub thread: Option<u32>,
+    /// With a queue for each processor.
+    pub queues: bool,
+    /// Other machines may write to it, too, that say the same. For what is the node's alone.
+    pub shared: bool,
+}
+
+impl Serving {
+    /// Whether nothing is said.
+    fn usual(&self) -> bool {
+        *self == Serving::default()
+    }
+}
+
+/// A folder of the node that the guest mounts by virtio-fs.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Filesystem {
+    /// Its name, and its tag: letters, digits, '-'; once in a machine.
+    pub name: String,
+    /// What is in it, for people: "configMap settings".
+    pub what: String,
 }
 
 /// What a disk is for the guest.

@@ -11,7 +11,7 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use tokio::io::unix::AsyncFd;
 
-/// The byte of a disk that is locked: behind all that are on it, and behind those that QEMU locks.
+/// The first byte of a disk that is locked: behind all that are on it, and behind those that QEMU locks.
 const LOCKED: libc::off_t = 1 << 62;
 
 /// Takes descriptors over by their numbers, which must be distinct and above 2; later children do not inherit them. To be called
@@ -65,18 +65,44 @@ pub fn writable(file: &File) -> io::Result<bool> {
     Ok(flags & OFlag::O_ACCMODE == OFlag::O_RDWR)
 }
 
-/// Locks a file for as long as it, or a copy of its descriptor, is open: for its only writer, or as one of those who read. False:
-/// somebody else has a lock that does not go with this one.
-pub fn lock(file: &File, alone: bool) -> io::Result<bool> {
-    let kind = if alone { libc::F_WRLCK } else { libc::F_RDLCK };
-    let part = |number: libc::c_int| libc::c_short::try_from(number).unwrap_or_default();
-    let wanted =
-        libc::flock { l_type: part(kind), l_whence: part(libc::SEEK_SET), l_start: LOCKED, l_len: 1, l_pid: 0 };
-    match fcntl(file, FcntlArg::F_OFD_SETLK(&wanted)) {
-        Ok(_) => Ok(true),
-        Err(Errno::EAGAIN | Errno::EACCES) => Ok(false),
-        Err(errno) => Err(errno.into()),
+/// Who else may have a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lock {
+    /// Nobody.
+    Alone,
+    /// Those who read.
+    Reads,
+    /// Those who share it as this one does.
+    Shared,
+}
+
+/// Locks a file for as long as it, or a copy of its descriptor, is open. False: somebody else has a lock that does not go with this
+/// one. Of two bytes one is for those who read, and one for those who share: each has his own first, then looks whether anybody
+/// has the other, so that of two at the same time at most one gets it.
+pub fn lock(file: &File, wanted: Lock) -> io::Result<bool> {
+    let (kind, byte, length, other) = match wanted {
+        Lock::Alone => (libc::F_WRLCK, LOCKED, 2, None),
+        Lock::Reads => (libc::F_RDLCK, LOCKED, 1, Some(LOCKED + 1)),
+        Lock::Shared => (libc::F_RDLCK, LOCKED + 1, 1, Some(LOCKED)),
+    };
+    match fcntl(file, FcntlArg::F_OFD_SETLK(&part(kind, byte, length))) {
+        Ok(_) => {}
+        Err(Errno::EAGAIN | Errno::EACCES) => return Ok(false),
+        Err(errno) => return Err(errno.into()),
     }
+    let Some(other) = other else { return Ok(true) };
+    let mut there = part(libc::F_WRLCK, other, 1);
+    fcntl(file, FcntlArg::F_OFD_GETLK(&mut there))?;
+    let free = i32::from(there.l_type) == libc::F_UNLCK;
+    if !free {
+        fcntl(file, FcntlArg::F_OFD_SETLK(&part(libc::F_UNLCK, byte, length)))?;
+    }
+    Ok(free)
+}
+
+fn part(kind: libc::c_int, start: libc::off_t, length: libc::off_t) -> libc::flock {
+    let short = |number: libc::c_int| libc::c_short::try_from(number).unwrap_or_default();
+    libc::flock { l_type: short(kind), l_whence: short(libc::SEEK_SET), l_start: start, l_len: length, l_pid: 0 }
 }
 
 /// The processor time that a process, one of our children, has used, in nanoseconds.
@@ -100,16 +126,23 @@ mod tests {
         let read = || File::open(&path).unwrap();
         assert!(writable(&write()).unwrap() && !writable(&read()).unwrap());
         let readers = [read(), read()];
-        assert!(readers.iter().all(|reader| lock(reader, false).unwrap()));
+        assert!(readers.iter().all(|reader| lock(reader, Lock::Reads).unwrap()));
         let writer = write();
-        assert!(!lock(&writer, true).unwrap());
+        assert!(!lock(&writer, Lock::Alone).unwrap() && !lock(&writer, Lock::Shared).unwrap());
         drop(readers);
-        assert!(lock(&writer, true).unwrap());
+        assert!(lock(&writer, Lock::Alone).unwrap());
         let copy = writer.try_clone().unwrap();
         drop(writer);
-        assert!(!lock(&write(), true).unwrap() && !lock(&read(), false).unwrap());
+        assert!([Lock::Alone, Lock::Reads, Lock::Shared].iter().all(|wanted| !lock(&write(), *wanted).unwrap()));
         drop(copy);
-        assert!(lock(&write(), true).unwrap());
+        assert!(lock(&write(), Lock::Alone).unwrap());
+        let sharers = [write(), write()];
+        assert!(sharers.iter().all(|sharer| lock(sharer, Lock::Shared).unwrap()));
+        // What was refused holds nothing.
+        let refused = [(read(), Lock::Reads), (write(), Lock::Alone)];
+        assert!(refused.iter().all(|(file, wanted)| !lock(file, *wanted).unwrap()));
+        drop(sharers);
+        assert!(lock(&write(), Lock::Alone).unwrap());
     }
 
     #[test]

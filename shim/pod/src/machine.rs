@@ -75,8 +75,8 @@ pub struct Prepared {
     disk: PathBuf,
     /// The disk still has its name, where everybody sees it.
     pub named: bool,
-    /// The way to the volumes of the node.
-    pub share: Option<[UnixStream; QUEUES]>,
+    /// The ways to the volumes of the node.
+    pub shares: Vec<[UnixStream; QUEUES]>,
     /// The way to those that are pushed.
     pub pushed: Option<UnixStream>,
     /// What took how long so far.
@@ -89,7 +89,7 @@ pub fn prepare(spec: &PodSpec) -> Result<Prepared, PodError> {
     let disk = spec.scratch_file();
     let timeline = Timeline::default();
     if matches!(spec.engine, EngineSpec::Host { .. }) {
-        return Ok(Prepared { taps: Vec::new(), disk, named: false, share: None, pushed: None, timeline });
+        return Ok(Prepared { taps: Vec::new(), disk, named: false, shares: Vec::new(), pushed: None, timeline });
     }
     if !spec.engine.has_disks() {
         remove_tree_if_there(&disk)?;
@@ -97,7 +97,7 @@ pub fn prepare(spec: &PodSpec) -> Result<Prepared, PodError> {
         let taps = timeline.begin("taps");
         let made = make_taps(spec)?;
         taps.done();
-        return Ok(Prepared { taps: made, disk, named: false, share: None, pushed: None, timeline });
+        return Ok(Prepared { taps: made, disk, named: false, shares: Vec::new(), pushed: None, timeline });
     }
     let running = timeline.begin("taps and scratch disk");
     let (taps, copied) = std::thread::scope(|scope| {
@@ -111,7 +111,7 @@ pub fn prepare(spec: &PodSpec) -> Result<Prepared, PodError> {
     match (taps, copied) {
         (Ok(taps), Ok(())) => {
             running.done();
-            Ok(Prepared { taps, disk, named: true, share: None, pushed: None, timeline })
+            Ok(Prepared { taps, disk, named: true, shares: Vec::new(), pushed: None, timeline })
         }
         (Err(error), _) => {
             // The first error is the one that matters.
@@ -130,7 +130,7 @@ pub async fn assemble(
     engine: Arc<dyn Engine>,
     prepared: Prepared,
 ) -> Result<Assembled, PodError> {
-    let Prepared { taps, disk, named, share, pushed: _, timeline } = prepared;
+    let Prepared { taps, disk, named, shares, pushed: _, timeline } = prepared;
     let mut undo = UndoStack::new();
     if named {
         undo.push("scratch disk", {
@@ -166,7 +166,7 @@ pub async fn assemble(
         run_dir: dir.to_owned(),
         console_log: dir.join(CONSOLE_FILE),
         guest_cid: GUEST_CID,
-        share,
+        shares,
     };
     let (machine, gone) = timeline.measure("machine", start(engine, machine)).await?;
     // The machine has it open. Without a name it goes with this process, however that ends.

@@ -45,7 +45,7 @@ pub fn run(dir: &Path, engine: impl FnOnce(&PodSpec) -> Result<Arc<dyn Engine>, 
     let engine = engine(&spec)?;
     let mut prepared = machine::prepare(&spec)?;
     if let Some(ways) = share.map(nacelle_fs::Share::ready).transpose()? {
-        (prepared.share, prepared.pushed) = (Some(ways.files), Some(ways.pushed));
+        (prepared.shares, prepared.pushed) = (ways.files, Some(ways.pushed));
     }
     if let Some(jail) = &spec.jail {
         jail::enter(&spec, jail, dir)?;

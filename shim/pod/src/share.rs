@@ -4,10 +4,10 @@
 
 use crate::error::PodError;
 use crate::identity::{Identity, IdentityError};
-use crate::spec::PodSpec;
+use crate::spec::{EngineSpec, PodSpec};
 use nacelle_base::{Classify, Kind};
 pub use nacelle_fs::{Owners, Propagation, Taker, Volume};
-use nacelle_fs::{Share, ShareError};
+use nacelle_fs::{Share, ShareError, Shown};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -50,16 +50,20 @@ impl Classify for VolumesError {
     }
 }
 
-/// Starts the process, for pods that are jailed machines, in the pod's control group. None: the pod needs none.
+/// Starts the process, for pods that are jailed machines, in the pod's control group. None: the pod needs none. One for containers
+/// has all volumes in one share; a machine of the pod's own making has a share for each of its file systems.
 pub(crate) fn start(spec: &PodSpec, dir: &Path) -> Result<Option<Share>, PodError> {
-    let Some(jail) = spec.jail.as_ref().filter(|_| spec.engine.has_disks()) else {
-        return Ok(None);
+    let shown = match spec.engine {
+        EngineSpec::Kvm {} | EngineSpec::Qemu { .. } => Shown::All,
+        EngineSpec::Keeper { shares: count @ 1.., .. } => Shown::Parts(count),
+        EngineSpec::Keeper { .. } | EngineSpec::Host { .. } => return Ok(None),
     };
+    let Some(jail) = &spec.jail else { return Ok(None) };
     if let Some(group) = &jail.cgroup {
         // If the node does not allow it, that is said when this process joins it for good.
         let _ = nacelle_jail::cgroup::join(group);
     }
-    let share = nacelle_fs::start(dir, jail.seccomp, Duration::from_secs(spec.volume_cache_seconds))?;
+    let share = nacelle_fs::start(dir, jail.seccomp, Duration::from_secs(spec.volume_cache_seconds), shown)?;
     introduce(share.process().as_raw(), dir)?;
     Ok(Some(share))
 }

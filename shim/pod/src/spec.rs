@@ -127,7 +127,14 @@ pub enum EngineSpec {
         /// What the machine keeps, if it outlives the pod.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         keep: Option<PathBuf>,
+        /// How many folders of the node it shares with its guest.
+        #[serde(default, skip_serializing_if = "none_of_them")]
+        shares: usize,
     },
+}
+
+fn none_of_them(count: &usize) -> bool {
+    *count == 0
 }
 
 impl EngineSpec {
@@ -413,6 +420,7 @@ pub(crate) mod tests {
             qemu: "/usr/bin/qemu-system-x86_64".into(),
             accelerator: Accelerator::Kvm,
             keep: Some("/var/lib/nacelle/machines/a".into()),
+            shares: 2,
         };
         for engine in [sample().engine, EngineSpec::Kvm {}, keeper] {
             let spec = PodSpec { engine, ..sample() };

@@ -215,9 +215,11 @@ fn file(handler: &str, what: &'static str, path: &Path) -> Finding {
 
 /// Whether the node has huge pages for a machine of a handler that takes them; its other handlers do without.
 fn pages(name: &str, handler: &Handler) -> Option<Finding> {
-    (handler.memory_pages == MemoryPages::Hugetlb).then(|| match hugepages::check(handler.memory_mib) {
-        Ok(()) => finding(Level::Good, "pages", format!("huge pages for a machine of handler {name}")),
-        Err(error) => finding(Level::Worse, "pages", format!("handler {name}: {error}")),
+    (handler.memory_pages == MemoryPages::Hugetlb).then(|| {
+        match hugepages::check(handler.memory_mib, hugepages::PAGE_MIB) {
+            Ok(()) => finding(Level::Good, "pages", format!("huge pages for a machine of handler {name}")),
+            Err(error) => finding(Level::Worse, "pages", format!("handler {name}: {error}")),
+        }
     })
 }
 

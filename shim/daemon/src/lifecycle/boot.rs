@@ -50,12 +50,13 @@ pub(super) async fn boot(
     timeline: Timeline,
 ) -> Result<Up, LifecycleError> {
     let dir = parts.pod_dir(&id);
-    let pooled = match &config.machine {
-        Some(machine) => machine.hugepages,
-        None => memory_pages(&config, &handler) == MemoryPages::Hugetlb,
+    let page = match &config.machine {
+        Some(machine) if machine.largest_pages => Some(hugepages::LARGEST_MIB),
+        Some(machine) => machine.hugepages.then_some(hugepages::PAGE_MIB),
+        None => (memory_pages(&config, &handler) == MemoryPages::Hugetlb).then_some(hugepages::PAGE_MIB),
     };
-    if pooled {
-        hugepages::check(memory_mib(&config, &handler))?;
+    if let Some(page) = page {
+        hugepages::check(memory_mib(&config, &handler), page)?;
     }
     make_folders(dir.clone(), config.log_directory.clone()).await?;
     let netns = match config.node_namespaces.network {

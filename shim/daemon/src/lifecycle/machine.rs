@@ -1,15 +1,16 @@
 //! Owns: what is prepared on the node for the container of a machine pod: the machine's document, and those of its disks that are
-//! the node's, opened here because a pod process sees none.
+//! the node's, opened here; folders of its file systems are shared with the pod, because a pod process sees none.
 
 use super::boot::blocking;
 use super::error::{LifecycleError, at};
-use super::make::{ask, extents};
+use super::make::{ask, extents, shared, take_back};
 use super::{Parts, devices};
 use crate::machine_pod::{self, MachinePod, Place, SourceError};
 use crate::nouns::ContainerConfig;
-use crate::store::ContainerRecord;
+use crate::store::{ContainerRecord, PodRecord};
 use nacelle_keeper::spec::Source;
 use nacelle_pod::client::{Offer, PodClient};
+use nacelle_pod::share::Taker;
 use nacelle_proto::pod as proto;
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -33,6 +34,42 @@ struct OfNode {
 pub(super) async fn prepare(
     parts: &Parts,
     client: &PodClient,
+    pod: &PodRecord,
+    machine: &MachinePod,
+    record: &ContainerRecord,
+) -> Result<(proto::CreateContainerRequest, Vec<Offer>), LifecycleError> {
+    share(parts, pod, machine, record).await?;
+    let prepared = without_folders(parts, client, machine, record).await;
+    if prepared.is_err() {
+        take_back(parts, pod, record).await;
+    }
+    prepared
+}
+
+/// Shares the folders of its file systems with the pod, in the order in which the machine has them.
+async fn share(
+    parts: &Parts,
+    pod: &PodRecord,
+    machine: &MachinePod,
+    record: &ContainerRecord,
+) -> Result<(), LifecycleError> {
+    if machine.filesystems.is_empty() {
+        return Ok(());
+    }
+    let (filesystems, config) = (machine.filesystems.clone(), Arc::clone(&record.config));
+    let found = blocking(move || {
+        let found = filesystems.iter().map(|one| machine_pod::folder(one, machine_pod::shared(one, &config)?));
+        found.collect::<Result<Vec<_>, _>>()
+    });
+    let found = found.await.map_err(|error| at(STEP)(SourceError::Volume(error)))?;
+    let volumes = found.iter().map(|volume| shared(volume, &pod.config)).collect();
+    let attached = parts.pods.attach(&parts.pod_dir(&pod.id), Taker::Share, record.id.as_str(), volumes).await;
+    attached.map_err(at("share the folders of the machine's file systems with the pod"))
+}
+
+async fn without_folders(
+    parts: &Parts,
+    client: &PodClient,
     machine: &MachinePod,
     record: &ContainerRecord,
 ) -> Result<(proto::CreateContainerRequest, Vec<Offer>), LifecycleError> {
@@ -40,7 +77,7 @@ pub(super) async fn prepare(
     let OfNode { disks, sources } = blocking(move || open(&wanted, &config)).await?;
     let config = &record.config;
     let root = parts.images.rootfs(&record.image.id).await.map_err(at("read the image of the container"))?;
-    let document = machine_pod::document(machine, &record.image, &parts.images, sources).await;
+    let document = machine_pod::document(machine, record, &parts.images, sources).await;
     let mut request = proto::CreateContainerRequest {
         id: record.id.to_string(),
         oci_spec: document.map_err(at(STEP))?,

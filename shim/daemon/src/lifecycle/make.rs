@@ -5,6 +5,7 @@ use super::boot::blocking;
 use super::error::{LifecycleError, StepError, at};
 use super::{Parts, clip};
 use super::{devices, disks, machine, memory, pushed};
+use crate::machine_pod;
 use crate::nouns::{ContainerConfig, MountOption, NodeVolume, PidMode, PodConfig, Propagation, User};
 use crate::oci::{self, DeviceNode};
 use crate::store::{ContainerRecord, PodRecord};
@@ -73,9 +74,10 @@ pub(super) async fn prepare(
     if let Some(machine) = &pod.config.machine {
         if let Some(vm) = &pod.config.vm {
             // Before the disk is made of it: it stays as long as the disk.
-            parts.vms.of_image(vm, record.image.id).await.map_err(at("keep the image of the machine"))?;
+            let images = machine_pod::images_under(machine, &record.config, &record.volumes, &record.image);
+            parts.vms.of_images(vm, images).await.map_err(at("keep the images of the machine"))?;
         }
-        let (request, offers) = machine::prepare(parts, &client, machine, record).await?;
+        let (request, offers) = machine::prepare(parts, &client, pod, machine, record).await?;
         return Ok(Prepared { request, client, offers });
     }
     let asked = Arc::clone(&record.config);
@@ -169,7 +171,7 @@ pub(super) async fn make(
 }
 
 /// Takes back the volumes of a container that is not made.
-async fn take_back(parts: &Parts, pod: &PodRecord, record: &ContainerRecord) {
+pub(super) async fn take_back(parts: &Parts, pod: &PodRecord, record: &ContainerRecord) {
     for taker in takers(parts, pod, &record.config) {
         take_back_from(parts, pod, record, *taker).await;
     }
@@ -184,7 +186,9 @@ async fn take_back_from(parts: &Parts, pod: &PodRecord, record: &ContainerRecord
 /// Where a container may have volumes.
 fn takers(parts: &Parts, pod: &PodRecord, config: &ContainerConfig) -> &'static [Taker] {
     match taker(parts, pod) {
-        _ if config.node_volumes.is_empty() || pod.config.machine.is_some() => &[],
+        _ if config.node_volumes.is_empty() => &[],
+        _ if pod.config.machine.as_ref().is_some_and(|machine| machine.filesystems.is_empty()) => &[],
+        Taker::Share | Taker::Pushed if pod.config.machine.is_some() => &[Taker::Share],
         Taker::Share | Taker::Pushed => &[Taker::Share, Taker::Pushed],
         Taker::Agent => &[Taker::Agent],
     }
@@ -314,7 +318,7 @@ fn as_found(
 }
 
 /// What the process that takes it is asked for.
-fn shared(volume: &NodeVolume, pod: &PodConfig) -> Volume {
+pub(super) fn shared(volume: &NodeVolume, pod: &PodConfig) -> Volume {
     let range = |range: IdRange| (range.first, range.count);
     let owners = |users: UserNamespace| Owners { users: range(users.users), groups: range(users.groups) };
     Volume {

@@ -75,7 +75,9 @@ impl EngineChoice {
         if pod.machine.is_some() && engine != EngineKind::Host {
             let accelerator = if engine == EngineKind::Kvm { Accelerator::Kvm } else { self.accelerator };
             let keep = pod.machine.as_ref().and_then(|machine| machine.keep.clone());
-            return EngineSpec::Keeper { program: self.keeper.clone(), qemu: self.qemu.clone(), accelerator, keep };
+            let shares = pod.machine.as_ref().map_or(0, |machine| machine.filesystems.len());
+            let (program, qemu) = (self.keeper.clone(), self.qemu.clone());
+            return EngineSpec::Keeper { program, qemu, accelerator, keep, shares };
         }
         match engine {
             EngineKind::Kvm => EngineSpec::Kvm {},

@@ -2,16 +2,16 @@
 
 use super::clock::clock;
 use super::networks::cards;
+use super::serving::serving;
 use super::{MachinePod, Wish, credentials, honoured};
 use crate::config::Machines;
 use crate::nouns::{Pairs, PodConfig, PodName};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use nacelle_base::{Classify, Kind};
-use nacelle_image::Reference;
 use nacelle_keeper::spec::{
-    Board, Bus, Cache, CloudInit, CloudInitForm, Disk, DiskKind, Firmware, Identity, Kernel, MachineDocument,
-    Processors, RunStrategy as Runs, WatchdogAction,
+    Board, Bus, Cache, CloudInit, CloudInitForm, Disk, DiskKind, Filesystem, Firmware, Identity, Kernel,
+    MachineDocument, Processors, RunStrategy as Runs, Serving, WatchdogAction,
 };
 use nacelle_vmi::admit::Admitted;
 use nacelle_vmi::spec::{self as vmi, CpuFeaturePolicy, HostDiskKind, InstanceSpec, NicModel, Power, RunStrategy};
@@ -160,20 +160,23 @@ fn made(admitted: &Admitted, pod: Whose<'_>, machines: &Machines) -> Result<Mach
     if board == Board::Microvm {
         microvm(spec)?;
     }
-    one_image(spec)?;
     let processors = processors(domain.cpu.as_ref())?;
+    let (hugepages, largest_pages) = hugepages(domain)?;
+    let serving = serving(spec, processors.count(), board)?;
     let cards = cards(spec, pod.annotations, &pod.name.namespace, processors.count())?;
     Ok(MachineDocument {
         name: format!("{}/{}", pod.name.namespace, pod.name.name),
         processors,
         memory_mib: memory_mib(domain)?,
-        hugepages: hugepages(domain)?,
+        hugepages,
+        largest_pages,
         board,
         firmware: firmware(domain, machines, admitted.name().is_some())?,
         kernel: kernel(domain),
         clock: clock(domain, board)?,
         identity: identity(domain),
-        disks: disks(spec, admitted.ssh_keys(), pod)?,
+        disks: disks(spec, serving, admitted.ssh_keys(), pod)?,
+        filesystems: filesystems(spec)?,
         cards,
         credentials: credentials::of(spec),
         screen: devices.autoattach_graphics_device == Some(true),
@@ -257,6 +260,8 @@ fn processors(cpu: Option<&vmi::Cpu>) -> Result<Processors, Refused> {
         model,
         features,
         strict,
+        // Which: that is the container's word.
+        pins: (cpu.dedicated_cpu_placement == Some(true)).then(Vec::new),
     })
 }
 
@@ -267,11 +272,13 @@ fn memory_mib(domain: &vmi::Domain) -> Result<u64, Refused> {
     mib.ok_or(Refused::Missing { field: "spec.domain.memory.guest", rule: "a machine must say how much memory it has" })
 }
 
-fn hugepages(domain: &vmi::Domain) -> Result<bool, Refused> {
+/// Whether its memory lies in huge pages, and whether these are the largest.
+fn hugepages(domain: &vmi::Domain) -> Result<(bool, bool), Refused> {
     match domain.memory.as_ref().and_then(|memory| memory.hugepages.as_ref()).map(|pages| pages.page_size.as_str()) {
-        None => Ok(false),
-        Some("2Mi") => Ok(true),
-        Some(other) => value("spec.domain.memory.hugepages.pageSize", other, "2Mi is possible"),
+        None => Ok((false, false)),
+        Some("2Mi") => Ok((true, false)),
+        Some("1Gi") => Ok((true, true)),
+        Some(other) => value("spec.domain.memory.hugepages.pageSize", other, "2Mi and 1Gi are possible"),
     }
 }
 
@@ -323,32 +330,10 @@ fn microvm(spec: &InstanceSpec) -> Result<(), Refused> {
         }
     }
     // The guest agent's port, the random source and the balloon; the keeper counts for itself.
-    let count = devices.disks.len() + devices.interfaces.len() + 3;
+    let count = devices.disks.len() + devices.filesystems.len() + devices.interfaces.len() + 3;
     match Board::Microvm.places().is_some_and(|places| count > places) {
         true => refuse("spec.domain.devices.disks".into(), &count),
         false => Ok(()),
-    }
-}
-
-/// What lies in images lies in one, that of the machine's container.
-fn one_image(spec: &InstanceSpec) -> Result<(), Refused> {
-    let kernel = spec.domain.firmware.as_ref().and_then(|firmware| firmware.kernel_boot.as_ref());
-    let kernel = kernel.and_then(|boot| boot.container.as_ref());
-    let kernel = kernel.map(|container| ("domain.firmware.kernelBoot.container".to_owned(), &container.image));
-    let disks = spec.volumes.iter().enumerate();
-    let disks = disks.filter_map(|(n, volume)| Some((n, &volume.container_disk.as_ref()?.image)));
-    let disks = disks.map(|(n, image)| (format!("volumes[{n}].containerDisk"), image));
-    let same = |one: &str, other: &str| {
-        one == other || Reference::parse(one).ok().is_some_and(|one| Reference::parse(other).ok() == Some(one))
-    };
-    let mut all = disks.chain(kernel);
-    let Some((_, first)) = all.next() else { return Ok(()) };
-    match all.find(|(_, image)| !same(first, image)) {
-        Some((field, image)) => {
-            let instead = "disks and kernels of images lie in one, the container's: put them into one image";
-            value(format!("spec.{field}.image"), image, instead)
-        }
-        None => Ok(()),
     }
 }
 
@@ -404,8 +389,14 @@ fn tablet(devices: &vmi::Devices) -> Result<bool, Refused> {
     Ok(!devices.inputs.is_empty() || devices.autoattach_input_device == Some(true))
 }
 
-fn disks(spec: &InstanceSpec, keys: &[String], pod: Whose<'_>) -> Result<Vec<Disk<Wish>>, Refused> {
-    spec.domain.devices.disks.iter().enumerate().map(|(n, disk)| one_disk(n, disk, spec, keys, pod)).collect()
+fn disks(
+    spec: &InstanceSpec,
+    serving: Vec<Serving>,
+    keys: &[String],
+    pod: Whose<'_>,
+) -> Result<Vec<Disk<Wish>>, Refused> {
+    let disks = spec.domain.devices.disks.iter().enumerate().zip(serving);
+    disks.map(|((n, disk), serving)| Ok(Disk { serving, ..one_disk(n, disk, spec, keys, pod)? })).collect()
 }
 
 fn one_disk(
@@ -439,6 +430,8 @@ fn one_disk(
     };
     let cache = match disk.cache {
         Some(vmi::Cache::None) => Cache::None,
+        // What others write is not in the node's memory.
+        None if disk.shareable == Some(true) => Cache::None,
         Some(vmi::Cache::Writethrough) => Cache::Writethrough,
         Some(vmi::Cache::Writeback) | None => Cache::Writeback,
     };
@@ -457,6 +450,7 @@ fn one_disk(
         boot_order: disk.boot_order,
         serial: disk.serial.clone(),
         cache,
+        serving: Serving::default(),
         block_size: sizes.map(|custom| (custom.logical.unwrap_or(512), custom.physical.unwrap_or(512))),
         source: wish(volume, spec, keys, pod)?,
     })
@@ -516,6 +510,28 @@ fn wish(volume: &vmi::Volume, spec: &InstanceSpec, keys: &[String], pod: Whose<'
         return Ok(Wish::CloudInit(data));
     }
     Ok(Wish::CloudInitOf { data, user, network: secrets, keys: of_keys })
+}
+
+/// Folders that the guest mounts.
+fn filesystems(spec: &InstanceSpec) -> Result<Vec<Filesystem>, Refused> {
+    let one = |(n, one): (usize, &vmi::Filesystem)| {
+        let volume = spec.volumes.iter().find(|volume| volume.name == one.name);
+        let what = volume.and_then(|volume| {
+            let claim = volume.persistent_volume_claim.as_ref().map(|claim| format!("claim {}", claim.claim_name));
+            let map = volume.config_map.as_ref().map(|map| format!("configMap {}", map.name));
+            let secret = volume.secret.as_ref().map(|secret| format!("secret {}", secret.secret_name));
+            let fields = volume.downward_api.as_ref().map(|_| format!("downwardAPI {}", volume.name));
+            claim.or(map).or(secret).or(fields)
+        });
+        match what {
+            Some(what) => Ok(Filesystem { name: one.name.clone(), what }),
+            None => {
+                let instead = "persistentVolumeClaim, configMap, secret and downwardAPI are possible";
+                value(format!("spec.domain.devices.filesystems[{n}].name"), &one.name, instead)
+            }
+        }
+    };
+    spec.domain.devices.filesystems.iter().enumerate().map(one).collect()
 }
 
 /// The label of a disk with files for which none is said, as KubeVirt's.

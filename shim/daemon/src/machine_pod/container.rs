@@ -3,7 +3,8 @@
 
 use super::MachinePod;
 use super::files::ANNOTATIONS;
-use super::volumes::{names_device, names_mount};
+use super::volumes::{names_device, names_image, names_mount};
+use crate::lists::numbers;
 use crate::nouns::ContainerConfig;
 use nacelle_base::{Classify, Kind};
 
@@ -26,8 +27,28 @@ impl Classify for NotForMachines {
     }
 }
 
+/// The processors of the node that those of the machine have to themselves, of the container's; none, if they do not.
+pub fn pins(machine: &MachinePod, config: &ContainerConfig) -> Result<Vec<u32>, NotForMachines> {
+    if machine.processors.pins.is_none() {
+        return Ok(Vec::new());
+    }
+    let count = usize::try_from(machine.processors.count()).unwrap_or(usize::MAX);
+    let list = &config.resources.cpuset_cpus;
+    let pins: Vec<u32> = numbers(list).unwrap_or_default().into_iter().take(count).collect();
+    if pins.len() == count {
+        return Ok(pins);
+    }
+    Err(NotForMachines {
+        field: "config.linux.resources.cpuset_cpus",
+        value: list.clone(),
+        hint: "each of whose processors has one of the node's to itself (dedicatedCpuPlacement): as many are needed, as kubelet's static CPU manager \
+               gives them to pods that are Guaranteed and ask for whole ones",
+    })
+}
+
 /// Whether this can be the container of a machine pod.
 pub fn check_container(machine: &MachinePod, config: &ContainerConfig) -> Result<(), NotForMachines> {
+    pins(machine, config)?;
     let refuse = |field, value: &str, hint| Err(NotForMachines { field, value: value.to_owned(), hint });
     if let Some(word) = config.command.first().or(config.args.first()) {
         return refuse("config.command, args", word, "whose system says what runs in it: leave them out");
@@ -40,8 +61,13 @@ pub fn check_container(machine: &MachinePod, config: &ContainerConfig) -> Result
         let hint = "whose volumes are disks: this is none of the specification's; take the mount out";
         return refuse("config.mounts.container_path", &volume.container_path, hint);
     }
-    if let Some(volume) = config.volumes.first() {
-        return refuse("config.mounts.image", &volume.image, "whose disks come from the container's own image");
+    if let Some(volume) = config.volumes.iter().find(|volume| !names_image(machine, &volume.container_path)) {
+        let hint = "which has no disk in this image volume: containerDisk volumes are at /run/nacelle/vm/NAME, a kernel at /run/nacelle/vm/kernel-boot";
+        return refuse("config.mounts.container_path", &volume.container_path, hint);
+    }
+    if let Some(volume) = config.volumes.iter().find(|volume| !volume.sub_path.is_empty()) {
+        let hint = "whose disk is named by containerDisk.path: leave it out";
+        return refuse("config.mounts.image_sub_path", &volume.sub_path, hint);
     }
     if let Some(device) = config.devices.iter().find(|device| !names_device(machine, &device.container_path)) {
         let hint = "whose devices are disks: this is none of the specification's; take it out";

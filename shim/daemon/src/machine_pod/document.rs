@@ -1,7 +1,9 @@
 //! Owns: the disks of a machine, found: in its container's image, or on the node.
 
+use super::container::NotForMachines;
+use super::volumes::{image_of, image_place};
 use super::{MachinePod, VolumeError, Wish};
-use crate::nouns::ImageOf;
+use crate::store::ContainerRecord;
 use nacelle_base::{Classify, Kind};
 use nacelle_image::{ImageError, Store};
 use nacelle_keeper::spec::{INITRD, KERNEL, MachineDocument, Source};
@@ -23,13 +25,18 @@ pub enum SourceError {
     },
     /// The image is another one.
     #[error(
-        "disk {disk} is to come from image {asked:?}, and the container's image is another one: say the same image in both"
+        "disk {disk} is to come from image {asked:?}, and {found} is another one: say the same image in both, or give the container an \
+         image volume of it at {at}"
     )]
     OtherImage {
         /// The disk.
         disk: String,
         /// As the specification names it.
         asked: String,
+        /// "the container's image".
+        found: &'static str,
+        /// Where an image volume is looked for.
+        at: String,
     },
     /// It is not in the image.
     #[error("disk {disk}: {rule}")]
@@ -42,6 +49,9 @@ pub enum SourceError {
     /// It is no volume of the container's.
     #[error(transparent)]
     Volume(#[from] VolumeError),
+    /// What only containers can have.
+    #[error(transparent)]
+    Container(#[from] NotForMachines),
     /// The document cannot be written.
     #[error("the machine cannot be described")]
     Document(#[from] serde_json::Error),
@@ -52,16 +62,17 @@ impl Classify for SourceError {
         match self {
             SourceError::Image { source, .. } => source.kind(),
             SourceError::Volume(error) => error.kind(),
+            SourceError::Container(error) => error.kind(),
             SourceError::Document(_) => Kind::Internal,
             SourceError::OtherImage { .. } | SourceError::NotThere { .. } => Kind::Invalid,
         }
     }
 }
 
-/// The machine's document with its disks, for a container with this image. `of_node`: those that its volumes are, by name.
+/// The machine's document with its disks, for this container. `of_node`: those that its volumes are, by name.
 pub async fn document(
     machine: &MachinePod,
-    image: &ImageOf,
+    container: &ContainerRecord,
     store: &Store,
     of_node: BTreeMap<String, Source>,
 ) -> Result<Vec<u8>, SourceError> {
@@ -71,24 +82,37 @@ pub async fn document(
     let disks = machine.disks.iter().map(|disk| (disk.name.as_str(), &disk.source));
     for (name, wish) in kernel.chain(initrd).chain(disks) {
         if let Wish::Image { image: asked, path } = wish {
-            found.insert(name.to_owned(), in_image(name, asked, path, image, store).await?);
+            found.insert(name.to_owned(), in_image(name, asked, path, container, store).await?);
         }
     }
-    let document: MachineDocument = machine.with(|name, wish| match wish {
+    let mut document: MachineDocument = machine.with(|name, wish| match wish {
         Wish::Empty { bytes } => Ok(Source::Empty { bytes: *bytes }),
         Wish::CloudInit(data) => Ok(Source::CloudInit(data.clone())),
         _ => found
             .remove(name)
             .ok_or(SourceError::NotThere { disk: name.to_owned(), rule: "each disk has a name of its own" }),
     })?;
+    if let Some(pins) = &mut document.processors.pins {
+        *pins = super::container::pins(machine, &container.config)?;
+    }
     Ok(serde_json::to_vec(&document)?)
 }
 
-async fn in_image(disk: &str, asked: &str, path: &str, image: &ImageOf, store: &Store) -> Result<Source, SourceError> {
+async fn in_image(
+    disk: &str,
+    asked: &str,
+    path: &str,
+    container: &ContainerRecord,
+    store: &Store,
+) -> Result<Source, SourceError> {
+    let own = &container.image;
+    let image = image_of(disk, &container.config, &container.volumes, own);
     let failed = |source| SourceError::Image { disk: disk.to_owned(), source };
     let not_there = |rule| SourceError::NotThere { disk: disk.to_owned(), rule };
     if store.status(asked).map_err(failed)?.is_none_or(|known| known.id != image.id) {
-        return Err(SourceError::OtherImage { disk: disk.to_owned(), asked: asked.to_owned() });
+        let found = if image.id == own.id { "the container's image" } else { "that of its image volume" };
+        let at = image_place(disk).display().to_string();
+        return Err(SourceError::OtherImage { disk: disk.to_owned(), asked: asked.to_owned(), found, at });
     }
     let (folder, name) = match path.trim_matches('/').rsplit_once('/') {
         Some((folder, name)) => (folder, Some(name)),

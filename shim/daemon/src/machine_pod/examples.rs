@@ -1,11 +1,13 @@
 //! Owns: the table of docs/vm.md that tells of KubeVirt's kinds of examples (`shim/vmi/tests/manifests/examples`) what they become and
 //! whether they run: as far as it can be known without a node, to the container that CreateContainer is asked for.
 
+use super::volumes::image_place;
 use super::{MachinePod, Wish, build, check_container, check_volumes};
 use crate::config::Machines;
 use crate::cri::not_run;
 use crate::nouns::{ContainerConfig, Device, ImageVolume, NodeVolume, PodConfig, Propagation};
 use crate::store::tests_support;
+use nacelle_keeper::spec::KERNEL;
 use nacelle_vmi::manifest::{self, Options};
 use nacelle_vmi::preset::Catalogue;
 use nacelle_vmi::{Causes, admit, read};
@@ -71,6 +73,7 @@ fn can_be_made(machine: &MachinePod, pod: &Value) {
         host_path: "/dev/x".into(),
         permissions: "mrw".into(),
     };
+    config.resources.cpuset_cpus = "0-63".into();
     config.devices = list(container, "volumeDevices").iter().map(device).collect();
     for mount in list(container, "volumeMounts") {
         let volume = list(pod, "volumes").iter().find(|volume| volume["name"] == mount["name"]).expect("a volume");
@@ -99,11 +102,14 @@ fn can_be_made(machine: &MachinePod, pod: &Value) {
     }
     check_container(machine, &config).unwrap();
     check_volumes(machine, &config).unwrap();
-    let disks = machine.disks.iter().map(|disk| &disk.source);
     let kernel = machine.kernel.iter().flat_map(|kernel| [Some(&kernel.kernel), kernel.initrd.as_ref()]).flatten();
-    for wish in disks.chain(kernel) {
+    let disks = machine.disks.iter().map(|disk| (disk.name.as_str(), &disk.source));
+    for (name, wish) in disks.chain(kernel.map(|wish| (KERNEL, wish))) {
         if let Wish::Image { image, .. } = wish {
-            assert_eq!(*image, text(&container["image"]), "nothing is looked for in other images");
+            let at = image_place(name);
+            let volume = config.volumes.iter().find(|volume| Path::new(&volume.container_path) == at);
+            let found = volume.map_or_else(|| text(&container["image"]), |volume| volume.image.clone());
+            assert_eq!(*image, found, "where {name} is looked for");
         }
     }
 }

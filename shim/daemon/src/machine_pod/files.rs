@@ -172,7 +172,7 @@ impl Reader<'_> {
     }
 
     fn failed(&self, what: &'static str, path: &Path, errno: impl Into<io::Error>) -> VolumeError {
-        VolumeError::Io { disk: self.disk.to_owned(), what, path: path.to_owned(), source: errno.into() }
+        VolumeError::Io { whose: format!("disk {}", self.disk), what, path: path.to_owned(), source: errno.into() }
     }
 
     /// Opens an entry of a folder; none: it is a link.
@@ -261,6 +261,7 @@ mod tests {
             serial: String::new(),
             cache: Cache::Writeback,
             block_size: None,
+            serving: Default::default(),
             source,
         }
     }

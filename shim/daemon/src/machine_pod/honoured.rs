@@ -13,6 +13,7 @@ const FIELDS: &[&str] = &[
     "domain.cpu.sockets",
     "domain.cpu.threads",
     "domain.cpu.model",
+    "domain.cpu.dedicatedCpuPlacement",
     "domain.cpu.features[].name",
     "domain.cpu.features[].policy",
     "domain.memory.guest",
@@ -38,12 +39,14 @@ const FIELDS: &[&str] = &[
     "domain.clock.timer.rtc.tickPolicy",
     "domain.clock.timer.rtc.track",
     "domain.rebootPolicy",
+    "domain.ioThreadsPolicy",
     "domain.resources.*",
     "domain.features.acpi.enabled",
     "domain.features.apic",
     "domain.features.apic.enabled",
     "domain.features.smm.enabled",
     "domain.devices.rng",
+    "domain.devices.blockMultiQueue",
     "domain.devices.watchdog.name",
     "domain.devices.watchdog.i6300esb.action",
     "domain.devices.inputs[].*",
@@ -62,9 +65,13 @@ const FIELDS: &[&str] = &[
     "domain.devices.disks[].bootOrder",
     "domain.devices.disks[].serial",
     "domain.devices.disks[].cache",
+    "domain.devices.disks[].dedicatedIOThread",
+    "domain.devices.disks[].shareable",
     "domain.devices.disks[].blockSize.custom.logical",
     "domain.devices.disks[].blockSize.custom.physical",
     "domain.devices.networkInterfaceMultiqueue",
+    "domain.devices.filesystems[].name",
+    "domain.devices.filesystems[].virtiofs",
     "domain.devices.interfaces[].name",
     "domain.devices.interfaces[].model",
     "domain.devices.interfaces[].bridge",
@@ -160,10 +167,10 @@ mod tests {
     fn what_nobody_honours_is_named() {
         let document = json!({
             "domain": {
-                "cpu": { "cores": 2, "dedicatedCpuPlacement": true },
+                "cpu": { "cores": 2, "maxSockets": 2 },
                 "chassis": { "sku": "a" },
                 "devices": {
-                    "disks": [{ "name": "a", "disk": {} }, { "name": "b", "lun": { "bus": "scsi" }, "shareable": true }],
+                    "disks": [{ "name": "a", "disk": {} }, { "name": "b", "lun": { "bus": "scsi" }, "tag": "b" }],
                     "rng": {},
                 },
             },
@@ -171,9 +178,9 @@ mod tests {
             "livenessProbe": { "exec": { "command": ["a"] } },
         });
         let expected = [
-            "domain.cpu.dedicatedCpuPlacement",
+            "domain.cpu.maxSockets",
             "domain.devices.disks[1].lun.bus",
-            "domain.devices.disks[1].shareable",
+            "domain.devices.disks[1].tag",
             "livenessProbe.exec.command[0]",
             "volumes[0].persistentVolumeClaim.hotpluggable",
         ];

@@ -12,6 +12,7 @@ mod examples;
 mod files;
 mod honoured;
 mod networks;
+mod serving;
 mod volumes;
 
 pub use build::{Refused, build, not_honoured, reason, refused_value};
@@ -20,7 +21,7 @@ pub use credentials::credentials;
 pub use document::{SourceError, document};
 pub use files::{annotation_of, annotations_mount, cloud_init_of, files_of};
 pub use honoured::known as honours;
-pub use volumes::{Place, VolumeError, check_volumes, open, place, unused};
+pub use volumes::{Place, VolumeError, check_volumes, folder, images_under, open, place, shared, unused};
 
 use crate::store::VmRecord;
 use nacelle_keeper::spec::{CloudInit, INTERFACE, MachineDocument};

@@ -3,9 +3,10 @@
 //! May use: files of the node, beneath the paths that the container was given. Blocks on them.
 
 use super::{MachinePod, Wish, credentials};
-use crate::nouns::{ContainerConfig, Device, NodeVolume};
+use crate::nouns::{ContainerConfig, Device, ImageOf, MountOption, NodeVolume, Propagation};
 use nacelle_base::{Classify, Kind};
-use nacelle_keeper::spec::{Credential, Disk};
+use nacelle_image::ImageId;
+use nacelle_keeper::spec::{Credential, Disk, Filesystem, INITRD, KERNEL};
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 use nix::sys::stat::Mode;
@@ -38,10 +39,10 @@ pub enum VolumeError {
         rule: String,
     },
     /// The container does not have it.
-    #[error("disk {disk} is {what}, which the container has not: {rule}")]
+    #[error("{whose} is {what}, which the container has not: {rule}")]
     Missing {
-        /// The disk.
-        disk: String,
+        /// "disk data".
+        whose: String,
         /// "claim data".
         what: String,
         /// Where it is expected.
@@ -56,10 +57,10 @@ pub enum VolumeError {
         path: String,
     },
     /// The node's answer.
-    #[error("disk {disk}: cannot {what} {}", path.display())]
+    #[error("{whose}: cannot {what} {}", path.display())]
     Io {
-        /// The disk.
-        disk: String,
+        /// "disk data".
+        whose: String,
         /// "open".
         what: &'static str,
         /// The file.
@@ -102,12 +103,48 @@ pub fn names_device(machine: &MachinePod, path: &str) -> bool {
 pub fn names_mount(machine: &MachinePod, path: &str) -> bool {
     let secret = |credential: &Credential| Path::new(path) == at_secret(credential.secret());
     machine.credentials.iter().any(secret)
+        || machine.filesystems.iter().any(|one| Path::new(path) == Path::new(FOLDERS).join(&one.name))
         || machine.disks.iter().any(|disk| match &disk.source {
             Wish::Claim { .. } | Wish::HostDisk { .. } | Wish::Files { .. } => {
                 Path::new(path) == Path::new(FOLDERS).join(&disk.name)
             }
             wish => secrets(wish).any(|secret| Path::new(path) == at_secret(secret)),
         })
+}
+
+/// Where the container has the image with the machine's kernel, if it is another one than its own.
+const KERNEL_BOOT: &str = "kernel-boot";
+
+/// What of the machine lies in an image volume at this path: the disk of its name, or kernel and initial file system.
+pub fn names_image(machine: &MachinePod, path: &str) -> bool {
+    let at = |name: &str| Path::new(path) == Path::new(FOLDERS).join(name);
+    let disks = machine.disks.iter().filter(|disk| matches!(disk.source, Wish::Image { .. }));
+    disks.into_iter().any(|disk| at(&disk.name)) || (machine.kernel.is_some() && at(KERNEL_BOOT))
+}
+
+/// Where the image volume is in which what has this name lies.
+pub fn image_place(name: &str) -> PathBuf {
+    Path::new(FOLDERS).join(if [KERNEL, INITRD].contains(&name) { KERNEL_BOOT } else { name })
+}
+
+/// The image in which what has this name lies: that of the image volume for it (`images` are those of the container's image volumes, in
+/// their order), else the container's own.
+pub fn image_of<'a>(name: &str, config: &ContainerConfig, images: &'a [ImageOf], own: &'a ImageOf) -> &'a ImageOf {
+    let at = image_place(name);
+    let mut volumes = config.volumes.iter().zip(images);
+    volumes.find(|(volume, _)| Path::new(&volume.container_path) == at).map_or(own, |(_, image)| image)
+}
+
+/// The images under the disks that the guest writes to, each once.
+pub fn images_under(machine: &MachinePod, config: &ContainerConfig, images: &[ImageOf], own: &ImageOf) -> Vec<ImageId> {
+    let mut under = Vec::new();
+    for disk in machine.disks.iter().filter(|disk| matches!(disk.source, Wish::Image { .. }) && !disk.read_only) {
+        let id = image_of(&disk.name, config, images, own).id;
+        if !under.contains(&id) {
+            under.push(id);
+        }
+    }
+    under
 }
 
 /// The secrets that are needed for it.
@@ -126,7 +163,47 @@ pub(super) fn at_secret(name: &str) -> PathBuf {
 /// Whether the container has what its machine's disks are made of, as they need it. Looks at no file.
 pub fn check_volumes(machine: &MachinePod, config: &ContainerConfig) -> Result<(), VolumeError> {
     credentials::check(machine, config)?;
-    machine.disks.iter().try_for_each(|disk| place(disk, config).map(drop))
+    machine.disks.iter().try_for_each(|disk| place(disk, config).map(drop))?;
+    machine.filesystems.iter().try_for_each(|one| shared(one, config).map(drop))
+}
+
+/// Where the container has the folder of a file system.
+pub fn shared<'a>(one: &Filesystem, config: &'a ContainerConfig) -> Result<&'a NodeVolume, VolumeError> {
+    let at = Path::new(FOLDERS).join(&one.name);
+    let mount = config.node_volumes.iter().find(|mount| Path::new(&mount.container_path) == at);
+    let mount = mount.ok_or_else(|| VolumeError::Missing {
+        whose: format!("file system {}", one.name),
+        what: one.what.clone(),
+        rule: format!("as a mount at {} it is expected", at.display()),
+    })?;
+    if mount.propagation == Propagation::BothWays {
+        let rule = "mounts of a guest are its own kernel's: the node does not see them";
+        return field("config.mounts.propagation", "PROPAGATION_BIDIRECTIONAL", rule);
+    }
+    // Devices of the node are never opened by its guest.
+    match mount.options.iter().find(|option| !matches!(option, MountOption::Noatime | MountOption::Nodev)) {
+        Some(option) => {
+            let rule = "the guest mounts it, and says how: leave it out";
+            field("config.mounts.mount_options", option.word(), rule)
+        }
+        None => Ok(mount),
+    }
+}
+
+/// The folder of a file system on the node, without links.
+pub fn folder(one: &Filesystem, mount: &NodeVolume) -> Result<NodeVolume, VolumeError> {
+    let path = Path::new(&mount.host_path);
+    let failed = |source| VolumeError::Io {
+        whose: format!("file system {}", one.name),
+        what: "find",
+        path: path.to_owned(),
+        source,
+    };
+    let found = path.canonicalize().map_err(failed)?;
+    match found.to_str() {
+        Some(name) if found.is_dir() => Ok(NodeVolume { host_path: name.to_owned(), ..mount.clone() }),
+        _ => field("config.mounts.host_path", &mount.host_path, format!("file system {} needs a folder", one.name)),
+    }
 }
 
 /// Where the container has the disk; none: it is not the node's.
@@ -134,7 +211,8 @@ pub fn place<'a>(disk: &Disk<Wish>, config: &'a ContainerConfig) -> Result<Optio
     let (device_at, mount_at) = (Path::new(DEVICES).join(&disk.name), Path::new(FOLDERS).join(&disk.name));
     let device = config.devices.iter().find(|device| Path::new(&device.container_path) == device_at);
     let mount = config.node_volumes.iter().find(|mount| Path::new(&mount.container_path) == mount_at);
-    let missing = |what: String, rule: String| VolumeError::Missing { disk: disk.name.clone(), what, rule };
+    let whose = || format!("disk {}", disk.name);
+    let missing = |what: String, rule: String| VolumeError::Missing { whose: whose(), what, rule };
     let (device_at, mount_at) = (device_at.display(), mount_at.display());
     let found = match &disk.source {
         Wish::Claim { claim } => {
@@ -213,8 +291,12 @@ pub fn open(disk: &Disk<Wish>, mount: &NodeVolume) -> Result<(PathBuf, File), Vo
         _ => (mounted, Path::new(IN_CLAIM), None),
     };
     let path = folder.join(name);
-    let failed =
-        |what, source: io::Error| VolumeError::Io { disk: disk.name.clone(), what, path: path.clone(), source };
+    let failed = |what, source: io::Error| VolumeError::Io {
+        whose: format!("disk {}", disk.name),
+        what,
+        path: path.clone(),
+        source,
+    };
     let folder_flags = (OFlag::O_PATH | OFlag::O_DIRECTORY).bits();
     let folder = match OpenOptions::new().read(true).custom_flags(folder_flags).open(folder) {
         Ok(folder) => folder,
@@ -272,6 +354,7 @@ mod tests {
             serial: String::new(),
             cache: Cache::Writeback,
             block_size: None,
+            serving: Default::default(),
             source,
         }
     }
@@ -329,6 +412,26 @@ mod tests {
         }
         assert!(place(&claim(true), &config(&["r"], &[])).unwrap().is_some());
         assert!(place(&claim(true), &config(&[], &[read])).unwrap().is_some());
+    }
+
+    #[test]
+    fn a_file_system_is_the_containers_mount() {
+        let one = Filesystem { name: "data".into(), what: "claim c".into() };
+        let with = |change: &dyn Fn(&mut NodeVolume)| {
+            let mut mount = mount(Path::new("/v"), false);
+            change(&mut mount);
+            config(&[], &[mount])
+        };
+        let all = with(&|mount| mount.options = [MountOption::Noatime, MountOption::Nodev].into());
+        assert_eq!(shared(&one, &all).unwrap(), &all.node_volumes[0]);
+        for (config, words) in [
+            (config(&["rw"], &[]), "file system data is claim c, which the container has not: as a mount at /run"),
+            (with(&|mount| mount.options = [MountOption::Noexec].into()), "mount_options is \"noexec\""),
+            (with(&|mount| mount.propagation = Propagation::BothWays), "PROPAGATION_BIDIRECTIONAL"),
+        ] {
+            let error = shared(&one, &config).unwrap_err();
+            assert!(error.kind() == Kind::Invalid && error.to_string().contains(words), "{words}: {error}");
+        }
     }
 
     #[test]

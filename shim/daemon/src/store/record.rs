@@ -138,12 +138,20 @@ pub struct VmRecord {
     pub mac: [u8; 6],
     /// When it was first named, in nanoseconds since 1970.
     pub created_at: i64,
-    /// The image that its disk was made of; none: of none yet.
+    /// The image that its first disk was made of; none: of none yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<ImageId>,
+    /// Other images under its disks.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub more_images: Vec<ImageId>,
 }
 
 impl VmRecord {
+    /// All images under its disks.
+    pub fn images(&self) -> impl Iterator<Item = ImageId> {
+        self.image.into_iter().chain(self.more_images.iter().copied())
+    }
+
     /// A machine with an identity of these random bytes.
     pub fn new(namespace: &str, name: &str, random: &[u8; 22], created_at: i64) -> VmRecord {
         let [a, b, c, d, e, f, identity @ ..] = *random;
@@ -160,6 +168,7 @@ impl VmRecord {
             mac: [(a & 0xfc) | 2, b, c, d, e, f],
             created_at,
             image: None,
+            more_images: Vec::new(),
         }
     }
 }

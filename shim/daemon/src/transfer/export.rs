@@ -163,6 +163,10 @@ pub(super) fn list(folder: &Path, record: &VmRecord) -> Result<Listed, TransferE
                 let Some(disk) = disk else { continue };
                 let over_image = match mark(&folder.join(format!("{disk}.image")))? {
                     Some(of) if record.image.is_some_and(|image| image.to_string() == of) => true,
+                    Some(of) if record.more_images.iter().any(|image| image.to_string() == of) => {
+                        let rule = "it lies over another image than the machine's first disk; of such a machine there is no export";
+                        return Err(refused(disk)(rule));
+                    }
                     // Of an image before that one.
                     Some(_other) => continue,
                     None => false,

@@ -67,7 +67,7 @@ pub fn spec(world: &dyn World, folder: &Path, disks: Vec<DiskSpec>) -> MachineSp
         run_dir: folder.to_owned(),
         console_log: folder.join("console.log"),
         guest_cid: 3,
-        share: None,
+        shares: Vec::new(),
     }
 }
 

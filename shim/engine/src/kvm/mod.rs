@@ -184,7 +184,7 @@ fn devices(spec: MachineSpec, slots: &[Slot], vsock: Box<dyn Device>) -> Result<
         devices.push(Net::new(NetConfig { taps, mac: nic.mac, mtu, vhost }).map_err(no_nic)?.device());
     }
     devices.extend([vsock, Rng::new().device()]);
-    if let Some(streams) = spec.share {
+    if let Some(streams) = spec.shares.into_iter().next() {
         let no_share = |source| EngineError::Resources { what: "the way to the volumes of the node", source };
         devices.push(Fs::new(streams).map_err(no_share)?.device());
     }

@@ -95,7 +95,7 @@ impl Engine for Qemu {
         }
         devices.push(serve(VhostKind::Vsock, "vsock".into(), vsock.device())?);
         devices.push(serve(VhostKind::Rng, "rng".into(), Rng::new().device())?);
-        if let Some(streams) = spec.share {
+        if let Some(streams) = spec.shares.into_iter().next() {
             let no_share = |source| EngineError::Resources { what: "the way to the volumes of the node", source };
             let fs = Fs::new(streams).map_err(no_share)?.lending();
             devices.push(serve(VhostKind::Fs, "share".into(), fs.device())?);

@@ -6,7 +6,7 @@ mod front;
 
 use front::Machine;
 use nacelle_base::push::{Ask, Told};
-use nacelle_fs::{Share, ShareError, Taker, Volume, Ways, attach, detach};
+use nacelle_fs::{Share, ShareError, Shown, Taker, Volume, Ways, attach, detach};
 use nacelle_jail::Mode;
 use nacelle_proto::agent::{Tree, TreeEntry};
 use nacelle_vmm::fs::Fs;
@@ -35,6 +35,8 @@ pub const ROOT: u64 = 1;
 pub struct Guest {
     /// None of them if the queues are lent.
     pub streams: Vec<UnixStream>,
+    /// Of other shares.
+    pub others: Vec<[UnixStream; 2]>,
     pub machine: Option<Machine>,
     /// Where the machine has its requests and answers.
     pub room: u64,
@@ -53,6 +55,29 @@ impl Guest {
         Guest::made(false)
     }
 
+    /// One that is shown a part, over both ways.
+    pub fn of_part(lent: bool, container: &str, volumes: &[Volume], part: &str) -> std::io::Result<Guest> {
+        let scaffold = tempfile::tempdir().unwrap();
+        let share: Share = nacelle_fs::start(scaffold.path(), Mode::Kill, Duration::ZERO, Shown::Parts(2)).unwrap();
+        let pid = share.process();
+        let Ways { mut files, pushed } = share.ready().unwrap();
+        let namespace = File::open(format!("/proc/{pid}/ns/mnt")).unwrap();
+        attach(namespace.as_fd(), Taker::Share, container, volumes).unwrap();
+        let streams = files.pop().unwrap();
+        let copies = [&streams[0], &streams[1]].map(|stream| stream.try_clone().unwrap());
+        let device = Fs::of_part(copies, part)?;
+        let (streams, machine) = match lent {
+            true => (Vec::new(), Some(Machine::new(device.lending().device(), 2))),
+            false => {
+                streams.iter().for_each(|stream| stream.set_nonblocking(false).unwrap());
+                (Vec::from(streams), None)
+            }
+        };
+        let mut guest = Guest::with(streams, machine, pushed, pid, scaffold);
+        guest.others = files;
+        Ok(guest)
+    }
+
     /// One whose memory the process has, and serves its queues.
     pub fn lent() -> Guest {
         Guest::made(true)
@@ -60,21 +85,37 @@ impl Guest {
 
     fn made(lent: bool) -> Guest {
         let scaffold = tempfile::tempdir().unwrap();
-        let share: Share = nacelle_fs::start(scaffold.path(), Mode::Kill, Duration::ZERO).unwrap();
+        let share: Share = nacelle_fs::start(scaffold.path(), Mode::Kill, Duration::ZERO, Shown::All).unwrap();
         let pid = share.process();
-        let Ways { files, pushed } = share.ready().unwrap();
-        let (streams, mut machine) = match lent {
+        let Ways { mut files, pushed } = share.ready().unwrap();
+        let files = files.pop().unwrap();
+        let (streams, machine) = match lent {
             false => (Vec::from(files), None),
             true => (Vec::new(), Some(Machine::new(Fs::new(files).unwrap().lending().device(), 2))),
         };
+        Guest::with(streams, machine, pushed, pid, scaffold)
+    }
+
+    fn with(
+        streams: Vec<UnixStream>,
+        mut machine: Option<Machine>,
+        pushed: UnixStream,
+        pid: nix::unistd::Pid,
+        scaffold: tempfile::TempDir,
+    ) -> Guest {
+        let (lent, others) = (machine.is_some(), Vec::new());
         let room = machine.as_mut().map_or(0, |machine| machine.allocate(u64::from(2 * ROOM)));
-        let mut guest = Guest { streams, machine, room, pushed, pid, user: 0, group: 0, _scaffold: scaffold };
-        // The oldest protocol with what is needed; all that Linux 6.12 can do, submounts among it.
-        let init = [7u32, 38, 1 << 20, 0x3fff_ffff].map(u32::to_le_bytes).concat();
-        guest.ask(INIT, 0, &init).unwrap();
+        let mut guest = Guest { streams, others, machine, room, pushed, pid, user: 0, group: 0, _scaffold: scaffold };
+        guest.begin();
         let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
         assert_eq!(maps.contains("memfd:guest"), lent);
         guest
+    }
+
+    /// The first request of a guest's kernel: the oldest protocol with what is needed; all that Linux 6.12 can do, submounts among it.
+    pub fn begin(&mut self) {
+        let init = [7u32, 38, 1 << 20, 0x3fff_ffff].map(u32::to_le_bytes).concat();
+        self.ask(INIT, 0, &init).unwrap();
     }
 
     pub fn attach(&self, container: &str, volumes: &[Volume]) -> Result<(), ShareError> {

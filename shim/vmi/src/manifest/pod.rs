@@ -20,6 +20,8 @@ const GUEST_PING: [&str; 2] = ["@vm", "guest-ping"];
 const NETWORKS: &str = "k8s.v1.cni.cncf.io/networks";
 /// Which one takes the place of that.
 const DEFAULT_NETWORK: &str = "v1.multus-cni.io/default-network";
+/// The volume with the kernel, where it is not in the container's image.
+const KERNEL_BOOT: &str = "kernel-boot";
 
 /// What is collected of the volumes.
 #[derive(Default)]
@@ -42,10 +44,15 @@ pub(super) fn template(
     let mut spec = spec.clone();
     let mut parts = Parts { notes: lifted.notes, ..Parts::default() };
     for volume in &spec.volumes {
-        parts.add(volume);
+        let shared = spec.domain.devices.filesystems.iter().any(|one| one.name == volume.name);
+        parts.add(volume, shared);
     }
     for name in secrets(&spec) {
         parts.folder(&format!("secret-{name}"), json!({ "secret": { "secretName": name } }));
+    }
+    if let Some(kernel) = kernel_image(&spec).filter(|kernel| parts.image.as_ref().is_some_and(|image| image != kernel))
+    {
+        parts.folder(KERNEL_BOOT, json!({ "image": { "reference": kernel } }));
     }
     let image = parts.image.or_else(|| kernel_image(&spec)).unwrap_or_else(|| options.image.clone());
     let mut container = json!({ "name": CONTAINER, "image": image });
@@ -95,7 +102,8 @@ pub(super) fn template(
 }
 
 impl Parts {
-    fn add(&mut self, volume: &Volume) {
+    /// `shared`: the guest mounts it.
+    fn add(&mut self, volume: &Volume, shared: bool) {
         let name = &volume.name;
         if let Some(disk) = &volume.container_disk {
             match &self.image {
@@ -109,6 +117,14 @@ impl Parts {
                 source["readOnly"] = json!(true);
             }
             self.volumes.push(json!({ "name": name, "persistentVolumeClaim": source }));
+            if shared {
+                let mut mount = json!({ "name": name, "mountPath": format!("{FOLDERS}/{name}") });
+                if claim.read_only == Some(true) {
+                    mount["readOnly"] = json!(true);
+                }
+                self.mounts.push(mount);
+                return;
+            }
             self.devices.push(json!({ "name": name, "devicePath": format!("{DEVICES}/{name}") }));
             let claim = &claim.claim_name;
             self.notes
@@ -215,6 +231,14 @@ fn sizes(spec: &InstanceSpec) -> Map<String, Value> {
             if !list.is_empty() {
                 sizes.insert(key.to_owned(), written(list));
             }
+        }
+    }
+    // kubelet gives processors to pods that ask for whole ones, and for no more than they may have.
+    if let Some(cpu) = spec.domain.cpu.as_ref().filter(|cpu| cpu.dedicated_cpu_placement == Some(true)) {
+        let count = [cpu.sockets, cpu.cores, cpu.threads].iter().map(|part| part.unwrap_or(1)).product::<u32>();
+        let limits = sizes.entry("limits").or_insert_with(|| json!({}));
+        if limits.get("cpu").is_none() {
+            limits["cpu"] = json!(count.to_string());
         }
     }
     let guest = spec.domain.memory.as_ref().and_then(|memory| memory.guest.as_ref());

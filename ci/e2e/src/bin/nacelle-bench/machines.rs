@@ -207,7 +207,7 @@ pub fn serve(description: &str) -> ExitCode {
         console_log: setup.folder.join("console.log"),
         run_dir: setup.folder,
         guest_cid: 3,
-        share: None,
+        shares: Vec::new(),
     };
     let engine = Kvm::new();
     let spec = spec.check(&engine.limits()).expect("a good description");

@@ -37,6 +37,11 @@ impl Actor {
             let state = entry.record.state;
             matches!(state, Container::Creating | Container::Created | Container::Starting | Container::Running)
         });
+        // Processors of a machine that have some of the node to themselves stay there: its keeper has put them there.
+        let pinned = self.pod.config.machine.as_ref().is_some_and(|machine| machine.processors.pins.is_some());
+        if pinned && (new.is_none() || live.clone().next().is_some()) {
+            return Ok(());
+        }
         let of = live.map(|entry| match entry.updates.front() {
             Some((change, _)) if !change.cpuset_cpus.is_empty() => change.cpuset_cpus.as_str(),
             _ => entry.record.resources().cpuset_cpus.as_str(),

@@ -2,6 +2,7 @@
 
 use super::channel::Channel;
 use super::metrics::Metrics;
+use super::part::show;
 use crate::virtio::queue_thread::{QueueThread, serve};
 use crate::virtio::ring::Request;
 use crate::virtio::{
@@ -36,6 +37,14 @@ impl Fs {
         let channel = |stream| Ok::<_, io::Error>(Arc::new(Mutex::new(Channel::new(stream, metrics.clone())?)));
         let channels = [channel(first)?, channel(second)?];
         Ok(Fs { metrics, lends: false, channels, threads: [None, None] })
+    }
+
+    /// A device that shows one part of the volumes (`nacelle_base::share::part`); the process at the other ends must be one that
+    /// shows parts. Blocks until it has said that the part is there.
+    pub fn of_part(streams: [UnixStream; QUEUES], part: &str) -> io::Result<Fs> {
+        let [first, _] = &streams;
+        show(first, part)?;
+        Fs::new(streams)
     }
 
     /// The same; if the guest's memory is shared with others anyway, the process at the other ends gets it, too, and serves

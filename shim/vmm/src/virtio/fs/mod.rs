@@ -7,6 +7,7 @@ mod channel;
 mod device;
 mod lend;
 mod metrics;
+mod part;
 #[cfg(test)]
 mod tests;
 

@@ -1,0 +1,93 @@
+//! Owns: machine pods whose processors have some of the node to themselves: QEMU's threads stay where they were put, whatever happens to
+//! machine and daemon.
+
+use nacelle_e2e::machine::{annotated, boot_image, container, node};
+use nacelle_e2e::{Container, Node, eventually};
+use serde_json::json;
+use std::fs;
+
+/// Where the threads of QEMU may run, as the kernel says: each list, and how many have it.
+fn allowed(node: &Node) -> Vec<String> {
+    let machines = node.processes("-blockdev");
+    let [machine] = machines.as_slice() else { return Vec::new() };
+    let threads = fs::read_dir(format!("/proc/{machine}/task")).into_iter().flatten().flatten();
+    let lists = threads.filter_map(|thread| {
+        let status = fs::read_to_string(thread.path().join("status")).ok()?;
+        Some(status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?.trim().to_owned())
+    });
+    lists.collect()
+}
+
+fn on(image: &str, attempt: u32, processors: &str) -> Container {
+    container(image, attempt).set("linux", json!({"resources": {"cpuset_cpus": processors}}))
+}
+
+#[test]
+fn processors_of_a_machine_stay_on_those_of_the_node_that_are_theirs() {
+    let mut node = node();
+    let online = fs::read_to_string("/sys/devices/system/cpu/online").expect("the node says it");
+    if online.trim() == "0" {
+        println!("skipped: this node has one processor");
+        return;
+    }
+    let image = boot_image(&node);
+    let spec = |cores: u32| {
+        let spec = json!({
+            "domain": {
+                "cpu": { "cores": cores, "dedicatedCpuPlacement": true },
+                "memory": { "guest": "64Mi" },
+                "devices": { "disks": [{ "name": "root", "disk": {}, "bootOrder": 1 }] },
+            },
+            "volumes": [{ "name": "root", "containerDisk": { "image": image } }],
+        });
+        spec.to_string()
+    };
+    let of = |name: &str, cores| annotated(&node, name, &[("kind", "machine"), ("name", name), ("spec", &spec(cores))]);
+    let many = node.crictl.run_pod_of("vm", of("many", 2));
+    for processors in ["", "1"] {
+        let told = many.try_create(on(&image, 0, processors)).err();
+        assert!(
+            told.contains("config.linux.resources.cpuset_cpus") && told.contains("dedicatedCpuPlacement"),
+            "{told}"
+        );
+    }
+    many.remove();
+    let (pod, id) = {
+        let pod = node.crictl.run_pod_of("vm", of("one", 1));
+        let machine = pod.start(on(&image, 0, "0-1"));
+        machine.says("boot 1\n");
+        (pod.id.clone(), machine.id.clone())
+    };
+    // The thread that runs the processor has the first, the others both.
+    let stays = |node: &Node, when: &str| {
+        let found = eventually(when, || {
+            let found = allowed(node);
+            found.iter().any(|list| list == "0").then_some(found)
+        });
+        assert!(found.iter().any(|list| list == "0-1"), "{when}: {found:?}");
+    };
+    let vm = |node: &Node, words: &[&str]| {
+        node.crictl.try_call([&["exec", "--sync", &id, "@vm"], words].concat()).ok();
+    };
+    stays(&node, "at first");
+    vm(&node, &["pause"]);
+    vm(&node, &["unpause"]);
+    stays(&node, "after it stood still");
+    vm(&node, &["snapshot", "now"]);
+    vm(&node, &["restore", "now"]);
+    stays(&node, "after it was restored");
+    node.kill();
+    node.start();
+    eventually("the machine is found again", || {
+        (node.crictl.try_call(["exec", "--sync", &id, "@vm", "status"]).code == 0).then_some(())
+    });
+    stays(&node, "with the next daemon");
+    let before = node.processes("-blockdev");
+    vm(&node, &["power-off"]);
+    eventually("QEMU starts anew", || {
+        let now = node.processes("-blockdev");
+        (now.len() == 1 && now != before).then_some(())
+    });
+    stays(&node, "in the next QEMU");
+    node.crictl.call(["rmp", "--force", &pod]);
+}

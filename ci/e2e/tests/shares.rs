@@ -1,0 +1,201 @@
+//! Owns: file systems of machine pods: folders of the node that a guest with a system of its own (Debian) mounts by virtio-fs: what it
+//! sees and may do there, through restarts of guest, QEMU and container, and when the process that has the files is killed.
+
+use nacelle_e2e::machine::{Debian, annotated, boot_image, container, node};
+use nacelle_e2e::run::call;
+use nacelle_e2e::{Container, Node, Pod, eventually};
+use serde_json::{Value, json};
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+
+/// The folders of a machine: what kubelet writes of a ConfigMap, and a claim.
+struct Folders {
+    settings: PathBuf,
+    data: PathBuf,
+}
+
+impl Folders {
+    fn new(node: &Node) -> Folders {
+        let [settings, data] = ["settings", "data"].map(|name| node.folder().join(name));
+        fs::create_dir_all(&data).expect("the node's folder is there");
+        fs::create_dir(&settings).expect("the node's folder is there");
+        fs::write(node.folder().join("secret"), "of the node").expect("the node's folder is there");
+        symlink("../secret", data.join("up")).expect("the folder is there");
+        let folders = Folders { settings, data };
+        folders.say("first");
+        symlink("..data/greeting", folders.settings.join("greeting")).expect("the folder is there");
+        folders
+    }
+
+    /// As kubelet does it: all is written beside, and then seen at once.
+    fn say(&self, text: &str) {
+        let inner = self.settings.join(format!("..{text}"));
+        fs::create_dir(&inner).expect("the folder is there");
+        fs::write(inner.join("greeting"), text).expect("the folder is there");
+        let link = self.settings.join("..data_tmp");
+        symlink(inner.file_name().expect("it has one"), &link).expect("the folder is there");
+        fs::rename(link, self.settings.join("..data")).expect("the folder is there");
+    }
+
+    fn container(&self, image: &str, attempt: u32) -> Container {
+        let mount = |name: &str, host: &Path, readonly: bool| json!({"host_path": host, "container_path": format!("/run/nacelle/vm/{name}"), "readonly": readonly});
+        let mounts = json!([mount("settings", &self.settings, true), mount("data", &self.data, false)]);
+        container(image, attempt).set("mounts", mounts)
+    }
+}
+
+fn machine(node: &Node, spec: &Value) -> Pod {
+    annotated(node, "shares", &[("kind", "machine"), ("name", "shares"), ("spec", &spec.to_string())])
+}
+
+fn filesystems(board: &str, root: &str) -> Value {
+    json!({
+        "domain": {
+            "machine": { "type": board },
+            "memory": { "guest": "768Mi" },
+            "devices": {
+                "disks": [{ "name": "root", "disk": {}, "bootOrder": 1 }],
+                "filesystems": [{ "name": "settings", "virtiofs": {} }, { "name": "data", "virtiofs": {} }],
+            },
+        },
+        "volumes": [
+            { "name": "root", "containerDisk": { "image": root } },
+            { "name": "settings", "configMap": { "name": "settings" } },
+            { "name": "data", "persistentVolumeClaim": { "claimName": "data" } },
+        ],
+    })
+}
+
+/// What mounts the folders in the guest.
+const MOUNT: &str = "mkdir -p /s /d && mount -t virtiofs settings /s && mount -t virtiofs data /d";
+
+#[test]
+fn a_guest_mounts_folders_of_the_node_on_pci() {
+    debian("q35");
+}
+
+#[test]
+fn a_guest_mounts_folders_of_the_node_in_memory() {
+    debian("microvm");
+}
+
+fn debian(board: &str) {
+    let Some(debian) = Debian::found() else {
+        println!("skipped: NACELLE_DISK_IMAGE is not set: ci/disk-image makes the disk of Debian");
+        return;
+    };
+    let node = node();
+    let image = debian.image(&node);
+    let folders = Folders::new(&node);
+    let mut spec = filesystems(board, &image);
+    spec["domain"]["firmware"] = json!({ "kernelBoot": {
+        "container": { "image": image, "kernelPath": "/boot/vmlinuz", "initrdPath": "/boot/initrd.img" },
+        "kernelArgs": debian.command_line(),
+    } });
+    let pod = node.crictl.run_pod_of("vm", machine(&node, &spec));
+    let first = pod.start(folders.container(&image, 0));
+    let answers = || eventually("the guest agent answers", || (first.exec("true").code == 0).then_some(()));
+    answers();
+    assert_eq!(first.exec(&format!("{MOUNT}; cat /s/greeting")).ok(), "first");
+    folders.say("second");
+    eventually("the guest sees what kubelet writes", || {
+        (first.exec("cat /s/greeting").stdout == "second").then_some(())
+    });
+    let refused = first.exec("touch /s/new 2>&1 | cat").ok();
+    assert!(refused.contains("Read-only file system"), "{refused}");
+    first.exec("echo guest >/d/of-guest && dd if=/dev/zero of=/d/large bs=1M count=8 conv=fsync").ok();
+    assert_eq!(fs::read_to_string(folders.data.join("of-guest")).expect("the guest has written it"), "guest\n");
+    assert_eq!(fs::metadata(folders.data.join("large")).expect("the guest has written it").len(), 8 << 20);
+    fs::write(folders.data.join("of-node"), "node").expect("the folder is there");
+    eventually("the guest sees what the node writes", || (first.exec("cat /d/of-node").stdout == "node").then_some(()));
+    // What leads out of the folder leads nowhere in the guest, and devices of the node are none.
+    assert_eq!(first.exec("cat /d/up").code, 1);
+    assert_eq!(first.exec("mknod /d/null c 1 3").code, 1);
+    let vm = |words: &[&str]| node.crictl.try_call([&["exec", "--sync", &first.id, "@vm"], words].concat());
+    let told = vm(&["snapshot", "now"]).err();
+    assert!(told.contains("file systems"), "{told}");
+    // Its kernel starts anew, in the same QEMU; then QEMU does.
+    vm(&["reset"]).ok();
+    eventually("the guest starts anew", || (first.exec("test ! -e /s/greeting").code == 0).then_some(()));
+    assert_eq!(first.exec(&format!("{MOUNT}; cat /s/greeting /d/of-node")).ok(), "secondnode");
+    vm(&["power-off"]).ok();
+    eventually("the machine starts anew", || (first.exec("test ! -e /s/greeting").code == 0).then_some(()));
+    assert_eq!(first.exec(&format!("{MOUNT}; cat /s/greeting /d/of-node")).ok(), "secondnode");
+    // The next container has its own view of the same folders.
+    node.crictl.call(["stop", "--timeout", "0", &first.id]);
+    first.exited();
+    let second = pod.start(folders.container(&image, 1));
+    node.crictl.call(["rm", &first.id]);
+    eventually("the guest agent answers", || (second.exec("true").code == 0).then_some(()));
+    assert_eq!(second.exec(&format!("{MOUNT}; cat /s/greeting /d/of-node")).ok(), "secondnode");
+    // Without the process that has the files, the guest is told of errors, and goes on.
+    let of_files = node.processes("nacelle-fs");
+    let [of_files] = of_files.as_slice() else { panic!("one process has them: {of_files:?}") };
+    call("kill", ["-9", &of_files.to_string()]).ok();
+    let read = "timeout 20 cat /d/large >/dev/null; echo $?";
+    eventually("the guest is told", || (second.exec(read).stdout == "1\n").then_some(()));
+    assert_eq!(second.exec("hostname >/root/still && cat /root/still").code, 0);
+    pod.remove();
+    eventually("nothing is left", || node.left().is_empty().then_some(()));
+    assert_eq!(fs::read_to_string(folders.data.join("of-guest")).expect("the claim stays"), "guest\n");
+}
+
+#[test]
+fn folders_that_cannot_be_shared_are_refused_and_those_that_are_go_with_all_that_had_them() {
+    let mut node = node();
+    let image = boot_image(&node);
+    let folders = Folders::new(&node);
+    let spec = filesystems("q35", &image);
+    let pod = machine(&node, &spec);
+    let again = Pod(pod.0.clone());
+    let pod = node.crictl.run_pod_of("vm", pod);
+    let mount = |host: &Path| json!({"host_path": host, "container_path": "/run/nacelle/vm/settings"});
+    let data = json!({"host_path": folders.data, "container_path": "/run/nacelle/vm/data"});
+    let with = |settings: Value| container(&image, 0).set("mounts", json!([settings, data.clone()]));
+    let option = |key: &str, value: Value| {
+        let mut mount = mount(&folders.settings);
+        mount[key] = value;
+        mount
+    };
+    for (container, words) in [
+        (container(&image, 0), "file system settings is configMap settings, which the container has not"),
+        (with(mount(&folders.settings.join("greeting"))), "file system settings needs a folder"),
+        (with(mount(&folders.settings.join("nowhere"))), "file system settings: cannot find"),
+        (with(option("propagation", json!(2))), "config.mounts.propagation"),
+    ] {
+        let told = pod.try_create(container).err();
+        assert!(told.contains(words), "{words:?} in {told}");
+    }
+    let id = {
+        pod.start(folders.container(&image, 0)).says("boot 1\n");
+        pod.id.clone()
+    };
+    assert_eq!(node.processes("nacelle-fs").len(), 1);
+    // The keeper dies: the machine, and whoever had its files.
+    let keepers = node.processes("nacelle-keeper");
+    let [keeper] = keepers.as_slice() else { panic!("one keeper: {keepers:?}") };
+    call("kill", ["-9", &keeper.to_string()]).ok();
+    let gone = |word: &str| eventually(word, || node.processes(word).is_empty().then_some(()));
+    gone("-blockdev");
+    gone("nacelle-fs");
+    drop(pod);
+    node.crictl.call(["rmp", "--force", &id]);
+    // All die.
+    let id = {
+        let pod = node.crictl.run_pod_of("vm", machine(&node, &spec));
+        pod.start(folders.container(&image, 0)).says("boot 2\n");
+        pod.id.clone()
+    };
+    node.kill();
+    let pods = node.processes("nacelle-pod ");
+    assert_eq!(pods.len(), 1, "one pod");
+    call("kill", ["-9", &pods[0].to_string()]).ok();
+    for word in ["-blockdev", "nacelle-fs"] {
+        eventually(word, || node.processes(word).is_empty().then_some(()));
+    }
+    node.start();
+    node.crictl.pod(&id, again).remove();
+    eventually("nothing is left", || node.left().is_empty().then_some(()));
+    assert!(folders.data.join("up").is_symlink() && folders.settings.join("greeting").exists());
+}

@@ -1,0 +1,66 @@
+//! Owns: on which processors of the node those of the machine run, where each has one to itself: the threads of QEMU that run them are
+//! kept there.
+//! Source: QEMU's QMP reference, query-cpus-fast; sched_setaffinity(2).
+
+use crate::error::KeeperError;
+use crate::live::Live;
+use nix::sched::{CpuSet, sched_setaffinity};
+use nix::unistd::Pid;
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Keeps them there. Where they are emulated one thread runs them all: on all of these.
+pub async fn pin(live: &Live, pins: &[u32]) -> Result<(), KeeperError> {
+    let told = live.ask("query-cpus-fast", Value::Null).await?;
+    let failed = |source: nix::errno::Errno| KeeperError::Resources {
+        what: "processors of the node for those of the machine",
+        source: source.into(),
+    };
+    for (thread, processors) in threads(&told, pins)? {
+        let mut set = CpuSet::new();
+        for number in processors {
+            set.set(usize::try_from(number).unwrap_or(usize::MAX)).map_err(failed)?;
+        }
+        sched_setaffinity(Pid::from_raw(thread), &set).map_err(failed)?;
+    }
+    Ok(())
+}
+
+/// QEMU's threads, and where they are to run.
+fn threads(told: &Value, pins: &[u32]) -> Result<BTreeMap<i32, BTreeSet<u32>>, KeeperError> {
+    let garbled = |what| KeeperError::Garbled { whom: "QEMU", command: "query-cpus-fast".into(), what };
+    let mut threads: BTreeMap<i32, BTreeSet<u32>> = BTreeMap::new();
+    for processor in told.as_array().ok_or_else(|| garbled("a list is expected"))? {
+        let number = |key: &str| processor.get(key).and_then(Value::as_u64);
+        let thread = number("thread-id").and_then(|thread| i32::try_from(thread).ok()).filter(|thread| *thread > 0);
+        let thread = thread.ok_or_else(|| garbled("a processor without a thread"))?;
+        let index = number("cpu-index").and_then(|index| usize::try_from(index).ok());
+        let pin = index.and_then(|index| pins.get(index)).ok_or_else(|| garbled("a processor too many"))?;
+        threads.entry(thread).or_default().insert(*pin);
+    }
+    Ok(threads)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn each_thread_has_the_processors_of_those_that_it_runs() {
+        let told = |threads: &[i64]| {
+            let one = |(n, thread): (usize, &i64)| json!({ "cpu-index": n, "thread-id": thread });
+            threads_of(&Value::Array(threads.iter().enumerate().map(one).collect()))
+        };
+        fn threads_of(told: &Value) -> Option<Vec<(i32, Vec<u32>)>> {
+            let found = threads(told, &[4, 7]).ok()?;
+            Some(found.into_iter().map(|(thread, all)| (thread, all.into_iter().collect())).collect())
+        }
+        assert_eq!(told(&[10, 11]), Some(vec![(10, vec![4]), (11, vec![7])]));
+        assert_eq!(told(&[10, 10]), Some(vec![(10, vec![4, 7])]));
+        for wrong in [&[10, 11, 12][..], &[0], &[-1], &[1 << 40]] {
+            assert_eq!(told(wrong), None, "{wrong:?}");
+        }
+        assert_eq!(threads_of(&json!({})), None);
+    }
+}

@@ -1,0 +1,71 @@
+//! Owns: what QEMU is told of threads and queues of disks, and of disks that several machines write to. Pure.
+//! Source: QEMU's manual, "iothread", and the properties of its disks ("iothread", "num-queues", "share-rw").
+
+use super::{Args, Opt};
+use crate::spec::{Bus, Disk, MachineDocument};
+
+/// The threads that disks have beside the main one.
+pub(super) fn threads(args: &mut Args, document: &MachineDocument) {
+    let last = document.disks.iter().filter_map(|disk| disk.serving.thread).max();
+    for thread in 0..last.map_or(0, |last| last + 1) {
+        args.add("object", Opt::new("iothread").set("id", format!("thread{thread}")));
+    }
+}
+
+/// What a disk's device is told of them.
+pub(super) fn serving(device: Opt, disk: &Disk, processors: u32) -> Opt {
+    let virtio = disk.bus == Bus::Virtio;
+    let thread = disk.serving.thread.filter(|_| virtio).map(|thread| format!("thread{thread}"));
+    let queues = (disk.serving.queues && virtio).then_some(processors);
+    let device = device.set_if("iothread", thread).set_if("num-queues", queues);
+    device.set_if("share-rw", disk.serving.shared.then_some("on"))
+}
+
+/// And its controller, where it has one of its own.
+pub(super) fn controller(controller: Opt, disk: &Disk, processors: u32) -> Opt {
+    controller.set_if("num_queues", disk.serving.queues.then_some(processors))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::disk::tests::sample;
+    use crate::spec::{Serving, Source};
+
+    #[test]
+    fn a_disk_is_served_as_it_is_said() {
+        let said = |bus, serving| {
+            let disk = Disk { bus, serving, ..sample("a", Source::Empty { bytes: 512 }) };
+            (serving_of(&disk), controller(Opt::new("c"), &disk, 4).0)
+        };
+        fn serving_of(disk: &Disk) -> String {
+            serving(Opt::new("d"), disk, 4).0
+        }
+        let all = Serving { thread: Some(1), queues: true, shared: true };
+        assert_eq!(said(Bus::Virtio, all).0, "d,iothread=thread1,num-queues=4,share-rw=on");
+        assert_eq!(said(Bus::Scsi, all), ("d,share-rw=on".into(), "c,num_queues=4".into()));
+        assert_eq!(said(Bus::Virtio, Serving::default()), ("d".into(), "c".into()));
+    }
+
+    #[test]
+    fn there_are_as_many_threads_as_disks_name() {
+        let told = |threads_of: &[Option<u32>]| {
+            let mut args = Args { words: Vec::new(), places: None };
+            let mut document = crate::qemu::tests::document();
+            document.disks = threads_of
+                .iter()
+                .map(|thread| {
+                    let serving = Serving { thread: *thread, ..Serving::default() };
+                    Disk { serving, ..sample("a", Source::Empty { bytes: 512 }) }
+                })
+                .collect();
+            threads(&mut args, &document);
+            args.words
+        };
+        assert!(told(&[None]).is_empty());
+        assert_eq!(
+            told(&[Some(1), None, Some(0)]),
+            ["-object", "iothread,id=thread0", "-object", "iothread,id=thread1"]
+        );
+    }
+}

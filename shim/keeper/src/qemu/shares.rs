@@ -1,0 +1,37 @@
+//! Owns: what QEMU is told of the machine's memory, and of the folders of the node that are shared with the guest: whoever answers
+//! its requests for files does so in that memory. Pure.
+//! Source: QEMU's manual, "memory-backend-memfd" and "vhost-user-fs-pci".
+
+use super::{Args, Opt};
+use crate::spec::MachineDocument;
+use nacelle_base::share::QUEUE_SIZE;
+use std::path::PathBuf;
+
+/// The machine's memory.
+pub(super) fn memory(args: &mut Args, document: &MachineDocument) {
+    let memory = format!("{}M", document.memory_mib);
+    args.add("m", Opt::new(&memory));
+    let shared = !document.filesystems.is_empty();
+    let kind = if document.hugepages || shared { "memory-backend-memfd" } else { "memory-backend-ram" };
+    let ram = Opt::new(kind).set("id", "ram").set("size", &memory);
+    let ram = if shared { ram.set("share", "on") } else { ram };
+    // Taken now, because a page that is missing later is the end of QEMU.
+    let ram = match document.hugepages {
+        true => {
+            let size = if document.largest_pages { "1G" } else { "2M" };
+            ram.set("hugetlb", "on").set("hugetlbsize", size).set("prealloc", "on")
+        }
+        false => ram,
+    };
+    args.add("object", ram);
+}
+
+/// The devices of its file systems, which are at these sockets.
+pub(super) fn filesystems(args: &mut Args, document: &MachineDocument, sockets: &[PathBuf]) {
+    for (n, (filesystem, socket)) in document.filesystems.iter().zip(sockets).enumerate() {
+        let id = format!("share{n}");
+        args.add("chardev", Opt::new("socket").set("id", &id).set("path", socket.display()));
+        let device = args.virtio("vhost-user-fs").set("chardev", id);
+        args.device(device.set("tag", &filesystem.name).set("queue-size", QUEUE_SIZE));
+    }
+}

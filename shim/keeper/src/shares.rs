@@ -1,0 +1,106 @@
+//! Owns: the folders of the node that a machine shares with its guest (virtio-fs): a device for each, which QEMU drives over
+//! vhost-user. The files are in another process (`nacelle-fs`), which answers the guest in its memory; here none is opened.
+//! Threads: of each device one for QEMU's messages and one for each queue.
+
+use crate::error::KeeperError;
+use crate::spec::Filesystem;
+use nacelle_base::Chain;
+use nacelle_base::files::remove_if_there;
+use nacelle_base::share::{self, QUEUES};
+use nacelle_vmm::fs::Fs;
+use nacelle_vmm::vhost_user::{self, Server};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+/// A device that QEMU finds at a socket; it serves one QEMU after the other. Dropping it ends it, and blocks for that.
+#[derive(Debug)]
+pub struct Share {
+    /// Where.
+    pub socket: PathBuf,
+    server: Option<Server>,
+}
+
+/// Devices for the file systems of the machine that is the container `id`, with sockets in this folder. Blocks.
+pub fn serve(
+    filesystems: &[Filesystem],
+    id: &str,
+    folder: &Path,
+    ways: &[[UnixStream; QUEUES]],
+) -> Result<Vec<Share>, KeeperError> {
+    if filesystems.len() > ways.len() {
+        let value = filesystems.len().to_string();
+        let rule = "the pod was made for fewer: make it anew";
+        return Err(KeeperError::Field { field: "filesystems", value, rule });
+    }
+    let one = |(number, (filesystem, [first, second])): (usize, (&Filesystem, &[UnixStream; QUEUES]))| {
+        let failed = |source| KeeperError::Share { name: filesystem.name.clone(), source };
+        let streams = [first.try_clone().map_err(failed)?, second.try_clone().map_err(failed)?];
+        let device = Fs::of_part(streams, &share::part(id, number)).map_err(failed)?.lending().device();
+        let socket = folder.join(format!("share-{number}.sock"));
+        // Of a machine before this one, which ended with its process.
+        remove_if_there(&socket).map_err(KeeperError::Mark)?;
+        let listener = UnixListener::bind(&socket).map_err(KeeperError::file("listen on", &socket))?;
+        let mut share = Share { socket, server: None };
+        let served = vhost_user::serve(device, listener);
+        share.server = Some(served.map_err(|error| failed(std::io::Error::other(error)))?);
+        Ok(share)
+    };
+    filesystems.iter().zip(ways).enumerate().map(one).collect()
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        drop(self.server.take());
+        if let Err(error) = remove_if_there(&self.socket) {
+            tracing::warn!("a socket is left behind: {}", Chain(&error));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nacelle_base::share::{ANSWER_HEADER, HEADER, SHOW};
+    use std::io::{Read, Write};
+
+    /// Answers the question which part is shown; what it was.
+    fn told(mut stream: UnixStream, errno: i32) -> std::thread::JoinHandle<String> {
+        std::thread::spawn(move || {
+            let mut header = [0; HEADER];
+            stream.read_exact(&mut header).unwrap();
+            let (word, length) = header.split_at(4);
+            assert_eq!(u32::from_le_bytes(word.try_into().unwrap()), SHOW);
+            let mut name = vec![0; u32::from_le_bytes(length.try_into().unwrap()) as usize];
+            stream.read_exact(&mut name).unwrap();
+            stream.write_all(&errno.to_le_bytes()[..ANSWER_HEADER]).unwrap();
+            String::from_utf8(name).unwrap()
+        })
+    }
+
+    #[test]
+    fn each_file_system_is_a_part_and_has_a_socket_until_its_end() {
+        let folder = tempfile::tempdir().unwrap();
+        let filesystems = ["one", "two"].map(|name| Filesystem { name: name.into(), what: String::new() });
+        let made = |errnos: [i32; 2]| {
+            let (mut ways, mut asked) = (Vec::new(), Vec::new());
+            for errno in errnos {
+                let ((first, far), (second, _)) = (UnixStream::pair().unwrap(), UnixStream::pair().unwrap());
+                ways.push([first, second]);
+                asked.push(told(far, errno));
+            }
+            (serve(&filesystems, "c", folder.path(), &ways), asked)
+        };
+        let (shares, asked) = made([0, 0]);
+        let asked: Vec<_> = asked.into_iter().map(|asked| asked.join().unwrap()).collect();
+        assert_eq!(asked, ["c/0", "c/1"]);
+        let shares = shares.unwrap();
+        assert!(shares.iter().all(|share| share.socket.exists()));
+        drop(shares);
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+        let (shares, _asked) = made([0, nix::libc::ENOTDIR]);
+        let error = shares.unwrap_err();
+        assert!(Chain(&error).to_string().contains("two") && matches!(error, KeeperError::Share { .. }), "{error}");
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+        assert!(matches!(serve(&filesystems, "c", folder.path(), &[]), Err(KeeperError::Field { .. })));
+    }
+}

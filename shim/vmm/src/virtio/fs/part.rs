@@ -1,0 +1,29 @@
+//! Owns: saying which part of the volumes a share shows, before anybody asks for a file. docs/devices/fs.md.
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use nacelle_base::share::{ANSWER_HEADER, MAX_PART, SHOW};
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+/// How long the other process may take: the node's file system may hang.
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// Says it on the share's first stream, and hears whether it is there. No request is under way. Blocks.
+pub(super) fn show(mut stream: &UnixStream, part: &str) -> io::Result<()> {
+    if part.len() > MAX_PART {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    stream.set_nonblocking(false)?;
+    stream.set_read_timeout(Some(LIMIT))?;
+    let length = u32::try_from(part.len()).unwrap_or(0); // at most MAX_PART
+    let head = [SHOW, length].map(u32::to_le_bytes).concat();
+    stream.write_all(&[head.as_slice(), part.as_bytes()].concat())?;
+    let mut told = [0; ANSWER_HEADER];
+    stream.read_exact(&mut told)?;
+    stream.set_read_timeout(None)?;
+    match i32::from_le_bytes(told) {
+        0 => Ok(()),
+        errno => Err(io::Error::from_raw_os_error(errno)),
+    }
+}
