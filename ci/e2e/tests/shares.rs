@@ -134,7 +134,7 @@ fn debian(board: &str) {
     let [of_files] = of_files.as_slice() else { panic!("one process has them: {of_files:?}") };
     call("kill", ["-9", &of_files.to_string()]).ok();
     let read = "timeout 20 cat /d/large >/dev/null; echo $?";
-    eventually("the guest is told", || (second.exec(read).stdout == "1\n").then_some(()));
+    eventually("the guest is told", || (second.exec(read).stdout == "1").then_some(()));
     assert_eq!(second.exec("hostname >/root/still && cat /root/still").code, 0);
     pod.remove();
     eventually("nothing is left", || node.left().is_empty().then_some(()));
