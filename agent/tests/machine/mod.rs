@@ -269,7 +269,7 @@ pub fn spec((kernel, initrd): (PathBuf, PathBuf), folder: &Path, vcpus: u8, nics
         run_dir: folder.to_owned(),
         console_log: folder.join("console.log"),
         guest_cid: 3,
-        share: None,
+        shares: Vec::new(),
     }
 }
 

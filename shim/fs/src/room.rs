@@ -315,7 +315,8 @@ fn answer(share: &mut Guest, queue: usize, maker: &Maker) -> io::Result<()> {
         }
         let mut name = vec![0; room];
         way.stream.read_exact(&mut name)?;
-        let made = std::str::from_utf8(&name).map_err(|_| Errno::EINVAL.into()).and_then(|name| maker.part(name));
+        let made =
+            std::str::from_utf8(&name).map_err(|_no_text| Errno::EINVAL.into()).and_then(|name| maker.part(name));
         let told = made.as_ref().err().map_or(0, |error| error.raw_os_error().unwrap_or(libc::EIO));
         share.server = made.ok();
         return way.stream.write_all(&told.to_le_bytes());
