@@ -212,9 +212,10 @@ mod tests {
         let [kind, memory] = [("vm.nacelle.dev/kind", "machine"), ("vm.nacelle.dev/memory", "512Mi")];
         let disk = |disk| ("vm.nacelle.dev/disks", disk);
         let (code, message) =
-            told(&[kind, memory, disk("root=image:a:1"), ("vm.nacelle.dev/cpu-pinning", "true")]).unwrap();
+            told(&[kind, memory, disk("root=image:a:1"), ("vm.nacelle.dev/spec", "domain: {cpu: {maxSockets: 2}}")])
+                .unwrap();
         assert_eq!(code, Code::Unimplemented);
-        assert!(message.contains("spec.domain.cpu.dedicatedCpuPlacement"), "{message}");
+        assert!(message.contains("spec.domain.cpu.maxSockets"), "{message}");
         let (code, message) = told(&[kind, memory, disk("root=image:a:1"), ("vm.nacelle.dev/power", "off")]).unwrap();
         assert_eq!(code, Code::InvalidArgument);
         assert!(message.contains("vm.nacelle.dev/power"), "{message}");
