@@ -192,13 +192,11 @@ fn what_no_node_runs_is_a_warning() {
         )]
     );
     let machine = json!({ "vm.nacelle.dev/kind": "machine", "vm.nacelle.dev/memory": "1Gi", "vm.nacelle.dev/disks": "a=image:i",
-        "vm.nacelle.dev/cpu-pinning": "true" });
+        "vm.nacelle.dev/spec": "domain: {cpu: {maxSockets: 2}}" });
     let warnings = warned(created(machine));
     assert_eq!(
         warnings,
-        [format!(
-            "spec.domain.cpu.dedicatedCpuPlacement is not run by nodes with Nacelle {version}: they refuse the pod"
-        )]
+        [format!("spec.domain.cpu.maxSockets is not run by nodes with Nacelle {version}: they refuse the pod")]
     );
 }
 
