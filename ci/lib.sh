@@ -148,7 +148,7 @@ need_fs_tests() {
 # Sets KUBELET, APISERVER, KUBECTL and ETCD to upstream's programs, unmodified, building each once (some minutes).
 need_kubernetes() {
     local of=k8s.io/component-base/version name file
-    for name in kubelet kube-apiserver kubectl etcd; do
+    for name in kubelet kube-apiserver kube-controller-manager kubectl etcd; do
         file=$cache/tools/$name-$kubernetes_version
         if [ ! -x "$file" ]; then
             need_go
@@ -166,6 +166,7 @@ need_kubernetes() {
 # The same where they are built already.
 kubernetes_programs() {
     export KUBELET=$cache/tools/kubelet-$kubernetes_version APISERVER=$cache/tools/kube-apiserver-$kubernetes_version
+    export CONTROLLERS=$cache/tools/kube-controller-manager-$kubernetes_version
     export KUBECTL=$cache/tools/kubectl-$kubernetes_version ETCD=$cache/tools/etcd-$kubernetes_version
 }
 

@@ -255,6 +255,7 @@ pub fn spec((kernel, initrd): (PathBuf, PathBuf), folder: &Path, vcpus: u8, nics
     MachineSpec {
         vcpus,
         topology: None,
+        cpu_model: None,
         memory_mib: 256,
         memory_pages: Default::default(),
         console: Default::default(),

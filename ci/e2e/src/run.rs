@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// How long the tests wait for anything: far more than it takes, because emulated machines on a busy node are slow.
-pub const LIMIT: Duration = Duration::from_secs(240);
+pub const LIMIT: Duration = Duration::from_secs(600);
 
 /// What a command printed, and how it ended.
 #[derive(Debug, Clone)]

@@ -11,7 +11,7 @@ fn key(name: &str) -> String {
 
 fn node() -> Node {
     let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(nacelle_e2e::part);
-    let allowed = ["cpus", "memory", "kernel-args", "spec"].map(key);
+    let allowed = ["cpus", "cpu-model", "memory", "kernel-args", "spec"].map(key);
     let extra = format!(
         "[handlers.shaped]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nmemory_mib = 128\nscratch_mib = 512\n\
          allowed_annotations = {allowed:?}\n",
@@ -57,6 +57,35 @@ fn a_machine_has_the_shape_that_its_pod_asks_for() {
 }
 
 #[test]
+fn processors_are_of_the_model_that_is_named() {
+    let node = node();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let said = pod(
+        &node,
+        &[("cpu-model", "Haswell-v4"), ("spec", "{domain: {cpu: {features: [{name: avx2, policy: disable}]}}}")],
+    );
+    if engine() == "kvm" {
+        let file = node.crictl.file("pod", &said.0);
+        let refused = node.crictl.try_call(["runp", "--runtime", "shaped", &file]).err();
+        assert!(refused.contains("Unimplemented") && refused.contains("cpu.model is Haswell-v4"), "{refused}");
+        assert!(node.left().is_empty(), "nothing was made: {:?}", node.left());
+        return;
+    }
+    let pod = node.crictl.run_pod_of("shaped", said);
+    let container = pod.start(Container::sh("main", &image, "sleep 1000"));
+    let processor = container.exec("cat /proc/cpuinfo").ok();
+    let value = |key: &str| {
+        let line = processor.lines().find(|line| line.starts_with(key));
+        line.and_then(|line| line.split_once(": ")).map(|(_, value)| value.to_owned()).unwrap_or_default()
+    };
+    assert!(value("model name").contains("Haswell"), "{processor}");
+    let flags = value("flags");
+    let has = |flag: &str| flags.split(' ').any(|other| other == flag);
+    assert!(has("aes") && !has("avx2"), "{flags}");
+    pod.remove();
+}
+
+#[test]
 fn what_no_machine_of_containers_has_is_refused_by_its_field() {
     let node = node();
     let refused = |annotations: &[(&str, &str)]| {
@@ -68,7 +97,8 @@ fn what_no_machine_of_containers_has_is_refused_by_its_field() {
         (refused(&[("cpus", "0")]), "InvalidArgument", "spec.domain.cpu"),
         (refused(&[("memory", "16Mi")]), "InvalidArgument", "spec.domain.memory.guest"),
         (refused(&[("hugepages", "2Mi")]), "InvalidArgument", "hugepages"),
-        (spec("{domain: {cpu: {model: host-passthrough}}}"), "Unimplemented", "spec.domain.cpu.model"),
+        (spec("{domain: {cpu: {features: [{name: avx, policy: forbid}]}}}"), "Unimplemented", "features[0].policy"),
+        (spec("{domain: {cpu: {features: [{name: 'a,b'}]}}}"), "InvalidArgument", "features"),
         (spec("{domain: {memory: {hugepages: {pageSize: 1Gi}}}}"), "Unimplemented", "pageSize"),
         (spec("{domain: {cpu: {dedicatedCpuPlacement: true}}}"), "Unimplemented", "dedicatedCpuPlacement"),
     ] {

@@ -49,6 +49,30 @@ impl Topology {
     }
 }
 
+/// What a machine's processors are to the guest.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CpuModel {
+    /// A model that QEMU knows; none: all that the accelerator can.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// Abilities, in QEMU's words, that are there or are not, beside the model's.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub features: Vec<(String, bool)>,
+    /// Without one of them there is no machine.
+    #[serde(default)]
+    pub strict: bool,
+}
+
+impl CpuModel {
+    /// The first name that is none: letters, digits, `-`, `_` and `.` make one.
+    pub fn wrong(&self) -> Option<&str> {
+        let names = self.name.iter().chain(self.features.iter().map(|(name, _)| name));
+        let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
+        names.map(String::as_str).find(|name| name.is_empty() || !name.bytes().all(plain))
+    }
+}
+
 /// What lies under a machine's memory on the node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]

@@ -3,7 +3,7 @@
 
 use crate::machine_pod::MachinePod;
 use crate::profile::Profile;
-use nacelle_base::machine::{MemoryPages, Topology};
+use nacelle_base::machine::{CpuModel, MemoryPages, Topology};
 use nacelle_image::ImageId;
 use nacelle_net::{Dns, PortMapping};
 use nacelle_pod::spec::{Shares, UserNamespace};
@@ -106,6 +106,9 @@ pub struct Shape {
     /// Its virtual processors, and how they are arranged.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub processors: Option<Topology>,
+    /// What these are to the guest.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cpu_model: Option<CpuModel>,
     /// Its memory as a whole.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_mib: Option<u64>,

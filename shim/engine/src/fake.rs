@@ -218,7 +218,7 @@ impl Engine for Fake {
     }
 
     fn limits(&self) -> Limits {
-        Limits { vcpus: crate::spec::MAX_VCPUS, devices: 6 }
+        Limits { vcpus: crate::spec::MAX_VCPUS, devices: 6, cpu_models: true }
     }
 
     fn start(&self, spec: CheckedSpec) -> Result<Box<dyn Machine>, EngineError> {

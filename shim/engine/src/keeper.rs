@@ -33,7 +33,7 @@ impl Engine for Keeper {
     }
 
     fn limits(&self) -> Limits {
-        Limits { vcpus: crate::spec::MAX_VCPUS, devices: MAX_NICS }
+        Limits { vcpus: crate::spec::MAX_VCPUS, devices: MAX_NICS, cpu_models: false }
     }
 
     /// Of the spec the network interfaces count, the shares, the folder and the console's file.

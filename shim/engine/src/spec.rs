@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
-use nacelle_base::machine::{ConsoleKind, MemoryPages, Topology};
+use nacelle_base::machine::{ConsoleKind, CpuModel, MemoryPages, Topology};
 use nacelle_base::net::Mac;
 use nacelle_base::share::QUEUES;
 use nacelle_base::{Classify, Kind};
@@ -33,6 +33,8 @@ pub struct MachineSpec {
     pub vcpus: u8,
     /// How they are arranged; none: as cores of one socket.
     pub topology: Option<Topology>,
+    /// What they are to the guest; none: all that the accelerator can. Engines `kvm` and `host` refuse one.
+    pub cpu_model: Option<CpuModel>,
     /// Guest memory in MiB, 64 or more.
     pub memory_mib: u32,
     /// What lies under it.
@@ -114,6 +116,8 @@ pub struct Limits {
     pub vcpus: u8,
     /// Disks and network interfaces together.
     pub devices: usize,
+    /// Processors of a model that is named.
+    pub cpu_models: bool,
 }
 
 /// A machine that cannot be, and the rule that it breaks.
@@ -137,6 +141,14 @@ pub enum SpecError {
         topology: Topology,
         /// Asked for, too.
         vcpus: u8,
+    },
+    /// A processor that this engine does not make, or a name that is none.
+    #[error("processors like {got:?}: {rule}")]
+    CpuModel {
+        /// Asked for.
+        got: CpuModel,
+        /// What is possible.
+        rule: &'static str,
     },
     /// Too little memory.
     #[error("a machine with {got_mib} MiB of memory: the guest needs {min_mib} or more")]
@@ -262,6 +274,16 @@ impl MachineSpec {
         {
             return Err(SpecError::Topology { topology, vcpus: self.vcpus });
         }
+        if let Some(model) = &self.cpu_model {
+            let rule = match model.wrong() {
+                _ if !limits.cpu_models => Some("this engine shows the guest the node's as they are"),
+                Some(_) => Some("letters, digits, '-', '_' and '.' make a name"),
+                None => None,
+            };
+            if let Some(rule) = rule {
+                return Err(SpecError::CpuModel { got: model.clone(), rule });
+            }
+        }
         if self.memory_mib < MIN_MEMORY_MIB {
             return Err(SpecError::Memory { got_mib: self.memory_mib, min_mib: MIN_MEMORY_MIB });
         }
@@ -359,7 +381,11 @@ pub(crate) fn hex(mac: &Mac) -> String {
 mod tests {
     use super::*;
 
-    const LIMITS: Limits = Limits { vcpus: 8, devices: 3 };
+    fn named(name: &str) -> CpuModel {
+        CpuModel { name: Some(name.into()), ..CpuModel::default() }
+    }
+
+    const LIMITS: Limits = Limits { vcpus: 8, devices: 3, cpu_models: true };
 
     fn nic(mac: Mac, mtu: u32) -> NicSpec {
         NicSpec { tap: std::fs::File::open("/dev/null").unwrap().into(), more_queues: vec![], dhcp: None, mac, mtu }
@@ -369,6 +395,7 @@ mod tests {
         MachineSpec {
             vcpus: 8,
             topology: Some(Topology { sockets: 2, cores: 2, threads: 2 }),
+            cpu_model: Some(named("EPYC-Rome")),
             memory_mib: MIN_MEMORY_MIB,
             memory_pages: MemoryPages::Hugetlb,
             kernel: "/boot/vmlinux".into(),
@@ -407,6 +434,10 @@ mod tests {
             (
                 |s| s.topology = Some(Topology { sockets: 2, cores: 1, threads: 4 }),
                 SpecError::Topology { topology: Topology { sockets: 2, cores: 1, threads: 4 }, vcpus: 8 },
+            ),
+            (
+                |s| s.cpu_model = Some(named("a,b")),
+                SpecError::CpuModel { got: named("a,b"), rule: "letters, digits, '-', '_' and '.' make a name" },
             ),
             (|s| s.memory_mib = 63, SpecError::Memory { got_mib: 63, min_mib: 64 }),
             (|s| s.memory_mib = 65, SpecError::HugePages { got_mib: 65, step_mib: 2 }),

@@ -113,6 +113,7 @@ fn start(fake: &Fake, folder: &Path) -> Result<Box<dyn nacelle_engine::Machine>,
     let spec = MachineSpec {
         vcpus: 1,
         topology: None,
+        cpu_model: None,
         memory_mib: 64,
         memory_pages: Default::default(),
         console: Default::default(),

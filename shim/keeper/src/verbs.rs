@@ -25,6 +25,7 @@ const MAX_INFO: usize = 1 << 20;
 /// What can be done.
 const VERBS: &[(&str, &str)] = &[
     ("status", "how the machine is, as JSON"),
+    ("running", "whether it runs, for a probe: nothing, or why not, and exit code 1"),
     ("pause", "the processors stand still"),
     ("unpause", "they go on"),
     ("start", "one that is off, or on its way there, runs"),
@@ -106,6 +107,7 @@ pub async fn run(
         "snapshots" => all_snapshots(machine).await,
         "volumes" => Ok(said(format!("{}\n", added::list(machine).await))),
         "status" => status(machine).await,
+        "running" => Ok(running(phase(machine).await?.0)),
         "pause" => qemu("stop").await,
         "unpause" => qemu("cont").await,
         "start" => {
@@ -149,42 +151,53 @@ fn switch(machine: &Arc<Machine>, order: Order) -> Result<Outcome, KeeperError> 
     Ok(Outcome::default())
 }
 
-async fn status(machine: &Arc<Machine>) -> Result<Outcome, KeeperError> {
-    let off = match machine.state() {
-        State::Off => Some("Stopped"),
-        State::Crashing => Some("CrashLoopBackOff"),
-        State::Created | State::Starting => Some("Starting"),
-        State::Ended(_) => Some("Succeeded"),
-        State::Running => None,
-    };
-    if let Some(phase) = off {
-        return Ok(said(format!("{}\n", json!({ "phase": phase, "agentConnected": false }))));
+/// How it is, in KubeVirt's words, and, if it is on, in QEMU's.
+async fn phase(machine: &Machine) -> Result<(&'static str, Option<Value>), KeeperError> {
+    match machine.state() {
+        State::Off => return Ok(("Stopped", None)),
+        State::Crashing => return Ok(("CrashLoopBackOff", None)),
+        State::Created | State::Starting => return Ok(("Starting", None)),
+        State::Ended(_) => return Ok(("Succeeded", None)),
+        State::Running => {}
     }
     let told = match machine.ask("query-status", Value::Null).await {
         // Asked at its last moment.
-        Err(KeeperError::Gone { .. }) => {
-            return Ok(said(format!("{}\n", json!({ "phase": "Stopping", "agentConnected": false }))));
-        }
+        Err(KeeperError::Gone { .. }) => return Ok(("Stopping", None)),
         told => told?,
     };
-    let accelerated = machine.ask("query-kvm", Value::Null).await?;
-    let text = |value: &Value, key: &str| value.get(key).cloned().unwrap_or_default();
-    let phase = match text(&told, "status").as_str() {
+    let qemu = told.get("status").cloned().unwrap_or_default();
+    let phase = match qemu.as_str() {
         Some("paused" | "prelaunch" | "suspended") => "Paused",
         _ => "Running",
     };
-    let agent = machine.ask_guest("guest-ping", Value::Null).await.is_ok();
-    let emulated = text(&accelerated, "enabled") != json!(true);
-    let mut status = json!({
-        "phase": phase,
-        "qemu": text(&told, "status"),
-        "agentConnected": agent,
-        "softwareEmulation": emulated,
-    });
-    if let Some(said) = machine.live()?.given.said() {
+    Ok((phase, Some(qemu)))
+}
+
+async fn status(machine: &Machine) -> Result<Outcome, KeeperError> {
+    let mut status = match phase(machine).await? {
+        (phase, None) => json!({ "phase": phase, "agentConnected": false }),
+        (phase, Some(qemu)) => {
+            let accelerated = machine.ask("query-kvm", Value::Null).await?;
+            json!({
+                "phase": phase,
+                "qemu": qemu,
+                "agentConnected": machine.ask_guest("guest-ping", Value::Null).await.is_ok(),
+                "softwareEmulation": accelerated.get("enabled") != Some(&json!(true)),
+            })
+        }
+    };
+    if let Some(said) = machine.live().ok().and_then(|live| live.given.said()) {
         status["credentials"] = json!(said);
     }
     Ok(said(format!("{status}\n")))
+}
+
+/// A readiness probe's answer: a pod whose machine is off, or stands still, is not Ready.
+fn running(phase: &str) -> Outcome {
+    if phase == "Running" {
+        return Outcome::default();
+    }
+    Outcome { code: 1, stderr: format!("the machine is {phase}\n").into_bytes(), ..Outcome::default() }
 }
 
 async fn soft_reboot(machine: &Arc<Machine>) -> Result<Outcome, KeeperError> {
@@ -252,6 +265,15 @@ mod tests {
         let long = |words: &[&str]| has_long_answer(&words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>());
         assert!(long(&["@vm", "memory-dump"]) && long(&["@vm", "memory-dump", "elf"]));
         assert!(!long(&["@vm", "status"]) && !long(&["memory-dump"]));
+    }
+
+    #[test]
+    fn a_probe_is_told_whether_it_runs() {
+        assert_eq!(running("Running"), Outcome::default());
+        for phase in ["Paused", "Stopped", "CrashLoopBackOff", "Starting", "Stopping", "Succeeded"] {
+            let told = running(phase);
+            assert_eq!((told.code, told.stderr), (1, format!("the machine is {phase}\n").into_bytes()));
+        }
     }
 
     #[test]

@@ -147,6 +147,7 @@ pub async fn assemble(
         // Without a guest processors and memory are the node's.
         vcpus: if guest { u8::try_from(spec.vcpus).unwrap_or(u8::MAX) } else { 1 },
         topology: if guest { spec.topology } else { None },
+        cpu_model: if guest { spec.cpu_model.clone() } else { None },
         memory_mib: if guest { spec.memory_mib } else { MIN_MEMORY_MIB },
         memory_pages: if guest { spec.memory_pages } else { MemoryPages::default() },
         console: if guest { spec.console } else { ConsoleKind::default() },

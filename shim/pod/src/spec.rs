@@ -2,7 +2,7 @@
 //! May use: nouns of `base`. No effects but reading and writing that one file.
 
 use nacelle_base::files::{FileError, at, write_whole};
-use nacelle_base::machine::{ConsoleKind, MemoryPages, Topology};
+use nacelle_base::machine::{ConsoleKind, CpuModel, MemoryPages, Topology};
 use nacelle_base::{Classify, Kind, PodId};
 pub use nacelle_jail::Mode as Seccomp;
 use serde::{Deserialize, Serialize};
@@ -34,6 +34,9 @@ pub struct PodSpec {
     /// How they are arranged; none: as cores of one socket.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub topology: Option<Topology>,
+    /// What they are to the guest; none: all that the node can.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu_model: Option<CpuModel>,
     /// Guest memory, [`MIN_MEMORY_MIB`] or more.
     pub memory_mib: u32,
     /// What lies under it on the node.
@@ -388,6 +391,11 @@ pub(crate) mod tests {
             engine: EngineSpec::Qemu { binary: "/usr/bin/qemu-system-x86_64".into(), accelerator: Accelerator::Tcg },
             vcpus: 1,
             topology: Some(Topology::flat(1)),
+            cpu_model: Some(CpuModel {
+                name: Some("max".into()),
+                features: vec![("avx".into(), false)],
+                strict: false,
+            }),
             memory_mib: 128,
             memory_pages: MemoryPages::Hugetlb,
             console: ConsoleKind::Virtio,

@@ -183,12 +183,12 @@ fn what_was_wrong_before_can_be_changed_otherwise_and_taken_away() {
 
 #[test]
 fn what_no_node_runs_is_a_warning() {
-    let warnings = warned(created(json!({ "vm.nacelle.dev/cpus": "2", "vm.nacelle.dev/cpu-model": "EPYC" })));
+    let warnings = warned(created(json!({ "vm.nacelle.dev/cpus": "2", "vm.nacelle.dev/cpu-pinning": "true" })));
     let version = env!("CARGO_PKG_VERSION");
     assert_eq!(
         warnings,
         [format!(
-            "spec.domain.cpu.model (from vm.nacelle.dev/cpu-model) is not run by nodes with Nacelle {version}: they refuse the pod"
+            "spec.domain.cpu.dedicatedCpuPlacement (from vm.nacelle.dev/cpu-pinning) is not run by nodes with Nacelle {version}: they refuse the pod"
         )]
     );
     let machine = json!({ "vm.nacelle.dev/kind": "machine", "vm.nacelle.dev/memory": "1Gi", "vm.nacelle.dev/disks": "a=image:i",

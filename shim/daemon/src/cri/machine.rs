@@ -172,9 +172,12 @@ mod tests {
         {
             assert!(message.contains(field), "{message}");
         }
-        let (code, message) = told(&[("vm.nacelle.dev/cpus", "2"), ("vm.nacelle.dev/cpu-model", "EPYC")]).unwrap();
+        let (code, message) = told(&[("vm.nacelle.dev/cpus", "2"), ("vm.nacelle.dev/cpu-pinning", "true")]).unwrap();
         assert_eq!(code, Code::Unimplemented);
-        assert!(message.contains("spec.domain.cpu.model (from vm.nacelle.dev/cpu-model)"), "{message}");
+        assert!(
+            message.contains("spec.domain.cpu.dedicatedCpuPlacement (from vm.nacelle.dev/cpu-pinning)"),
+            "{message}"
+        );
         assert!(!message.contains("cpus"), "{message}");
     }
 
@@ -305,7 +308,7 @@ mod tests {
             let mut below = String::new();
             let mut counts = rows(of_items, &at, &mut below);
             if counts[0] == 0 {
-                let shapes = convert::HONOURED.contains(&format!("spec.{at}").as_str());
+                let shapes = convert::honours(&format!("spec.{at}"));
                 counts = [1, usize::from(machine_pod::honours(&at)), usize::from(shapes)];
             }
             let told = |honoured: usize| match honoured {

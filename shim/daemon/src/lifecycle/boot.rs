@@ -215,6 +215,7 @@ fn pod_spec(
         engine: parts.engine.spec(handler.engine, config),
         vcpus: vcpus(config, handler),
         topology: topology(config),
+        cpu_model: config.shape.as_ref().and_then(|shape| shape.cpu_model.clone()),
         memory_mib: narrow(memory_mib(config, handler)),
         // The memory of a machine pod's machine is none of the pod process's.
         memory_pages: if config.machine.is_some() { MemoryPages::default() } else { memory_pages(config, handler) },

@@ -1,6 +1,7 @@
 //! Owns: from a specification that was admitted to a machine: what is not run is refused by its field. Pure.
 
 use super::clock::clock;
+use super::cpu::cpu_model;
 use super::networks::cards;
 use super::serving::serving;
 use super::{MachinePod, Wish, credentials, honoured};
@@ -8,20 +9,21 @@ use crate::config::Machines;
 use crate::nouns::{Pairs, PodConfig, PodName};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
+use nacelle_base::machine::CpuModel;
 use nacelle_base::{Classify, Kind};
 use nacelle_keeper::spec::{
     Board, Bus, Cache, CloudInit, CloudInitForm, Disk, DiskKind, Filesystem, Firmware, Identity, Kernel,
     MachineDocument, Processors, RunStrategy as Runs, Serving, WatchdogAction,
 };
 use nacelle_vmi::admit::Admitted;
-use nacelle_vmi::spec::{self as vmi, CpuFeaturePolicy, HostDiskKind, InstanceSpec, NicModel, Power, RunStrategy};
+use nacelle_vmi::spec::{self as vmi, HostDiskKind, InstanceSpec, NicModel, Power, RunStrategy};
 
 /// What kubelet asks, and no runtime.
 const PROBES: [&str; 2] = ["livenessProbe", "readinessProbe"];
 const BOARD: &str = "spec.domain.machine.type";
 
 /// Why a machine that is right is not run here.
-#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refused {
     /// Fields that no machine of this version has.
     #[error(
@@ -226,43 +228,11 @@ fn strategy(admitted: &Admitted) -> Result<Option<Runs>, Refused> {
 fn processors(cpu: Option<&vmi::Cpu>) -> Result<Processors, Refused> {
     let cpu = cpu.cloned().unwrap_or_default();
     let one = |part: Option<u32>| part.unwrap_or(1);
-    let mut features = Vec::new();
-    let mut strict = false;
-    for (n, feature) in cpu.features.iter().enumerate() {
-        let there = match feature.policy {
-            Some(CpuFeaturePolicy::Forbid) => {
-                let instead = "disable takes it away";
-                return value(format!("spec.domain.cpu.features[{n}].policy"), "forbid", instead);
-            }
-            Some(CpuFeaturePolicy::Disable) => false,
-            Some(CpuFeaturePolicy::Optional) => true,
-            Some(CpuFeaturePolicy::Force | CpuFeaturePolicy::Require) | None => {
-                strict = true;
-                true
-            }
-        };
-        features.push((feature.name.clone(), there));
-    }
-    // The names of these become words of a command line.
-    let plain = |name: &str| name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b));
-    if let Some((name, _)) = features.iter().find(|(name, _)| !plain(name)) {
-        return value("spec.domain.cpu.features[].name", name, "letters, digits, '-', '_' and '.' make a name");
-    }
-    let model = match cpu.model.as_str() {
-        "" | "host-passthrough" | "host-model" => None,
-        model if plain(model) => Some(model.to_owned()),
-        model => return value("spec.domain.cpu.model", model, "letters, digits, '-', '_' and '.' make a name"),
-    };
-    Ok(Processors {
-        sockets: one(cpu.sockets),
-        cores: one(cpu.cores),
-        threads: one(cpu.threads),
-        model,
-        features,
-        strict,
-        // Which: that is the container's word.
-        pins: (cpu.dedicated_cpu_placement == Some(true)).then(Vec::new),
-    })
+    let CpuModel { name: model, features, strict } = cpu_model(&cpu)?;
+    // Which: that is the container's word.
+    let pins = (cpu.dedicated_cpu_placement == Some(true)).then(Vec::new);
+    let (sockets, cores, threads) = (one(cpu.sockets), one(cpu.cores), one(cpu.threads));
+    Ok(Processors { sockets, cores, threads, model, features, strict, pins })
 }
 
 /// In whole MiB, as QEMU counts.

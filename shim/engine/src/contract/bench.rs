@@ -56,6 +56,7 @@ pub fn spec(world: &dyn World, folder: &Path, disks: Vec<DiskSpec>) -> MachineSp
     MachineSpec {
         vcpus: 1,
         topology: None,
+        cpu_model: None,
         memory_mib: 128,
         memory_pages: Default::default(),
         console: Default::default(),

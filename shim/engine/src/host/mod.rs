@@ -88,7 +88,7 @@ impl Engine for Host {
 
     /// There are no devices, and a processor is the node's.
     fn limits(&self) -> Limits {
-        Limits { vcpus: crate::spec::MAX_VCPUS, devices: 0 }
+        Limits { vcpus: crate::spec::MAX_VCPUS, devices: 0, cpu_models: false }
     }
 
     /// Of the spec only the console's file counts. It can be started once.

@@ -60,7 +60,11 @@ impl Engine for Kvm {
     }
 
     fn limits(&self) -> Limits {
-        Limits { vcpus: machine::MAX_VCPUS.min(crate::spec::MAX_VCPUS), devices: MAX_DEVICES - OWN_DEVICES }
+        Limits {
+            vcpus: machine::MAX_VCPUS.min(crate::spec::MAX_VCPUS),
+            devices: MAX_DEVICES - OWN_DEVICES,
+            cpu_models: false,
+        }
     }
 
     fn start(&self, spec: CheckedSpec) -> Result<Box<dyn Machine>, EngineError> {

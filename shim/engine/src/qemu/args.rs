@@ -4,7 +4,7 @@
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 
-use nacelle_base::machine::{ConsoleKind, MemoryPages, Topology};
+use nacelle_base::machine::{ConsoleKind, CpuModel, MemoryPages, Topology};
 use nacelle_base::net::Mac;
 use nacelle_base::share;
 
@@ -28,6 +28,7 @@ const EMULATED: &str = "max,erms=off,fsrm=off";
 pub(super) struct MicroVm<'a> {
     pub accelerator: Accelerator,
     pub topology: Topology,
+    pub cpu_model: Option<&'a CpuModel>,
     pub memory_mib: u32,
     pub memory_pages: MemoryPages,
     pub console: ConsoleKind,
@@ -107,6 +108,15 @@ impl MicroVm<'_> {
         taps.chain([self.qmp]).collect()
     }
 
+    /// What the processors are, if nobody says more than that they are `all` there is.
+    fn cpu(&self, all: &str) -> String {
+        let Some(model) = self.cpu_model else { return all.to_owned() };
+        let cpu = Opt::new(model.name.as_deref().unwrap_or(all));
+        let set = |cpu: Opt, (name, there): &(String, bool)| cpu.set(name, if *there { "on" } else { "off" });
+        let cpu = model.features.iter().fold(cpu, set);
+        if model.strict { cpu.set("enforce", "on").0 } else { cpu.0 }
+    }
+
     /// The words after the program's name.
     pub fn args(&self) -> Vec<String> {
         let mut args = Vec::with_capacity(48);
@@ -128,7 +138,7 @@ impl MicroVm<'_> {
             Accelerator::Tcg => ("tcg,thread=single", EMULATED),
         };
         add("accel", Some(accel.to_owned()));
-        add("cpu", Some(cpu.to_owned()));
+        add("cpu", Some(self.cpu(cpu)));
         let Topology { sockets, cores, threads } = self.topology;
         let smp = Opt::new(&self.topology.count().to_string());
         add("smp", Some(smp.set("sockets", sockets).set("cores", cores).set("threads", threads).0));
@@ -198,6 +208,7 @@ mod tests {
         MicroVm {
             accelerator: Accelerator::Tcg,
             topology: Topology { sockets: 1, cores: 2, threads: 1 },
+            cpu_model: None,
             memory_mib: 128,
             memory_pages: MemoryPages::Transparent,
             console: ConsoleKind::Serial,
@@ -244,6 +255,17 @@ mod tests {
         let args = MicroVm { memory_pages: MemoryPages::Hugetlb, ..machine() }.args();
         let backend = "memory-backend-memfd,id=ram,size=128M,share=on,hugetlb=on,prealloc=on,hugetlbsize=2M";
         assert_eq!(value(&args, "-object"), [backend]);
+    }
+
+    #[test]
+    fn processors_are_what_the_spec_says() {
+        let features = vec![("avx2".to_owned(), false), ("aes".to_owned(), true)];
+        let named = CpuModel { name: Some("EPYC".into()), features: features.clone(), strict: true };
+        let args = MicroVm { cpu_model: Some(&named), ..machine() }.args();
+        assert_eq!(value(&args, "-cpu"), ["EPYC,avx2=off,aes=on,enforce=on"]);
+        let unnamed = CpuModel { name: None, features, strict: false };
+        let args = MicroVm { cpu_model: Some(&unnamed), ..machine() }.args();
+        assert_eq!(value(&args, "-cpu"), ["max,erms=off,fsrm=off,avx2=off,aes=on"]);
     }
 
     #[test]

@@ -62,7 +62,7 @@ impl Engine for Qemu {
     }
 
     fn limits(&self) -> Limits {
-        Limits { vcpus: crate::spec::MAX_VCPUS, devices: PLACES - OWN_DEVICES }
+        Limits { vcpus: crate::spec::MAX_VCPUS, devices: PLACES - OWN_DEVICES, cpu_models: true }
     }
 
     fn start(&self, spec: CheckedSpec) -> Result<Box<dyn Machine>, EngineError> {
@@ -107,6 +107,7 @@ impl Engine for Qemu {
         let machine = MicroVm {
             accelerator: self.accelerator,
             topology: spec.topology.unwrap_or(Topology::flat(spec.vcpus.into())),
+            cpu_model: spec.cpu_model.as_ref(),
             memory_mib: spec.memory_mib,
             memory_pages: spec.memory_pages,
             console: spec.console,

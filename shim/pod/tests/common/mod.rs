@@ -27,6 +27,7 @@ pub fn spec(root: &Path) -> PodSpec {
         engine: fake(),
         vcpus: 1,
         topology: None,
+        cpu_model: None,
         memory_mib: 64,
         memory_pages: Default::default(),
         console: Default::default(),

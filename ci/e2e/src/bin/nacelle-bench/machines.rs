@@ -196,6 +196,7 @@ pub fn serve(description: &str) -> ExitCode {
     let spec = MachineSpec {
         vcpus: 1,
         topology: None,
+        cpu_model: None,
         memory_mib: setup.memory_mib,
         memory_pages: Default::default(),
         console: Default::default(),

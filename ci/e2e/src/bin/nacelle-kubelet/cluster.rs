@@ -1,5 +1,5 @@
-//! Owns: the rest of a cluster, as small as it can be: etcd, an API server that lets everybody in, kubectl. There are no
-//! controllers and no scheduler: cases make what those would have made.
+//! Owns: the rest of a cluster, as small as it can be: etcd, an API server that lets everybody in, the controller of
+//! replica sets, kubectl. There are no other controllers and no scheduler: cases make what those would have made.
 
 use crate::kubelet::{ADDRESS, NODE};
 use crate::pods::{condition, container, wait};
@@ -16,7 +16,7 @@ const SERVER: &str = "https://127.0.0.1:6443";
 /// Of somebody who may do everything, in a network of its own.
 const TOKEN: &str = "nobody-else-is-here";
 
-/// An API server and its store.
+/// An API server, its store, a controller.
 pub struct Cluster {
     netns: Netns,
     folder: PathBuf,
@@ -24,7 +24,7 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// Starts both and waits until they answer.
+    /// Starts all and waits until they answer.
     pub fn start(node: &Node) -> Self {
         let folder = node.folder().join("cluster");
         fs::create_dir_all(&folder).expect("the node's folder is writable");
@@ -69,7 +69,14 @@ impl Cluster {
             }
             (cluster.ask("/readyz").stdout == "ok").then_some(())
         });
-        // What controllers would have made.
+        cluster.spawn("CONTROLLERS", |controllers, folder| {
+            controllers.arg(format!("--kubeconfig={}", folder.join("kubeconfig").display())).args([
+                "--controllers=replicaset-controller",
+                "--leader-elect=false",
+                "--bind-address=127.0.0.1",
+            ]);
+        });
+        // What other controllers would have made.
         cluster
             .apply(&json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}}).to_string());
         let ca = json!({
@@ -142,13 +149,18 @@ impl Cluster {
     pub fn pod(&self, name: &str, manifest: &str) -> ApiPod<'_> {
         let pod = ApiPod { cluster: self, name: name.to_owned() };
         self.apply(manifest);
+        self.bind(name).ok();
+        pod
+    }
+
+    /// Gives a pod to the node; one that has a node is refused.
+    pub fn bind(&self, name: &str) -> Output {
         let binding = json!({
             "apiVersion": "v1", "kind": "Binding", "metadata": {"name": name},
             "target": {"apiVersion": "v1", "kind": "Node", "name": NODE},
         });
         let path = format!("/api/v1/namespaces/default/pods/{name}/binding");
-        feed(&mut self.command(&["create", "--raw", &path, "-f", "-"]), binding.to_string().as_bytes()).ok();
-        pod
+        feed(&mut self.command(&["create", "--raw", &path, "-f", "-"]), binding.to_string().as_bytes())
     }
 }
 

@@ -11,6 +11,9 @@ use std::path::PathBuf;
 /// Nearly all images of the examples are this one; a registry on loopback has it in place of Docker's.
 const IMAGE: &str = "library/busybox:1.36";
 
+/// What the machines of docs/examples say.
+const ANNOTATIONS: [&str; 6] = ["kind", "name", "memory", "disks", "run-strategy", "power"];
+
 /// A node whose kubelet runs its pods on Nacelle.
 pub struct World {
     /// Nacelle, the registry, the network.
@@ -32,7 +35,12 @@ impl World {
              allowed_annotations = [\"vm.nacelle.dev/empty-dir-limits\", \"vm.nacelle.dev/spec\", \"vm.nacelle.dev/applied\"]\n\n",
             nacelle_e2e::node::engine()
         );
-        let extra = [policy.to_owned(), disks, mirror("docker.io"), mirror("registry.k8s.io")].concat();
+        let allowed: Vec<String> = ANNOTATIONS.iter().map(|name| format!("vm.nacelle.dev/{name}")).collect();
+        let machines = format!(
+            "[handlers.machines]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nallowed_annotations = {allowed:?}\n\n",
+            nacelle_e2e::node::engine()
+        );
+        let extra = [policy.to_owned(), disks, machines, mirror("docker.io"), mirror("registry.k8s.io")].concat();
         let node = Node::with(Options { extra, ipv6: false, ..Options::default() });
         node.registry.push(&Image::busybox(), IMAGE);
         let kubelet = Kubelet::start(&node);

@@ -17,7 +17,7 @@ pub use device::with_edits;
 pub use empty_dirs::{LIMITS as EMPTY_DIR_LIMITS, empty_dirs};
 pub use pod::pod_config;
 #[cfg(test)]
-pub use shape::HONOURED;
+pub use shape::honours;
 pub use shape::{not_honoured, shape};
 pub use volume::for_a_guest;
 

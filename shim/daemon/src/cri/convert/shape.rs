@@ -2,23 +2,28 @@
 //! field by field, of what it cannot.
 
 use crate::config::Handler;
+use crate::machine_pod::{self, Refused};
 use crate::nouns::{PodConfig, Shape};
-use nacelle_base::machine::{MemoryPages, Topology};
+use nacelle_base::machine::{CpuModel, MemoryPages, Topology};
 use nacelle_base::{Classify, Kind};
 use nacelle_engine::{MAX_CMDLINE, MAX_VCPUS};
 use nacelle_pod::spec::{EngineSpec, MIN_MEMORY_MIB};
 use nacelle_vmi::admit::Admitted;
 
 const CPU: &str = "spec.domain.cpu";
+const MODEL: &str = "spec.domain.cpu.model";
 const MEMORY: &str = "spec.domain.memory.guest";
 const ARGS: &str = "spec.domain.firmware.kernelBoot.kernelArgs";
 const PAGES: &str = "spec.domain.memory.hugepages.pageSize";
 /// What the machine of a container pod is made by, and what says of it what is so anyway.
-pub const HONOURED: [&str; 8] = [
+const HONOURED: [&str; 11] = [
     "spec.architecture",
     "spec.domain.cpu.sockets",
     "spec.domain.cpu.cores",
     "spec.domain.cpu.threads",
+    MODEL,
+    "spec.domain.cpu.features[].name",
+    "spec.domain.cpu.features[].policy",
     MEMORY,
     PAGES,
     ARGS,
@@ -43,6 +48,9 @@ pub enum ShapeError {
         /// Their paths, and who said them.
         fields: String,
     },
+    /// What no processor of a machine is.
+    #[error("config.annotations: {0}")]
+    Processor(#[from] Refused),
     /// A value that this node cannot give.
     #[error("config.annotations: {field} is {value}: {why}")]
     NotHere {
@@ -68,6 +76,7 @@ pub enum ShapeError {
 impl Classify for ShapeError {
     fn kind(&self) -> Kind {
         match self {
+            ShapeError::Processor(refused) => refused.kind(),
             ShapeError::NoMachine | ShapeError::Bad { .. } => Kind::Invalid,
             ShapeError::NotHonoured { .. } | ShapeError::NotHere { .. } => Kind::Unsupported,
         }
@@ -78,9 +87,22 @@ fn bad<T>(field: &'static str, value: impl ToString, rule: String) -> Result<T, 
     Err(ShapeError::Bad { field, value: value.to_string(), rule })
 }
 
+/// Whether machines of container pods are made by this field; entries of lists have no number in its path.
+pub fn honours(path: &str) -> bool {
+    HONOURED.contains(&path)
+}
+
+/// The path of a field without the numbers of entries.
+fn unnumbered(path: &str) -> String {
+    path.split('[').enumerate().fold(String::new(), |all, (n, part)| match part.split_once(']') {
+        Some((_, rest)) if n > 0 => all + "[]" + rest,
+        _ => all + part,
+    })
+}
+
 /// The fields by which no machine of a container pod is made, each with who said it.
 pub fn not_honoured(admitted: &Admitted) -> Vec<String> {
-    let fields = admitted.fields().into_iter().filter(|(path, _)| !HONOURED.contains(&path.as_str()));
+    let fields = admitted.fields().into_iter().filter(|(path, _)| !honours(&unnumbered(path)));
     fields.map(|(path, from)| from.map_or_else(|| path.clone(), |from| format!("{path} (from {from})"))).collect()
 }
 
@@ -100,11 +122,33 @@ pub fn shape(
         return Err(ShapeError::NotHonoured { fields: told.join(", ") });
     }
     let memory_pages = pages(admitted)?;
+    let cpu_model = cpu_model(admitted, engine)?;
     Ok(Shape {
         processors: processors(admitted, pod, engine)?,
+        cpu_model,
         memory_mib: memory(admitted, pod, memory_pages.unwrap_or(handler.memory_pages), handler.memory_mib)?,
         memory_pages,
         kernel_args: kernel_args(admitted, handler)?,
+    })
+}
+
+/// Nothing, if they are all that the node can.
+fn cpu_model(admitted: &Admitted, engine: &EngineSpec) -> Result<Option<CpuModel>, ShapeError> {
+    let Some(cpu) = &admitted.said().domain.cpu else { return Ok(None) };
+    let model = machine_pod::cpu_model(cpu)?;
+    if model == CpuModel::default() {
+        return Ok(None);
+    }
+    if matches!(engine, EngineSpec::Qemu { .. }) {
+        return Ok(Some(model));
+    }
+    let why =
+        "engine kvm shows the guest the node's processor as it is: engine qemu knows models and takes abilities away";
+    Err(match (model.name, model.features.first()) {
+        (None, Some((name, _))) => {
+            ShapeError::NotHere { field: "spec.domain.cpu.features[0].name", value: name.clone(), why }
+        }
+        (name, _) => ShapeError::NotHere { field: MODEL, value: name.unwrap_or_default(), why },
     })
 }
 
@@ -233,6 +277,7 @@ mod tests {
         let spec = "{domain: {cpu: {cores: 4}, memory: {guest: 512Mi, hugepages: {pageSize: 2Mi}}, devices: {rng: {}}, \
                     firmware: {kernelBoot: {kernelArgs: x.y=1 z}}}, architecture: amd64}";
         let expected = Shape {
+            cpu_model: None,
             processors: Some(Topology::flat(4)),
             memory_mib: Some(512),
             memory_pages: Some(MemoryPages::Hugetlb),
@@ -271,12 +316,35 @@ mod tests {
             assert!(error.to_string().contains(field), "{error}");
         }
         assert!(!error.to_string().contains("cpu.cores"), "{error}");
-        for said in [("cpu-model", "EPYC"), ("cpu-pinning", "true")] {
-            assert_eq!(shaped(&[said], &plain(), &qemu()).unwrap_err().kind(), Kind::Unsupported);
-        }
+        assert_eq!(shaped(&[("cpu-pinning", "true")], &plain(), &qemu()).unwrap_err().kind(), Kind::Unsupported);
         let kernel = [("kernel-image", "a:1"), ("kernel", "/vmlinux")];
         let error = shaped(&kernel, &plain(), &qemu()).unwrap_err();
         assert!(error.to_string().contains("kernelBoot.container.kernelPath (from vm.nacelle.dev/kernel)"), "{error}");
+    }
+
+    #[test]
+    fn processors_are_of_a_model_and_have_abilities() {
+        let spec = |cpu: &str| format!("{{domain: {{cpu: {cpu}}}}}");
+        let on = |cpu: &str, engine: &EngineSpec| {
+            shaped(&[("spec", &spec(cpu))], &plain(), engine).map(|shape| shape.cpu_model)
+        };
+        let (qemu, kvm) = (qemu(), EngineSpec::Kvm {});
+        for cpu in ["{model: host-passthrough}", "{model: host-model, cores: 2}", "{cores: 2}"] {
+            assert_eq!((on(cpu, &qemu), on(cpu, &kvm)), (Ok(None), Ok(None)), "{cpu}");
+        }
+        let cpu = "{model: EPYC-Rome, features: [{name: avx2, policy: disable}, {name: aes, policy: require}]}";
+        let features = vec![("avx2".to_owned(), false), ("aes".to_owned(), true)];
+        let expected = CpuModel { name: Some("EPYC-Rome".into()), features, strict: true };
+        assert_eq!(on(cpu, &qemu), Ok(Some(expected)));
+        assert_eq!(shaped(&[("cpu-model", "EPYC")], &plain(), &qemu).unwrap().cpu_model.unwrap().name.unwrap(), "EPYC");
+        for (cpu, words) in
+            [("{model: EPYC}", "cpu.model is EPYC:"), ("{features: [{name: avx}]}", "features[0].name is avx:")]
+        {
+            let error = on(cpu, &kvm).unwrap_err();
+            assert!(error.kind() == Kind::Unsupported && error.to_string().contains(words), "{error}");
+        }
+        let error = on("{features: [{name: avx, policy: forbid}]}", &qemu).unwrap_err();
+        assert!(error.to_string().contains("features[0].policy is \"forbid\""), "{error}");
     }
 
     #[test]

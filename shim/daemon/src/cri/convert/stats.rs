@@ -99,9 +99,8 @@ pub(super) fn measured(at: i64, layer: &proto::Layer) -> i64 {
     at.saturating_sub(age).max(1)
 }
 
-/// A pod's figures with those of its containers.
-pub fn pod(view: &View, figures: &Figures, mountpoint: &str) -> cri::PodSandboxStats {
-    let timestamp = figures.at;
+/// Without a default interface there is no network: kubelet reads one without asking whether it is there, and ends if it is not.
+fn network(figures: &Figures) -> Option<cri::NetworkUsage> {
     let interface = |found: &proto::InterfaceUsage| cri::NetworkInterfaceUsage {
         name: found.name.clone(),
         rx_bytes: value(found.rx_bytes),
@@ -110,8 +109,13 @@ pub fn pod(view: &View, figures: &Figures, mountpoint: &str) -> cri::PodSandboxS
         tx_errors: value(found.tx_errors),
     };
     let mut interfaces = figures.interfaces.iter().map(interface);
-    let network =
-        cri::NetworkUsage { timestamp, default_interface: interfaces.next(), interfaces: interfaces.collect() };
+    let default_interface = Some(interfaces.next()?);
+    Some(cri::NetworkUsage { timestamp: figures.at, default_interface, interfaces: interfaces.collect() })
+}
+
+/// A pod's figures with those of its containers.
+pub fn pod(view: &View, figures: &Figures, mountpoint: &str) -> cri::PodSandboxStats {
+    let timestamp = figures.at;
     let shown = view.containers.values().filter(|container| super::report::container_is_visible(container));
     let used = figures.pod.as_ref();
     cri::PodSandboxStats {
@@ -124,7 +128,7 @@ pub fn pod(view: &View, figures: &Figures, mountpoint: &str) -> cri::PodSandboxS
         linux: Some(cri::LinuxPodSandboxStats {
             cpu: used.map(|used| cpu(used, timestamp)),
             memory: used.map(|used| memory(&used.usage, timestamp)),
-            network: Some(network),
+            network: network(figures),
             process: used.map(|used| cri::ProcessUsage { timestamp, process_count: value(used.usage.processes) }),
             containers: shown.map(|record| container(record, Some(figures), mountpoint)).collect(),
             io: used.and_then(|used| io(&used.usage, timestamp)),
@@ -215,6 +219,16 @@ mod tests {
         let layer = stats.writable_layer.unwrap();
         assert_eq!((layer.timestamp, layer.fs_id.unwrap().mountpoint.as_str()), (7_000_000, "/images"));
         assert_eq!((number(layer.used_bytes), number(layer.inodes_used)), (Some(4096), Some(2)));
+    }
+
+    #[test]
+    fn without_a_default_interface_there_is_no_network() {
+        let mut figures = figures("a");
+        let told = network(&figures).unwrap();
+        assert_eq!((told.default_interface.unwrap().name.as_str(), told.interfaces.len()), ("eth0", 1));
+        // A machine pod's, or a guest that says so.
+        figures.interfaces = Default::default();
+        assert_eq!(network(&figures), None);
     }
 
     #[test]

@@ -131,10 +131,12 @@ pub fn a_wrong_machine(world: &World) -> Outcome {
         template.replace("name: wrong", "labels: {a: b}")
     );
     assert_eq!(create(&many, &[]).err(), TOLD.replace("The Pod \"wrong\"", "The Deployment \"many\""));
-    let warned = cluster.kubectl(&["run", "warned", "--image=debian", "--annotations=vm.nacelle.dev/cpu-model=EPYC"]);
+    let warned = cluster.kubectl(&["run", "warned", "--image=debian", "--annotations=vm.nacelle.dev/cpu-pinning=true"]);
     assert!(
         warned.code == 0
-            && warned.stderr.starts_with("Warning: spec.domain.cpu.model (from vm.nacelle.dev/cpu-model) is not run"),
+            && warned.stderr.starts_with(
+                "Warning: spec.domain.cpu.dedicatedCpuPlacement (from vm.nacelle.dev/cpu-pinning) is not run"
+            ),
         "{warned:?}"
     );
     cluster.kubectl(&["delete", "pod", "warned", "--force", "--grace-period=0"]).ok();

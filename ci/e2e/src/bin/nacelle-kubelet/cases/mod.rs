@@ -3,6 +3,7 @@
 mod admission;
 mod cluster;
 mod ends;
+mod machines;
 mod restarts;
 mod runs;
 mod shows;
@@ -50,6 +51,8 @@ pub const SHARED: &[Shared] = &[
 /// Those that need an API server: the node joins it when all others are done.
 pub const CLUSTER: &[Shared] = &[
     ("eviction", cluster::eviction),
+    ("a machine", machines::a_machine),
+    ("a set of machines", machines::a_set_of_machines),
     ("a volume with a limit", cluster::a_volume_with_a_limit),
     ("a database with a claim", cluster::a_database_with_a_claim),
     ("configuration that changes", cluster::configuration_that_changes),

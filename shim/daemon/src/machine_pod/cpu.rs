@@ -1,0 +1,33 @@
+//! Owns: what a specification says processors are → what QEMU is told of them; of container pods' machines, too. Pure.
+
+use super::build::{Refused, value};
+use nacelle_base::machine::CpuModel;
+use nacelle_vmi::spec::{Cpu, CpuFeaturePolicy};
+
+/// The model and abilities of processors; the default: all that the accelerator can.
+pub fn cpu_model(cpu: &Cpu) -> Result<CpuModel, Refused> {
+    let name = Some(&cpu.model).filter(|name| !["", "host-passthrough", "host-model"].contains(&name.as_str()));
+    let mut model = CpuModel { name: name.cloned(), ..CpuModel::default() };
+    for (n, feature) in cpu.features.iter().enumerate() {
+        let there = match feature.policy {
+            Some(CpuFeaturePolicy::Forbid) => {
+                let instead = "disable takes it away";
+                return value(format!("spec.domain.cpu.features[{n}].policy"), "forbid", instead);
+            }
+            Some(CpuFeaturePolicy::Disable) => false,
+            Some(CpuFeaturePolicy::Optional) => true,
+            Some(CpuFeaturePolicy::Force | CpuFeaturePolicy::Require) | None => {
+                model.strict = true;
+                true
+            }
+        };
+        model.features.push((feature.name.clone(), there));
+    }
+    // These names become words of a command line.
+    let rule = "letters, digits, '-', '_' and '.' make a name";
+    match model.wrong() {
+        Some(name) if model.name.as_deref() == Some(name) => value("spec.domain.cpu.model", name, rule),
+        Some(name) => value("spec.domain.cpu.features[].name", name, rule),
+        None => Ok(model),
+    }
+}
