@@ -147,6 +147,7 @@ fn machine(mut document: Value, catalogue: &Catalogue, options: &Options) -> Res
     let name = machine.metadata.name.clone();
     let run = &machine.spec.template;
     let (mut template, mut notes) = pod::template(&run.spec, admitted.said(), &written(&run.metadata), lifted, options);
+    pod::follow_annotations(&mut template);
     let annotations = &mut template["metadata"]["annotations"];
     annotations[format!("{PREFIX}name")] = json!(name);
     annotations[format!("{PREFIX}run-strategy")] = json!(strategy.word());

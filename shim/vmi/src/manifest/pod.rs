@@ -16,6 +16,10 @@ const FOLDERS: &str = "/run/nacelle/vm";
 
 /// What asks the guest agent whether it is there, in the words of the container's exec.
 const GUEST_PING: [&str; 2] = ["@vm", "guest-ping"];
+/// What asks the machine whether it runs.
+const RUNNING: [&str; 2] = ["@vm", "running"];
+/// The volume with the pod's annotations, and where it is in the container.
+const ANNOTATIONS: [&str; 2] = ["pod-annotations", "/run/nacelle/pod"];
 /// Which networks Multus adds to the pod's own.
 const NETWORKS: &str = "k8s.v1.cni.cncf.io/networks";
 /// Which one takes the place of that.
@@ -65,6 +69,10 @@ pub(super) fn template(
             container[key] = asked(&probe);
         }
     }
+    // As KubeVirt has it: a machine that stands still, or is off, is not ready.
+    if container["readinessProbe"].is_null() {
+        container["readinessProbe"] = json!({ "exec": { "command": RUNNING }, "periodSeconds": 5 });
+    }
     let resources = sizes(said);
     if !resources.is_empty() {
         container["resources"] = Value::Object(resources);
@@ -99,6 +107,28 @@ pub(super) fn template(
     annotations[format!("{PREFIX}spec")] = json!(super::text(&[written(&spec)]));
     metadata.entry("labels").or_insert_with(|| json!({}));
     (json!({ "metadata": metadata, "spec": fields }), parts.notes)
+}
+
+/// Has the machine follow the annotations of its pod (`vm.nacelle.dev/power`), which kubelet writes into a volume.
+pub(super) fn follow_annotations(template: &mut Value) {
+    let [name, path] = ANNOTATIONS;
+    let mut name = name.to_owned();
+    let volumes = template["spec"]["volumes"].as_array().cloned().unwrap_or_default();
+    while volumes.iter().any(|volume| volume["name"] == name.as_str()) {
+        name.push_str("-x");
+    }
+    let item = json!({ "path": "annotations", "fieldRef": { "fieldPath": "metadata.annotations" } });
+    let spec = &mut template["spec"];
+    push(&mut spec["volumes"], json!({ "name": name, "downwardAPI": { "items": [item] } }));
+    push(&mut spec["containers"][0]["volumeMounts"], json!({ "name": name, "mountPath": path, "readOnly": true }));
+}
+
+/// One entry more, in a list that may be missing.
+fn push(list: &mut Value, entry: Value) {
+    match list {
+        Value::Array(entries) => entries.push(entry),
+        missing => *missing = json!([entry]),
+    }
 }
 
 impl Parts {

@@ -85,7 +85,7 @@ pub fn a_machine(world: &World) -> Outcome {
     let mut forward = forward.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("kubectl can be started");
     wait("the screen answers", || {
         let script = "exec 3<>/dev/tcp/127.0.0.1/15900 && head -c 4 <&3";
-        (world.node.run("timeout", &["20", "bash", "-c", script]).stdout == "RFB ").then_some(())
+        (world.node.run("timeout", &["20", "bash", "-c", script]).stdout == "RFB").then_some(())
     });
     forward.kill().expect("kubectl is our child");
     forward.wait().expect("kubectl is our child");
