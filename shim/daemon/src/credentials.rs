@@ -1,20 +1,17 @@
 //! Owns: keys and passwords of the guests of machine pods, as the secrets of their pods have them now (docs/vm.md, "Keys and passwords while
 //! it runs"): the keeper is told, by a verb, when they change and when the machine runs anew.
-//! Threads: a task for each such machine. The files are read where blocking is allowed.
+//! Threads: the files are read where blocking is allowed.
 
+use crate::follow::{self, Follow, LOOK};
 use crate::lifecycle::{LifecycleError, Node, View};
 use crate::machine_pod;
 use crate::store::ContainerRecord;
-use nacelle_base::{Chain, ContainerId};
+use nacelle_base::Chain;
 use nacelle_keeper::{Credentials, NOBODY};
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::task::{JoinError, spawn_blocking};
-use tokio_util::task::AbortOnDropHandle;
 
-/// Between two looks.
-const LOOK: Duration = Duration::from_secs(1);
 /// The longest wait before a guest that refused, or where nobody answered, is asked again.
 const LONGEST: Duration = Duration::from_secs(30);
 /// A keeper that was told is told again: the machine may run anew, or be as it was.
@@ -39,33 +36,22 @@ enum CredentialError {
     GivenUp(#[from] JoinError),
 }
 
-/// Follows the secrets of all machines of a node, for ever.
-pub(crate) async fn follow(node: Node) {
-    let mut followed: HashMap<ContainerId, AbortOnDropHandle<()>> = HashMap::new();
-    loop {
-        followed.retain(|_, task| !task.is_finished());
-        for view in node.views() {
-            let Some(container) = running(&view) else { continue };
-            if !followed.contains_key(&container.id) {
-                let task = keep(node.clone(), Arc::clone(&view), container.clone());
-                followed.insert(container.id.clone(), AbortOnDropHandle::new(tokio::spawn(task)));
-            }
-        }
-        tokio::time::sleep(LOOK).await;
-    }
-}
+/// The secrets of a machine whose guest agent is to let somebody in.
+pub(crate) enum Secrets {}
 
-/// The machine that a pod is, if it runs and its guest agent is to let somebody in.
-fn running(view: &View) -> Option<&ContainerRecord> {
-    view.pod.config.machine.as_ref().filter(|machine| !machine.credentials.is_empty())?;
-    let runs = |container: &&ContainerRecord| container.state == crate::lifecycle::state::Container::Running;
-    view.containers.values().find(runs)
+impl Follow for Secrets {
+    fn wanted(view: &View, _container: &ContainerRecord) -> bool {
+        view.pod.config.machine.as_ref().is_some_and(|machine| !machine.credentials.is_empty())
+    }
+
+    async fn follow(node: Node, view: Arc<View>, container: ContainerRecord) {
+        keep(node, view, container).await;
+    }
 }
 
 async fn keep(node: Node, view: Arc<View>, container: ContainerRecord) {
     let (pod, id) = (&view.pod.id, container.id.as_str());
-    let lives =
-        || node.container(id).is_ok_and(|(_, view)| running(&view).is_some_and(|other| other.id == container.id));
+    let lives = || follow::runs::<Secrets>(&node, &container.id);
     let (mut told, mut said, mut wait) = (None, String::new(), LOOK);
     while lives() {
         match tell(&node, &view, &container, &mut told).await {

@@ -10,6 +10,7 @@ pub mod config;
 mod credentials;
 pub mod cri;
 mod deadline;
+mod follow;
 mod hugepages;
 pub mod lifecycle;
 mod lists;

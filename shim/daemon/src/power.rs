@@ -1,8 +1,9 @@
 //! Owns: the power of machines as the annotations of their pods have it now: `vm.nacelle.dev/power` in a file of the downward API that
 //! kubelet keeps up to date (docs/vm.md, "Power by annotation"). A machine is told when the word changes, and not again: what somebody
 //! does with a verb afterwards stays.
-//! Threads: a task for each such machine. The files are read where blocking is allowed.
+//! Threads: the files are read where blocking is allowed.
 
+use crate::follow::{self, Follow, LOOK};
 use crate::lifecycle::{Node, View};
 use crate::machine_pod;
 use crate::nouns::NodeVolume;
@@ -13,16 +14,12 @@ use nacelle_vmi::annotations::PREFIX;
 use nacelle_vmi::spec::Power;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::collections::HashMap;
 use std::io::Read;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::task::{JoinError, spawn_blocking};
-use tokio_util::task::AbortOnDropHandle;
 
-/// Between two looks.
-const LOOK: Duration = Duration::from_secs(1);
 /// The longest wait before a machine that refused is told again.
 const LONGEST: Duration = Duration::from_secs(60);
 /// For a verb.
@@ -86,28 +83,19 @@ enum PowerError {
     GivenUp(#[from] JoinError),
 }
 
-/// Follows the annotations of all machines of a node, for ever.
-pub(crate) async fn follow(node: Node) {
-    let mut followed: HashMap<ContainerId, AbortOnDropHandle<()>> = HashMap::new();
-    loop {
-        followed.retain(|_, task| !task.is_finished());
-        for view in node.views() {
-            let Some((container, mount)) = running(&view) else { continue };
-            if !followed.contains_key(&container.id) {
-                let follower = Follower::new(&node, &view, container, mount);
-                followed.insert(container.id.clone(), AbortOnDropHandle::new(tokio::spawn(follower.run())));
-            }
-        }
-        tokio::time::sleep(LOOK).await;
-    }
-}
+/// The annotation of a pod that has it in a file.
+pub(crate) enum Annotation {}
 
-/// The machine that a pod is, if it runs and has its pod's annotations.
-fn running(view: &View) -> Option<(&ContainerRecord, &NodeVolume)> {
-    view.pod.config.machine.as_ref()?;
-    let runs = |container: &&ContainerRecord| container.state == crate::lifecycle::state::Container::Running;
-    let container = view.containers.values().find(runs)?;
-    machine_pod::annotations_mount(&container.config).map(|mount| (container, mount))
+impl Follow for Annotation {
+    fn wanted(_view: &View, container: &ContainerRecord) -> bool {
+        machine_pod::annotations_mount(&container.config).is_some()
+    }
+
+    async fn follow(node: Node, view: Arc<View>, container: ContainerRecord) {
+        if let Some(mount) = machine_pod::annotations_mount(&container.config) {
+            Follower::new(&node, &view, &container, mount).run().await;
+        }
+    }
 }
 
 /// Who follows one.
@@ -163,8 +151,7 @@ impl Follower {
     }
 
     fn lives(&self) -> bool {
-        let found = self.node.container(self.ids.1.as_str());
-        found.is_ok_and(|(_, view)| running(&view).is_some_and(|(container, _)| container.id == self.ids.1))
+        follow::runs::<Annotation>(&self.node, &self.ids.1)
     }
 
     /// What it was told before this daemon started.

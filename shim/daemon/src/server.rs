@@ -12,7 +12,7 @@ use crate::streaming::Guests;
 use crate::supervision::{SupervisionError, Supervisor};
 use crate::vm_service::VmService;
 use crate::vms::Vms;
-use crate::{credentials, power};
+use crate::{credentials, follow, power};
 use nacelle_base::files::{FileError, at, remove_if_there};
 use nacelle_base::{Classify, Kind};
 use nacelle_image::ImageError;
@@ -153,8 +153,8 @@ pub async fn serve(
     let guests = Arc::new(Guests::new(node.clone()));
     // Streams end with the daemon; the pods do not notice.
     let _streaming = AbortOnDropHandle::new(tokio::spawn(streaming.serve(guests)));
-    let _power = AbortOnDropHandle::new(tokio::spawn(power::follow(node.clone())));
-    let _credentials = AbortOnDropHandle::new(tokio::spawn(credentials::follow(node.clone())));
+    let _power = AbortOnDropHandle::new(tokio::spawn(follow::all::<power::Annotation>(node.clone())));
+    let _credentials = AbortOnDropHandle::new(tokio::spawn(follow::all::<credentials::Secrets>(node.clone())));
     let cri = Cri::new(node.clone(), streams);
     let events_of = node.clone();
     let supervisor = Arc::new(supervisor);

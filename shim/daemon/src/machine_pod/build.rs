@@ -2,6 +2,7 @@
 
 use super::clock::clock;
 use super::cpu::cpu_model;
+use super::kernel::kernel;
 use super::networks::cards;
 use super::serving::serving;
 use super::{MachinePod, Wish, credentials, honoured};
@@ -12,8 +13,8 @@ use base64::engine::general_purpose::STANDARD;
 use nacelle_base::machine::CpuModel;
 use nacelle_base::{Classify, Kind};
 use nacelle_keeper::spec::{
-    Board, Bus, Cache, CloudInit, CloudInitForm, Disk, DiskKind, Filesystem, Firmware, Identity, Kernel,
-    MachineDocument, Processors, RunStrategy as Runs, Serving, WatchdogAction,
+    Board, Bus, Cache, CloudInit, CloudInitForm, Disk, DiskKind, Filesystem, Firmware, Identity, MachineDocument,
+    Processors, RunStrategy as Runs, Serving, WatchdogAction,
 };
 use nacelle_vmi::admit::Admitted;
 use nacelle_vmi::spec::{self as vmi, HostDiskKind, InstanceSpec, NicModel, Power, RunStrategy};
@@ -174,7 +175,7 @@ fn made(admitted: &Admitted, pod: Whose<'_>, machines: &Machines) -> Result<Mach
         largest_pages,
         board,
         firmware: firmware(domain, machines, admitted.name().is_some())?,
-        kernel: kernel(domain),
+        kernel: kernel(spec)?,
         clock: clock(domain, board)?,
         identity: identity(domain),
         disks: disks(spec, serving, admitted.ssh_keys(), pod)?,
@@ -305,18 +306,6 @@ fn microvm(spec: &InstanceSpec) -> Result<(), Refused> {
         true => refuse("spec.domain.devices.disks".into(), &count),
         false => Ok(()),
     }
-}
-
-/// The kernel lies in an image, as a disk does.
-fn kernel(domain: &vmi::Domain) -> Option<Kernel<Wish>> {
-    let boot = domain.firmware.as_ref()?.kernel_boot.as_ref()?;
-    let container = boot.container.as_ref()?;
-    let wish = |path: &str| Wish::Image { image: container.image.clone(), path: path.to_owned() };
-    Some(Kernel {
-        kernel: wish(&container.kernel_path),
-        initrd: Some(container.initrd_path.as_str()).filter(|path| !path.is_empty()).map(wish),
-        arguments: boot.kernel_args.clone(),
-    })
 }
 
 fn firmware(domain: &vmi::Domain, machines: &Machines, named: bool) -> Result<Firmware, Refused> {

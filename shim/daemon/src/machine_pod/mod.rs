@@ -12,6 +12,7 @@ mod document;
 mod examples;
 mod files;
 mod honoured;
+mod kernel;
 mod networks;
 mod serving;
 mod volumes;

@@ -113,7 +113,7 @@ pub fn names_mount(machine: &MachinePod, path: &str) -> bool {
 }
 
 /// Where the container has the image with the machine's kernel, if it is another one than its own.
-const KERNEL_BOOT: &str = "kernel-boot";
+pub(super) const KERNEL_BOOT: &str = "kernel-boot";
 
 /// What of the machine lies in an image volume at this path: the disk of its name, or kernel and initial file system.
 pub fn names_image(machine: &MachinePod, path: &str) -> bool {

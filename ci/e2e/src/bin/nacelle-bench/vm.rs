@@ -1,4 +1,4 @@
-//! Owns: what is done with a whole machine of 1 GiB: snapshots, dumps, copies, beside the time that the node takes to write as many bytes.
+//! Owns: what is done with a whole machine of 1 GiB: snapshots, dumps, copies, exports, beside the time that the node takes to write as many bytes.
 
 use crate::{cri::milliseconds, median};
 use nacelle_e2e::machine::{Debian, annotated, container, node};
@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write;
+use std::path::Path;
 use std::time::Instant;
 
 /// What the guest has in memory beside its system, in MiB: letters that cannot be packed.
@@ -40,7 +41,9 @@ pub fn measure(runs: usize) -> Value {
     let pod = node.crictl.run_pod_of("vm", annotated(&node, "db", &annotations));
     let machine = pod.start(container(&image, 0));
     eventually("the guest agent answers", || (machine.exec("true").code == 0).then_some(()));
-    machine.exec(&format!("head -c {FILLED}M /dev/urandom >/dev/shm/filled && sync")).ok();
+    // Half of the memory is what a tmpfs takes by itself, and a little less than that is there.
+    let fill = format!("mount -o remount,size=90% /dev/shm && head -c {FILLED}M /dev/urandom >/dev/shm/filled && sync");
+    machine.exec(&fill).ok();
 
     let mut samples = Samples::new();
     for run in 0..runs {
@@ -60,6 +63,13 @@ pub fn measure(runs: usize) -> Value {
             timed(operation, &words, &|| fs::metadata(&file).expect("the dump is there").len());
             fs::remove_file(&file).expect("the dump is there");
         }
+        let layout = node.folder().join("layout");
+        let reference = format!("oci:{}:db", layout.display());
+        let moved = format!("moved-{run}");
+        timed("export, running", &["export", "db", &reference], &|| size(&layout));
+        timed("import", &["import", &reference, &moved, "--new-identity"], &|| kept(&node));
+        vm(&node, &["delete", &moved]);
+        fs::remove_dir_all(&layout).expect("the layout is there");
     }
     node.crictl.call(["stop", "--timeout", "120", &machine.id]);
     pod.remove();
@@ -90,6 +100,16 @@ fn snapshot(node: &Node, name: &str) -> u64 {
     let all: Value = serde_json::from_str(&vm(node, &["snapshots", "db"])).expect("it is JSON");
     let all = all.as_array().cloned().unwrap_or_default();
     all.iter().find(|one| one["name"] == name).and_then(|one| one["bytes"].as_u64()).expect("it was taken")
+}
+
+/// Bytes of all files below a folder.
+fn size(folder: &Path) -> u64 {
+    let entries = fs::read_dir(folder).expect("it is a folder");
+    let one = |entry: fs::DirEntry| match entry.metadata() {
+        Ok(data) if data.is_dir() => size(&entry.path()),
+        data => data.map_or(0, |data| data.len()),
+    };
+    entries.map(|entry| one(entry.expect("it can be read"))).sum()
 }
 
 /// Bytes that the files of machines have on the disk, of one machine.

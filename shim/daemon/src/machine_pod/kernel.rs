@@ -1,0 +1,49 @@
+//! Owns: the kernel by which a machine starts without firmware, and in which image it lies.
+
+use super::Wish;
+use super::build::{Refused, value};
+use super::volumes::KERNEL_BOOT;
+use nacelle_keeper::spec::Kernel;
+use nacelle_vmi::spec::InstanceSpec;
+
+/// The kernel lies in an image, as a disk does. A volume with the name of that image's must be the same.
+pub(super) fn kernel(spec: &InstanceSpec) -> Result<Option<Kernel<Wish>>, Refused> {
+    let boot = spec.domain.firmware.as_ref().and_then(|firmware| firmware.kernel_boot.as_ref());
+    let Some((boot, container)) = boot.and_then(|boot| Some((boot, boot.container.as_ref()?))) else { return Ok(None) };
+    let same_place = spec.volumes.iter().position(|volume| {
+        let image = volume.container_disk.as_ref().map(|disk| &disk.image);
+        volume.name == KERNEL_BOOT && image != Some(&container.image)
+    });
+    if let Some(n) = same_place {
+        let instead = "its image volume is that of the kernel's image, which is another one: give it another name";
+        return value(format!("spec.volumes[{n}].name"), KERNEL_BOOT, instead);
+    }
+    let wish = |path: &str| Wish::Image { image: container.image.clone(), path: path.to_owned() };
+    Ok(Some(Kernel {
+        kernel: wish(&container.kernel_path),
+        initrd: Some(container.initrd_path.as_str()).filter(|path| !path.is_empty()).map(wish),
+        arguments: boot.kernel_args.clone(),
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_disk_does_not_take_the_place_of_the_kernels_image() {
+        let of = |name: &str, image: &str| {
+            let spec = json!({
+                "domain": { "firmware": { "kernelBoot": { "container": { "image": "kernels:1", "kernelPath": "/vmlinuz" } } } },
+                "volumes": [{ "name": name, "containerDisk": { "image": image } }],
+            });
+            let made = kernel(&serde_json::from_value(spec).unwrap());
+            made.map(|kernel| kernel.is_some()).map_err(|refused| refused.to_string())
+        };
+        assert_eq!(of("root", "disks:1"), Ok(true));
+        assert_eq!(of("kernel-boot", "kernels:1"), Ok(true));
+        assert!(of("kernel-boot", "disks:1").unwrap_err().contains("spec.volumes[0].name is \"kernel-boot\""));
+        assert_eq!(kernel(&InstanceSpec::default()), Ok(None));
+    }
+}
