@@ -1,4 +1,4 @@
-//! Owns: pods of containers whose machine is shaped by annotations, as containers see it: processors, memory, the kernel's words;
+//! Owns: pods of containers whose machine is shaped by annotations, as containers see it: processors, memory, the kernel and its words;
 //! and what is refused before anything exists.
 
 use nacelle_e2e::node::{Options, engine};
@@ -11,7 +11,7 @@ fn key(name: &str) -> String {
 
 fn node() -> Node {
     let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(nacelle_e2e::part);
-    let allowed = ["cpus", "cpu-model", "memory", "kernel-args", "spec"].map(key);
+    let allowed = ["cpus", "cpu-model", "memory", "kernel-image", "kernel", "kernel-args", "spec"].map(key);
     let extra = format!(
         "[handlers.shaped]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nmemory_mib = 128\nscratch_mib = 512\n\
          allowed_annotations = {allowed:?}\n",
@@ -54,6 +54,94 @@ fn a_machine_has_the_shape_that_its_pod_asks_for() {
     nacelle_e2e::eventually("the pod is found", || (pod.inspect()["status"]["state"] == "SANDBOX_READY").then_some(()));
     assert!(pod.inspect()["info"].to_string().contains("shape"));
     pod.remove();
+}
+
+/// The node's kernel for guests under another release: that of it with its last digit changed, wherever it stands.
+fn other_kernel() -> (Vec<u8>, String) {
+    let mut kernel = std::fs::read(nacelle_e2e::part("NACELLE_KERNEL")).expect("the kernel is there");
+    let banner = b"Linux version ";
+    let at =
+        kernel.windows(banner.len()).position(|bytes| bytes == banner).expect("a kernel has a banner") + banner.len();
+    let release: Vec<u8> = kernel[at..].iter().copied().take_while(|byte| *byte != b' ').collect();
+    let digit = release.iter().rposition(u8::is_ascii_digit).expect("a release has numbers");
+    let mut other = release.clone();
+    other[digit] = b'0' + (release[digit] - b'0' + 1) % 10;
+    for at in 0..=kernel.len() - release.len() {
+        if kernel[at..].starts_with(&release) {
+            kernel[at..at + other.len()].copy_from_slice(&other);
+        }
+    }
+    (kernel, String::from_utf8(other).expect("a release is a text"))
+}
+
+#[test]
+fn a_machine_boots_the_kernel_that_its_pod_brings() {
+    let mut node = node();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let (kernel, release) = other_kernel();
+    let with_kernel = Image::busybox().layer(|layer| {
+        layer.folder("boot", 0o755);
+        layer.file("boot/vmlinux", &kernel, 0o600);
+        layer.file("boot/readme", b"this is no kernel\n", 0o644);
+        layer.symlink("boot/passwd", "/etc/passwd");
+    });
+    // Nobody pulls it before the pod is made.
+    let from = node.registry.push(&with_kernel, "kernels:1");
+    let refused = |annotations: &[(&str, &str)]| {
+        let file = node.crictl.file("pod", &pod(&node, annotations).0);
+        node.crictl.try_call(["runp", "--runtime", "shaped", &file]).err()
+    };
+    let missing = from.replace("kernels:1", "none:1");
+    let spec = format!(
+        "{{domain: {{firmware: {{kernelBoot: {{container: {{image: '{from}', kernelPath: /boot/vmlinux, initrdPath: /i}}}}}}}}}}"
+    );
+    for (told, code, words) in [
+        (refused(&[("kernel-image", &missing), ("kernel", "/boot/vmlinux")]), "NotFound", "crictl pull"),
+        (refused(&[("kernel-image", &from), ("kernel", "/boot/none")]), "FailedPrecondition", "/boot/none"),
+        (refused(&[("kernel-image", &from), ("kernel", "/boot/passwd")]), "FailedPrecondition", "/boot/passwd"),
+        (refused(&[("kernel-image", &from), ("kernel", "/boot/readme")]), "InvalidArgument", "neither an ELF"),
+        (refused(&[("kernel-image", &from), ("kernel", "boot/../x")]), "InvalidArgument", "kernelPath"),
+        (refused(&[("spec", &spec)]), "Unimplemented", "initrdPath"),
+        (
+            refused(&[("kernel-image", &from), ("kernel", "/k"), ("initrd", "/i")]),
+            "InvalidArgument",
+            "handler shaped allows",
+        ),
+    ] {
+        assert!(told.contains(code) && told.contains(words), "{code}, {words:?} in {told}");
+    }
+    assert!(node.left().is_empty(), "nothing was made: {:?}", node.left());
+
+    let asked =
+        pod(&node, &[("kernel-image", &from), ("kernel", "/boot/vmlinux"), ("kernel-args", "nacelle.e2e=here")]);
+    let again = Pod(asked.0.clone());
+    let check = |pod: &nacelle_e2e::crictl::RunningPod<'_>, name: &str| {
+        let container = pod.start(Container::sh(name, &image, "sleep 1000"));
+        assert_eq!(container.exec("uname -r").ok().trim(), release);
+        assert!(container.exec("cat /proc/cmdline").ok().contains("nacelle.e2e=here"));
+        let info = pod.inspect()["info"].to_string();
+        assert!(info.contains("/boot/vmlinux") && info.contains(&format!("\"kernelRelease\":\"{release}\"")), "{info}");
+    };
+    let id = {
+        let pod = node.crictl.run_pod_of("shaped", asked);
+        // The machine has its kernel: the image may go.
+        node.crictl.call(["rmi", &from]);
+        check(&pod, "one");
+        pod.id.clone()
+    };
+    node.kill();
+    node.start();
+    let found = node.crictl.pod(&id, again);
+    nacelle_e2e::eventually("the pod is found", || {
+        (found.inspect()["status"]["state"] == "SANDBOX_READY").then_some(())
+    });
+    check(&found, "two");
+    found.remove();
+    // Others have the node's.
+    let plain = node.crictl.run_pod_of("shaped", pod(&node, &[("cpus", "1")]));
+    let container = plain.start(Container::sh("main", &image, "sleep 1000"));
+    assert_ne!(container.exec("uname -r").ok().trim(), release);
+    plain.remove();
 }
 
 #[test]

@@ -118,6 +118,18 @@ pub struct Shape {
     /// Words of the kernel's command line, after the handler's.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub kernel_args: Vec<String>,
+    /// The kernel, in place of the handler's.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kernel: Option<OwnKernel>,
+}
+
+/// A kernel that a pod brings.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OwnKernel {
+    /// The image that it is in: a whole reference, or an id.
+    pub image: String,
+    /// Its path there.
+    pub path: String,
 }
 
 /// The smallest disk of an emptyDir, in bytes: it holds a file system with a journal.

@@ -267,7 +267,7 @@ fn the_runtime_says_what_it_is_and_what_is_missing() {
         assert!(!network.status && network.message.contains("scripted"), "{network:?}");
         let runtime = conditions.iter().find(|c| c.r#type == "RuntimeReady").unwrap();
         assert!(!runtime.status && runtime.message.contains("/usr/bin/qemu"), "{runtime:?}");
-        assert_eq!(status.runtime_handlers.len(), 4);
+        assert_eq!(status.runtime_handlers.len(), 5);
         assert!(serde_json::from_str::<serde_json::Value>(&status.info["config"]).is_ok());
         let config = daemon.cri.runtime_config(cri::RuntimeConfigRequest {}).await.unwrap().into_inner();
         assert_eq!(config.linux.unwrap().cgroup_driver(), cri::CgroupDriver::Cgroupfs);

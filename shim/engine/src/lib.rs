@@ -17,6 +17,7 @@ mod error;
 pub mod fake;
 pub mod host;
 pub mod keeper;
+mod kernel;
 pub mod kvm;
 mod link;
 mod machine;
@@ -28,6 +29,7 @@ mod spec;
 
 pub use console::log_tail;
 pub use error::{EngineError, LinkError};
+pub use kernel::{KernelError, check_kernel};
 pub use machine::{
     BOOT_PORT, Engine, ExitKind, GuestLink, Incoming, Machine, MachineExit, MachineStatus, Pausable, Restorer,
     Snapshottable, Stop,

@@ -1,4 +1,4 @@
-//! Owns: files of an image where they lie in the store: for whoever reads one without the rest (a disk of a machine).
+//! Owns: files of an image where they lie in the store: for whoever reads one without the rest (a disk of a machine, its kernel).
 //! May use: `folder`, `tree`, `layer`.
 
 use crate::folder::Part;
@@ -7,6 +7,9 @@ use crate::layer::BLOCK;
 use crate::layer::index::Data;
 use crate::tree::{Body, Inode, Tree};
 use crate::{ImageError, ImageId};
+use nacelle_base::files::at;
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
 use std::path::PathBuf;
 
 /// A file in an image.
@@ -19,6 +22,17 @@ pub struct ImageFile {
     /// Where they lie in one piece: a file, and bytes from its start. What follows there up to a multiple of 4096 bytes is zeros.
     /// None: they lie in several pieces, with holes.
     pub place: Option<(PathBuf, u64)>,
+}
+
+/// What became of a file that was to be copied out of an image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Copied {
+    /// It was: so many bytes.
+    All(u64),
+    /// There is no file under this name; a link, a folder and a device are none.
+    Missing,
+    /// It has so many bytes, which are too many. None was copied.
+    TooLarge(u64),
 }
 
 impl Shared {
@@ -39,5 +53,79 @@ impl Shared {
             Some(ImageFile { name: String::from_utf8(name.to_vec()).ok()?, size, place })
         };
         Ok(Some(found.into_iter().filter_map(file).collect()))
+    }
+
+    /// Blocking: see `Store::copy_file`.
+    pub fn copy_file(&self, id: ImageId, path: &str, most: u64, to: &mut File) -> Result<Copied, ImageError> {
+        let stored = self.published.images().get(&id).cloned();
+        let stored = stored.ok_or_else(|| ImageError::NotFound { name: id.to_string() })?;
+        let layers = stored.layers.iter().map(|diff_id| self.folder.layer(*diff_id)).collect::<Result<Vec<_>, _>>()?;
+        let mut tree = Tree::merge(&layers)?;
+        let (folder, name) = path.rsplit_once('/').unwrap_or(("", path));
+        let found = tree.list(folder).unwrap_or_default().into_iter().find(|(found, _)| *found == name.as_bytes());
+        let Some(Body::File { layer, data }) = found.map(|(_, inode)| &inode.body) else { return Ok(Copied::Missing) };
+        let (Data::Flat { size, .. } | Data::Chunks { size, .. }) = data;
+        if *size > most {
+            return Ok(Copied::TooLarge(*size));
+        }
+        let Some(diff_id) = stored.layers.get(*layer) else { return Ok(Copied::Missing) };
+        let blob = self.folder.path((Part::Layer, *diff_id));
+        let copied = File::open(&blob).and_then(|mut from| copy(&mut from, data, to));
+        copied.map(|()| Copied::All(*size)).map_err(at("copy a file out of", &blob)).map_err(ImageError::from)
+    }
+}
+
+/// Copies the data of a file out of its layer's blob; holes stay holes.
+fn copy(from: &mut File, data: &Data, to: &mut File) -> io::Result<()> {
+    let mut piece = |block: u32, at: u64, length: u64| {
+        from.seek(SeekFrom::Start(u64::from(block) * BLOCK))?;
+        to.seek(SeekFrom::Start(at))?;
+        match io::copy(&mut from.by_ref().take(length), to)? {
+            copied if copied == length => Ok(()),
+            _ => Err(io::Error::from(io::ErrorKind::UnexpectedEof)),
+        }
+    };
+    match data {
+        Data::Flat { size, block } => piece(*block, 0, *size),
+        Data::Chunks { size, bits, chunks } => {
+            let chunk = BLOCK << bits;
+            for (number, block) in chunks {
+                let start = u64::from(*number) * chunk;
+                piece(*block, start, chunk.min(size.saturating_sub(start)))?;
+            }
+            to.set_len(*size)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    #[test]
+    fn what_lies_in_chunks_is_copied_with_its_holes() {
+        let mut blob = tempfile::tempfile().unwrap();
+        for byte in [1u8, 2, 3] {
+            blob.write_all(&[byte; 4096]).unwrap();
+        }
+        let copied = |data: &Data| {
+            let mut to = tempfile::tempfile().unwrap();
+            copy(&mut blob.try_clone().unwrap(), data, &mut to)?;
+            let mut bytes = Vec::new();
+            to.rewind()?;
+            to.read_to_end(&mut bytes).map(|_| bytes)
+        };
+        // The last chunk ends with the file.
+        let bytes = copied(&Data::Chunks { size: 4 * 4096 + 10, bits: 0, chunks: vec![(1, 2), (4, 0)] }).unwrap();
+        let expected: Vec<u8> = [(0, 4096), (3, 4096), (0, 8192), (1, 10)]
+            .iter()
+            .flat_map(|&(byte, count)| std::iter::repeat_n(byte, count))
+            .collect();
+        assert!(bytes == expected, "{} bytes", bytes.len());
+        assert_eq!(copied(&Data::Flat { size: 4097, block: 1 }).unwrap()[4095..], [2, 3]);
+        // A blob that was cut.
+        let error = copied(&Data::Flat { size: 4097, block: 2 }).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
     }
 }

@@ -33,6 +33,6 @@ mod tree;
 pub use artifact::{Artifact, ArtifactKind, Artifacts, Content, Descriptor, Moved, Packed, pack};
 pub use config::{Auth, Config, RegistryConfig};
 pub use error::ImageError;
-pub use files::ImageFile;
+pub use files::{Copied, ImageFile};
 pub use reference::{Digest, ImageId, Reference};
 pub use store::{FsInfo, ImageConfig, ImageRecord, Loaded, RootFs, RunAs, Store};

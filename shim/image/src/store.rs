@@ -1,13 +1,14 @@
 //! Owns: the store as its users see it, and that pulls of the same image are one.
 
 use crate::catalogue::{Catalogue, find, record};
-use crate::files::ImageFile;
+use crate::files::{Copied, ImageFile};
 use crate::folder::{Folder, Part};
 use crate::install::Shared;
 use crate::registry::Http;
 use crate::{Auth, Config, ImageError, ImageId, Reference, load, pull};
 use nacelle_base::machine::{Extent, ImageDisk};
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use tokio::sync::{Semaphore, watch};
@@ -221,6 +222,13 @@ impl Store {
     pub async fn files(&self, id: &ImageId, folder: &str) -> Result<Option<Vec<ImageFile>>, ImageError> {
         let (shared, id, folder) = (Arc::clone(&self.shared), *id, folder.to_owned());
         spawn_blocking(move || shared.files(id, &folder)).await?
+    }
+
+    /// Copies a file of an image, by its path in it, into another that is empty; links to folders are followed inside the image. One
+    /// of more than `most` bytes is not. The image is as in `files`.
+    pub async fn copy_file(&self, id: &ImageId, path: &str, most: u64, mut to: File) -> Result<Copied, ImageError> {
+        let (shared, id, path) = (Arc::clone(&self.shared), *id, path.to_owned());
+        spawn_blocking(move || shared.copy_file(id, &path, most, &mut to)).await?
     }
 
     /// The root file system of an image, which must be in the store or have been in use since it was removed.

@@ -53,8 +53,9 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Plan {
     let own = if spec.engine.has_disks() { Access::Take } else { Access::Write };
     places.push(place(&spec.scratch_file(), own, true));
     places.extend(jail.images.iter().map(|images| place(images, Access::Read, true)));
-    // If one is missing, the engine says so.
-    places.extend([&spec.kernel, &spec.initrd].map(|file| place(file, Access::Read, false)));
+    // If one is missing, the engine says so. A kernel of the pod's own lies in its folder, and is taken out of it later.
+    let files = [&spec.kernel, &spec.initrd].into_iter().filter(|file| !file.starts_with(dir));
+    places.extend(files.map(|file| place(file, Access::Read, false)));
     let device = |name: &str| place(Path::new(name), Access::Device, false);
     let (spawns, kvm) = match &spec.engine {
         EngineSpec::Kvm {} => (None, true),
@@ -116,6 +117,16 @@ mod tests {
         assert_eq!(written, ["/run/nacelle/pods/a", "/var/log/pods/a", disk.to_str().unwrap()]);
         assert!(plan.places.iter().all(|place| !place.path.ends_with("kvm")), "emulated");
         assert_eq!(plan.profile, Profile::Spawns);
+    }
+
+    #[test]
+    fn a_kernel_of_its_own_is_in_its_folder_and_no_place_of_its_own() {
+        let dir = Path::new("/run/nacelle/pods/a");
+        let has = |kernel: PathBuf| {
+            let plan = plan(&PodSpec { kernel: kernel.clone(), ..sample() }, &jail(), dir);
+            plan.places.iter().any(|place| place.path == kernel)
+        };
+        assert_eq!((has("/usr/lib/nacelle/vmlinux".into()), has(dir.join("kernel"))), (true, false));
     }
 
     #[test]

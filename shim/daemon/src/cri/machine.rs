@@ -109,12 +109,14 @@ impl fmt::Display for NotRun {
 /// What RunPodSandbox refuses of a specification that is right: all fields that are not run, and of the others the first value.
 /// What follows from a handler is not among it.
 pub fn not_run(admitted: &Admitted) -> Vec<NotRun> {
-    let (fields, value) = match admitted.kind() {
-        PodKind::Machine => (machine_pod::not_honoured(admitted), machine_pod::refused_value(admitted)),
-        PodKind::Container => (convert::not_honoured(admitted), None),
+    let (fields, value, reason): (_, _, fn(&str) -> Option<&'static str>) = match admitted.kind() {
+        PodKind::Machine => {
+            (machine_pod::not_honoured(admitted), machine_pod::refused_value(admitted), machine_pod::reason)
+        }
+        PodKind::Container => (convert::not_honoured(admitted), None, convert::reason),
     };
     let message = || format!("is not run by nodes with Nacelle {}: they refuse the pod", env!("CARGO_PKG_VERSION"));
-    let why = |what: &str| machine_pod::reason(what).map(|why| format!("; {why}")).unwrap_or_default();
+    let why = |what: &str| reason(what).map(|why| format!("; {why}")).unwrap_or_default();
     let fields = fields.into_iter().map(|what| NotRun { message: message() + &why(&what), what });
     let value = value.map(|refused| {
         let (what, text) = (refused.field().to_owned(), refused.to_string());

@@ -3,14 +3,14 @@
 //! Threads: run as tasks of their own; they answer to the pod's actor.
 
 use super::error::{LifecycleError, at};
-use super::{Parts, clip};
+use super::{Parts, clip, kernel};
 use crate::config::{CgroupDriver, Handler};
 use crate::hugepages;
 use crate::multus;
-use crate::nouns::{MachineSize, PodConfig};
+use crate::nouns::{MachineSize, OwnKernel, PodConfig};
 use crate::store::Left;
 use crate::systemd;
-use nacelle_base::machine::{MemoryPages, Topology};
+use nacelle_base::machine::{EngineKind, MemoryPages, Topology};
 use nacelle_base::net::PodNetwork;
 use nacelle_base::timeline::{Step, Timeline};
 use nacelle_base::{Chain, PodId, files};
@@ -59,6 +59,15 @@ pub(super) async fn boot(
         hugepages::check(memory_mib(&config, &handler), page)?;
     }
     make_folders(dir.clone(), config.log_directory.clone()).await?;
+    let own_kernel = own_kernel(&config);
+    if let Some(own) = own_kernel {
+        let engine = match parts.engine.spec(handler.engine, &config) {
+            EngineSpec::Qemu { .. } => EngineKind::Qemu,
+            _ => EngineKind::Kvm,
+        };
+        let brought = kernel::bring(&parts, &dir, own, engine, narrow(memory_mib(&config, &handler)), &cancel);
+        timeline.measure("kernel out of its image", brought).await?;
+    }
     let netns = match config.node_namespaces.network {
         true => None,
         false => {
@@ -115,6 +124,11 @@ pub(super) async fn boot(
         configured = timeout(limit, timeline.measure("guest ready", client.configure(request))) => configured,
     };
     let configured = configured.map_err(|_elapsed| LifecycleError::TooSlow { step, limit })?.map_err(at(step))?;
+    if own_kernel.is_some()
+        && let Err(error) = kernel::forget(&dir).await
+    {
+        tracing::warn!(pod = %id, "the kernel stays until the pod is removed: {}", Chain(&error));
+    }
     // What the pod process has measured; its times are its own word.
     timeline.add(configured.steps.into_iter().map(|step| Step {
         what: clip(&step.what).chars().take(STEP_NAME).collect(),
@@ -179,6 +193,10 @@ fn topology(config: &PodConfig) -> Option<Topology> {
     config.shape.as_ref().and_then(|shape| shape.processors)
 }
 
+fn own_kernel(config: &PodConfig) -> Option<&OwnKernel> {
+    config.shape.as_ref().and_then(|shape| shape.kernel.as_ref())
+}
+
 fn vcpus(config: &PodConfig, handler: &Handler) -> u32 {
     if let Some(machine) = &config.machine {
         return machine.processors.count();
@@ -220,7 +238,7 @@ fn pod_spec(
         // The memory of a machine pod's machine is none of the pod process's.
         memory_pages: if config.machine.is_some() { MemoryPages::default() } else { memory_pages(config, handler) },
         console: handler.console,
-        kernel: handler.kernel.clone(),
+        kernel: own_kernel(config).map_or_else(|| handler.kernel.clone(), |_| kernel::file(&parts.pod_dir(id))),
         initrd: handler.initrd.clone(),
         kernel_args: handler
             .kernel_args

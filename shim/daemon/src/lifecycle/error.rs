@@ -1,5 +1,6 @@
 //! Owns: why something asked of a pod or container did not happen, and what that means to the caller.
 
+use super::kernel::OwnKernelError;
 use super::state::Refused;
 use crate::hugepages::TooFew;
 use crate::machine_pod::SourceError;
@@ -282,6 +283,9 @@ pub enum StepError {
     /// The disks of a machine pod.
     #[error(transparent)]
     Source(#[from] Arc<SourceError>),
+    /// The kernel that the pod brings.
+    #[error(transparent)]
+    Kernel(#[from] Arc<OwnKernelError>),
 }
 
 macro_rules! from {
@@ -293,7 +297,7 @@ macro_rules! from {
         }
     )*};
 }
-from!(ClientError => Pod, NetError => Net, ImageError => Image, StoreError => Store, FileError => File, OciError => Oci, VolumesError => Volumes, ProcessorsError => Processors, ScratchError => Disk, SourceError => Source, VmError => Vm);
+from!(ClientError => Pod, NetError => Net, ImageError => Image, StoreError => Store, FileError => File, OciError => Oci, VolumesError => Volumes, ProcessorsError => Processors, ScratchError => Disk, SourceError => Source, VmError => Vm, OwnKernelError => Kernel);
 
 /// Says which step failed: `.map_err(at("start the machine"))`.
 pub fn at<E: Into<StepError>>(step: &'static str) -> impl FnOnce(E) -> LifecycleError {
@@ -320,6 +324,7 @@ impl Classify for StepError {
             StepError::Processors(error) => error.kind(),
             StepError::Source(error) => error.kind(),
             StepError::Vm(error) => error.kind(),
+            StepError::Kernel(error) => error.kind(),
         }
     }
 }

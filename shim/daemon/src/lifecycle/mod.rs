@@ -9,6 +9,7 @@ pub(crate) mod devices;
 mod disks;
 mod error;
 pub mod events;
+mod kernel;
 mod machine;
 mod make;
 mod memory;

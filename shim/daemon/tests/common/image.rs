@@ -1,4 +1,4 @@
-//! Owns: the image that tests use: an OCI layout with one small layer.
+//! Owns: the image that tests use: an OCI layout with one small layer, in which are a text and what looks like a kernel.
 
 use super::World;
 use serde_json::json;
@@ -8,6 +8,28 @@ use std::path::Path;
 
 /// Its name.
 pub const NAME: &str = "test.local/tiny:1";
+
+/// Where the kernel is in it.
+pub const KERNEL: &str = "/boot/vmlinux";
+
+/// An ELF image with one segment at 16 MiB, and an entry by PVH there.
+pub fn kernel() -> Vec<u8> {
+    let mut bytes = vec![0; 0x210];
+    bytes[..7].copy_from_slice(b"\x7fELF\x02\x01\x01");
+    bytes[18] = 62;
+    bytes[32] = 64;
+    bytes[54] = 56;
+    bytes[56] = 2;
+    let note = [&[4u32, 4, 18].map(u32::to_le_bytes).concat()[..], b"Xen\0", &(16u32 << 20).to_le_bytes()].concat();
+    let load = [1u64, 0x200, 16 << 20, 16 << 20, 16, 16, 4096];
+    for (at, words) in [(64, load), (120, [4, 0x100, 0, 0, note.len() as u64, 0, 4])] {
+        for (n, word) in words.iter().enumerate() {
+            bytes[at + n * 8..at + n * 8 + 8].copy_from_slice(&word.to_le_bytes());
+        }
+    }
+    bytes[0x100..0x100 + note.len()].copy_from_slice(&note);
+    bytes
+}
 
 fn blob(layout: &Path, bytes: &[u8]) -> String {
     let hex = hex::encode(Sha256::digest(bytes));
@@ -20,10 +42,12 @@ pub fn load(world: &World) {
     let layout = world.root.path().join("layout");
     fs::create_dir_all(layout.join("blobs/sha256")).unwrap();
     let mut tar = tar::Builder::new(Vec::new());
-    let mut header = tar::Header::new_gnu();
-    header.set_size(5);
-    header.set_mode(0o644);
-    tar.append_data(&mut header, "hello", &b"hello"[..]).unwrap();
+    for (path, bytes) in [("hello", &b"hello"[..]), (KERNEL.trim_start_matches('/'), &kernel())] {
+        let mut header = tar::Header::new_gnu();
+        header.set_size(bytes.len() as u64);
+        header.set_mode(0o644);
+        tar.append_data(&mut header, path, bytes).unwrap();
+    }
     let layer_bytes = tar.into_inner().unwrap();
     let layer = blob(&layout, &layer_bytes);
     let config = json!({

@@ -33,11 +33,13 @@ pub struct FakePods {
     processes: Mutex<BTreeMap<PathBuf, Process>>,
     /// What machines were told of processors, one after the other.
     pub confined: Mutex<Vec<BTreeSet<u32>>>,
+    /// The kernels that machines were started with, and what was in their files then.
+    pub kernels: Mutex<Vec<(PathBuf, Option<Vec<u8>>)>>,
 }
 
 impl FakePods {
     pub fn new(script: Arc<Script>) -> FakePods {
-        FakePods { script, processes: Mutex::default(), confined: Mutex::default() }
+        FakePods { script, processes: Mutex::default(), confined: Mutex::default(), kernels: Mutex::default() }
     }
 
     /// The folders of those that live.
@@ -114,6 +116,7 @@ fn identity(child: &Child) -> Identity {
 impl Pods for FakePods {
     async fn spawn(&self, dir: &Path, spec: &PodSpec) -> Result<PodClient, ClientError> {
         spec.write(dir)?;
+        self.kernels.lock().unwrap().push((spec.kernel.clone(), std::fs::read(&spec.kernel).ok()));
         if let Err(step) = self.script.step("spawn").await {
             return Err(ClientError::Refused {
                 kind: nacelle_base::Kind::Internal,

@@ -2,7 +2,8 @@
 //! unpacks, and with what is expected where tools differ.
 
 use crate::common::{Packing, Tar, can_mount, image, look, mount, reopen, write_layout};
-use nacelle_image::{Config, ImageConfig, Reference, RunAs, Store};
+use nacelle_base::{Classify, Kind};
+use nacelle_image::{Config, Copied, Digest, ImageConfig, Reference, RunAs, Store};
 use std::collections::HashSet;
 use std::path::Path;
 use std::process::Command;
@@ -440,4 +441,38 @@ async fn a_file_is_read_where_it_lies() {
     }
     assert_eq!(store.files(&id, "none").await.unwrap(), None);
     assert_eq!(store.files(&id, "disk/root.img").await.unwrap(), None);
+}
+
+#[tokio::test]
+async fn a_file_is_copied_out_of_its_image_and_nothing_else_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let kernel = noise(10_001);
+    let base = Tar::new().folder("boot", 0o755).file("boot/old", 0o644, b"old").file("boot/vmlinux", 0o600, b"older");
+    let top = Tar::new()
+        .file("boot/.wh.old", 0o644, b"")
+        .file("boot/vmlinux", 0o600, &kernel)
+        .link(EntryType::Symlink, "boot/link", "vmlinux")
+        .link(EntryType::Symlink, "boot/out", "/etc/passwd")
+        .link(EntryType::Symlink, "up", "../../../../../boot");
+    let layers = [(base.done(), Packing::Gzip), (top.done(), Packing::Plain)];
+    write_layout(&image(&layers), &folder.path().join("layout"), "kernel:1");
+    let store = Store::open(&folder.path().join("store"), Config::default()).unwrap();
+    let id = store.load(&folder.path().join("layout"), None).await.unwrap()[0].id;
+    let to = folder.path().join("copy");
+    let copy = async |path: &str, most| {
+        let file = std::fs::File::create(&to).unwrap();
+        let copied = store.copy_file(&id, path, most, file).await.unwrap();
+        (copied, std::fs::read(&to).unwrap())
+    };
+    // The root is the image's: nothing leads above it.
+    for path in ["/boot/vmlinux", "boot/vmlinux", "/up/vmlinux", "/../../boot/vmlinux"] {
+        assert!(copy(path, 10_001).await == (Copied::All(10_001), kernel.clone()), "{path}");
+    }
+    assert_eq!(copy("/boot/vmlinux", 10_000).await, (Copied::TooLarge(10_001), vec![]));
+    for path in ["/boot/old", "/boot/link", "/boot/out", "/boot", "/none/vmlinux", "/boot/vmlinux/x", "/", ""] {
+        assert_eq!(copy(path, 10_001).await, (Copied::Missing, vec![]), "{path}");
+    }
+    let other = Digest::of(b"another");
+    let error = store.copy_file(&other, "/a", 1, std::fs::File::create(&to).unwrap()).await.unwrap_err();
+    assert_eq!(error.kind(), Kind::NotFound);
 }

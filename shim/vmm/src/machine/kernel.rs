@@ -1,4 +1,4 @@
-//! Owns: how a kernel's file gets into guest memory: read in place, after its headers have been checked.
+//! Owns: what a kernel's file must be like, and how it gets into guest memory: read in place, after its headers have been checked.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::layout::{self, HIGH};
@@ -119,6 +119,27 @@ pub(super) fn load(memory: &Memory, low_end: u64, path: &Path) -> Result<Loaded,
     }
 }
 
+/// Refuses a file that no machine with this memory starts, as far as its headers tell. Where `pvh`, an ELF image must have that entry.
+pub fn check_kernel(file: &File, memory_mib: u32, pvh: bool) -> Result<(), KernelError> {
+    let read = |source| KernelError::Read { source };
+    let (low_end, length) = (layout::low_end(memory_mib), file.metadata().map_err(read)?.len());
+    let mut head = [0; 64];
+    let got = read_some(file, &mut head).map_err(read)?;
+    if !head.starts_with(b"\x7fELF") || got < head.len() {
+        let header = BzHeader::read(file, length)?;
+        return header.needs(header.room(length, low_end)?, low_end).map(drop);
+    }
+    let (header, segments, _end) = read_elf(file, low_end, length, &head)?;
+    let within = |address: u64| segments.iter().any(|segment| segment.runs(address));
+    if !pvh && within(header.entry) {
+        return Ok(());
+    }
+    match pvh_entry(file, &segments).map_err(read)? {
+        Some(entry) if within(entry) => Ok(()),
+        _ => Err(KernelError::Entry),
+    }
+}
+
 /// Reads the first bytes of a file, as many as there are.
 fn read_some(file: &File, data: &mut [u8]) -> io::Result<usize> {
     let mut done = 0;
@@ -140,11 +161,7 @@ fn load_elf(
     length: u64,
     head: &[u8; 64],
 ) -> Result<Loaded, KernelError> {
-    let header = ElfHeader::parse(head)?;
-    let mut table = vec![0; header.segments * Segment::SIZE];
-    file.read_exact_at(&mut table, header.table).map_err(|source| KernelError::Read { source })?;
-    let segments: Vec<Segment> = table.chunks_exact(Segment::SIZE).filter_map(Segment::parse).collect();
-    let end = check_segments(&segments, low_end, length)?;
+    let (header, segments, end) = read_elf(file, low_end, length, head)?;
     let loaded = Elf::load(memory, None, file, None).map_err(|source| KernelError::Loader { source })?;
     let within = |address: u64| segments.iter().any(|segment| segment.runs(address));
     let entry = match loaded.pvh_boot_cap {
@@ -153,6 +170,49 @@ fn load_elf(
         _ => return Err(KernelError::Entry),
     };
     Ok(Loaded { entry, end, header: None })
+}
+
+/// An ELF image's headers, and the end of the memory that it needs.
+fn read_elf(
+    file: &File,
+    low_end: u64,
+    length: u64,
+    head: &[u8; 64],
+) -> Result<(ElfHeader, Vec<Segment>, u64), KernelError> {
+    let header = ElfHeader::parse(head)?;
+    let mut table = vec![0; header.segments * Segment::SIZE];
+    if header.table.checked_add(table.len() as u64).is_none_or(|end| end > length) {
+        return Err(KernelError::Elf { what: "its program headers lie beyond the end of the file" });
+    }
+    file.read_exact_at(&mut table, header.table).map_err(|source| KernelError::Read { source })?;
+    let segments: Vec<Segment> = table.chunks_exact(Segment::SIZE).filter_map(Segment::parse).collect();
+    let end = check_segments(&segments, low_end, length)?;
+    Ok((header, segments, end))
+}
+
+/// The entry that a note of the image names ("x86/HVM direct boot ABI", XEN_ELFNOTE_PHYS32_ENTRY).
+fn pvh_entry(file: &File, segments: &[Segment]) -> io::Result<Option<u64>> {
+    for segment in segments.iter().filter(|segment| segment.kind == Segment::NOTE) {
+        let mut notes = vec![0; usize::try_from(segment.in_file.min(MAX_NOTES)).unwrap_or_default()];
+        file.read_exact_at(&mut notes, segment.offset)?;
+        if let Some(entry) = pvh_note(&notes) {
+            return Ok(Some(entry));
+        }
+    }
+    Ok(None)
+}
+
+fn pvh_note(mut notes: &[u8]) -> Option<u64> {
+    const PHYS32_ENTRY: u32 = 18;
+    let word = |notes: &[u8], at: usize| Some(u32::from_le_bytes(notes.get(at..at + 4)?.try_into().ok()?));
+    loop {
+        let (name, text) = (word(notes, 0)? as usize, word(notes, 4)? as usize);
+        let (name_end, from) = (12usize.checked_add(name)?, 12usize.checked_add(name)?.checked_next_multiple_of(4)?);
+        if word(notes, 8)? == PHYS32_ENTRY && notes.get(12..name_end)? == b"Xen\0" {
+            return word(notes, from).filter(|_| text >= 4).map(u64::from);
+        }
+        notes = notes.get(from.checked_add(text)?.checked_next_multiple_of(4)?..)?;
+    }
 }
 
 /// What we use of an ELF header: "ELF-64 Object File Format", figure 2.
@@ -260,38 +320,74 @@ fn u64_at(bytes: &[u8], at: usize) -> Option<u64> {
     Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?))
 }
 
-/// A bzImage unpacks itself: it goes to 1 MiB and needs room where it wants to run.
+/// What we use of a bzImage's header: "The Linux/x86 Boot Protocol", "Details of Header Fields".
+struct BzHeader {
+    version: u16,
+    flags: u16,
+    preferred: u64,
+    init_size: u32,
+}
+
+impl BzHeader {
+    /// From the first of these bytes of the file on.
+    const AT: u64 = 0x202;
+
+    fn read(file: &File, length: u64) -> Result<BzHeader, KernelError> {
+        let mut bytes = [0; 0x62];
+        if length < 1024 || file.read_exact_at(&mut bytes, BzHeader::AT).is_err() || !bytes.starts_with(b"HdrS") {
+            return Err(KernelError::Format);
+        }
+        let fields = || {
+            Some(BzHeader {
+                version: u16_at(&bytes, 0x206 - 0x202)?,
+                flags: u16_at(&bytes, 0x236 - 0x202)?,
+                preferred: u64_at(&bytes, 0x258 - 0x202)?,
+                init_size: u32::from_le_bytes(bytes.get(0x260 - 0x202..0x264 - 0x202)?.try_into().ok()?),
+            })
+        };
+        fields().ok_or(KernelError::Format)
+    }
+
+    /// Where it ends when it has been copied to 1 MiB, at most.
+    fn room(&self, length: u64, low_end: u64) -> Result<u64, KernelError> {
+        match HIGH.checked_add(length) {
+            Some(needs) if needs > low_end => Err(KernelError::Memory { needs, end: low_end }),
+            None => Err(KernelError::Format),
+            Some(needs) => Ok(needs),
+        }
+    }
+
+    /// The end of the memory that it needs: it unpacks itself to where it wants to run.
+    fn needs(&self, copied_end: u64, low_end: u64) -> Result<u64, KernelError> {
+        /// "2.12: xloadflags", and its bit for a 64-bit entry at 0x200.
+        const VERSION_WITH_FLAGS: u16 = 0x20c;
+        const HAS_64_BIT_ENTRY: u16 = 1;
+        if self.version < VERSION_WITH_FLAGS || self.flags & HAS_64_BIT_ENTRY == 0 {
+            return Err(KernelError::Entry);
+        }
+        let runs_at = self.preferred.max(HIGH);
+        let needs = runs_at.checked_add(u64::from(self.init_size)).ok_or(KernelError::Format)?.max(copied_end);
+        if needs > low_end {
+            return Err(KernelError::Memory { needs, end: low_end });
+        }
+        Ok(needs)
+    }
+}
+
+/// A bzImage goes to 1 MiB and needs room where it wants to run.
 fn load_bzimage(memory: &Memory, low_end: u64, file: &mut File, length: u64) -> Result<Loaded, KernelError> {
-    const MAGIC: &[u8] = b"HdrS";
-    let mut magic = [0; 4];
-    if length < 1024 || file.read_exact_at(&mut magic, 0x202).is_err() || magic != MAGIC {
-        return Err(KernelError::Format);
-    }
-    match HIGH.checked_add(length) {
-        Some(needs) if needs > low_end => return Err(KernelError::Memory { needs, end: low_end }),
-        None => return Err(KernelError::Format),
-        Some(_) => {}
-    }
+    let fields = BzHeader::read(file, length)?;
+    fields.room(length, low_end)?;
     let loaded =
         BzImage::load(memory, Some(GuestAddress(HIGH)), file, None).map_err(|source| KernelError::Loader { source })?;
     let header = loaded.setup_header.ok_or(KernelError::Format)?;
-    /// "2.12: xloadflags", and its bit for a 64-bit entry at 0x200.
-    const VERSION_WITH_FLAGS: u16 = 0x20c;
-    const HAS_64_BIT_ENTRY: u16 = 1;
-    if header.version < VERSION_WITH_FLAGS || header.xloadflags & HAS_64_BIT_ENTRY == 0 {
-        return Err(KernelError::Entry);
-    }
     let entry = HIGH + BZ_IMAGE_ENTRY;
+    let end = fields.needs(loaded.kernel_end, low_end)?;
     // The number of its sectors may leave next to nothing to run.
     if loaded.kernel_end <= entry {
         return Err(KernelError::Entry);
     }
-    let runs_at = header.pref_address.max(HIGH);
-    let needs = runs_at.checked_add(u64::from(header.init_size)).ok_or(KernelError::Format)?.max(loaded.kernel_end);
-    if needs > low_end {
-        return Err(KernelError::Memory { needs, end: low_end });
-    }
-    Ok(Loaded { entry: Entry::Long(entry), end: needs, header: Some(header) })
+    Ok(Loaded { entry: Entry::Long(entry), end, header: Some(header) })
 }
 
 /// Reads the initial file system at `path` into memory above `kernel_end`; its address and size.
@@ -331,7 +427,16 @@ mod tests {
     fn load_bytes(memory: &Memory, bytes: &[u8]) -> Result<Loaded, KernelError> {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.write_all(bytes).unwrap();
-        load(memory, layout::low_end(MIB_OF_MEMORY), file.path())
+        let loaded = load(memory, layout::low_end(MIB_OF_MEMORY), file.path());
+        let checked = check_kernel(file.as_file(), MIB_OF_MEMORY, false);
+        assert!(loaded.is_err() || checked.is_ok(), "{checked:?} of what can be loaded");
+        loaded
+    }
+
+    fn checked(bytes: &[u8], pvh: bool) -> Result<(), KernelError> {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.write_all(bytes).unwrap();
+        check_kernel(file.as_file(), MIB_OF_MEMORY, pvh)
     }
 
     /// Kind, offset, address, bytes in the file, bytes in memory.
@@ -379,6 +484,11 @@ mod tests {
             let mut image = elf(entry, &headers, 0x300);
             image.extend(&note);
             assert_eq!(load_bytes(&memory(), &image).unwrap().entry, expected);
+            assert!(checked(&image, false).is_ok() && checked(&image, true).is_ok());
+            image[0x308] = 17;
+            assert_eq!((checked(&image, false).is_ok(), checked(&image, true).is_ok()), (entry != 0, false));
+            image.truncate(0x310);
+            assert!(matches!(checked(&image, true), Err(KernelError::Elf { .. })));
         }
     }
 
@@ -401,9 +511,11 @@ mod tests {
         for (entry, headers) in broken {
             let error = load_bytes(&memory(), &elf(entry, headers, 0x400)).unwrap_err();
             assert_eq!(error.kind(), Kind::Invalid, "{headers:x?}: {error}");
+            assert!(checked(&elf(entry, headers, 0x400), false).is_err(), "{headers:x?}");
         }
         for bytes in [&b""[..], b"\x7fELF", &[0; 4096], b"#!/bin/sh\n"] {
             assert!(matches!(load_bytes(&memory(), bytes), Err(KernelError::Format)));
+            assert!(matches!(checked(bytes, true), Err(KernelError::Format)));
         }
     }
 
@@ -429,6 +541,7 @@ mod tests {
             image(0x20f, 1, u64::MAX, 0x10_0000),
         ] {
             assert_eq!(load_bytes(&memory(), &bad).unwrap_err().kind(), Kind::Invalid);
+            assert_eq!(checked(&bad, true).unwrap_err().kind(), Kind::Invalid);
         }
         let mut short = image(0x20f, 1, 0x20_0000, 0x10_0000);
         short.truncate(4 * 512 + 0x200);

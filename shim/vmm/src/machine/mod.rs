@@ -34,7 +34,7 @@ pub use builder::Builder;
 pub use bus::BusDevice;
 pub use error::Error;
 pub use handle::{Exit, Machine};
-pub use kernel::KernelError;
+pub use kernel::{KernelError, check_kernel};
 pub use layout::{FIRST_GSI, MAX_DEVICES, WINDOW_SIZE, WINDOWS};
 pub use legacy::SerialState;
 pub use memory::MemoryError;

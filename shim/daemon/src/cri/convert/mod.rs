@@ -18,7 +18,7 @@ pub use empty_dirs::{LIMITS as EMPTY_DIR_LIMITS, empty_dirs};
 pub use pod::pod_config;
 #[cfg(test)]
 pub use shape::honours;
-pub use shape::{not_honoured, shape};
+pub use shape::{not_honoured, reason, shape};
 pub use volume::for_a_guest;
 
 #[cfg(test)]

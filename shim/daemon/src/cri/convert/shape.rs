@@ -3,10 +3,11 @@
 
 use crate::config::Handler;
 use crate::machine_pod::{self, Refused};
-use crate::nouns::{PodConfig, Shape};
+use crate::nouns::{OwnKernel, PodConfig, Shape};
 use nacelle_base::machine::{CpuModel, MemoryPages, Topology};
 use nacelle_base::{Classify, Kind};
 use nacelle_engine::{MAX_CMDLINE, MAX_VCPUS};
+use nacelle_image::{Digest, Reference};
 use nacelle_pod::spec::{EngineSpec, MIN_MEMORY_MIB};
 use nacelle_vmi::admit::Admitted;
 
@@ -14,9 +15,12 @@ const CPU: &str = "spec.domain.cpu";
 const MODEL: &str = "spec.domain.cpu.model";
 const MEMORY: &str = "spec.domain.memory.guest";
 const ARGS: &str = "spec.domain.firmware.kernelBoot.kernelArgs";
+const KERNEL_IMAGE: &str = "spec.domain.firmware.kernelBoot.container.image";
+const KERNEL_PATH: &str = "spec.domain.firmware.kernelBoot.container.kernelPath";
+const INITRD: &str = "spec.domain.firmware.kernelBoot.container.initrdPath";
 const PAGES: &str = "spec.domain.memory.hugepages.pageSize";
 /// What the machine of a container pod is made by, and what says of it what is so anyway.
-const HONOURED: [&str; 11] = [
+const HONOURED: [&str; 13] = [
     "spec.architecture",
     "spec.domain.cpu.sockets",
     "spec.domain.cpu.cores",
@@ -27,6 +31,8 @@ const HONOURED: [&str; 11] = [
     MEMORY,
     PAGES,
     ARGS,
+    KERNEL_IMAGE,
+    KERNEL_PATH,
     "spec.domain.devices.rng",
 ];
 /// Fields that are named, if many are refused.
@@ -92,6 +98,11 @@ pub fn honours(path: &str) -> bool {
     HONOURED.contains(&path)
 }
 
+/// Why no machine of container pods is made by this field, if there is more to say of it than that.
+pub fn reason(field: &str) -> Option<&'static str> {
+    field.starts_with(INITRD).then_some("its initial file system is Nacelle's, which has the agent")
+}
+
 /// The path of a field without the numbers of entries.
 fn unnumbered(path: &str) -> String {
     path.split('[').enumerate().fold(String::new(), |all, (n, part)| match part.split_once(']') {
@@ -116,10 +127,11 @@ pub fn shape(
     if matches!(engine, EngineSpec::Host { .. }) {
         return Err(ShapeError::NoMachine);
     }
-    let mut told = not_honoured(admitted);
-    told.truncate(TOLD);
+    let told = not_honoured(admitted);
     if !told.is_empty() {
-        return Err(ShapeError::NotHonoured { fields: told.join(", ") });
+        let why = |field: &String| reason(field).map(|why| format!(": {why}")).unwrap_or_default();
+        let fields: Vec<_> = told.iter().take(TOLD).map(|field| format!("{field}{}", why(field))).collect();
+        return Err(ShapeError::NotHonoured { fields: fields.join(", ") });
     }
     let memory_pages = pages(admitted)?;
     let cpu_model = cpu_model(admitted, engine)?;
@@ -129,6 +141,7 @@ pub fn shape(
         memory_mib: memory(admitted, pod, memory_pages.unwrap_or(handler.memory_pages), handler.memory_mib)?,
         memory_pages,
         kernel_args: kernel_args(admitted, handler)?,
+        kernel: kernel(admitted)?,
     })
 }
 
@@ -249,6 +262,21 @@ fn kernel_args(admitted: &Admitted, handler: &Handler) -> Result<Vec<String>, Sh
     Ok(words)
 }
 
+/// Its image is named as kubelet names images.
+fn kernel(admitted: &Admitted) -> Result<Option<OwnKernel>, ShapeError> {
+    let boot = admitted.said().domain.firmware.as_ref().and_then(|firmware| firmware.kernel_boot.as_ref());
+    let Some(container) = boot.and_then(|boot| boot.container.as_ref()) else { return Ok(None) };
+    let asked = &container.image;
+    let image = match Digest::from_hex(asked.strip_prefix("sha256:").unwrap_or(asked)) {
+        Some(id) => id.to_string(),
+        None => match Reference::parse(asked) {
+            Ok(reference) => reference.to_string(),
+            Err(error) => return bad(KERNEL_IMAGE, format!("{asked:?}"), error.to_string()),
+        },
+    };
+    Ok(Some(OwnKernel { image, path: container.kernel_path.clone() }))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -282,6 +310,7 @@ mod tests {
             memory_mib: Some(512),
             memory_pages: Some(MemoryPages::Hugetlb),
             kernel_args: vec!["x.y=1".into(), "z".into()],
+            kernel: None,
         };
         for said in [&short[..], &[("spec", spec)]] {
             for engine in [qemu(), EngineSpec::Kvm {}] {
@@ -317,9 +346,36 @@ mod tests {
         }
         assert!(!error.to_string().contains("cpu.cores"), "{error}");
         assert_eq!(shaped(&[("cpu-pinning", "true")], &plain(), &qemu()).unwrap_err().kind(), Kind::Unsupported);
-        let kernel = [("kernel-image", "a:1"), ("kernel", "/vmlinux")];
-        let error = shaped(&kernel, &plain(), &qemu()).unwrap_err();
-        assert!(error.to_string().contains("kernelBoot.container.kernelPath (from vm.nacelle.dev/kernel)"), "{error}");
+    }
+
+    #[test]
+    fn a_kernel_is_in_an_image_that_is_named_as_kubelet_does_and_brings_no_initial_file_system() {
+        let id = "0123456789abcdef".repeat(4);
+        let kernel = |image: &str| {
+            let said = [("kernel-image", image), ("kernel", "/boot/vmlinux"), ("kernel-args", "quiet")];
+            shaped(&said, &plain(), &EngineSpec::Kvm {})
+        };
+        for (asked, image) in [
+            ("a:1", "docker.io/library/a:1".to_owned()),
+            ("abc", "docker.io/library/abc:latest".to_owned()),
+            (&format!("r.example/k@sha256:{id}"), format!("r.example/k@sha256:{id}")),
+            (&id, format!("sha256:{id}")),
+        ] {
+            let shape = kernel(asked).unwrap();
+            assert_eq!(shape.kernel, Some(OwnKernel { image, path: "/boot/vmlinux".into() }));
+            assert_eq!(shape.kernel_args, ["quiet"]);
+        }
+        let error = kernel("a..b").unwrap_err();
+        assert!(error.kind() == Kind::Invalid && error.to_string().contains(KERNEL_IMAGE), "{error}");
+        let initrd = [("kernel-image", "a:1"), ("kernel", "/vmlinux"), ("initrd", "/initrd")];
+        let error = shaped(&initrd, &plain(), &qemu()).unwrap_err();
+        assert_eq!(error.kind(), Kind::Unsupported);
+        let told = "kernelBoot.container.initrdPath (from vm.nacelle.dev/initrd): its initial file system is Nacelle's";
+        assert!(error.to_string().contains(told) && !error.to_string().contains("kernelPath"), "{error}");
+        // What an older daemon has recorded, and what this one does.
+        assert_eq!(serde_json::from_str::<Shape>("{}").unwrap(), Shape::default());
+        let shape = kernel("a:1").unwrap();
+        assert_eq!(serde_json::from_value::<Shape>(serde_json::to_value(&shape).unwrap()).unwrap(), shape);
     }
 
     #[test]
