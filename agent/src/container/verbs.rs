@@ -364,7 +364,8 @@ impl Pod {
 
     /// Changes the limits of a container that has not ended.
     pub async fn update(self: Arc<Self>, request: UpdateContainerRequest) -> Result<(), PodError> {
-        let UpdateContainerRequest { id, limits, oom_score_adj } = request;
+        // Processors of the node are a keeper's business: no container in a guest has any.
+        let UpdateContainerRequest { id, limits, oom_score_adj, processors: _ } = request;
         check_id(&id)?;
         self.in_turn(&id, async {
             let container = self.container(&id)?;

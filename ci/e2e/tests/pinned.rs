@@ -51,6 +51,9 @@ fn processors_of_a_machine_stay_on_those_of_the_node_that_are_theirs() {
             "{told}"
         );
     }
+    let machine = many.start(on(&image, 0, "0-1"));
+    let told = node.crictl.try_call(["update", "--cpuset-cpus", "1", &machine.id]).err();
+    assert!(told.contains("1 processors of the node") && told.contains("its machine has 2"), "{told}");
     many.remove();
     let (pod, id) = {
         let pod = node.crictl.run_pod_of("vm", of("one", 1));
@@ -89,5 +92,23 @@ fn processors_of_a_machine_stay_on_those_of_the_node_that_are_theirs() {
         (now.len() == 1 && now != before).then_some(())
     });
     stays(&node, "in the next QEMU");
+    // kubelet's CPU manager has others for it.
+    node.crictl.call(["update", "--cpuset-cpus", "1", &id]);
+    let moved = |node: &Node, when: &str| {
+        eventually(when, || {
+            let found = allowed(node);
+            (!found.is_empty() && found.iter().all(|list| list == "1")).then_some(())
+        });
+    };
+    moved(&node, "on another one");
+    let before = node.processes("-blockdev");
+    vm(&node, &["power-off"]);
+    eventually("QEMU starts anew there", || {
+        let now = node.processes("-blockdev");
+        (now.len() == 1 && now != before).then_some(())
+    });
+    moved(&node, "the next QEMU there");
+    node.crictl.call(["update", "--cpuset-cpus", "0-1", &id]);
+    stays(&node, "on the first again");
     node.crictl.call(["rmp", "--force", &pod]);
 }

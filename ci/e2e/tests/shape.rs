@@ -4,6 +4,7 @@
 use nacelle_e2e::node::{Options, engine};
 use nacelle_e2e::{Container, Image, Node, Pod};
 use serde_json::{Map, Value, json};
+use std::collections::{BTreeMap, BTreeSet};
 
 fn key(name: &str) -> String {
     format!("vm.nacelle.dev/{name}")
@@ -11,7 +12,8 @@ fn key(name: &str) -> String {
 
 fn node() -> Node {
     let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(nacelle_e2e::part);
-    let allowed = ["cpus", "cpu-model", "memory", "kernel-image", "kernel", "kernel-args", "spec"].map(key);
+    let allowed =
+        ["cpus", "cpu-model", "cpu-pinning", "memory", "kernel-image", "kernel", "kernel-args", "spec"].map(key);
     let extra = format!(
         "[handlers.shaped]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nmemory_mib = 128\nscratch_mib = 512\n\
          allowed_annotations = {allowed:?}\n",
@@ -144,6 +146,79 @@ fn a_machine_boots_the_kernel_that_its_pod_brings() {
     plain.remove();
 }
 
+/// The threads that run the machine's processors, and where they may run; and where all its other threads may.
+fn threads(node: &Node) -> (BTreeMap<String, String>, BTreeSet<String>) {
+    let (mut vcpus, mut others) = (BTreeMap::new(), BTreeSet::new());
+    for process in node.machines() {
+        for task in std::fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten().flatten() {
+            let read = |file: &str| std::fs::read_to_string(task.path().join(file)).unwrap_or_default();
+            let status = read("status");
+            let Some(list) = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")) else { continue };
+            let (name, list) = (read("comm").trim().to_owned(), list.trim().to_owned());
+            if name.starts_with("vcpu") || name.starts_with("CPU ") || name == "ALL CPUs/TCG" {
+                vcpus.insert(name, list);
+            } else {
+                others.insert(list);
+            }
+        }
+    }
+    (vcpus, others)
+}
+
+#[test]
+fn processors_of_a_machine_have_those_of_its_containers_to_themselves() {
+    let mut node = node();
+    if std::fs::read_to_string("/sys/devices/system/cpu/online").expect("the node says it").trim() != "0-1" {
+        println!("skipped: this test is for a node with two processors");
+        return;
+    }
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let on = |name: &str, processors: &str| {
+        let limits = json!({"resources": {"cpuset_cpus": processors}});
+        Container::sh(name, &image, "sleep 1000").set("linux", limits)
+    };
+    let asked = pod(&node, &[("cpus", "2"), ("cpu-pinning", "true")]);
+    let again = Pod(asked.0.clone());
+    // Emulated processors have one thread together, which runs on both.
+    let check = |node: &Node, when: &str| {
+        nacelle_e2e::eventually(when, || {
+            let (vcpus, others) = threads(node);
+            let own = match vcpus.get("ALL CPUs/TCG") {
+                Some(list) => list == "0-1" && vcpus.len() == 1,
+                None => vcpus.values().map(String::as_str).eq(["0", "1"]),
+            };
+            (own && others.iter().eq(["0-1"])).then_some(())
+        });
+    };
+    let (id, both) = {
+        let pod = node.crictl.run_pod_of("shaped", asked);
+        let few = |told: String| {
+            let words = ["cpuset_cpus is", "1 processors of the node", "its machine has 2"];
+            assert!(words.iter().all(|word| told.contains(word)), "{told}");
+        };
+        few(pod.try_create(on("few", "1")).err());
+        let both = pod.start(on("both", "0-1"));
+        check(&node, "each has one");
+        few(node.crictl.try_call(["update", "--cpuset-cpus", "1", &both.id]).err());
+        check(&node, "nothing has changed");
+        (pod.id.clone(), both.id.clone())
+    };
+    node.kill();
+    node.start();
+    let pod = node.crictl.pod(&id, again);
+    nacelle_e2e::eventually("the pod is found", || (pod.inspect()["status"]["state"] == "SANDBOX_READY").then_some(()));
+    check(&node, "with the next daemon");
+    pod.start(on("one", "1"));
+    node.crictl.call(["rm", "--force", &both]);
+    nacelle_e2e::eventually("the machine runs where the container may that is left", || {
+        let (vcpus, others) = threads(&node);
+        vcpus.values().chain(&others).all(|list| list == "1").then_some(())
+    });
+    pod.start(on("more", "0-1"));
+    check(&node, "there are enough again");
+    pod.remove();
+}
+
 #[test]
 fn processors_are_of_the_model_that_is_named() {
     let node = node();
@@ -188,7 +263,7 @@ fn what_no_machine_of_containers_has_is_refused_by_its_field() {
         (spec("{domain: {cpu: {features: [{name: avx, policy: forbid}]}}}"), "Unimplemented", "features[0].policy"),
         (spec("{domain: {cpu: {features: [{name: 'a,b'}]}}}"), "InvalidArgument", "features"),
         (spec("{domain: {memory: {hugepages: {pageSize: 1Gi}}}}"), "Unimplemented", "pageSize"),
-        (spec("{domain: {cpu: {dedicatedCpuPlacement: true}}}"), "Unimplemented", "dedicatedCpuPlacement"),
+        (spec("{domain: {cpu: {maxSockets: 2}}}"), "Unimplemented", "maxSockets"),
     ] {
         assert!(told.contains(code) && told.contains(words), "{code}, {words:?} in {told}");
     }

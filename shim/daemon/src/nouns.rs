@@ -106,6 +106,9 @@ pub struct Shape {
     /// Its virtual processors, and how they are arranged.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub processors: Option<Topology>,
+    /// Each of these has one of the node's to itself, of those that its containers have.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub pinned: bool,
     /// What these are to the guest.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cpu_model: Option<CpuModel>,

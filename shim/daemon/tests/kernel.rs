@@ -4,7 +4,7 @@
 mod common;
 
 use common::image::{self, KERNEL};
-use common::{Daemon, KERNEL_HANDLER, World, pod_config};
+use common::{Daemon, SHAPE_HANDLER, World, pod_config};
 use nacelle_proto::cri;
 use std::net::TcpListener;
 use tonic::{Code, Status};
@@ -13,7 +13,7 @@ async fn run(daemon: &mut Daemon, image: &str, annotations: &[(&str, &str)]) -> 
     let said = [("kernel-image", image)].into_iter().chain(annotations.iter().copied());
     let annotations = said.map(|(name, value)| (format!("vm.nacelle.dev/{name}"), value.to_owned())).collect();
     let config = cri::PodSandboxConfig { annotations, ..pod_config("a") };
-    let request = cri::RunPodSandboxRequest { config: Some(config), runtime_handler: KERNEL_HANDLER.into() };
+    let request = cri::RunPodSandboxRequest { config: Some(config), runtime_handler: SHAPE_HANDLER.into() };
     Ok(daemon.cri.run_pod_sandbox(request).await?.into_inner().pod_sandbox_id)
 }
 
@@ -65,7 +65,12 @@ fn what_is_no_kernel_is_told_with_its_place_before_anything_runs() {
         (&id, &[("kernel", KERNEL)], Code::FailedPrecondition, &["is not on this node", &id]),
         (image::NAME, &[("kernel", KERNEL), ("initrd", "/hello")], Code::Unimplemented, &["initrdPath", "agent"]),
         (image::NAME, &[("kernel", "/../boot/vmlinux")], Code::InvalidArgument, &["kernelPath"]),
-        (image::NAME, &[("kernel", KERNEL), ("cpus", "2")], Code::InvalidArgument, &["vm.nacelle.dev/cpus", "allows"]),
+        (
+            image::NAME,
+            &[("kernel", KERNEL), ("memory", "1Gi")],
+            Code::InvalidArgument,
+            &["vm.nacelle.dev/memory", "allows"],
+        ),
     ] {
         let error = world.run(run(&mut daemon, from, annotations)).unwrap_err();
         assert_eq!(error.code(), code, "{error}");

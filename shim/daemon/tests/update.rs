@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Daemon, World, container_config};
+use common::{Daemon, SHAPE_HANDLER, World, container_config, pod_config};
 use nacelle_proto::cri;
 use std::collections::BTreeSet;
 use tonic::{Code, Status};
@@ -161,6 +161,72 @@ fn a_machine_runs_where_its_containers_may() {
         update(&mut daemon, &other, shares()).await.unwrap();
         assert_eq!(told(), set(&[&first]));
     });
+}
+
+#[test]
+fn processors_of_a_machine_have_those_of_its_containers_to_themselves() {
+    let online = std::fs::read_to_string("/sys/devices/system/cpu/online").unwrap();
+    if !online.starts_with("0-") {
+        eprintln!("skipped: this node has not two processors");
+        return;
+    }
+    let world = World::new();
+    let mut daemon = world.daemon();
+    let on = |list: &str| cri::LinuxContainerResources { cpuset_cpus: list.into(), ..Default::default() };
+    let count = || world.pods.confined.lock().unwrap().len();
+    let last = || {
+        let (sets, pinned) = (world.pods.confined.lock().unwrap(), world.pods.pinned.lock().unwrap());
+        (sets.last().cloned().unwrap_or_default().into_iter().collect::<Vec<_>>(), pinned.last().copied().flatten())
+    };
+    let both = world.run(async {
+        let said = [("cpus", "2"), ("cpu-pinning", "true")];
+        let annotations = said.map(|(name, value)| (format!("vm.nacelle.dev/{name}"), value.to_owned())).into();
+        let config = cri::PodSandboxConfig { annotations, ..pod_config("a") };
+        let request = cri::RunPodSandboxRequest { config: Some(config), runtime_handler: SHAPE_HANDLER.into() };
+        let pod = daemon.cri.run_pod_sandbox(request).await.unwrap().into_inner().pod_sandbox_id;
+        let mut create = async |name: &str, list: &str| {
+            let mut config = container_config(name);
+            config.linux.as_mut().unwrap().resources = Some(on(list));
+            let request =
+                cri::CreateContainerRequest { pod_sandbox_id: pod.clone(), config: Some(config), sandbox_config: None };
+            daemon.cri.create_container(request).await.map(|made| made.into_inner().container_id)
+        };
+        let few = |error: Status| {
+            assert_eq!(error.code(), Code::InvalidArgument, "{error}");
+            for words in
+                ["cpuset_cpus is \"1\"", "1 processors of the node", "its machine has 2", "dedicatedCpuPlacement"]
+            {
+                assert!(error.message().contains(words), "{words} in {error}");
+            }
+        };
+        let anywhere = create("anywhere", "").await.unwrap();
+        assert_eq!(count(), 0, "it runs where it ran");
+        few(create("few", "1").await.unwrap_err());
+        assert_eq!(count(), 0, "nothing happened");
+        let both = create("both", "0-1").await.unwrap();
+        assert_eq!(last(), (vec![0, 1], Some(2)));
+        let one = create("one", "0").await.unwrap();
+        let before = count();
+        update(&mut daemon, &both, on("1")).await.unwrap();
+        // Together they still have both.
+        few(update(&mut daemon, &one, on("1")).await.unwrap_err());
+        assert_eq!((count(), limits(&mut daemon, &one).await.cpuset_cpus.as_str()), (before, "0"), "nothing happened");
+        // One that goes takes its processor with it: the machine runs on the others, none of which is one's own.
+        daemon.cri.remove_container(cri::RemoveContainerRequest { container_id: one }).await.unwrap();
+        let shares = cri::LinuxContainerResources { cpu_shares: 5, ..Default::default() };
+        update(&mut daemon, &anywhere, shares).await.unwrap();
+        assert_eq!(last(), (vec![1], None));
+        update(&mut daemon, &both, on("0-1")).await.unwrap();
+        assert_eq!(last(), (vec![0, 1], Some(2)));
+        both
+    });
+    daemon.kill();
+    world.pods.confined.lock().unwrap().clear();
+    world.pods.pinned.lock().unwrap().clear();
+    let mut daemon = world.daemon();
+    let shares = cri::LinuxContainerResources { cpu_shares: 7, ..Default::default() };
+    world.run(update(&mut daemon, &both, shares)).unwrap();
+    assert_eq!(last(), (vec![0, 1], Some(2)), "whether the last daemon came to it is not known");
 }
 
 async fn update_pod(daemon: &mut Daemon, id: &str, memory: i64, quota: i64) -> Result<(), Status> {

@@ -11,7 +11,7 @@ use crate::error::KeeperError;
 use crate::guest_agent::Outcome;
 use crate::lines::printable;
 use crate::live::{self, DIED, Ends, Launched, Live};
-use crate::pins;
+use crate::pins::Pins;
 use crate::qemu::{self, Card};
 use crate::runs::{Next, Order, Runs};
 use crate::shares::{self, Share};
@@ -101,6 +101,8 @@ pub struct Machine {
     lock: Mutex<Option<File>>,
     /// Whoever changes snapshots has it.
     snapshots: Arc<Semaphore>,
+    /// Where its processors run.
+    pub pins: Pins,
 }
 
 /// What changes while it lives.
@@ -143,6 +145,7 @@ impl Machine {
         match made {
             Ok((disks, added, firmware, kernel, lock, shares)) => Ok(Machine {
                 id,
+                pins: Pins::new(document.processors.pins.clone()),
                 document,
                 console: Console::new(),
                 settings,
@@ -238,13 +241,14 @@ impl Machine {
             agent,
         };
         let launched = live::launch(machine, ends, &self.settings, &self.folder).await?;
-        if let Some(pins) = &self.document.processors.pins
-            && let Err(error) = pins::pin(&launched.live, pins).await
-        {
+        let pinned = self.pins.pin(&launched.live).await;
+        if pinned.is_err() {
             launched.live.kill();
-            return Err(error);
         }
+        // Whoever changes them from here on finds QEMU there.
+        let pins = pinned?;
         self.changing().live = Some(Arc::clone(&launched.live));
+        drop(pins);
         if self.changing().order == Order::End {
             // It was told while it was about to start.
             launched.live.kill();

@@ -8,9 +8,49 @@ use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::Pid;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use tokio::sync::{Mutex, MutexGuard};
+
+/// The processors of the node, in the order of the machine's; none, if these have none to themselves.
+pub struct Pins(Mutex<Option<Vec<u32>>>);
+
+impl Pins {
+    /// At first these.
+    pub fn new(first: Option<Vec<u32>>) -> Pins {
+        Pins(Mutex::new(first))
+    }
+
+    /// Keeps the processors of a QEMU that has started there. They do not change until the result is dropped.
+    pub async fn pin(&self, live: &Live) -> Result<MutexGuard<'_, Option<Vec<u32>>>, KeeperError> {
+        let pins = self.0.lock().await;
+        if let Some(pins) = pins.as_deref() {
+            pin(live, pins).await?;
+        }
+        Ok(pins)
+    }
+
+    /// Keeps them on others from now on, also in the runs to come. `live` finds the QEMU that runs, if one does.
+    pub async fn change(
+        &self,
+        processors: Vec<u32>,
+        live: impl FnOnce() -> Option<Arc<Live>>,
+    ) -> Result<(), KeeperError> {
+        let mut pins = self.0.lock().await;
+        let Some(known) = pins.as_mut().filter(|_| !processors.is_empty()) else { return Ok(()) };
+        if known.len() != processors.len() {
+            let rule = "as many processors of the node are expected as the machine has";
+            return Err(KeeperError::Field { field: "processors", value: format!("{processors:?}"), rule });
+        }
+        if let Some(live) = live() {
+            pin(&live, &processors).await?;
+        }
+        *known = processors;
+        Ok(())
+    }
+}
 
 /// Keeps them there. Where they are emulated one thread runs them all: on all of these.
-pub async fn pin(live: &Live, pins: &[u32]) -> Result<(), KeeperError> {
+async fn pin(live: &Live, pins: &[u32]) -> Result<(), KeeperError> {
     let told = live.ask("query-cpus-fast", Value::Null).await?;
     let failed = |source: nix::errno::Errno| KeeperError::Resources {
         what: "processors of the node for those of the machine",
@@ -45,6 +85,21 @@ fn threads(told: &Value, pins: &[u32]) -> Result<BTreeMap<i32, BTreeSet<u32>>, K
 mod tests {
     use super::*;
     use serde_json::json;
+
+    #[tokio::test]
+    async fn processors_change_as_many_as_they_are() {
+        let pins = Pins::new(Some(vec![0, 1]));
+        pins.change(vec![], || panic!("nothing changes")).await.unwrap();
+        let error = pins.change(vec![3], || panic!("nothing changes")).await.unwrap_err();
+        assert!(error.to_string().contains("[3]"), "{error}");
+        assert_eq!(*pins.0.lock().await, Some(vec![0, 1]));
+        // Nothing runs: the next QEMU has them.
+        pins.change(vec![3, 2], || None).await.unwrap();
+        assert_eq!(*pins.0.lock().await, Some(vec![3, 2]));
+        let none = Pins::new(None);
+        none.change(vec![3], || panic!("it runs where its container may")).await.unwrap();
+        assert_eq!(*none.0.lock().await, None);
+    }
 
     #[test]
     fn each_thread_has_the_processors_of_those_that_it_runs() {

@@ -118,8 +118,13 @@ impl Agent for Service {
         done(self.keeper.exec(&id, exec_id, args))
     }
 
-    async fn update_container(&self, _: Request<UpdateContainerRequest>) -> Result<Response<Empty>, Status> {
-        refused("change its limits", "the size of a machine is its pod's")
+    async fn update_container(&self, request: Request<UpdateContainerRequest>) -> Result<Response<Empty>, Status> {
+        let UpdateContainerRequest { id, limits, oom_score_adj, processors } = request.into_inner();
+        if !limits.is_empty() || oom_score_adj.is_some() {
+            return refused("change its limits", "the size of a machine is its pod's");
+        }
+        let machine = self.keeper.machine(&id).map_err(|error| status(&error))?;
+        done(machine.pins.change(processors, || machine.live().ok()).await)
     }
 
     // A serial console has no size.

@@ -1,5 +1,5 @@
 //! Owns: on which processors of the node a pod's machine runs: the threads of the pod process and of the processes that it
-//! has started.
+//! has started; and on which of these those threads that run the machine's own processors, if each has one to itself.
 //! Threads: the work, reads of /proc, is on threads of the pool.
 
 use crate::identity::{Identity, IdentityError};
@@ -7,7 +7,7 @@ use nacelle_base::{Classify, Kind};
 use nix::errno::Errno;
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -43,6 +43,14 @@ pub enum ProcessorsError {
         /// Why.
         source: Errno,
     },
+    /// The machine's processors are not to be found.
+    #[error("the threads of {found} of the machine's {vcpus} processors are there")]
+    Unknown {
+        /// How many are.
+        found: usize,
+        /// How many it has.
+        vcpus: u32,
+    },
     /// More threads than any machine has.
     #[error("process {pid} has made more than {MOST} threads meanwhile")]
     TooMany {
@@ -65,21 +73,24 @@ impl Classify for ProcessorsError {
             ProcessorsError::Number { .. } => Kind::Invalid,
             // None of them is for the pod's control group, or on.
             ProcessorsError::Set { source: Errno::EINVAL, .. } => Kind::Conflict,
-            ProcessorsError::Set { .. } | ProcessorsError::TooMany { .. } | ProcessorsError::GivenUp { .. } => {
-                Kind::Internal
-            }
+            ProcessorsError::Set { .. }
+            | ProcessorsError::Unknown { .. }
+            | ProcessorsError::TooMany { .. }
+            | ProcessorsError::GivenUp { .. } => Kind::Internal,
         }
     }
 }
 
 /// Has the machine of the pod that is served from `dir` run on these processors only; none: on all that the caller may
-/// use. What it starts later runs there, too.
-pub async fn confine(dir: &Path, processors: BTreeSet<u32>) -> Result<(), ProcessorsError> {
+/// use. What it starts later runs there, too. `pinned`: the machine has so many processors, and the nth runs on the nth of these
+/// alone; where they are emulated, one thread runs them all, on all of these.
+pub async fn confine(dir: &Path, processors: BTreeSet<u32>, pinned: Option<u32>) -> Result<(), ProcessorsError> {
     let dir = dir.to_owned();
     let done = tokio::task::spawn_blocking(move || {
         let process = Identity::read(&dir)?.filter(|process| process.is_alive().unwrap_or(false));
         let pid = process.ok_or(ProcessorsError::Gone { dir })?.pid;
-        set_all(pid, &processors)
+        set_all(pid, &processors)?;
+        pinned.map_or(Ok(()), |vcpus| pin(&threads(pid), &processors, vcpus))
     });
     done.await.map_err(|error| ProcessorsError::GivenUp { source: io::Error::other(error) })?
 }
@@ -107,6 +118,51 @@ fn set_all(pid: i32, processors: &BTreeSet<u32>) -> Result<(), ProcessorsError> 
             }
             done.insert(thread);
         }
+    }
+}
+
+/// What a thread runs of the machine.
+#[derive(Debug, PartialEq, Eq)]
+enum Runs {
+    /// One processor, counted from 0.
+    One(u32),
+    /// All of them, in turn.
+    All,
+}
+
+/// By the names that engine `kvm` and QEMU (`debug-threads`) give them. A process that is no longer ours may name its threads as it likes:
+/// it finds them on processors that it has anyway.
+fn runs(name: &str) -> Option<Runs> {
+    if name == "ALL CPUs/TCG" {
+        return Some(Runs::All);
+    }
+    let of_qemu =
+        || name.strip_prefix("CPU ")?.strip_suffix("/KVM").or(name.strip_prefix("CPU ")?.strip_suffix("/TCG"));
+    name.strip_prefix("vcpu").or_else(of_qemu)?.parse().ok().map(Runs::One)
+}
+
+fn pin(threads: &[i32], processors: &BTreeSet<u32>, vcpus: u32) -> Result<(), ProcessorsError> {
+    let mut pinned = BTreeSet::new();
+    let own: BTreeMap<u32, u32> = (0..vcpus).zip(processors.iter().copied()).collect();
+    for &thread in threads {
+        // One that is gone has no name.
+        let name = fs::read_to_string(format!("/proc/{thread}/comm")).unwrap_or_default();
+        let number = match runs(name.trim_end()) {
+            Some(Runs::All) => return Ok(()),
+            Some(Runs::One(number)) => number,
+            None => continue,
+        };
+        let Some(processor) = own.get(&number) else { continue };
+        let one = BTreeSet::from([*processor]);
+        match sched_setaffinity(Pid::from_raw(thread), &set_of(&one)?) {
+            Ok(()) => drop(pinned.insert(number)),
+            Err(Errno::ESRCH) => {}
+            Err(source) => return Err(ProcessorsError::Set { thread, processors: one, source }),
+        }
+    }
+    match pinned.len() {
+        found if u32::try_from(found) == Ok(vcpus) => Ok(()),
+        found => Err(ProcessorsError::Unknown { found, vcpus }),
     }
 }
 
@@ -177,5 +233,61 @@ mod tests {
         shell.wait().unwrap();
         // What is gone has nothing left to set.
         set_all(pid, &one).unwrap();
+    }
+
+    #[test]
+    fn threads_are_known_by_the_names_that_engines_give() {
+        for (name, expected) in [
+            ("vcpu0", Some(Runs::One(0))),
+            ("vcpu63", Some(Runs::One(63))),
+            ("CPU 3/KVM", Some(Runs::One(3))),
+            ("CPU 12/TCG", Some(Runs::One(12))),
+            ("ALL CPUs/TCG", Some(Runs::All)),
+            ("CPU 3", None),
+            ("vcpu", None),
+            ("vcpu-1", None),
+            ("vcpu99999999999", None),
+            ("kvm-warden", None),
+            ("", None),
+        ] {
+            assert_eq!(runs(name), expected, "{name}");
+        }
+    }
+
+    #[test]
+    fn each_processor_of_a_machine_has_one_of_the_node_to_itself() {
+        let all = allowed(&sched_getaffinity(Pid::from_raw(0)).unwrap());
+        let (tell, told) = std::sync::mpsc::channel();
+        let (end, ended) = std::sync::mpsc::channel::<()>();
+        let ended = std::sync::Arc::new(std::sync::Mutex::new(ended));
+        let start = |name: &str| {
+            let (tell, ended) = (tell.clone(), std::sync::Arc::clone(&ended));
+            let life = move || {
+                tell.send(nix::unistd::gettid().as_raw()).unwrap();
+                drop(ended.lock().map(|ended| ended.recv()));
+            };
+            let handle = std::thread::Builder::new().name(name.to_owned()).spawn(life).unwrap();
+            (told.recv().unwrap(), handle)
+        };
+        let of = |thread: i32| allowed(&sched_getaffinity(Pid::from_raw(thread)).unwrap());
+        let vcpus = u32::try_from(all.len().min(2)).unwrap();
+        let mut started: Vec<_> = (0..vcpus).map(|n| start(&format!("vcpu{n}"))).collect();
+        started.push(start("worker"));
+        let threads: Vec<i32> = started.iter().map(|(thread, _)| *thread).collect();
+        pin(&threads, &all, vcpus).unwrap();
+        for (thread, processor) in threads.iter().zip(&all).take(vcpus as usize) {
+            assert_eq!(of(*thread), [*processor].into());
+        }
+        assert_eq!(of(threads[vcpus as usize]), all, "others run everywhere");
+        let error = pin(&threads, &all, vcpus + 1).unwrap_err();
+        let told = format!("the threads of {vcpus} of the machine's {} processors are there", vcpus + 1);
+        assert_eq!((error.kind(), error.to_string()), (Kind::Internal, told));
+        // Emulated: one thread for all of them.
+        started.push(start("ALL CPUs/TCG"));
+        let thread = started.last().unwrap().0;
+        pin(&[thread], &all, 64).unwrap();
+        assert_eq!(of(thread), all);
+        drop(end);
+        started.into_iter().for_each(|(_, handle)| handle.join().unwrap());
     }
 }

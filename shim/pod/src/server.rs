@@ -119,10 +119,10 @@ impl Pod for Server {
         request: Request<proto::UpdateContainerRequest>,
     ) -> Result<Response<proto::Empty>, Status> {
         let agent = self.ask(Ask::Agent).await?.into_inner();
-        let proto::UpdateContainerRequest { id, limits, oom_score_adj } = request.into_inner();
+        let proto::UpdateContainerRequest { id, limits, oom_score_adj, processors } = request.into_inner();
         let limit = |limit: proto::Limit| nacelle_proto::agent::Limit { file: limit.file, value: limit.value };
         let limits = limits.into_iter().map(limit).collect();
-        let update = nacelle_proto::agent::UpdateContainerRequest { id, limits, oom_score_adj };
+        let update = nacelle_proto::agent::UpdateContainerRequest { id, limits, oom_score_adj, processors };
         agent.update_container(update).await.map_err(|error| crate::codes::status(&error))?;
         Ok(Response::new(proto::Empty {}))
     }

@@ -71,6 +71,7 @@ async fn every_verb_can_be_said_twice() {
         id: id.into(),
         limits: vec![nacelle_proto::pod::Limit { file: file.into(), value: "why".into() }],
         oom_score_adj: None,
+        processors: vec![],
     };
     client.update_container(update("a", "cpu.max")).await.unwrap();
     assert_eq!(kind(client.update_container(update("none", "cpu.max")).await), Kind::NotFound);

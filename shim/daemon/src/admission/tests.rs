@@ -183,12 +183,15 @@ fn what_was_wrong_before_can_be_changed_otherwise_and_taken_away() {
 
 #[test]
 fn what_no_node_runs_is_a_warning() {
-    let warnings = warned(created(json!({ "vm.nacelle.dev/cpus": "2", "vm.nacelle.dev/cpu-pinning": "true" })));
+    let kernel =
+        json!({ "vm.nacelle.dev/kernel-image": "a:1", "vm.nacelle.dev/kernel": "/k", "vm.nacelle.dev/initrd": "/i" });
+    let warnings = warned(created(kernel));
     let version = env!("CARGO_PKG_VERSION");
     assert_eq!(
         warnings,
         [format!(
-            "spec.domain.cpu.dedicatedCpuPlacement (from vm.nacelle.dev/cpu-pinning) is not run by nodes with Nacelle {version}: they refuse the pod"
+            "spec.domain.firmware.kernelBoot.container.initrdPath (from vm.nacelle.dev/initrd) is not run by nodes with Nacelle {version}: they \
+             refuse the pod; its initial file system is Nacelle's, which has the agent"
         )]
     );
     let machine = json!({ "vm.nacelle.dev/kind": "machine", "vm.nacelle.dev/memory": "1Gi", "vm.nacelle.dev/disks": "a=image:i",

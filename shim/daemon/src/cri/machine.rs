@@ -174,10 +174,11 @@ mod tests {
         {
             assert!(message.contains(field), "{message}");
         }
-        let (code, message) = told(&[("vm.nacelle.dev/cpus", "2"), ("vm.nacelle.dev/cpu-pinning", "true")]).unwrap();
+        let (code, message) =
+            told(&[("vm.nacelle.dev/cpus", "2"), ("vm.nacelle.dev/mac", "02:00:00:00:00:01")]).unwrap();
         assert_eq!(code, Code::Unimplemented);
         assert!(
-            message.contains("spec.domain.cpu.dedicatedCpuPlacement (from vm.nacelle.dev/cpu-pinning)"),
+            message.contains("spec.domain.devices.interfaces[0].macAddress (from vm.nacelle.dev/mac)"),
             "{message}"
         );
         assert!(!message.contains("cpus"), "{message}");

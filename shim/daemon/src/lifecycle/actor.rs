@@ -122,8 +122,8 @@ pub(super) struct Actor {
     told: Told,
     /// How the pod comes up.
     timeline: Timeline,
-    /// The processors on which the machine was told to run, none: on all; if that is known.
-    confined: Option<BTreeSet<u32>>,
+    /// The processors on which the machine was told to run, none: on all; and how many of its own have one of them each; if that is known.
+    confined: Option<(BTreeSet<u32>, Option<u32>)>,
     ended: bool,
 }
 
@@ -140,7 +140,7 @@ pub(super) fn new(
     let (view, seen) = watch::channel(Arc::new(View::new(&pod, containers.values().map(|entry| &entry.record), None)));
     let actor = Actor {
         // One that boots runs nowhere yet.
-        confined: (pod.state == state::Pod::Booting).then(BTreeSet::new),
+        confined: (pod.state == state::Pod::Booting).then(Default::default),
         parts,
         table,
         pod,

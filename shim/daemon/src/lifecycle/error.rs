@@ -146,6 +146,21 @@ pub enum LifecycleError {
         /// What there is.
         online: String,
     },
+    /// Processors of a machine that each have one of the node's to themselves.
+    #[error(
+        "cpuset_cpus is {asked:?}: that leaves pod {id} {left} processors of the node, and its machine has {vcpus}, each of which has one to \
+         itself (dedicatedCpuPlacement): ask for as many whole processors, or make the pod anew with a smaller machine"
+    )]
+    TooFewProcessors {
+        /// Which.
+        id: String,
+        /// As was asked.
+        asked: String,
+        /// Processors of the node.
+        left: usize,
+        /// Processors of the machine.
+        vcpus: u32,
+    },
     /// What was asked for as a device is none.
     #[error("config.devices.host_path is {path:?}: there is neither a device nor a folder with devices")]
     NoDevice {
@@ -336,6 +351,7 @@ impl Classify for LifecycleError {
             LifecycleError::Ambiguous { .. }
             | LifecycleError::NotPrivileged { .. }
             | LifecycleError::NotOnline { .. }
+            | LifecycleError::TooFewProcessors { .. }
             | LifecycleError::NoDevice { .. }
             | LifecycleError::TooManyDevices { .. }
             | LifecycleError::NoPodPid { .. } => Kind::Invalid,

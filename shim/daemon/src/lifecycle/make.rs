@@ -426,9 +426,10 @@ pub(super) async fn update(
     id: ContainerId,
     limits: Vec<(String, String)>,
     oom_score_adj: Option<i32>,
+    processors: Vec<u32>,
 ) -> Result<(), LifecycleError> {
     let limits = limits.into_iter().map(|(file, value)| proto::Limit { file, value }).collect();
-    let request = proto::UpdateContainerRequest { id: id.to_string(), limits, oom_score_adj };
+    let request = proto::UpdateContainerRequest { id: id.to_string(), limits, oom_score_adj, processors };
     ask("change the limits of the container", parts.answer_limit(), client.update_container(request)).await
 }
 

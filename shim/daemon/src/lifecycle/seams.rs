@@ -46,9 +46,10 @@ pub trait Pods: Send + Sync + 'static {
         share::detach(dir, taker, container).await
     }
 
-    /// Has the machine run on these processors of the node only; none: on all.
-    async fn confine(&self, dir: &Path, processors: BTreeSet<u32>) -> Result<(), ProcessorsError> {
-        processors::confine(dir, processors).await
+    /// Has the machine run on these processors of the node only; none: on all. `pinned`: each of its so many processors has one of them
+    /// to itself.
+    async fn confine(&self, dir: &Path, processors: BTreeSet<u32>, pinned: Option<u32>) -> Result<(), ProcessorsError> {
+        processors::confine(dir, processors, pinned).await
     }
 
     /// Ends what is left of the process and returns what it last recorded. Can be said twice.

@@ -40,8 +40,8 @@ pub const LIMIT: Duration = Duration::from_secs(60);
 /// A handler whose machines want more huge pages than any node has.
 pub const HUGE_HANDLER: &str = "huge";
 
-/// A handler whose pods may bring kernels.
-pub const KERNEL_HANDLER: &str = "kernels";
+/// A handler whose pods may shape their machines.
+pub const SHAPE_HANDLER: &str = "shaped";
 
 /// Counts steps; one of them fails, one of them hangs.
 #[derive(Default)]
@@ -243,10 +243,10 @@ impl World {
         let allowed_annotations = vec!["vm.nacelle.dev/cpus".into()];
         let handler = Handler { allowed_annotations, ..Handler::default() };
         let huge = Handler { memory_pages: MemoryPages::Hugetlb, memory_mib: 16 << 20, ..Handler::default() };
-        let allowed_annotations = ["kernel-image", "kernel", "initrd"].map(|name| format!("vm.nacelle.dev/{name}"));
-        let kernels = Handler { allowed_annotations: allowed_annotations.into(), ..Handler::default() };
-        let handlers =
-            [("small", handler.clone()), ("other", handler), (HUGE_HANDLER, huge), (KERNEL_HANDLER, kernels)];
+        let names = ["kernel-image", "kernel", "initrd", "cpus", "cpu-pinning"];
+        let allowed_annotations = names.map(|name| format!("vm.nacelle.dev/{name}")).into();
+        let shaped = Handler { allowed_annotations, ..Handler::default() };
+        let handlers = [("small", handler.clone()), ("other", handler), (HUGE_HANDLER, huge), (SHAPE_HANDLER, shaped)];
         config.handlers = handlers.map(|(name, handler)| (name.to_owned(), handler)).into();
         config
     }

@@ -33,13 +33,21 @@ pub struct FakePods {
     processes: Mutex<BTreeMap<PathBuf, Process>>,
     /// What machines were told of processors, one after the other.
     pub confined: Mutex<Vec<BTreeSet<u32>>>,
+    /// And how many of their own were to have one of these each.
+    pub pinned: Mutex<Vec<Option<u32>>>,
     /// The kernels that machines were started with, and what was in their files then.
     pub kernels: Mutex<Vec<(PathBuf, Option<Vec<u8>>)>>,
 }
 
 impl FakePods {
     pub fn new(script: Arc<Script>) -> FakePods {
-        FakePods { script, processes: Mutex::default(), confined: Mutex::default(), kernels: Mutex::default() }
+        FakePods {
+            script,
+            processes: Mutex::default(),
+            confined: Mutex::default(),
+            pinned: Mutex::default(),
+            kernels: Mutex::default(),
+        }
     }
 
     /// The folders of those that live.
@@ -127,11 +135,12 @@ impl Pods for FakePods {
         client::connect(dir).await
     }
 
-    async fn confine(&self, dir: &Path, processors: BTreeSet<u32>) -> Result<(), ProcessorsError> {
+    async fn confine(&self, dir: &Path, processors: BTreeSet<u32>, pinned: Option<u32>) -> Result<(), ProcessorsError> {
         if self.script.conflicts("confine") {
             return Err(ProcessorsError::Gone { dir: dir.to_owned() });
         }
         self.confined.lock().unwrap().push(processors);
+        self.pinned.lock().unwrap().push(pinned);
         Ok(())
     }
 

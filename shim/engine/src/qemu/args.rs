@@ -127,6 +127,8 @@ impl MicroVm<'_> {
         for flag in ["nodefaults", "no-user-config", "no-reboot"] {
             add(flag, None);
         }
+        // Its threads say what they run: nacelle-pod finds by that those that run the machine's processors.
+        add("name", Some("debug-threads=on".to_owned()));
         let on = |option: Opt, keys: &[&str]| keys.iter().fold(option, |option, key| option.set(key, "on"));
         let off = |option: Opt, keys: &[&str]| keys.iter().fold(option, |option, key| option.set(key, "off"));
         let machine = on(Opt::new("microvm"), &["pit", "pic", "rtc", "isa-serial", "auto-kernel-cmdline"]);
@@ -237,6 +239,7 @@ mod tests {
         let args = machine().args();
         assert_eq!(value(&args, "-smp"), ["2,sockets=1,cores=2,threads=1"]);
         assert_eq!(value(&args, "-m"), ["128M"]);
+        assert_eq!(value(&args, "-name"), ["debug-threads=on"]);
         assert_eq!(value(&args, "-object"), ["memory-backend-memfd,id=ram,size=128M,share=on"]);
         assert_eq!(value(&args, "-cpu"), ["max,erms=off,fsrm=off"]);
         assert_eq!(value(&args, "-append"), ["console=ttyS0 quiet reboot=t panic=-1 noreplace-smp"]);

@@ -20,11 +20,12 @@ const KERNEL_PATH: &str = "spec.domain.firmware.kernelBoot.container.kernelPath"
 const INITRD: &str = "spec.domain.firmware.kernelBoot.container.initrdPath";
 const PAGES: &str = "spec.domain.memory.hugepages.pageSize";
 /// What the machine of a container pod is made by, and what says of it what is so anyway.
-const HONOURED: [&str; 13] = [
+const HONOURED: [&str; 14] = [
     "spec.architecture",
     "spec.domain.cpu.sockets",
     "spec.domain.cpu.cores",
     "spec.domain.cpu.threads",
+    "spec.domain.cpu.dedicatedCpuPlacement",
     MODEL,
     "spec.domain.cpu.features[].name",
     "spec.domain.cpu.features[].policy",
@@ -137,6 +138,7 @@ pub fn shape(
     let cpu_model = cpu_model(admitted, engine)?;
     Ok(Shape {
         processors: processors(admitted, pod, engine)?,
+        pinned: admitted.said().domain.cpu.as_ref().is_some_and(|cpu| cpu.dedicated_cpu_placement == Some(true)),
         cpu_model,
         memory_mib: memory(admitted, pod, memory_pages.unwrap_or(handler.memory_pages), handler.memory_mib)?,
         memory_pages,
@@ -301,12 +303,19 @@ mod tests {
 
     #[test]
     fn short_names_and_a_document_say_the_same() {
-        let short = [("cpus", "4"), ("memory", "512Mi"), ("hugepages", "2Mi"), ("kernel-args", "x.y=1 z")];
-        let spec = "{domain: {cpu: {cores: 4}, memory: {guest: 512Mi, hugepages: {pageSize: 2Mi}}, devices: {rng: {}}, \
+        let short = [
+            ("cpus", "4"),
+            ("cpu-pinning", "true"),
+            ("memory", "512Mi"),
+            ("hugepages", "2Mi"),
+            ("kernel-args", "x.y=1 z"),
+        ];
+        let spec = "{domain: {cpu: {cores: 4, dedicatedCpuPlacement: true}, memory: {guest: 512Mi, hugepages: {pageSize: 2Mi}}, devices: {rng: {}}, \
                     firmware: {kernelBoot: {kernelArgs: x.y=1 z}}}, architecture: amd64}";
         let expected = Shape {
             cpu_model: None,
             processors: Some(Topology::flat(4)),
+            pinned: true,
             memory_mib: Some(512),
             memory_pages: Some(MemoryPages::Hugetlb),
             kernel_args: vec!["x.y=1".into(), "z".into()],
@@ -323,7 +332,9 @@ mod tests {
 
     #[test]
     fn what_is_a_default_is_no_wish() {
-        assert_eq!(shaped(&[("kind", "container")], &plain(), &qemu()), Ok(Shape::default()));
+        for said in [("kind", "container"), ("cpu-pinning", "false")] {
+            assert_eq!(shaped(&[said], &plain(), &qemu()), Ok(Shape::default()));
+        }
         let shape = shaped(&[("memory", "64Mi")], &plain(), &qemu()).unwrap();
         assert_eq!(shape, Shape { memory_mib: Some(64), ..Shape::default() });
     }
@@ -331,12 +342,11 @@ mod tests {
     #[test]
     fn what_is_not_honoured_is_named_with_who_said_it() {
         let spec = "{domain: {cpu: {maxSockets: 2}, devices: {disks: [{name: a}], blockMultiQueue: false}}, volumes: [{name: a, emptyDisk: {capacity: 1Gi}}]}";
-        let said = [("spec", spec), ("cpus", "2"), ("mac", "02:00:00:00:00:01"), ("cpu-pinning", "false")];
+        let said = [("spec", spec), ("cpus", "2"), ("mac", "02:00:00:00:00:01")];
         let error = shaped(&said, &plain(), &qemu()).unwrap_err();
         assert_eq!(error.kind(), Kind::Unsupported);
         for field in [
             "spec.domain.cpu.maxSockets,",
-            "spec.domain.cpu.dedicatedCpuPlacement (from vm.nacelle.dev/cpu-pinning)",
             "spec.domain.devices.blockMultiQueue",
             "spec.domain.devices.disks[0].name",
             "spec.domain.devices.interfaces[0].macAddress (from vm.nacelle.dev/mac)",
@@ -345,7 +355,6 @@ mod tests {
             assert!(error.to_string().contains(field), "{error}");
         }
         assert!(!error.to_string().contains("cpu.cores"), "{error}");
-        assert_eq!(shaped(&[("cpu-pinning", "true")], &plain(), &qemu()).unwrap_err().kind(), Kind::Unsupported);
     }
 
     #[test]

@@ -5,11 +5,14 @@ use super::super::error::{LifecycleError, at};
 use super::super::make;
 use super::super::processors;
 use super::super::state::{self, Container};
-use super::{Actor, Answer, Message};
+use super::{Actor, Answer, Entry, Message};
+use crate::lists::numbers;
+use crate::machine_pod::MachinePod;
 use crate::nouns::{MachineSize, PodResources, Resources, cpu_milli};
 use crate::oci;
 use crate::store::Change;
 use nacelle_base::ContainerId;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 impl Actor {
@@ -22,36 +25,89 @@ impl Actor {
         };
         entry.updates.push_back((change, answer));
         // One that is being made is changed when it is made.
-        if entry.updates.len() == 1 && entry.record.state != Container::Creating {
-            self.begin_update(&id).await;
+        if entry.updates.len() > 1 {
+            return;
+        }
+        match entry.record.state {
+            Container::Creating => self.refuse_too_few(&id),
+            _ => self.begin_update(&id).await,
         }
     }
 
-    /// Has the machine run where its containers may, and this one that there will be. What a change that is under way says
-    /// counts already.
+    /// The processors of its containers, and of this one that there will be. What a change that is under way says counts already.
+    fn wanted(&self, new: Option<&Resources>) -> BTreeSet<u32> {
+        let of = self.live().map(|entry| match entry.updates.front() {
+            Some((change, _)) if !change.cpuset_cpus.is_empty() => change.cpuset_cpus.as_str(),
+            _ => entry.record.resources().cpuset_cpus.as_str(),
+        });
+        processors::together(of.chain(new.map(|new| new.cpuset_cpus.as_str())))
+    }
+
+    fn live(&self) -> impl Iterator<Item = &Entry> {
+        self.containers.values().filter(|entry| is_live(entry.record.state))
+    }
+
+    /// How many processors its machine has, if each is to have one of the node's to itself.
+    fn pinned(&self) -> Option<u32> {
+        let config = &self.pod.config;
+        let shaped = config.shape.as_ref().is_some_and(|shape| shape.pinned);
+        let machine = config.machine.as_ref().is_some_and(|machine| machine.processors.pins.is_some());
+        self.pod.machine.filter(|_| shaped || machine).map(|machine| machine.vcpus)
+    }
+
+    /// Refuses what would leave the machine fewer processors of the node than it has, if each is to have one to itself. Who names none
+    /// takes none away.
+    pub(super) fn enough(&self, new: Option<&Resources>, asked: &str) -> Result<(), LifecycleError> {
+        let Some(vcpus) = self.pinned().filter(|_| !asked.is_empty()) else { return Ok(()) };
+        let left = self.wanted(new).len();
+        if left >= usize::try_from(vcpus).unwrap_or(usize::MAX) {
+            return Ok(());
+        }
+        let (id, asked) = (self.pod.id.to_string(), asked.to_owned());
+        Err(LifecycleError::TooFewProcessors { id, asked, left, vcpus })
+    }
+
+    /// Answers the changes of a container that are refused so, until one is not.
+    fn refuse_too_few(&mut self, id: &ContainerId) {
+        loop {
+            let entry = self.containers.get(id).filter(|entry| is_live(entry.record.state));
+            let Some((change, _)) = entry.and_then(|entry| entry.updates.front()) else { return };
+            let Err(error) = self.enough(None, &change.cpuset_cpus) else { return };
+            if let Some((_, answer)) = self.containers.get_mut(id).and_then(|entry| entry.updates.pop_front()) {
+                drop(answer.send(Err(error)));
+            }
+        }
+    }
+
+    /// Has the machine run where its containers may, and this one that there will be.
     pub(super) async fn confine(&mut self, new: Option<&Resources>) -> Result<(), LifecycleError> {
         if self.client.is_none() || !self.parts.has_guest(&self.pod) {
             return Ok(());
         }
-        let live = self.containers.values().filter(|entry| {
-            let state = entry.record.state;
-            matches!(state, Container::Creating | Container::Created | Container::Starting | Container::Running)
-        });
-        // Processors of a machine that have some of the node to themselves stay there: its keeper has put them there.
-        let pinned = self.pod.config.machine.as_ref().is_some_and(|machine| machine.processors.pins.is_some());
-        if pinned && (new.is_none() || live.clone().next().is_some()) {
+        // Processors of a machine pod's machine that have some of the node to themselves stay there until it is told of others: its keeper
+        // has put them there, and does so again.
+        let kept = self.pod.config.machine.as_ref().is_some_and(|machine| machine.processors.pins.is_some());
+        let moves = |entry: &Entry| entry.updates.front().is_some_and(|(change, _)| !change.cpuset_cpus.is_empty());
+        if kept && !self.live().any(moves) && (new.is_none() || self.live().next().is_some()) {
             return Ok(());
         }
-        let of = live.map(|entry| match entry.updates.front() {
-            Some((change, _)) if !change.cpuset_cpus.is_empty() => change.cpuset_cpus.as_str(),
-            _ => entry.record.resources().cpuset_cpus.as_str(),
-        });
-        let wanted = processors::together(of.chain(new.map(|new| new.cpuset_cpus.as_str())));
+        let wanted = self.wanted(new);
+        let mut pinned = self.pinned().filter(|_| !kept && !wanted.is_empty());
+        let too_few = pinned.filter(|vcpus| usize::try_from(*vcpus).is_ok_and(|vcpus| vcpus > wanted.len()));
+        if too_few.is_some() {
+            pinned = None;
+        }
+        let wanted = (wanted, pinned);
         if self.confined.as_ref() == Some(&wanted) {
             return Ok(());
         }
+        if let Some(vcpus) = too_few {
+            let left = wanted.0.len();
+            let why = "too few processors of the node are left for each of the machine's to have one to itself";
+            tracing::warn!(pod = %self.pod.id, vcpus, left, why);
+        }
         self.confined = None;
-        let done = self.parts.pods.confine(&self.parts.pod_dir(&self.pod.id), wanted.clone()).await;
+        let done = self.parts.pods.confine(&self.parts.pod_dir(&self.pod.id), wanted.0.clone(), wanted.1).await;
         done.map_err(at("keep the machine on the processors of its containers"))?;
         self.confined = Some(wanted);
         Ok(())
@@ -59,19 +115,26 @@ impl Actor {
 
     /// Begins with the first change that waits; those that cannot be are answered.
     pub(super) async fn begin_update(&mut self, id: &ContainerId) {
+        self.refuse_too_few(id);
+        if self.containers.get(id).is_none_or(|entry| entry.updates.is_empty()) {
+            return;
+        }
         let not_ready = self.not_ready();
         let confined = self.confine(None).await;
         let guest = self.parts.has_guest(&self.pod);
+        let config = Arc::clone(&self.pod.config);
         let Some(entry) = self.containers.get_mut(id) else { return };
         let there = matches!(entry.record.state, Container::Created | Container::Starting | Container::Running);
         match (&self.client, entry.updates.front()) {
             (Some(client), Some((change, _))) if there => {
                 let next = Box::new(entry.record.resources().changed_by(change));
+                let processors = pins(config.machine.as_deref(), &next);
                 let change = if guest { &change.in_guest() } else { &**change };
                 let limits = oci::limits(&next, change);
                 // 0 is the way to say nothing.
                 let adjustment = i32::try_from(change.oom_score_adj).ok().filter(|adjustment| *adjustment != 0);
-                let update = make::update(Arc::clone(&self.parts), client.clone(), id.clone(), limits, adjustment);
+                let update =
+                    make::update(Arc::clone(&self.parts), client.clone(), id.clone(), limits, adjustment, processors);
                 let id = id.clone();
                 self.effect(async move {
                     let updated = match confined {
@@ -130,6 +193,18 @@ impl Actor {
         self.publish();
         Ok(())
     }
+}
+
+/// The processors of the node that those of a machine pod's machine are to have to themselves; none, if they do not.
+fn pins(machine: Option<&MachinePod>, next: &Resources) -> Vec<u32> {
+    let Some(machine) = machine.filter(|machine| machine.processors.pins.is_some()) else { return Vec::new() };
+    let count = usize::try_from(machine.processors.count()).unwrap_or(usize::MAX);
+    numbers(&next.cpuset_cpus).unwrap_or_default().into_iter().take(count).collect()
+}
+
+/// Whether a container may run on the processors that it has.
+fn is_live(state: Container) -> bool {
+    matches!(state, Container::Creating | Container::Created | Container::Starting | Container::Running)
 }
 
 /// Whether a machine can hold what its containers may use together; else what it has, and what was wanted.
