@@ -116,6 +116,32 @@ fn kubevirts_kinds_of_examples_are_converted_or_refused_with_their_reasons() {
 }
 
 #[test]
+fn what_must_be_an_object_and_is_none_is_refused_by_its_field() {
+    let run = json!({ "domain": { "memory": { "guest": "1Gi" } } });
+    for kind in ["VirtualMachineInstance", "VirtualMachineInstanceReplicaSet", "VirtualMachine"] {
+        let mut fields = vec!["metadata", "metadata.annotations", "metadata.labels", "spec"];
+        let mut whole = json!({ "apiVersion": "kubevirt.io/v1", "kind": kind, "metadata": { "name": "a", "annotations": {} },
+            "spec": { "template": { "metadata": {}, "spec": run } } });
+        if kind == "VirtualMachineInstance" {
+            whole["spec"] = run.clone();
+        } else {
+            let template = ["", ".metadata", ".metadata.annotations", ".metadata.labels", ".spec"];
+            fields.extend(template.iter().map(|part| format!("spec.template{part}").leak() as &str));
+        }
+        for field in fields {
+            for wrong in [json!(true), json!(1), json!("x"), json!([1])] {
+                let mut document = whole.clone();
+                let at = field.split('.').fold(&mut document, |value, key| &mut value[key]);
+                *at = wrong.clone();
+                let causes = manifest::convert(&document, &Catalogue::default(), &Options::default()).unwrap_err();
+                assert!(causes.list().iter().any(|cause| cause.field == field), "{kind} {field} {wrong}: {causes}");
+                assert!(!manifest::one(&document, &Catalogue::default()).causes.is_empty(), "{kind} {field} {wrong}");
+            }
+        }
+    }
+}
+
+#[test]
 fn the_schema_is_one_document_without_references() {
     for version in [nacelle_vmi::version::Version::V1, nacelle_vmi::version::Version::V1Alpha1] {
         let text = manifest::openapi(version).to_string();

@@ -13,6 +13,19 @@ use crate::{admit, read, refused};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
+/// The objects of a manifest above its machine.
+const OBJECTS: &[&str] = &[
+    "metadata",
+    "metadata.annotations",
+    "metadata.labels",
+    "spec",
+    "spec.template",
+    "spec.template.metadata",
+    "spec.template.metadata.annotations",
+    "spec.template.metadata.labels",
+    "spec.template.spec",
+];
+
 /// What is said of the pods beside the manifest.
 #[derive(Clone, Debug)]
 pub struct Options {
@@ -54,6 +67,10 @@ pub fn convert(document: &Value, catalogue: &Catalogue, options: &Options) -> Re
     if let Some(fields) = document.as_object_mut() {
         fields.remove("apiVersion");
         fields.remove("kind");
+    }
+    objects(&document, &mut causes);
+    if !causes.is_empty() {
+        return Err(causes);
     }
     match kind.as_str() {
         "VirtualMachineInstance" => instance(document, catalogue, options),
@@ -200,6 +217,16 @@ fn written_out(annotations: &mut Value, catalogue: &Catalogue) -> Result<(), Cau
     }
     *annotations = json!(complete);
     Ok(())
+}
+
+/// What is looked into, or written to, before anything knows its type, must be an object where it is said.
+fn objects(document: &Value, causes: &mut Causes) {
+    for at in OBJECTS {
+        let said = at.split('.').try_fold(document, |value, key| value.get(key));
+        if let Some(said) = said.filter(|said| !said.is_null() && !said.is_object()) {
+            causes.wrong_type(Rule("field-type"), *at, said, "an object");
+        }
+    }
 }
 
 /// Annotations by which KubeVirt changes a machine.
