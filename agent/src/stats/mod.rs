@@ -35,7 +35,8 @@ pub async fn of(layers: &Arc<Layers>, containers: Vec<Asked>) -> io::Result<Stat
     layer::renew_within(layers, ids, PATIENCE).await;
     let layers = layers.known();
     let read = tokio::task::spawn_blocking(move || {
-        let swap = usage::swap_total(&fs::read_to_string("/proc/meminfo")?);
+        let memory = fs::read_to_string("/proc/meminfo")?;
+        let swap = usage::memory(&memory, "SwapTotal").unwrap_or(0);
         let container = |Asked { id, pid }| {
             let layer = layers.get(&id).map(|measured| Layer {
                 bytes: measured.size.bytes,
@@ -52,6 +53,7 @@ pub async fn of(layers: &Arc<Layers>, containers: Vec<Asked>) -> io::Result<Stat
             containers: containers.into_iter().map(container).collect(),
             interfaces: net::interfaces(&fs::read_to_string("/proc/net/dev")?),
             scratch: details::file_system(Path::new(paths::SCRATCH)).ok(),
+            free_bytes: usage::memory(&memory, "MemFree"),
         })
     });
     read.await.map_err(io::Error::other)?

@@ -64,11 +64,10 @@ pub fn pids(cgroup: &Path) -> Vec<i32> {
     pids
 }
 
-/// The bytes of swap that the machine has, of the text of /proc/meminfo.
-pub fn swap_total(meminfo: &str) -> u64 {
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("SwapTotal:"));
-    let kib = line.and_then(|rest| rest.trim().strip_suffix(" kB")?.parse::<u64>().ok());
-    kib.unwrap_or(0).saturating_mul(1024)
+/// The bytes that a line of /proc/meminfo says, such as "SwapTotal".
+pub fn memory(meminfo: &str, name: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+    line.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.checked_mul(1024)
 }
 
 /// The two lines of a pressure file; none if it is no such file.
@@ -179,8 +178,11 @@ mod tests {
 
     #[test]
     fn swap_of_the_machine() {
-        assert_eq!(swap_total("MemTotal:  5 kB\nSwapCached: 7 kB\nSwapTotal:      12 kB\n"), 12 * 1024);
-        assert_eq!((swap_total(""), swap_total("SwapTotal: x kB"), swap_total("SwapTotal: 1")), (0, 0, 0));
+        let swap = |text| memory(text, "SwapTotal");
+        assert_eq!(swap("MemTotal:  5 kB\nSwapCached: 7 kB\nSwapTotal:      12 kB\n"), Some(12 * 1024));
+        for wrong in ["", "SwapTotal: x kB", "SwapTotal: 1", "SwapTotal: 18014398509481984 kB", "Swap: 1 kB"] {
+            assert_eq!(swap(wrong), None, "{wrong}");
+        }
     }
 
     #[test]
@@ -200,7 +202,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(128))]
         #[test]
         fn no_text_makes_it_panic(text in "(some|full|avg10=|[0-9. =\n]|\\PC){0,40}") {
-            let _ = (pressure(&text), swap_total(&text), hundredths(&text));
+            let _ = (pressure(&text), memory(&text, "MemFree"), hundredths(&text));
         }
     }
 }

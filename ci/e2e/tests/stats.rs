@@ -1,8 +1,12 @@
 //! Owns: what `crictl stats` and `statsp` say of real machines: figures that follow what containers do.
 
+use nacelle_e2e::census::cgroups;
 use nacelle_e2e::crictl::{RunningContainer, RunningPod};
-use nacelle_e2e::{Container, Image, Node, Pod, eventually};
-use serde_json::Value;
+use nacelle_e2e::node::engine;
+use nacelle_e2e::{Container, Image, Node, Pod, eventually, part, run};
+use serde_json::{Value, json};
+use std::fs;
+use std::path::Path;
 
 /// A number in crictl's JSON, where 64 bits are text; 0 if it is absent.
 fn number(value: &Value) -> u64 {
@@ -215,5 +219,78 @@ fn metrics_of_a_container() {
     assert!(names("container_network_receive_bytes_total").any(|name| name == "eth0"));
     assert!(names("container_fs_limit_bytes").all(|device| device.starts_with("/dev/vd")), "{found}");
     assert!(one("nacelle_machine_memory_bytes") > one("container_memory_rss"));
+    pod.remove();
+}
+
+/// By how much one figure is away from the other, in thousandths of that.
+fn off(one: &Value, other: &Value) -> u64 {
+    number(one).abs_diff(number(other)) * 1000 / number(other).max(1)
+}
+
+#[test]
+fn a_machine_costs_what_the_nodes_kernel_counts() {
+    let guest = engine() != "host";
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(Pod::new("cost", node.folder()));
+    let busy = "dd if=/dev/urandom of=/dev/shm/blob bs=1M count=32 && touch /full; while :; do :; done";
+    let busy = pod.start(Container::sh("busy", &image, busy));
+    eventually("it has its memory", || (busy.exec("test -e /full").code == 0).then_some(()));
+    let accounts = eventually("ten seconds of work were counted", || {
+        let accounts = pod.inspect()["accounts"].take();
+        (number(&accounts["node"]["cpuNanos"]) > 10_000_000_000).then_some(accounts)
+    });
+    let (machine, counted) = (&accounts["machine"], &accounts["node"]);
+    for figure in ["cpuNanos", "anonymousBytes"] {
+        assert!(off(&machine[figure], &counted[figure]) <= 20, "{figure} is more than 2 % away: {accounts}");
+    }
+    assert!(number(&counted["memoryBytes"]) >= number(&counted["anonymousBytes"]), "{accounts}");
+    let parts = number(&machine["guestBytes"]) + number(&machine["processBytes"]);
+    assert_eq!(parts, number(&machine["memoryBytes"]), "{accounts}");
+    assert!(number(&accounts["containers"]["memoryBytes"]) >= 32 << 20, "{accounts}");
+    if guest {
+        assert!(number(&machine["guestBytes"]) >= 32 << 20, "{accounts}");
+        let system = number(&accounts["system"]["memoryBytes"]);
+        assert!(system > 1 << 20 && system < number(&machine["guestBytes"]), "{accounts}");
+    } else {
+        assert!(accounts["system"].is_null() && number(&machine["guestBytes"]) < 32 << 20, "{accounts}");
+    }
+    pod.remove();
+
+    let mut check = node.netns.command(part("NACELLE_BIN"));
+    check.args(["check", "--overhead", "--config"]).arg(node.folder().join("config.toml"));
+    let said = run::run(&mut check).ok();
+    assert_eq!(guest, said.contains("kind: RuntimeClass"), "{said}");
+    assert_eq!(guest, said.contains("overhead: {podFixed: {memory: "), "{said}");
+    assert_eq!(node.crictl.json(["pods", "-o", "json"])["items"].as_array().map(Vec::len), Some(0));
+}
+
+#[test]
+fn a_machine_that_the_nodes_kernel_kills_says_so() {
+    if engine() == "host" {
+        println!("skipped: without a guest there is no machine");
+        return;
+    }
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(Pod::new("killed", node.folder()));
+    let hungry = pod.start(Container::sh("hungry", &image, "sleep 6000"));
+    let limit = |group: &Path, now: &str, most: &str| -> Option<()> {
+        let used: u64 = fs::read_to_string(group.join(now)).ok()?.trim().parse().ok()?;
+        fs::write(group.join(most), (used + (4 << 20)).to_string()).ok()
+    };
+    let files = [("memory.current", "memory.max"), ("memory.usage_in_bytes", "memory.limit_in_bytes")];
+    let groups = cgroups(node.folder());
+    let limited = groups.iter().flat_map(|group| files.iter().filter_map(|(now, most)| limit(group, now, most)));
+    assert_eq!(limited.count(), 1, "the pod has one group that counts memory: {groups:?}");
+    // Its answer may be lost with the machine.
+    let _ = hungry.exec("head -c 48M /dev/urandom >/dev/shm/blob");
+    let ended = eventually("its end is known", || {
+        let mut known = node.crictl.json(["inspect", "-o", "json", &hungry.id]);
+        (known["status"]["state"] == "CONTAINER_EXITED").then(|| known["status"].take())
+    });
+    assert_eq!((&ended["reason"], &ended["exitCode"]), (&json!("OOMKilled"), &json!(137)), "{ended}");
+    let message = ended["message"].as_str().unwrap_or_default();
+    assert!(message.starts_with("the node's kernel killed the machine"), "{ended}");
     pod.remove();
 }

@@ -175,7 +175,10 @@ fn what_is_wrong_is_refused_with_its_code_and_changes_nothing() {
         };
         let error = run("nonsense", |_| ()).await.unwrap_err();
         assert_eq!(error.code(), Code::InvalidArgument);
-        assert!(error.message().contains("nonsense") && error.message().contains("huge, other, shaped, small"), "{error}");
+        assert!(
+            error.message().contains("nonsense") && error.message().contains("huge, other, shaped, small"),
+            "{error}"
+        );
         let unknown = |c: &mut cri::PodSandboxConfig| drop(c.annotations.insert("vm.nacelle.dev/x".into(), "1".into()));
         let error = run("", unknown).await.unwrap_err();
         assert_eq!(error.code(), Code::InvalidArgument);

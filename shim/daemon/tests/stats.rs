@@ -25,6 +25,7 @@ fn figures(ids: &[&str]) -> proto::StatsResponse {
         containers: ids.iter().map(container).collect(),
         interfaces: vec![interface("eth0"), interface("br0")],
         scratch: None,
+        used_bytes: None,
     }
 }
 

@@ -61,6 +61,69 @@ fn memory_limit_below(root: &Path, group: &Path) -> Option<u64> {
     least
 }
 
+/// What a group has used, as the node's kernel counts it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Processor time, in nanoseconds.
+    pub cpu_nanos: u64,
+    /// All memory that is charged to it, in bytes, with the pages of files that it was the first to read or write.
+    pub memory_bytes: u64,
+    /// Of that what belongs to no file: memory of processes, also what they share, of machines therefore.
+    pub anonymous_bytes: u64,
+    /// The most that it ever had; none before Linux 5.19, in cgroup v2.
+    pub peak_bytes: Option<u64>,
+}
+
+/// What the group of a process has used, by the text of its /proc/PID/cgroup; none without the controllers that count it.
+pub fn usage(groups: &str) -> Option<Usage> {
+    usage_below(Path::new(ROOT), groups)
+}
+
+fn usage_below(root: &Path, groups: &str) -> Option<Usage> {
+    // Of cgroup v1 a process may be in another group in each tree; in v2's only tree no controller is named.
+    let with = |controller: &str, file: &str| {
+        let mut lines = groups.lines().map(|line| line.splitn(3, ':').skip(1));
+        let group = lines.find_map(|mut line| {
+            let (controllers, group) = (line.next()?, line.next()?);
+            let named = if is_v2(root) { "" } else { controller };
+            controllers.split(',').any(|one| one == named).then_some(group)
+        })?;
+        folders_below(root, Path::new(group)).into_iter().find(|folder| folder.join(file).exists())
+    };
+    let number = |folder: &Path, file: &str| fs::read_to_string(folder.join(file)).ok()?.trim().parse::<u64>().ok();
+    let lines = |folder: &Path, file: &str, names: &[&str]| {
+        let text = fs::read_to_string(folder.join(file)).ok()?;
+        let of =
+            |name: &&str| text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse::<u64>().ok());
+        names.iter().map(of).try_fold(0_u64, |sum, one| Some(sum.saturating_add(one?)))
+    };
+    let group = |current: &str, peak: &str, anonymous: &[&str]| {
+        let folder = with("memory", current)?;
+        let memory_bytes = number(&folder, current)?;
+        Some((memory_bytes, lines(&folder, "memory.stat", anonymous)?, number(&folder, peak)))
+    };
+    let (memory_bytes, anonymous_bytes, peak_bytes) = group("memory.current", "memory.peak", &["anon", "shmem"])
+        .or_else(|| group("memory.usage_in_bytes", "memory.max_usage_in_bytes", &["rss", "shmem"]))?;
+    let micros = || lines(&with("cpu", "cpu.stat")?, "cpu.stat", &["usage_usec"])?.checked_mul(1000);
+    let cpu_nanos = micros().or_else(|| number(&with("cpuacct", "cpuacct.usage")?, "cpuacct.usage"))?;
+    Some(Usage { cpu_nanos, memory_bytes, anonymous_bytes, peak_bytes })
+}
+
+/// How many processes of a group the node's kernel has killed because memory ran out, the group's or all of the node's; groups
+/// below it do not count.
+pub fn oom_kills(group: &Path) -> u64 {
+    oom_kills_below(Path::new(ROOT), group)
+}
+
+fn oom_kills_below(root: &Path, group: &Path) -> u64 {
+    let of = |folder: &PathBuf| {
+        let files = ["memory.events.local", "memory.oom_control"].map(|file| fs::read_to_string(folder.join(file)));
+        let text = files.into_iter().find_map(Result::ok)?;
+        text.lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse::<u64>().ok())
+    };
+    folders_below(root, group).iter().find_map(of).unwrap_or(0)
+}
+
 /// Makes the group where it is missing, and moves the calling process into it. Goes on after a failure, and returns
 /// the first one.
 pub fn join(group: &Path) -> Result<(), FileError> {
@@ -193,5 +256,67 @@ mod tests {
     fn what_is_not_there_is_removed_already() {
         let group = format!("nacelle/test-{}", std::process::id());
         remove(Path::new(&group)).unwrap();
+    }
+
+    #[test]
+    fn what_a_group_has_used_is_in_its_files() {
+        let write = |root: &Path, files: &[(&str, &str)]| {
+            for (file, text) in files {
+                let path = root.join(file);
+                fs::create_dir_all(path.parent().unwrap()).unwrap();
+                fs::write(path, text).unwrap();
+            }
+        };
+        let root = tempfile::tempdir().unwrap();
+        write(
+            root.path(),
+            &[
+                ("cgroup.controllers", "memory"),
+                ("a/b/memory.current", "100\n"),
+                ("a/b/memory.stat", "anon 30\nanon_thp 5\nfile 60\nshmem 40\n"),
+                ("a/b/cpu.stat", "usage_usec 7\nuser_usec 5\n"),
+                ("a/memory.current", "1\n"),
+            ],
+        );
+        let expected = Usage { cpu_nanos: 7000, memory_bytes: 100, anonymous_bytes: 70, peak_bytes: None };
+        assert_eq!(usage_below(root.path(), "0::/a/b\n"), Some(expected));
+        write(root.path(), &[("a/b/memory.peak", "120\n")]);
+        assert_eq!(usage_below(root.path(), "0::/a/b\n"), Some(Usage { peak_bytes: Some(120), ..expected }));
+        for gone in ["0::/a\n", "0::/../a/b\n", "0::/a/c\n", "", "x"] {
+            assert_eq!(usage_below(root.path(), gone), None, "{gone:?}");
+        }
+        let v1 = tempfile::tempdir().unwrap();
+        write(
+            v1.path(),
+            &[
+                ("memory/cgroup.procs", ""),
+                ("cpu,cpuacct/cgroup.procs", ""),
+                ("memory/m/memory.usage_in_bytes", "100\n"),
+                ("memory/m/memory.max_usage_in_bytes", "120\n"),
+                ("memory/m/memory.stat", "cache 60\nrss 30\nrss_huge 0\nshmem 40\n"),
+                ("cpu,cpuacct/c/cpuacct.usage", "7000\n"),
+            ],
+        );
+        let groups = "9:pids:/p\n8:memory:/m\n4:cpu,cpuacct:/c\n0::/\n";
+        write(v1.path(), &[("memory/p/memory.usage_in_bytes", "1\n")]);
+        assert_eq!(usage_below(v1.path(), groups), Some(Usage { peak_bytes: Some(120), ..expected }));
+    }
+
+    #[test]
+    fn what_the_kernel_killed_is_counted() {
+        let root = tempfile::tempdir().unwrap();
+        let kills = |group: &str| oom_kills_below(root.path(), Path::new(group));
+        for (group, text) in [("a", "low 0\noom 5\noom_kill 2\noom_group_kill 7\n"), ("b", "oom_kill x\n"), ("c", "")] {
+            fs::create_dir_all(root.path().join(group)).unwrap();
+            fs::write(root.path().join(group).join("memory.events.local"), text).unwrap();
+        }
+        fs::write(root.path().join("cgroup.controllers"), "memory").unwrap();
+        assert_eq!(["a", "b", "c", "d", "../a"].map(kills), [2, 0, 0, 0, 0]);
+        let v1 = tempfile::tempdir().unwrap();
+        fs::create_dir_all(v1.path().join("memory/a")).unwrap();
+        fs::write(v1.path().join("memory/cgroup.procs"), "").unwrap();
+        fs::write(v1.path().join("memory/a/memory.oom_control"), "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")
+            .unwrap();
+        assert_eq!(oom_kills_below(v1.path(), Path::new("a")), 1);
     }
 }

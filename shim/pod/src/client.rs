@@ -315,10 +315,12 @@ pub async fn clean_up(dir: &Path) -> Result<Option<PodRecord>, ClientError> {
         sys::pidfd_send(&pidfd, libc::SIGKILL).map_err(failed("kill"))?;
         ended(pidfd).await?.map_err(failed("wait for"))?;
     }
+    let mut killed = false;
     // It has a name only until the machine has it open; without a specification no process came so far.
     if let Ok(spec) = PodSpec::read(dir) {
         let scratch = spec.scratch_file();
         let folder = !spec.engine.has_disks();
+        killed = out_of_memory(dir).await;
         if let Some(group) = spec.jail.and_then(|jail| jail.cgroup) {
             // The machine's process may still be dying.
             let removed = tokio::task::spawn_blocking(move || nacelle_jail::cgroup::remove(&group)).await;
@@ -339,10 +341,21 @@ pub async fn clean_up(dir: &Path) -> Result<Option<PodRecord>, ClientError> {
     let Some(mut last) = record::read(dir)? else { return Ok(None) };
     let before = last.clone();
     last.lose(&why(end).await, crate::now_nanos());
+    if killed && last != before {
+        last.blame_memory();
+    }
     if last != before {
         last.write(dir)?;
     }
     Ok(Some(last))
+}
+
+/// Whether the node's kernel has killed a process of the pod that was served from this folder because memory ran out.
+pub async fn out_of_memory(dir: &Path) -> bool {
+    let group = PodSpec::read(dir).ok().and_then(|spec| spec.jail?.cgroup);
+    let Some(group) = group else { return false };
+    let kills = tokio::task::spawn_blocking(move || nacelle_jail::cgroup::oom_kills(&group)).await;
+    kills.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic())) > 0
 }
 
 /// Waits until a process has ended: its handle becomes readable.

@@ -19,6 +19,7 @@ pub fn statistics(data: &[u8]) {
     let containers = BTreeSet::from(["a", "b"].map(str::to_owned));
     let bounds = Bounds { memory: MEMORY, disk: DISK, containers: containers.clone(), interface: Some("eth0") };
     let checked = check(answer, bounds);
+    assert!(checked.used_bytes.is_none_or(|used| used <= MEMORY));
     once(checked.containers.iter().map(|container| &container.id), 2);
     once(checked.interfaces.iter().map(|interface| &interface.name), 64);
     for container in &checked.containers {

@@ -36,7 +36,7 @@ mod teardown;
 
 pub use error::PodError;
 pub use machine::{CONSOLE_FILE, tap_name};
-pub use nacelle_jail::cgroup::memory_limit;
+pub use nacelle_jail::cgroup::{Usage as GroupUsage, memory_limit, usage as group_usage};
 
 use nacelle_base::Chain;
 use nacelle_engine::Engine;

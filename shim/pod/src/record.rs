@@ -12,6 +12,11 @@ pub const FILE: &str = "state.json";
 
 /// The exit code of a container whose end nobody saw.
 pub const LOST: u32 = 255;
+/// The exit code of what the kernel killed: 128 and SIGKILL.
+pub const KILLED: u32 = 137;
+/// Why a machine is gone that the node's kernel killed.
+pub const OUT_OF_MEMORY: &str =
+    "the node's kernel killed the machine: the memory of its control group, or of the node, ran out";
 
 /// The pod as it last was.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -161,6 +166,12 @@ impl PodRecord {
         self.lose_containers(why, now);
     }
 
+    /// As [`blame_memory`].
+    pub(crate) fn blame_memory(&mut self) {
+        let containers = self.containers.iter_mut();
+        blame(&mut self.failure, containers.map(|c| (&mut c.exit_code, &mut c.oom_killed, &mut c.message)));
+    }
+
     /// The containers' part of [`PodRecord::lose`].
     pub fn lose_containers(&mut self, why: &str, now: i64) {
         for container in self.containers.iter_mut().filter(|c| c.phase != ContainerPhase::Exited) {
@@ -169,6 +180,23 @@ impl PodRecord {
             container.finished_at = now;
             container.message = why.to_owned();
         }
+    }
+}
+
+/// The machine that is gone was killed by the node's kernel for memory, and with it the containers that were lost.
+pub fn blame_memory(state: &mut proto::PodState) {
+    let containers = state.containers.iter_mut();
+    blame(&mut state.failure, containers.map(|c| (&mut c.exit_code, &mut c.oom_killed, &mut c.message)));
+}
+
+fn blame<'a>(failure: &mut String, containers: impl Iterator<Item = (&'a mut u32, &'a mut bool, &'a mut String)>) {
+    *failure = match failure.as_str() {
+        "" => OUT_OF_MEMORY.to_owned(),
+        known => format!("{OUT_OF_MEMORY} ({known})"),
+    };
+    for (exit_code, oom_killed, message) in containers.filter(|(exit_code, ..)| **exit_code == LOST) {
+        (*exit_code, *oom_killed) = (KILLED, true);
+        OUT_OF_MEMORY.clone_into(message);
     }
 }
 
@@ -267,5 +295,19 @@ mod tests {
         let before = record.clone();
         record.lose("again", 10);
         assert_eq!(record, before);
+    }
+
+    #[test]
+    fn what_the_nodes_kernel_killed_says_so() {
+        let mut record = sample();
+        record.lose("the pod process died of signal 9", 9);
+        let mut state = proto::PodState::from(&record);
+        record.blame_memory();
+        blame_memory(&mut state);
+        assert_eq!(proto::PodState::from(&record), state);
+        assert_eq!(record.failure, format!("{OUT_OF_MEMORY} (the pod process died of signal 9)"));
+        let [seen, lost] = &record.containers[..] else { panic!("{record:?}") };
+        assert_eq!((seen.exit_code, seen.oom_killed, seen.message.as_str()), (0, false, ""));
+        assert_eq!((lost.exit_code, lost.oom_killed, lost.message.as_str()), (KILLED, true, OUT_OF_MEMORY));
     }
 }

@@ -19,7 +19,7 @@ const WHOLE: u32 = 10_000;
 
 /// What is true of the machine, whatever its guest says.
 pub struct Bounds<'a> {
-    /// Bytes of the machine's memory.
+    /// Bytes of the machine's memory; without a machine u64::MAX.
     pub memory: u64,
     /// Bytes of the disk with the writable layers.
     pub disk: u64,
@@ -57,6 +57,10 @@ pub fn check(answer: agent::StatsResponse, mut bounds: Bounds) -> pod::StatsResp
             inodes: count(found.inodes),
             free_inodes: count(found.free_inodes),
         }),
+        used_bytes: answer
+            .free_bytes
+            .filter(|_| bounds.memory < u64::MAX)
+            .map(|free| bounds.memory.saturating_sub(free)),
     }
 }
 
@@ -247,6 +251,8 @@ mod tests {
             containers: vec![container],
             interfaces: vec![interface],
             scratch: Some(agent::FileSystem { device: "/dev/vdb".into(), bytes: 1, inodes: 2, free_inodes: 3 }),
+            // Half of the memory; so the other half is used.
+            free_bytes: Some(1 << 26),
         };
         // The two messages have the same fields, by number.
         assert_eq!(check(answer.clone(), bounds()).encode_to_vec(), answer.encode_to_vec());
@@ -281,6 +287,7 @@ mod tests {
             containers: ["a", "a", "unknown", "b"].map(container).into(),
             interfaces: names.into_iter().map(interface).chain((0..100).map(|n| interface(&format!("v{n}")))).collect(),
             scratch: Some(agent::FileSystem { device: "x".into(), bytes: u64::MAX, ..Default::default() }),
+            free_bytes: Some(u64::MAX),
         };
         let checked = check(answer, bounds());
         assert_eq!(checked.containers.iter().map(|c| c.id.as_str()).collect::<Vec<_>>(), ["a", "b"]);
@@ -296,7 +303,10 @@ mod tests {
         let details = checked.containers[0].details.as_ref().unwrap();
         assert_eq!((details.disks.len(), details.disks[0].reads), (1, i64::MAX.unsigned_abs()));
         assert_eq!(details.hugepages, [pod::HugepageUsage { size: "2MB".into(), bytes: 1 << 27 }]);
-        assert_eq!(checked.scratch.unwrap().bytes, 1 << 29);
+        assert_eq!((checked.scratch.unwrap().bytes, checked.used_bytes), (1 << 29, Some(0)));
+        let none = Bounds { memory: u64::MAX, ..bounds() };
+        let answer = agent::StatsResponse { free_bytes: Some(1), ..Default::default() };
+        assert_eq!(check(answer, none).used_bytes, None, "without a machine");
     }
 
     fn names() -> impl Strategy<Value = String> {
@@ -339,9 +349,10 @@ mod tests {
         let scratch =
             (names(), number()).prop_map(|(device, bytes)| agent::FileSystem { device, bytes, ..Default::default() });
         let lists = (prop::collection::vec(container, 0..4), prop::collection::vec(interface, 0..80));
-        (prop::option::of(usage), lists, prop::option::of(scratch)).prop_map(
-            |(pod, (containers, interfaces), scratch)| agent::StatsResponse { pod, containers, interfaces, scratch },
-        )
+        let rest = (prop::option::of(scratch), prop::option::of(number()));
+        (prop::option::of(usage), lists, rest).prop_map(|(pod, (containers, interfaces), (scratch, free_bytes))| {
+            agent::StatsResponse { pod, containers, interfaces, scratch, free_bytes }
+        })
     }
 
     proptest! {

@@ -1,10 +1,12 @@
 //! Owns: what a machine costs the node: the processor time and the memory of its pod process and of the processes that
-//! one has started, read from /proc (proc(5)).
+//! one has started, read from /proc (proc(5)); how much of that is the guest's memory; and what their control group has counted.
 //! Threads: blocks for some reads of /proc.
 
 use nacelle_pod::identity::Identity;
-use std::fs;
-use std::path::Path;
+use nacelle_pod::{GroupUsage, group_usage};
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
 
 /// Processes of one pod that are looked at.
 const MAX_PROCESSES: usize = 64;
@@ -14,8 +16,63 @@ const MAX_PROCESSES: usize = 64;
 pub struct Cost {
     /// Processor time, in nanoseconds; also that of children that have ended.
     pub cpu_nanos: u64,
-    /// Resident memory, in bytes, with huge pages.
+    /// Resident memory, in bytes, with huge pages. What processes of a pod share counts once: the most that one of them has of it.
     pub memory_bytes: u64,
+    /// Of that what belongs to no file: the guest's memory, and what processes have for themselves.
+    pub anonymous_bytes: u64,
+}
+
+/// The smallest mapping that is taken for a guest's memory: half of that of the smallest machine.
+const LEAST_GUEST: u64 = 32 << 20;
+
+/// What a machine costs, and for what.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Account {
+    /// All of it.
+    pub whole: Cost,
+    /// Of its memory, what the node has given to the guest, in bytes.
+    pub guest_bytes: u64,
+    /// What the node's kernel has counted; none without the controllers for it.
+    pub group: Option<GroupUsage>,
+}
+
+/// The account of this process with its descendants; none if it is gone. Walks through all their mappings.
+pub fn account(process: &Identity) -> Option<Account> {
+    let whole = of(process)?;
+    let guest_bytes =
+        descendants(Path::new("/proc"), process.pid).iter().map(|folder| guest(folder)).max().unwrap_or(0);
+    let groups = fs::read_to_string(format!("/proc/{}/cgroup", process.pid)).ok();
+    Some(Account {
+        whole,
+        guest_bytes: guest_bytes.min(whole.memory_bytes),
+        group: groups.and_then(|groups| group_usage(&groups)),
+    })
+}
+
+/// The resident bytes of mappings that can be a guest's memory, of /proc/PID/smaps: large, of no file, to be written, and not to be run, as
+/// what an emulator translates is.
+fn guest(folder: &Path) -> u64 {
+    let (mut sum, mut large) = (0_u64, false);
+    let Ok(file) = File::open(folder.join("smaps")) else { return 0 };
+    let mut can_be = false;
+    for line in BufReader::new(file).lines().map_while(Result::ok) {
+        let mut words = line.split_whitespace();
+        let (first, second) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
+        let kib = || second.parse::<u64>().unwrap_or(0).saturating_mul(1024);
+        match first.strip_suffix(':') {
+            None => {
+                let name = words.nth(3).unwrap_or_default();
+                can_be = second.starts_with("rw-")
+                    && (name.is_empty()
+                        || ["/memfd:", "/anon_hugepage", "[anon"].iter().any(|start| name.starts_with(start)));
+                large = false;
+            }
+            Some("Size") => large = can_be && kib() >= LEAST_GUEST,
+            Some("Rss" | "Shared_Hugetlb" | "Private_Hugetlb") if large => sum = sum.saturating_add(kib()),
+            Some(_) => {}
+        }
+    }
+    sum
 }
 
 /// The cost of this process with its descendants; none if it is gone.
@@ -26,29 +83,42 @@ pub fn of(process: &Identity) -> Option<Cost> {
 fn below(proc: &Path, pid: i32, started: Option<u64>) -> Option<Cost> {
     let ticks = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK).ok().flatten();
     let nanos = 1_000_000_000 / u64::try_from(ticks.unwrap_or(100)).unwrap_or(100).max(1);
-    let mut sum = Cost::default();
-    let mut pids = vec![pid];
-    let mut at = 0;
-    while let Some(&next) = pids.get(at).filter(|_| at < MAX_PROCESSES) {
-        let folder = proc.join(next.to_string());
+    let (mut sum, mut shared) = (Cost::default(), 0);
+    for (n, folder) in descendants(proc, pid).into_iter().enumerate() {
         let (Ok(stat), Ok(status)) =
             (fs::read_to_string(folder.join("stat")), fs::read_to_string(folder.join("status")))
         else {
             // One that has ended meanwhile; without the first there is nothing.
-            (at > 0).then_some(())?;
-            at += 1;
+            (n > 0).then_some(())?;
             continue;
         };
         let (ticks, start) = times(&stat)?;
-        if at == 0 && started.is_some_and(|started| started != start) {
+        if n == 0 && started.is_some_and(|started| started != start) {
             return None;
         }
         sum.cpu_nanos = sum.cpu_nanos.saturating_add(ticks.saturating_mul(nanos));
-        sum.memory_bytes = sum.memory_bytes.saturating_add(resident(&status));
-        pids.extend(children(&folder));
+        let with_others = kib(&status, "RssShmem");
+        shared = with_others.max(shared);
+        let all = kib(&status, "VmRSS").saturating_add(kib(&status, "HugetlbPages"));
+        sum.memory_bytes = sum.memory_bytes.saturating_add(all.saturating_sub(with_others));
+        sum.anonymous_bytes = sum.anonymous_bytes.saturating_add(kib(&status, "RssAnon"));
+    }
+    sum.memory_bytes = sum.memory_bytes.saturating_add(shared);
+    sum.anonymous_bytes = sum.anonymous_bytes.saturating_add(shared);
+    Some(sum)
+}
+
+/// The folders of a process and of its descendants, the process's own first.
+fn descendants(proc: &Path, pid: i32) -> Vec<PathBuf> {
+    let mut folders = vec![proc.join(pid.to_string())];
+    let mut at = 0;
+    while let Some(folder) = folders.get(at).filter(|_| at < MAX_PROCESSES) {
+        let children = children(folder);
+        folders.extend(children.iter().map(|pid| proc.join(pid.to_string())));
         at += 1;
     }
-    Some(sum)
+    folders.truncate(MAX_PROCESSES);
+    folders
 }
 
 /// Of /proc/PID/stat: the ticks that it and its children that ended have used, and when it started.
@@ -61,13 +131,11 @@ fn times(stat: &str) -> Option<(u64, u64)> {
     Some((ticks, field(22)?))
 }
 
-/// Of /proc/PID/status: the resident bytes.
-fn resident(status: &str) -> u64 {
-    let kib = |name: &str| {
-        let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
-        line.trim().strip_suffix(" kB")?.parse::<u64>().ok()
-    };
-    ["VmRSS", "HugetlbPages"].into_iter().filter_map(kib).fold(0, u64::saturating_add).saturating_mul(1024)
+/// Of /proc/PID/status: the bytes of this name, 0 if they are not said.
+fn kib(status: &str, name: &str) -> u64 {
+    let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+    let kib = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse::<u64>().ok());
+    kib.unwrap_or(0).saturating_mul(1024)
 }
 
 fn children(folder: &Path) -> Vec<i32> {
@@ -86,7 +154,9 @@ mod tests {
         fs::create_dir_all(folder.join("task/9")).unwrap();
         let stat = format!("{pid} (a) b) S 1 1 1 0 -1 0 0 0 0 0 {ticks} 1 0 0 20 0 4 0 777 1000 1 0");
         fs::write(folder.join("stat"), stat).unwrap();
-        fs::write(folder.join("status"), format!("Name:\tx\nVmRSS:\t{kib} kB\nHugetlbPages:\t1 kB\n")).unwrap();
+        let status =
+            format!("Name:\tx\nVmRSS:\t{kib} kB\nRssAnon:\t2 kB\nRssShmem:\t{} kB\nHugetlbPages:\t1 kB\n", kib / 10);
+        fs::write(folder.join("status"), status).unwrap();
         fs::write(folder.join("task/9/children"), children).unwrap();
     }
 
@@ -96,7 +166,8 @@ mod tests {
         process(proc.path(), 5, 10, 100, "6 8 ");
         process(proc.path(), 6, 20, 200, "");
         let cost = below(proc.path(), 5, Some(777)).unwrap();
-        assert_eq!(cost.memory_bytes, 302 << 10);
+        assert_eq!(cost.memory_bytes, (90 + 180 + 20 + 2) << 10, "what they share counts once");
+        assert_eq!(cost.anonymous_bytes, (2 + 2 + 20) << 10);
         assert_eq!(cost.cpu_nanos % 32, 0, "32 ticks");
         assert_eq!(below(proc.path(), 5, Some(778)), None, "another process of this number");
         assert_eq!(below(proc.path(), 8, None), None);
@@ -113,6 +184,34 @@ mod tests {
         for text in ["", ")", "1 (x) S 1 2", "1 (x) S 1 1 1 0 -1 0 0 0 0 0 a 1 0 0 20 0 4 0 777"] {
             assert_eq!(times(text), None, "{text:?}");
         }
-        assert_eq!(resident("VmRSS: x kB\nVmRSS:"), 0);
+        assert_eq!(kib("VmRSS: x kB\nVmRSS:", "VmRSS"), 0);
+    }
+
+    #[test]
+    fn a_guests_memory_is_told_from_the_rest() {
+        let folder = tempfile::tempdir().unwrap();
+        let mapping = |rights: &str, name: &str, size: u64, rss: u64| {
+            let head = format!("7f0000000000-7f0008000000 {rights} 00000000 00:01 7 {name}\n");
+            format!("{head}Size: {size} kB\nRss: {rss} kB\nPss: 1 kB\nPrivate_Hugetlb: 0 kB\n")
+        };
+        let text = [
+            mapping("rw-p", "", 64 << 10, 1),
+            mapping("rw-s", "/memfd:ram (deleted)", 64 << 10, 20),
+            mapping("rw-p", "", 31 << 10, 300),
+            mapping("rwxp", "", 1 << 20, 4000),
+            mapping("r--p", "/usr/lib/x", 1 << 20, 50_000),
+            mapping("rw-p", "[heap]", 64 << 10, 600_000),
+        ];
+        fs::write(folder.path().join("smaps"), text.concat()).unwrap();
+        assert_eq!(guest(folder.path()), 21 << 10);
+        fs::write(folder.path().join("smaps"), [0xff, 0xfe, b'\n']).unwrap();
+        assert_eq!((guest(folder.path()), guest(&folder.path().join("none"))), (0, 0));
+    }
+
+    #[test]
+    fn the_account_of_a_process_adds_up() {
+        let own = Identity::own().unwrap();
+        let account = account(&own).unwrap();
+        assert!(account.whole.memory_bytes >= account.guest_bytes, "{account:?}");
     }
 }

@@ -6,7 +6,7 @@
 mod cost;
 mod rate;
 
-pub use cost::Cost;
+pub use cost::{Account, Cost};
 
 use crate::lifecycle::{LifecycleError, Node, View, ask, now};
 use nacelle_base::{Chain, PodId};
@@ -37,6 +37,8 @@ pub struct Figures {
     pub interfaces: Vec<proto::InterfaceUsage>,
     /// Where the layers of containers lie.
     pub scratch: Option<proto::FileSystem>,
+    /// Of the machine's memory, what the guest does not call free, in bytes.
+    pub guest_used: Option<u64>,
 }
 
 /// The figures of a control group.
@@ -152,7 +154,8 @@ impl Accounting {
             (container.id, figures)
         };
         let containers = said.containers.into_iter().map(container).collect();
-        Ok(Figures { at: now(), pod, containers, interfaces: said.interfaces, scratch: said.scratch })
+        let (interfaces, scratch, guest_used) = (said.interfaces, said.scratch, said.used_bytes);
+        Ok(Figures { at: now(), pod, containers, interfaces, scratch, guest_used })
     }
 
     /// What a pod's machine costs the node, if it has one and can be looked at.
@@ -160,6 +163,13 @@ impl Accounting {
         let (_, client) = self.node.ready(pod.as_str()).ok()?;
         let identity = client.identity().clone();
         tokio::task::spawn_blocking(move || cost::of(&identity)).await.ok().flatten()
+    }
+
+    /// The same, and for what.
+    pub async fn account(&self, pod: &PodId) -> Option<Account> {
+        let (_, client) = self.node.ready(pod.as_str()).ok()?;
+        let identity = client.identity().clone();
+        tokio::task::spawn_blocking(move || cost::account(&identity)).await.ok().flatten()
     }
 }
 

@@ -4,6 +4,7 @@ mod admission;
 mod check;
 mod image;
 mod machines;
+mod overhead;
 mod pods;
 mod serve;
 mod vm;
@@ -32,7 +33,13 @@ enum Command {
     /// Serves CRI on a unix socket.
     Serve(Config),
     /// Says what this node can do, and what is missing.
-    Check(Config),
+    Check {
+        #[command(flatten)]
+        config: Config,
+        /// Measures what a machine of each handler costs beside its containers, with a pod of each by the daemon, and prints RuntimeClasses.
+        #[arg(long)]
+        overhead: bool,
+    },
     /// Works with the images of this node, through the daemon if it runs.
     Image {
         #[command(flatten)]
@@ -85,7 +92,8 @@ pub fn run() -> ExitCode {
             let supervisor = Supervisor::of_environment();
             config.load().and_then(|config| serve::serve(config, supervisor?))
         }
-        Command::Check(config) => config.load().and_then(check::check),
+        Command::Check { config, overhead: false } => config.load().and_then(check::check),
+        Command::Check { config, overhead: true } => config.load().and_then(|config| overhead::run(&config)),
         Command::Image { config, command } => config.load().and_then(|config| image::run(config, command)),
         Command::Pods { config, timeline } => config.load().and_then(|config| pods::run(&config, timeline)),
         Command::Vm { config, command } => vm::run(&config, command),

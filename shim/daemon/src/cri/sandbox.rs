@@ -111,8 +111,8 @@ impl Cri {
 
     /// What a pod uses, and what it costs; a guest that does not answer at once has used nothing that is known.
     async fn accounts(&self, pod: &PodId) -> serde_json::Value {
-        let (figures, cost) = tokio::join!(self.accounting.of(pod, ACCOUNTS_LIMIT), self.accounting.cost(pod));
-        stats::accounts(figures.ok().as_ref(), cost)
+        let (figures, account) = tokio::join!(self.accounting.of(pod, ACCOUNTS_LIMIT), self.accounting.account(pod));
+        stats::accounts(figures.ok().as_ref(), account)
     }
 
     pub(super) async fn on_list_pod_sandbox(

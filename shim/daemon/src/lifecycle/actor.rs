@@ -18,6 +18,7 @@ use crate::store::{Change, ContainerRecord, PodRecord, StoreError};
 use nacelle_base::timeline::Timeline;
 use nacelle_base::{Chain, ContainerId};
 use nacelle_pod::client::{ClientError, PodClient};
+use nacelle_pod::record::{LOST, blame_memory};
 use nacelle_proto::pod as proto;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -435,13 +436,18 @@ impl Actor {
         })));
     }
 
-    async fn report(&mut self, state: proto::PodState) {
+    async fn report(&mut self, mut state: proto::PodState) {
         if self.pod.state != state::Pod::Ready {
             return;
         }
-        self.apply(&state).await;
-        if state.phase() == proto::Phase::Stopped {
-            self.gone(Some(state)).await;
+        // If the pod process is gone, too, this is looked at when what it left is cleared up.
+        let lost = state.phase() == proto::Phase::Stopped || state.containers.iter().any(|one| one.exit_code == LOST);
+        if lost && self.parts.pods.out_of_memory(&self.parts.pod_dir(&self.pod.id)).await {
+            blame_memory(&mut state);
+        }
+        match state.phase() {
+            proto::Phase::Stopped => self.gone(Some(state)).await,
+            _ => self.apply(&state).await,
         }
     }
 

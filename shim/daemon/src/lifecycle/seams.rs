@@ -52,6 +52,11 @@ pub trait Pods: Send + Sync + 'static {
         processors::confine(dir, processors, pinned).await
     }
 
+    /// Whether the node's kernel has killed one of the pod's processes because memory ran out.
+    async fn out_of_memory(&self, dir: &Path) -> bool {
+        client::out_of_memory(dir).await
+    }
+
     /// Ends what is left of the process and returns what it last recorded. Can be said twice.
     async fn clean_up(&self, dir: &Path) -> Result<Option<PodRecord>, ClientError> {
         client::clean_up(dir).await

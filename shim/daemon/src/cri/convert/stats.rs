@@ -1,11 +1,12 @@
 //! Owns: figures → CRI: which figure goes into which field, and which containers and pods a filter lets through.
 
 use super::report::{map, metadata, pod_metadata, selected};
-use crate::accounting::{Cost, Figures, Used};
+use crate::accounting::{Account, Figures, Used};
 use crate::lifecycle::View;
 use crate::lifecycle::state::Container;
 use crate::store::{ContainerRecord, PodRecord};
 use nacelle_proto::{cri, pod as proto};
+use serde_json::json;
 
 /// Whether the filter lets the container through.
 pub fn container_passes(container: &ContainerRecord, filter: Option<&cri::ContainerStatsFilter>) -> bool {
@@ -137,16 +138,37 @@ pub fn pod(view: &View, figures: &Figures, mountpoint: &str) -> cri::PodSandboxS
     }
 }
 
-/// What CRI has no field for: what the containers use in the guest, what the machine costs the node, and what is
-/// between them.
-pub fn accounts(figures: Option<&Figures>, cost: Option<Cost>) -> serde_json::Value {
-    let both = |cpu: i128, memory: i128| serde_json::json!({ "cpuNanos": clamp(cpu), "memoryBytes": clamp(memory) });
+/// What CRI has no field for: what the containers use in the guest, what its kernel and agent use beside them, what the machine costs the
+/// node and for what, what is between them, and what the node's kernel has counted for the pod.
+pub fn accounts(figures: Option<&Figures>, account: Option<Account>) -> serde_json::Value {
+    let both = |cpu: i128, memory: i128| json!({ "cpuNanos": clamp(cpu), "memoryBytes": clamp(memory) });
     let used = figures.and_then(|figures| figures.pod.as_ref()).map(|used| &used.usage);
     let used = used.map(|usage| (i128::from(usage.cpu_nanos), i128::from(usage.memory_bytes)));
-    let cost = cost.map(|cost| (i128::from(cost.cpu_nanos), i128::from(cost.memory_bytes)));
+    let cost = account.map(|account| (i128::from(account.whole.cpu_nanos), i128::from(account.whole.memory_bytes)));
     let difference = used.zip(cost).map(|(used, cost)| both(cost.0 - used.0, cost.1 - used.1));
-    let show = |(cpu, memory)| both(cpu, memory);
-    serde_json::json!({ "containers": used.map(show), "machine": cost.map(show), "difference": difference })
+    let guest = figures.and_then(|figures| figures.guest_used).map(i128::from);
+    let system = used.zip(guest).map(|(used, guest)| json!({ "memoryBytes": clamp((guest - used.1).max(0)) }));
+    let machine = account.map(|account| {
+        let (whole, guest) = (account.whole.memory_bytes, account.guest_bytes);
+        json!({
+            "cpuNanos": value64(account.whole.cpu_nanos), "memoryBytes": value64(whole),
+            "anonymousBytes": value64(account.whole.anonymous_bytes), "guestBytes": value64(guest), "processBytes": value64(whole.saturating_sub(guest)),
+        })
+    });
+    let node = account.and_then(|account| account.group).map(|group| {
+        json!({
+            "cpuNanos": value64(group.cpu_nanos), "memoryBytes": value64(group.memory_bytes),
+            "anonymousBytes": value64(group.anonymous_bytes), "peakBytes": group.peak_bytes.map(value64),
+        })
+    });
+    json!({
+        "containers": used.map(|(cpu, memory)| both(cpu, memory)), "system": system, "machine": machine,
+        "difference": difference, "node": node,
+    })
+}
+
+fn value64(number: u64) -> i64 {
+    clamp(number.into())
 }
 
 fn clamp(number: i128) -> i64 {
@@ -156,8 +178,9 @@ fn clamp(number: i128) -> i64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::accounting::ContainerFigures;
+    use crate::accounting::{ContainerFigures, Cost};
     use crate::store::tests_support::{container as container_record, pod as pod_record};
+    use nacelle_pod::GroupUsage;
 
     fn used() -> Used {
         let stall = proto::Stall { total_nanos: 9, avg10: 1234, avg60: 1, avg300: 10_000 };
@@ -193,6 +216,7 @@ mod tests {
             containers: [(id.to_owned(), container)].into(),
             interfaces: ["eth0", "br0"].map(interface).into(),
             scratch: None,
+            guest_used: Some(1500),
         }
     }
 
@@ -281,10 +305,15 @@ mod tests {
     #[test]
     fn the_difference_may_be_below_zero() {
         let figures = figures("a");
-        let cost = Cost { cpu_nanos: 4_000, memory_bytes: u64::MAX };
-        let accounts = accounts(Some(&figures), Some(cost));
-        assert_eq!(accounts["difference"]["cpuNanos"], -1000);
-        assert_eq!(accounts["machine"]["memoryBytes"], i64::MAX);
-        assert!(super::accounts(None, Some(cost))["difference"].is_null());
+        let group = GroupUsage { cpu_nanos: 5, memory_bytes: 4, anonymous_bytes: 3, peak_bytes: None };
+        let whole = Cost { cpu_nanos: 4_000, memory_bytes: u64::MAX, anonymous_bytes: 2 };
+        let account = Account { whole, guest_bytes: 1 << 20, group: Some(group) };
+        let told = accounts(Some(&figures), Some(account));
+        assert_eq!(told["difference"]["cpuNanos"], -1000);
+        assert_eq!(told["machine"]["memoryBytes"], i64::MAX);
+        assert_eq!((&told["machine"]["guestBytes"], &told["system"]["memoryBytes"]), (&json!(1 << 20), &json!(500)));
+        assert_eq!(told["node"], json!({"cpuNanos": 5, "memoryBytes": 4, "anonymousBytes": 3, "peakBytes": null}));
+        let told = accounts(None, Some(Account { group: None, ..account }));
+        assert!(["difference", "system", "node", "containers"].iter().all(|key| told[key].is_null()), "{told}");
     }
 }

@@ -75,12 +75,13 @@ fn world() -> (View, Figures) {
         containers: [(record.id.to_string(), figures.clone()), (ended.id.to_string(), figures)].into(),
         interfaces: ["eth0", "br0"].map(interface).into(),
         scratch: Some(proto::FileSystem { device: "/dev/vdb".into(), bytes: 1 << 30, inodes: 50, free_inodes: 40 }),
+        guest_used: None,
     };
     (View::new(&pod_record(1), [record, ended].iter(), None), figures)
 }
 
 fn cost() -> Option<Cost> {
-    Some(Cost { cpu_nanos: 9 * NANOS, memory_bytes: 500 })
+    Some(Cost { cpu_nanos: 9 * NANOS, memory_bytes: 500, anonymous_bytes: 400 })
 }
 
 #[test]
