@@ -230,7 +230,7 @@ fn off(one: &Value, other: &Value) -> u64 {
 #[test]
 fn a_machine_costs_what_the_nodes_kernel_counts() {
     if engine() == "kvm" {
-        println!("skipped: in the test node nothing is counted within the time of a test");
+        println!("skipped: in the test node the groups that no kubelet makes have no controllers");
         return;
     }
     let guest = engine() != "host";
@@ -273,7 +273,7 @@ fn a_machine_costs_what_the_nodes_kernel_counts() {
 fn a_machine_that_the_nodes_kernel_kills_says_so() {
     if engine() != "qemu" {
         println!(
-            "skipped: without a guest there is no machine, and in the test node nothing is counted within the time of a test"
+            "skipped: without a guest there is no machine, and in the test node groups that no kubelet makes have no controllers"
         );
         return;
     }
