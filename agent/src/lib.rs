@@ -8,6 +8,7 @@ pub mod image;
 pub mod listener;
 pub mod log;
 pub mod paths;
+pub mod processors;
 pub mod pushed;
 pub mod rpc;
 pub mod serve;

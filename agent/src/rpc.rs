@@ -5,8 +5,8 @@ use nacelle_proto::agent::agent_server::Agent;
 use nacelle_proto::agent::{
     AttachDeviceRequest, AttachImageRequest, BlockDevice, ContainerRef, CreateContainerRequest,
     CreateContainerResponse, DetachDeviceRequest, DetachImageRequest, DropVolumeRequest, Empty, ExecRequest,
-    ImageVolume, ListContainersResponse, PushVolumeRequest, RenewRequest, ResizeRequest, SignalRequest, StatsResponse,
-    UpdateContainerRequest, WaitRequest, WaitResponse,
+    ImageVolume, ListContainersResponse, PushVolumeRequest, RenewRequest, ResizeRequest, SetProcessorsRequest,
+    SignalRequest, StatsResponse, UpdateContainerRequest, WaitRequest, WaitResponse,
 };
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -18,6 +18,7 @@ use crate::boot::apply;
 use crate::container::devices::Device;
 use crate::container::volumes::Volume;
 use crate::container::{CreateOptions, ExecOptions, Pod, PodError};
+use crate::processors::Processors;
 use crate::pushed::{Draft, PushError, Volumes};
 use crate::stats::Asked;
 
@@ -30,6 +31,8 @@ const LONGEST_WAIT: Duration = Duration::from_secs(60);
 pub struct Service {
     /// What it is about.
     pub pod: Arc<Pod>,
+    /// What it runs on.
+    pub processors: Arc<Processors>,
     /// Told when the machine shall end.
     pub end: Arc<Notify>,
     /// The machine's life that it was told of last; empty: the first.
@@ -205,6 +208,11 @@ impl Agent for Service {
     async fn update_container(&self, request: Request<UpdateContainerRequest>) -> Result<Response<Empty>, Status> {
         whole(Arc::clone(&self.pod).update(request.into_inner())).await?;
         Ok(Response::new(Empty {}))
+    }
+
+    async fn set_processors(&self, request: Request<SetProcessorsRequest>) -> Result<Response<Empty>, Status> {
+        let (count, processors) = (request.into_inner().count, Arc::clone(&self.processors));
+        blocking(move || processors.set(count)).await
     }
 
     async fn resize(&self, request: Request<ResizeRequest>) -> Result<Response<Empty>, Status> {

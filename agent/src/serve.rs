@@ -40,7 +40,12 @@ async fn run(ready: Ready) -> io::Result<()> {
     let early = Arc::clone(&pod);
     tokio::task::spawn_blocking(move || early.disks.scratch());
     tokio::spawn(streams::serve(Listener::new(ready.streams)?, Arc::clone(&pod)));
-    let service = Service { pod: Arc::clone(&pod), end: Arc::clone(&end), generation: Mutex::default() };
+    let service = Service {
+        pod: Arc::clone(&pod),
+        processors: Arc::new(ready.processors),
+        end: Arc::clone(&end),
+        generation: Mutex::default(),
+    };
     let (tell, told) = oneshot::channel::<()>();
     let farewell = async move {
         end.notified().await;

@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 use crate::frame::{self, FrameError};
 use crate::image::Disks;
 use crate::listener::Socket;
+use crate::processors::Processors;
 use crate::userns::UserNs;
 use crate::zygote::Zygote;
 
@@ -89,6 +90,8 @@ pub struct Ready {
     pub config: BootConfig,
     /// Where images and what containers write lie.
     pub disks: Disks,
+    /// Those that the containers run on.
+    pub processors: Processors,
     /// The PID namespace is the node's.
     pub node_pid: bool,
     /// The containers' user namespace, if it is not the agent's.
@@ -125,7 +128,7 @@ pub fn boot() -> Result<Ready, BootError> {
     crate::sys::limit_files(65_536, 1 << 19).map_err(|source| BootError::Limit { source })?;
     let disks = Disks::new(config.image_disk, config.scratch_disk, config.volume_disk);
     let (rpc, streams) = (Socket::Vsock(rpc), Socket::Vsock(streams));
-    Ok(Ready { config, disks, node_pid: false, users, rpc, streams, zygote })
+    Ok(Ready { config, disks, processors: Processors::of_machine(), node_pid: false, users, rpc, streams, zygote })
 }
 
 /// Makes the user namespace, if there is one, known by its name.

@@ -29,6 +29,7 @@ use tokio::sync::{OnceCell, watch};
 
 use crate::empty_dirs::{EmptyDirError, EmptyDirs};
 use crate::image::{DiskError, Disks};
+use crate::processors::ProcessorsError;
 use crate::pushed::{PushError, Volumes};
 use crate::stats::Layers;
 use crate::stdio::Stdio;
@@ -76,6 +77,8 @@ pub enum PodError {
     Push(#[from] PushError),
     #[error(transparent)]
     EmptyDir(#[from] EmptyDirError),
+    #[error(transparent)]
+    Processors(#[from] ProcessorsError),
     #[error("cannot use the disk")]
     Disk {
         #[from]
@@ -110,6 +113,7 @@ impl Classify for PodError {
             PodError::Zygote { source, .. } => source.kind(),
             PodError::Io { .. } | PodError::Task { .. } => Kind::Internal,
             PodError::Push(source) => source.kind(),
+            PodError::Processors(source) => source.kind(),
             PodError::EmptyDir(source) => source.kind(),
             PodError::Disk { source } => source.kind(),
         }

@@ -1,7 +1,9 @@
 //! Owns: limits that change while a container runs, as its guest has them.
 
-use nacelle_e2e::node::engine;
+use nacelle_e2e::node::{Options, engine};
 use nacelle_e2e::{Container, Image, Node, Pod, eventually};
+use nacelle_proto::cri;
+use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
 use serde_json::json;
 use std::collections::BTreeSet;
 use std::fs;
@@ -87,5 +89,66 @@ fn processors_of_the_node_are_kept_to() {
     eventually("the machine may run anywhere", || (machine() == all).then_some(()));
     node.crictl.call(["update", "--cpuset-cpus", &first, &other.id]);
     assert_eq!(machine(), BTreeSet::from([first]));
+    pod.remove();
+}
+
+/// kubelet's word of what a pod may have, which crictl cannot say.
+fn resize(node: &Node, pod: &str, cpu_quota: i64) -> Result<(), tonic::Status> {
+    let resources = cri::LinuxContainerResources { cpu_period: 100_000, cpu_quota, ..Default::default() };
+    let pod_sandbox_id = pod.to_owned();
+    let request = cri::UpdatePodSandboxResourcesRequest { pod_sandbox_id, overhead: None, resources: Some(resources) };
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    runtime.block_on(async {
+        RuntimeServiceClient::new(node.channel()).update_pod_sandbox_resources(request).await.map(drop)
+    })
+}
+
+#[test]
+fn a_machine_has_the_processors_that_its_pod_may_use() {
+    if engine() == "host" {
+        println!("skipped: without a machine processors are the node's");
+        return;
+    }
+    let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(nacelle_e2e::part);
+    let extra = format!(
+        "[handlers.grows]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nmemory_mib = 128\nscratch_mib = 512\n\
+         max_vcpus = 3\n",
+        engine()
+    );
+    let mut node = Node::with(Options { extra, ..Options::default() });
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let limits = json!({"resources": {"cpu_period": 100_000, "cpu_quota": 100_000}});
+    let asked = Pod::new("grows", &node.folder().join("logs")).set("linux", limits);
+    let again = Pod(asked.0.clone());
+    let id = {
+        let pod = node.crictl.run_pod_of("grows", asked);
+        let container = pod.start(Container::sh("main", &image, "sleep 1000"));
+        let size = |vcpus: u32| {
+            assert_eq!(container.exec("nproc").ok().trim(), vcpus.to_string());
+            let machine = pod.inspect()["info"]["machine"].clone();
+            assert_eq!((&machine["vcpus"], &machine["max_vcpus"]), (&json!(vcpus), &json!(3)), "{machine}");
+        };
+        size(1);
+        for (quota, vcpus) in [(200_000, 2), (100_000, 1), (250_000, 3), (150_000, 2)] {
+            resize(&node, &pod.id, quota).unwrap();
+            size(vcpus);
+        }
+        // What runs later sees it, too.
+        let later = pod.start(Container::sh("later", &image, "echo it has $(nproc); sleep 1000"));
+        later.says("it has 2");
+        let refused = resize(&node, &pod.id, 300_001).unwrap_err();
+        assert_eq!(refused.code(), tonic::Code::FailedPrecondition);
+        assert!(refused.message().contains("3 CPUs") && refused.message().contains("3001 thousandths"), "{refused}");
+        size(2);
+        pod.id.clone()
+    };
+    node.kill();
+    node.start();
+    let pod = node.crictl.pod(&id, again);
+    eventually("the pod is found", || (pod.inspect()["status"]["state"] == "SANDBOX_READY").then_some(()));
+    assert_eq!(pod.inspect()["info"]["machine"]["vcpus"], 2);
+    resize(&node, &id, 100_000).unwrap();
+    let container = pod.start(Container::sh("last", &image, "sleep 1000"));
+    assert_eq!(container.exec("nproc").ok().trim(), "1");
     pod.remove();
 }

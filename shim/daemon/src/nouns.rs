@@ -238,14 +238,24 @@ impl PodResources {
     }
 }
 
-/// What a pod's machine was made with.
+/// How large a pod's machine is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MachineSize {
-    /// Virtual processors.
+    /// Virtual processors that run.
     pub vcpus: u32,
+    /// Those that it was made with: so many can run; 0: of a record that is older than this field, whose machine keeps those it has.
+    #[serde(default)]
+    pub max_vcpus: u32,
     /// Memory that was meant for containers, in bytes: that of the machine without the handler's share, if the pod came
     /// with a limit, else all of it.
     pub memory: u64,
+}
+
+impl MachineSize {
+    /// As many processors as can run.
+    pub fn bound(&self) -> u32 {
+        self.max_vcpus.max(self.vcpus)
+    }
 }
 
 /// Who a container runs as, as the caller said.

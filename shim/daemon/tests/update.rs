@@ -257,7 +257,7 @@ fn what_a_pod_may_have_is_recorded_if_its_machine_holds_it() {
     let pod = world.run(async {
         let pod = daemon.run_pod("a").await.unwrap();
         let machine = said(&mut daemon, &pod).await["machine"].clone();
-        let (memory, vcpus) = (machine["memory"].as_i64().unwrap(), machine["vcpus"].as_i64().unwrap());
+        let (memory, vcpus) = (machine["memory"].as_i64().unwrap(), machine["max_vcpus"].as_i64().unwrap());
         assert!(memory > 1 << 20 && vcpus >= 1, "{machine}");
         assert!(said(&mut daemon, &pod).await["resources"].is_null());
         update_pod(&mut daemon, &pod[..12], memory, vcpus * 100_000).await.unwrap();
@@ -288,5 +288,52 @@ fn what_a_pod_may_have_is_recorded_if_its_machine_holds_it() {
         assert!(known["machine"]["memory"].as_i64().unwrap() > 1 << 20);
         daemon.stop_pod(&pod).await.unwrap();
         assert_eq!(update_pod(&mut daemon, &pod, 1, 0).await.unwrap_err().code(), Code::FailedPrecondition);
+    });
+}
+
+#[test]
+fn a_machine_gets_the_processors_that_its_pod_may_use() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    let told = || std::mem::take(&mut *world.pods.only().processors.lock().unwrap());
+    let pod = world.run(async {
+        let pod = daemon.run_pod("a").await.unwrap();
+        let size = async |daemon: &mut Daemon| {
+            let machine = said(daemon, &pod).await["machine"].clone();
+            (machine["vcpus"].as_u64().unwrap(), machine["max_vcpus"].as_u64().unwrap())
+        };
+        assert_eq!(size(&mut daemon).await, (1, 4));
+        for (quota, vcpus) in [(250_000, 3), (400_000, 4), (50_000, 1), (200_000, 2)] {
+            update_pod(&mut daemon, &pod, 0, quota).await.unwrap();
+            assert_eq!((told(), size(&mut daemon).await), (vec![vcpus], (vcpus.into(), 4)));
+        }
+        // Beyond the bound, and what the guest refuses, changes nothing.
+        let before = said(&mut daemon, &pod).await["resources"].clone();
+        let error = update_pod(&mut daemon, &pod, 0, 400_001).await.unwrap_err();
+        assert!(error.code() == Code::FailedPrecondition && error.message().contains("4 CPUs"), "{error}");
+        assert!(told().is_empty());
+        world.script.conflict("processors", 1);
+        let error = update_pod(&mut daemon, &pod, 0, 300_000).await.unwrap_err();
+        assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
+        assert_eq!((said(&mut daemon, &pod).await["resources"].clone(), size(&mut daemon).await), (before, (2, 4)));
+        // Several at once are taken one after the other.
+        let mut other = Daemon { runtime: None, cri: daemon.cri.clone(), images: daemon.images.clone() };
+        let (one, two) =
+            tokio::join!(update_pod(&mut daemon, &pod, 0, 300_000), update_pod(&mut other, &pod, 0, 400_000),);
+        one.and(two).unwrap();
+        let last = told();
+        assert_eq!(last.len(), 2);
+        assert_eq!(size(&mut daemon).await.0, u64::from(last[1]));
+        update_pod(&mut daemon, &pod, 0, 300_000).await.unwrap();
+        pod
+    });
+    daemon.kill();
+    let mut daemon = world.daemon();
+    world.run(async {
+        assert_eq!(said(&mut daemon, &pod).await["machine"]["vcpus"], 3);
+        told();
+        // What a daemon believes is said again: the answer to the last one may have been lost.
+        update_pod(&mut daemon, &pod, 0, 300_000).await.unwrap();
+        assert_eq!(told(), [3]);
     });
 }

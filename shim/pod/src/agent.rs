@@ -187,6 +187,12 @@ impl Agent {
         self.call("change the limits", self.limit, self.rpc.clone().update_container(request)).await.map(drop)
     }
 
+    /// Has so many of the machine's processors run.
+    pub async fn set_processors(&self, count: u32) -> Result<(), PodError> {
+        let request = proto::SetProcessorsRequest { count };
+        self.call("have so many processors run", self.limit, self.rpc.clone().set_processors(request)).await.map(drop)
+    }
+
     /// Changes the size of a terminal.
     pub async fn resize(&self, request: proto::ResizeRequest) -> Result<(), PodError> {
         self.call("size the terminal", self.limit, self.rpc.clone().resize(request)).await.map(drop)

@@ -464,6 +464,12 @@ impl PodClient {
         Ok(())
     }
 
+    /// Has so many of the machine's processors run.
+    pub async fn set_processors(&self, count: u32) -> Result<(), ClientError> {
+        self.rpc.clone().set_processors(proto::SetProcessorsRequest { count }).await?;
+        Ok(())
+    }
+
     /// Changes the size of a terminal.
     pub async fn resize(&self, request: proto::ResizeRequest) -> Result<(), ClientError> {
         self.rpc.clone().resize(request).await?;

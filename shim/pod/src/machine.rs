@@ -145,7 +145,7 @@ pub async fn assemble(
     let guest = spec.engine.has_machine();
     let machine = MachineSpec {
         // Without a guest processors and memory are the node's.
-        vcpus: if guest { u8::try_from(spec.vcpus).unwrap_or(u8::MAX) } else { 1 },
+        vcpus: if guest { u8::try_from(spec.max_vcpus()).unwrap_or(u8::MAX) } else { 1 },
         topology: if guest { spec.topology } else { None },
         cpu_model: if guest { spec.cpu_model.clone() } else { None },
         memory_mib: if guest { spec.memory_mib } else { MIN_MEMORY_MIB },
@@ -153,7 +153,7 @@ pub async fn assemble(
         console: if guest { spec.console } else { ConsoleKind::default() },
         kernel: spec.kernel.clone(),
         initrd: spec.initrd.clone(),
-        cmdline: spec.kernel_args.clone(),
+        cmdline: kernel_args(spec),
         disks: if spec.engine.has_disks() {
             vec![
                 DiskSpec::Growing { serial: "images".into() },
@@ -185,6 +185,12 @@ pub async fn assemble(
         }
     };
     Ok(Assembled { machine, gone, incoming, undo, timeline })
+}
+
+/// The words that the kernel is told: the last counts, and a machine with a reserve begins without it.
+fn kernel_args(spec: &PodSpec) -> Vec<String> {
+    let first = (spec.max_vcpus() > spec.vcpus).then(|| format!("maxcpus={}", spec.vcpus));
+    spec.kernel_args.iter().cloned().chain(first).collect()
 }
 
 /// A tap, and for a machine with a system of its own what that asks of DHCP servers.
@@ -259,4 +265,20 @@ pub async fn stop(machine: Arc<dyn Machine>, how: Stop) -> Result<MachineExit, P
 /// The slot of a machine, by its number.
 pub fn disk(machine: &Arc<dyn Machine>, number: usize) -> Option<Slot> {
     machine.disks().get(number).cloned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::spec::tests::sample;
+
+    #[test]
+    fn a_reserve_of_processors_waits() {
+        let words = |vcpus, reserved_vcpus| {
+            kernel_args(&PodSpec { vcpus, reserved_vcpus, kernel_args: vec!["debug".into()], ..sample() })
+        };
+        assert_eq!(words(2, None), ["debug"]);
+        assert_eq!(words(2, Some(2)), ["debug"]);
+        assert_eq!(words(2, Some(4)), ["debug", "maxcpus=2"]);
+    }
 }

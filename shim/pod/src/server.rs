@@ -127,6 +127,22 @@ impl Pod for Server {
         Ok(Response::new(proto::Empty {}))
     }
 
+    async fn set_processors(
+        &self,
+        request: Request<proto::SetProcessorsRequest>,
+    ) -> Result<Response<proto::Empty>, Status> {
+        let count = request.into_inner().count;
+        let most = self.spec.max_vcpus();
+        if !(1..=most).contains(&count) {
+            let rule = "1 to as many as the machine was made with are allowed";
+            let wrong = PodError::Field { field: "count", value: format!("{count} of {most}"), rule };
+            return Err(crate::codes::status(&wrong));
+        }
+        let agent = self.ask(Ask::Agent).await?.into_inner();
+        agent.set_processors(count).await.map_err(|error| crate::codes::status(&error))?;
+        Ok(Response::new(proto::Empty {}))
+    }
+
     async fn resize(&self, request: Request<proto::ResizeRequest>) -> Result<Response<proto::Empty>, Status> {
         let proto::ResizeRequest { id, exec_id, columns, rows } = request.into_inner();
         let Live { agent, .. } = self.ask(|reply| Ask::Running(id.clone(), reply)).await?.into_inner();

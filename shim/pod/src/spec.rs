@@ -29,8 +29,11 @@ pub struct PodSpec {
     pub id: PodId,
     /// Who gives it its kernel.
     pub engine: EngineSpec,
-    /// Number of virtual processors, 1 or more.
+    /// Number of virtual processors that run from the start, 1 or more.
     pub vcpus: u32,
+    /// How many the machine is made with, if that is more: the others wait until they are asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reserved_vcpus: Option<u32>,
     /// How they are arranged; none: as cores of one socket.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub topology: Option<Topology>,
@@ -288,6 +291,14 @@ pub enum SpecError {
         /// The file's.
         got: u32,
     },
+    /// Fewer processors than run from the start.
+    #[error("reserved_vcpus is {got}; vcpus is {vcpus}, and is among them")]
+    TooFewReserved {
+        /// As asked.
+        got: u32,
+        /// That run from the start.
+        vcpus: u32,
+    },
     /// No processor.
     #[error("vcpus is 0; a machine needs at least one")]
     NoVcpus,
@@ -323,6 +334,11 @@ impl Classify for SpecError {
 }
 
 impl PodSpec {
+    /// How many virtual processors the machine is made with.
+    pub fn max_vcpus(&self) -> u32 {
+        self.reserved_vcpus.unwrap_or(self.vcpus)
+    }
+
     /// The scratch disk of this pod while it has a name: from its making until the machine has it open. Where a machine has
     /// no such disk: a folder, as long as there is the pod.
     pub fn scratch_file(&self) -> PathBuf {
@@ -358,6 +374,9 @@ impl PodSpec {
         if self.vcpus == 0 {
             return Err(SpecError::NoVcpus);
         }
+        if let Some(got) = self.reserved_vcpus.filter(|count| *count < self.vcpus) {
+            return Err(SpecError::TooFewReserved { got, vcpus: self.vcpus });
+        }
         if self.memory_mib < MIN_MEMORY_MIB {
             return Err(SpecError::TooLittleMemory { got: self.memory_mib });
         }
@@ -390,6 +409,7 @@ pub(crate) mod tests {
             id: PodId::from_bytes([1; 32]),
             engine: EngineSpec::Qemu { binary: "/usr/bin/qemu-system-x86_64".into(), accelerator: Accelerator::Tcg },
             vcpus: 1,
+            reserved_vcpus: Some(1),
             topology: Some(Topology::flat(1)),
             cpu_model: Some(CpuModel {
                 name: Some("max".into()),
@@ -461,8 +481,9 @@ pub(crate) mod tests {
 
     #[test]
     fn each_rule_is_checked() {
-        let broken: [fn(&mut PodSpec); 6] = [
+        let broken: [fn(&mut PodSpec); 7] = [
             |spec| spec.vcpus = 0,
+            |spec| spec.vcpus = 2,
             |spec| spec.memory_mib = MIN_MEMORY_MIB - 1,
             |spec| spec.scratch.size_mib = 1,
             |spec| spec.kernel = "vmlinux".into(),

@@ -73,6 +73,11 @@ async fn every_verb_can_be_said_twice() {
         oom_score_adj: None,
         processors: vec![],
     };
+    client.set_processors(4).await.unwrap();
+    assert_eq!(kind(client.set_processors(3).await), Kind::Conflict);
+    for count in [0, 5, u32::MAX] {
+        assert_eq!(kind(client.set_processors(count).await), Kind::Invalid);
+    }
     client.update_container(update("a", "cpu.max")).await.unwrap();
     assert_eq!(kind(client.update_container(update("none", "cpu.max")).await), Kind::NotFound);
     let refused = client.update_container(update("a", "refuse.me")).await.unwrap_err();

@@ -2,14 +2,13 @@
 
 use super::Config;
 use crate::nouns::{MAX_EMPTY_DIR, MIN_EMPTY_DIR};
+use nacelle_engine::MAX_VCPUS;
 use std::path::Path;
 
 /// The smallest machine that boots the guest.
 const MIN_MEMORY_MIB: u64 = 64;
 /// What one machine may ask for, far above any node: a typing error shall not start a machine.
 const MAX_MEMORY_MIB: u64 = 16 << 20;
-/// The same for vCPUs.
-const MAX_VCPUS: u32 = 288;
 /// A scratch disk must hold an ext4 with a journal.
 const MIN_SCRATCH_MIB: u64 = 64;
 
@@ -116,7 +115,11 @@ pub(super) fn check(config: &Config) -> Result<(), Rule> {
         }
         absolute(key("kernel"), &handler.kernel)?;
         absolute(key("initrd"), &handler.initrd)?;
-        in_range(key("vcpus"), handler.vcpus, 1..=MAX_VCPUS, "1 to 288 are allowed")?;
+        in_range(key("vcpus"), handler.vcpus, 1..=MAX_VCPUS.into(), "1 to 64 are allowed")?;
+        if let Some(max) = handler.max_vcpus {
+            let range = handler.vcpus..=u32::from(MAX_VCPUS);
+            in_range(key("max_vcpus"), max, range, "as many as vcpus, to 64, are allowed")?;
+        }
         in_range(
             key("memory_mib"),
             handler.memory_mib,
@@ -155,6 +158,8 @@ mod tests {
             ("default_handler = \"A\"\n[handlers.A]", "handlers"),
             ("[handlers.nacelle]\nkernel = \"vmlinux\"", "handlers.nacelle.kernel"),
             ("[handlers.nacelle]\nvcpus = 0", "handlers.nacelle.vcpus"),
+            ("[handlers.nacelle]\nmax_vcpus = 65", "handlers.nacelle.max_vcpus"),
+            ("[handlers.nacelle]\nvcpus = 3\nmax_vcpus = 2", "handlers.nacelle.max_vcpus"),
             ("[handlers.nacelle]\nmemory_mib = 63", "handlers.nacelle.memory_mib"),
             ("[handlers.nacelle]\nscratch_mib = 1", "handlers.nacelle.scratch_mib"),
             ("[handlers.nacelle]\nempty_dir_mib = 15", "handlers.nacelle.empty_dir_mib"),

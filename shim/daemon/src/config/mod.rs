@@ -234,6 +234,9 @@ pub struct Handler {
     pub kernel_args: Vec<String>,
     /// Virtual CPUs of a machine.
     pub vcpus: u32,
+    /// Up to how many it may get while it runs; none: it keeps those that it starts with.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_vcpus: Option<u32>,
     /// Memory of a machine in MiB, beside what the pod's limits ask for.
     pub memory_mib: u64,
     /// What lies under that memory on the node: "transparent" or "hugetlb".
@@ -337,6 +340,7 @@ impl Default for Handler {
             initrd: "/usr/lib/nacelle/initrd".into(),
             kernel_args: Vec::new(),
             vcpus: 1,
+            max_vcpus: None,
             memory_mib: 256,
             memory_pages: MemoryPages::Transparent,
             console: ConsoleKind::Serial,
@@ -548,7 +552,9 @@ mod tests {
     #[test]
     fn the_documentation_names_every_key_and_no_other() {
         let mut example = Config::default();
-        example.handlers.insert("NAME".into(), Handler { empty_dir_mib: Some(64), ..Handler::default() });
+        example
+            .handlers
+            .insert("NAME".into(), Handler { max_vcpus: Some(2), empty_dir_mib: Some(64), ..Handler::default() });
         let registry = Registry { ca_file: Some("/ca.pem".into()), ..Registry::default() };
         example.images.registries.insert("HOST".into(), registry);
         example.streaming.tls_cert_file = Some("/cert.pem".into());

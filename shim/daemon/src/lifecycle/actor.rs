@@ -13,7 +13,7 @@ use super::make::Prepared;
 use super::shown::Told;
 use super::state::{self, PodAct, PodAsk};
 use super::{Parts, Table, View, clip};
-use crate::nouns::{ContainerConfig, ImageOf, PodResources, Resources, User};
+use crate::nouns::{ContainerConfig, ImageOf, MachineSize, PodResources, Resources, User};
 use crate::store::{Change, ContainerRecord, PodRecord, StoreError};
 use nacelle_base::timeline::Timeline;
 use nacelle_base::{Chain, ContainerId};
@@ -66,6 +66,7 @@ pub(super) enum Message {
     Stopped(ContainerId, Result<Option<proto::PodState>, LifecycleError>, Answer<()>),
     Removed(ContainerId, Result<(), LifecycleError>),
     Updated(ContainerId, Box<Resources>, Result<(), LifecycleError>),
+    PodUpdated(Box<(PodResources, MachineSize)>, Result<(), LifecycleError>),
 }
 
 /// What is known of a container, and who waits for it.
@@ -119,6 +120,8 @@ pub(super) struct Actor {
     wait_ready: Vec<Answer<()>>,
     wait_stopped: Vec<Answer<()>>,
     wait_removed: Vec<Answer<()>>,
+    /// Changes of what the pod may have, one after the other; the first is under way.
+    updates: VecDeque<(Box<PodResources>, Answer<()>)>,
     /// What events have told.
     told: Told,
     /// How the pod comes up.
@@ -156,6 +159,7 @@ pub(super) fn new(
         wait_ready: Vec::new(),
         wait_stopped: Vec::new(),
         wait_removed: Vec::new(),
+        updates: VecDeque::new(),
         told,
         timeline: Timeline::default(),
         ended: false,
@@ -242,7 +246,8 @@ impl Actor {
             Message::Create { config, image, volumes, answer } => self.create(*config, image, volumes, answer).await,
             Message::Start(id, answer) => self.start(id, answer).await,
             Message::Update(id, change, answer) => self.update(id, change, answer).await,
-            Message::UpdatePod(change, answer) => drop(answer.send(self.update_pod(&change).await)),
+            Message::UpdatePod(change, answer) => self.update_pod(change, answer).await,
+            Message::PodUpdated(next, result) => self.pod_updated(*next, result).await,
             Message::Updated(id, next, result) => self.updated(id, *next, result).await,
             Message::StopContainer(id, grace, answer) => self.stop_container(id, grace, answer).await,
             Message::RemoveContainer(id, answer) => self.remove_container(id, Some(answer)).await,

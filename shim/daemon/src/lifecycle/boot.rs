@@ -3,6 +3,7 @@
 //! Threads: run as tasks of their own; they answer to the pod's actor.
 
 use super::error::{LifecycleError, at};
+use super::size::{self, memory_mib, memory_pages, topology};
 use super::{Parts, clip, kernel};
 use crate::config::{CgroupDriver, Handler};
 use crate::hugepages;
@@ -10,7 +11,7 @@ use crate::multus;
 use crate::nouns::{MachineSize, OwnKernel, PodConfig};
 use crate::store::Left;
 use crate::systemd;
-use nacelle_base::machine::{EngineKind, MemoryPages, Topology};
+use nacelle_base::machine::{EngineKind, MemoryPages};
 use nacelle_base::net::PodNetwork;
 use nacelle_base::timeline::{Step, Timeline};
 use nacelle_base::{Chain, PodId, files};
@@ -50,6 +51,9 @@ pub(super) async fn boot(
     timeline: Timeline,
 ) -> Result<Up, LifecycleError> {
     let dir = parts.pod_dir(&id);
+    if !matches!(parts.engine.spec(handler.engine, &config), EngineSpec::Host { .. }) {
+        size::check(&config, &handler)?;
+    }
     let page = match &config.machine {
         Some(machine) if machine.largest_pages => Some(hugepages::LARGEST_MIB),
         Some(machine) => machine.hugepages.then_some(hugepages::PAGE_MIB),
@@ -65,7 +69,7 @@ pub(super) async fn boot(
             EngineSpec::Qemu { .. } => EngineKind::Qemu,
             _ => EngineKind::Kvm,
         };
-        let brought = kernel::bring(&parts, &dir, own, engine, narrow(memory_mib(&config, &handler)), &cancel);
+        let brought = kernel::bring(&parts, &dir, own, engine, size::narrow(memory_mib(&config, &handler)), &cancel);
         timeline.measure("kernel out of its image", brought).await?;
     }
     let netns = match config.node_namespaces.network {
@@ -138,8 +142,8 @@ pub(super) async fn boot(
     }));
     let machine = match spec.engine {
         // It is the node.
-        EngineSpec::Host { .. } => MachineSize { vcpus: u32::MAX, memory: u64::MAX },
-        _ => size(&config, &handler),
+        EngineSpec::Host { .. } => MachineSize { vcpus: u32::MAX, max_vcpus: u32::MAX, memory: u64::MAX },
+        _ => size::of(&config, &handler),
     };
     Ok(Up { client, ips: attached.ips, kernel_release: clip(&configured.kernel_release), machine })
 }
@@ -171,52 +175,8 @@ pub(super) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send 
     }
 }
 
-/// The memory of the pod's machine: the handler's, and what its containers may have; whole huge pages.
-fn memory_mib(config: &PodConfig, handler: &Handler) -> u64 {
-    if let Some(machine) = &config.machine {
-        return machine.memory_mib;
-    }
-    let limit = config.memory_limit.map_or(0, |bytes| bytes.div_ceil(1 << 20));
-    let shaped = config.shape.as_ref().and_then(|shape| shape.memory_mib);
-    let mib = shaped.unwrap_or(handler.memory_mib.saturating_add(limit));
-    match memory_pages(config, handler) {
-        MemoryPages::Transparent => mib,
-        MemoryPages::Hugetlb => mib.div_ceil(hugepages::PAGE_MIB).saturating_mul(hugepages::PAGE_MIB),
-    }
-}
-
-fn memory_pages(config: &PodConfig, handler: &Handler) -> MemoryPages {
-    config.shape.as_ref().and_then(|shape| shape.memory_pages).unwrap_or(handler.memory_pages)
-}
-
-fn topology(config: &PodConfig) -> Option<Topology> {
-    config.shape.as_ref().and_then(|shape| shape.processors)
-}
-
 fn own_kernel(config: &PodConfig) -> Option<&OwnKernel> {
     config.shape.as_ref().and_then(|shape| shape.kernel.as_ref())
-}
-
-fn vcpus(config: &PodConfig, handler: &Handler) -> u32 {
-    if let Some(machine) = &config.machine {
-        return machine.processors.count();
-    }
-    if let Some(topology) = topology(config) {
-        return topology.count();
-    }
-    let cpus = config.cpu_limit_milli.map_or(0, |milli| milli.div_ceil(1000));
-    handler.vcpus.max(narrow(cpus))
-}
-
-/// What the pod's machine has for its containers.
-fn size(config: &PodConfig, handler: &Handler) -> MachineSize {
-    let own = if config.memory_limit.is_some() && config.machine.is_none() { handler.memory_mib } else { 0 };
-    let memory = memory_mib(config, handler).saturating_sub(own).saturating_mul(1 << 20);
-    MachineSize { vcpus: vcpus(config, handler), memory }
-}
-
-fn narrow(value: u64) -> u32 {
-    u32::try_from(value).unwrap_or(u32::MAX)
 }
 
 fn pod_spec(
@@ -231,10 +191,11 @@ fn pod_spec(
         version: spec::VERSION,
         id: id.clone(),
         engine: parts.engine.spec(handler.engine, config),
-        vcpus: vcpus(config, handler),
+        vcpus: size::vcpus(config, handler),
+        reserved_vcpus: size::reserved(config, handler),
         topology: topology(config),
         cpu_model: config.shape.as_ref().and_then(|shape| shape.cpu_model.clone()),
-        memory_mib: narrow(memory_mib(config, handler)),
+        memory_mib: size::narrow(memory_mib(config, handler)),
         // The memory of a machine pod's machine is none of the pod process's.
         memory_pages: if config.machine.is_some() { MemoryPages::default() } else { memory_pages(config, handler) },
         console: handler.console,

@@ -112,10 +112,20 @@ pub enum LifecycleError {
         /// What is left, and why.
         left: String,
     },
-    /// A machine is as large as it was made.
+    /// No machine is so large.
+    #[error("a machine with {asked} {what}: at most {most} are possible")]
+    TooLarge {
+        /// "vCPUs", "MiB of memory".
+        what: &'static str,
+        /// As limits, handler and annotations ask together.
+        asked: u64,
+        /// The most.
+        most: u64,
+    },
+    /// A machine cannot become so large.
     #[error(
-        "the machine of pod {id} has {has} for its containers, which cannot hold {wanted}: a machine keeps its size; \
-         make the pod anew, or stay within it"
+        "the machine of pod {id} can have {has} for its containers, which cannot hold {wanted}: make the pod anew, or \
+         stay within it"
     )]
     TooSmall {
         /// Which.
@@ -354,6 +364,7 @@ impl Classify for LifecycleError {
             | LifecycleError::TooFewProcessors { .. }
             | LifecycleError::NoDevice { .. }
             | LifecycleError::TooManyDevices { .. }
+            | LifecycleError::TooLarge { .. }
             | LifecycleError::NoPodPid { .. } => Kind::Invalid,
             LifecycleError::MemoryNodes { .. }
             | LifecycleError::NotForMachines { .. }

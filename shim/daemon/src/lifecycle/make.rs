@@ -433,6 +433,11 @@ pub(super) async fn update(
     ask("change the limits of the container", parts.answer_limit(), client.update_container(request)).await
 }
 
+/// Has so many processors of the pod's machine run.
+pub(super) async fn set_processors(parts: Arc<Parts>, client: PodClient, count: u32) -> Result<(), LifecycleError> {
+    ask("change the processors of the pod's machine", parts.answer_limit(), client.set_processors(count)).await
+}
+
 /// Closes its log and opens it again by its name.
 pub(super) async fn reopen(parts: &Parts, client: PodClient, id: &ContainerId) -> Result<(), LifecycleError> {
     ask("open the log again", parts.answer_limit(), client.reopen_log(id.as_str())).await

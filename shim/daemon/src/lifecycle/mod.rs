@@ -18,6 +18,7 @@ mod pushed;
 pub mod recover;
 pub mod seams;
 pub mod shown;
+mod size;
 pub mod state;
 
 pub(crate) use error::at;

@@ -241,7 +241,7 @@ impl World {
         config.paths.socket = self.root.path().join("s.sock");
         config.default_handler = "small".into();
         let allowed_annotations = vec!["vm.nacelle.dev/cpus".into()];
-        let handler = Handler { allowed_annotations, ..Handler::default() };
+        let handler = Handler { allowed_annotations, max_vcpus: Some(4), ..Handler::default() };
         let huge = Handler { memory_pages: MemoryPages::Hugetlb, memory_mib: 16 << 20, ..Handler::default() };
         let names = ["kernel-image", "kernel", "initrd", "cpus", "cpu-pinning"];
         let allowed_annotations = names.map(|name| format!("vm.nacelle.dev/{name}")).into();

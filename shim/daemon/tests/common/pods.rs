@@ -167,6 +167,8 @@ pub struct FakePod {
     pub made: Mutex<Vec<proto::CreateContainerRequest>>,
     /// What it was asked to limit.
     pub updates: Mutex<Vec<proto::UpdateContainerRequest>>,
+    /// How many processors its machine was told to run.
+    pub processors: Mutex<Vec<u32>>,
     pub configured: Mutex<Option<proto::ConfigureRequest>>,
     pub exec: Mutex<Option<Result<proto::ExecSyncResponse, Status>>>,
     /// What it says that its containers use; none: it hangs.
@@ -191,6 +193,7 @@ impl FakePod {
             changes,
             made: Mutex::default(),
             updates: Mutex::default(),
+            processors: Mutex::default(),
             configured: Mutex::default(),
             exec: Mutex::default(),
             stats: Mutex::new(Some(proto::StatsResponse::default())),
@@ -310,6 +313,12 @@ impl proto::pod_server::Pod for Service {
     async fn update_container(&self, request: Request<proto::UpdateContainerRequest>) -> Answer<proto::Empty> {
         self.0.step("update").await?;
         self.0.updates.lock().unwrap().push(request.into_inner());
+        Ok(Response::new(proto::Empty {}))
+    }
+
+    async fn set_processors(&self, request: Request<proto::SetProcessorsRequest>) -> Answer<proto::Empty> {
+        self.0.step("processors").await?;
+        self.0.processors.lock().unwrap().push(request.into_inner().count);
         Ok(Response::new(proto::Empty {}))
     }
 

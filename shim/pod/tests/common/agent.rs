@@ -324,6 +324,13 @@ impl Agent for Service {
         }
     }
 
+    async fn set_processors(&self, request: Request<proto::SetProcessorsRequest>) -> Answer<proto::Empty> {
+        match request.into_inner().count {
+            3 => Err(Status::failed_precondition("processor 2 does not start")),
+            _ => empty(),
+        }
+    }
+
     async fn resize(&self, _: Request<proto::ResizeRequest>) -> Answer<proto::Empty> {
         empty()
     }

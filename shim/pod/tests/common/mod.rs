@@ -26,6 +26,7 @@ pub fn spec(root: &Path) -> PodSpec {
         id: PodId::from_bytes([9; 32]),
         engine: fake(),
         vcpus: 1,
+        reserved_vcpus: Some(4),
         topology: None,
         cpu_model: None,
         memory_mib: 64,

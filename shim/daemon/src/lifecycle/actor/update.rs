@@ -1,17 +1,19 @@
 //! Owns: changing the limits of a container: one change after the other, recorded when the guest has taken it; and those
-//! of the pod, which are recorded if its machine can hold them.
+//! of the pod, which its machine follows as far as it can.
 
 use super::super::error::{LifecycleError, at};
 use super::super::make;
 use super::super::processors;
+use super::super::size;
 use super::super::state::{self, Container};
 use super::{Actor, Answer, Entry, Message};
 use crate::lists::numbers;
 use crate::machine_pod::MachinePod;
-use crate::nouns::{MachineSize, PodResources, Resources, cpu_milli};
+use crate::nouns::{MachineSize, PodResources, Resources};
 use crate::oci;
 use crate::store::Change;
 use nacelle_base::ContainerId;
+use nacelle_pod::client::PodClient;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -174,8 +176,46 @@ impl Actor {
         }
     }
 
-    /// The machine keeps its size, so nothing happens to it: its containers get their limits one by one.
-    pub(super) async fn update_pod(&mut self, change: &PodResources) -> Result<(), LifecycleError> {
+    /// What the pod may have: its machine gets as many processors as that needs, then it is recorded.
+    pub(super) async fn update_pod(&mut self, change: Box<PodResources>, answer: Answer<()>) {
+        self.updates.push_back((change, answer));
+        if self.updates.len() == 1 {
+            self.begin_pod_updates().await;
+        }
+    }
+
+    /// Takes the changes that wait until one asks something of the machine.
+    async fn begin_pod_updates(&mut self) {
+        while let Some((change, _)) = self.updates.front() {
+            let done = match self.next_size(change) {
+                Ok((next, machine, Some(client))) => {
+                    let asked = make::set_processors(Arc::clone(&self.parts), client, machine.vcpus);
+                    return self.effect(async move { Message::PodUpdated(Box::new((next, machine)), asked.await) });
+                }
+                Ok((next, _, None)) => {
+                    let mut record = self.pod.clone();
+                    record.resources = Some(next);
+                    let kept = self.commit(vec![Change::Pod(record.clone().into())]).await;
+                    if kept.is_ok() {
+                        self.pod = record;
+                        self.publish();
+                    }
+                    kept
+                }
+                Err(error) => Err(error),
+            };
+            if let Some((_, answer)) = self.updates.pop_front() {
+                drop(answer.send(done));
+            }
+        }
+    }
+
+    /// What the pod may have after a change, how large its machine is then, and whom to ask for that: nobody where a
+    /// machine keeps its processors.
+    fn next_size(
+        &self,
+        change: &PodResources,
+    ) -> Result<(PodResources, MachineSize, Option<PodClient>), LifecycleError> {
         if self.pod.state != state::Pod::Ready {
             return Err(self.not_ready());
         }
@@ -183,15 +223,36 @@ impl Actor {
         // Of a pod that is older than the record of its machine, what it was promised is known.
         let config = &self.pod.config;
         let vcpus = config.cpu_limit_milli.map_or(1, |milli| u32::try_from(milli.div_ceil(1000)).unwrap_or(u32::MAX));
-        let promised = MachineSize { vcpus, memory: config.memory_limit.unwrap_or(0) };
-        fits(self.pod.machine.unwrap_or(promised), &next.containers)
+        let promised = MachineSize { vcpus, max_vcpus: 0, memory: config.memory_limit.unwrap_or(0) };
+        let machine = self.pod.machine.unwrap_or(promised);
+        let handler = self.parts.config.handler(&self.pod.handler);
+        let least = handler.map_or(1, |(_, handler)| handler.vcpus);
+        let sized = size::wanted(machine, least, &next.containers)
             .map_err(|(has, wanted)| LifecycleError::TooSmall { id: self.pod.id.to_string(), has, wanted })?;
-        let mut record = self.pod.clone();
-        record.resources = Some(next);
-        self.commit(vec![Change::Pod(record.clone().into())]).await?;
-        self.pod = record;
-        self.publish();
-        Ok(())
+        // The agent of a pod that is older than the bound may not know how.
+        if machine.max_vcpus == 0 || !size::grows(config) || !self.parts.has_guest(&self.pod) {
+            return Ok((next, machine, None));
+        }
+        // Also where the record says that it is so: an answer may have been lost.
+        let client = self.client.clone().ok_or_else(|| self.not_ready())?;
+        Ok((next, sized, Some(client)))
+    }
+
+    pub(super) async fn pod_updated(
+        &mut self,
+        (next, machine): (PodResources, MachineSize),
+        result: Result<(), LifecycleError>,
+    ) {
+        if result.is_ok() {
+            // It is so, whether that is kept or not.
+            self.pod.resources = Some(next);
+            self.pod.machine = Some(machine);
+            self.keep_pod().await;
+        }
+        if let Some((_, answer)) = self.updates.pop_front() {
+            drop(answer.send(result));
+        }
+        self.begin_pod_updates().await;
     }
 }
 
@@ -205,41 +266,4 @@ fn pins(machine: Option<&MachinePod>, next: &Resources) -> Vec<u32> {
 /// Whether a container may run on the processors that it has.
 fn is_live(state: Container) -> bool {
     matches!(state, Container::Creating | Container::Created | Container::Starting | Container::Running)
-}
-
-/// Whether a machine can hold what its containers may use together; else what it has, and what was wanted.
-fn fits(machine: MachineSize, wanted: &Resources) -> Result<(), (String, String)> {
-    let memory = u64::try_from(wanted.memory_limit).unwrap_or(0);
-    if memory > machine.memory {
-        return Err((format!("{} bytes of memory", machine.memory), memory.to_string()));
-    }
-    match cpu_milli(wanted.cpu_period, wanted.cpu_quota) {
-        Some(milli) if milli > u64::from(machine.vcpus) * 1000 => {
-            Err((format!("{} CPUs", machine.vcpus), format!("{milli} thousandths")))
-        }
-        _ => Ok(()),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_machine_holds_what_it_was_made_for() {
-        let machine = MachineSize { vcpus: 2, memory: 1 << 28 };
-        let wanted = |memory_limit, cpu_quota| {
-            let wanted = Resources { memory_limit, cpu_quota, cpu_period: 100_000, ..Default::default() };
-            fits(machine, &wanted)
-        };
-        // No limit is none that must be held.
-        for (memory, quota) in [(0, 0), (1 << 28, 200_000), (5, -1)] {
-            assert_eq!(wanted(memory, quota), Ok(()));
-        }
-        let (has, wants) = wanted((1 << 28) + 1, 0).unwrap_err();
-        assert_eq!((has.as_str(), wants.as_str()), ("268435456 bytes of memory", "268435457"));
-        let (has, wants) = wanted(5, 200_001).unwrap_err();
-        assert_eq!((has.as_str(), wants.as_str()), ("2 CPUs", "2001 thousandths"));
-        assert!(wanted(i64::MAX, i64::MAX).is_err());
-    }
 }

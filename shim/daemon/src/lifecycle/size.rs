@@ -1,0 +1,257 @@
+//! Owns: the arithmetic of a machine's size: at its birth from what its handler and its pod say, and while it runs from what the pod
+//! may have then. Pure. docs/configuration.md and docs/cri-coverage.md have the rules.
+
+use super::error::LifecycleError;
+use crate::config::Handler;
+use crate::hugepages;
+use crate::nouns::{MachineSize, PodConfig, Resources, cpu_milli};
+use nacelle_base::machine::{MemoryPages, Topology};
+use nacelle_engine::MAX_VCPUS;
+
+/// Far above any node: what a limit that is a typing error asks for shall not be a machine.
+pub(super) const MAX_MEMORY_MIB: u64 = 16 << 20;
+/// Processors are counted in thousandths.
+const MILLI: u64 = 1000;
+const MIB: u64 = 1 << 20;
+
+/// The memory of the pod's machine: the handler's, and what its containers may have; whole huge pages.
+pub(super) fn memory_mib(config: &PodConfig, handler: &Handler) -> u64 {
+    if let Some(machine) = &config.machine {
+        return machine.memory_mib;
+    }
+    let limit = config.memory_limit.map_or(0, |bytes| bytes.div_ceil(MIB));
+    let shaped = config.shape.as_ref().and_then(|shape| shape.memory_mib);
+    let mib = shaped.unwrap_or(handler.memory_mib.saturating_add(limit));
+    match memory_pages(config, handler) {
+        MemoryPages::Transparent => mib,
+        MemoryPages::Hugetlb => mib.div_ceil(hugepages::PAGE_MIB).saturating_mul(hugepages::PAGE_MIB),
+    }
+}
+
+/// What lies under it.
+pub(super) fn memory_pages(config: &PodConfig, handler: &Handler) -> MemoryPages {
+    config.shape.as_ref().and_then(|shape| shape.memory_pages).unwrap_or(handler.memory_pages)
+}
+
+/// Its processors, if the pod says how they are arranged.
+pub(super) fn topology(config: &PodConfig) -> Option<Topology> {
+    config.shape.as_ref().and_then(|shape| shape.processors)
+}
+
+/// Processors that run from the start.
+pub(super) fn vcpus(config: &PodConfig, handler: &Handler) -> u32 {
+    if let Some(machine) = &config.machine {
+        return machine.processors.count();
+    }
+    if let Some(topology) = topology(config) {
+        return topology.count();
+    }
+    handler.vcpus.max(config.cpu_limit_milli.map_or(0, whole))
+}
+
+/// Processors that the machine is made with, if these are more: only those that nobody has shaped can grow.
+pub(super) fn reserved(config: &PodConfig, handler: &Handler) -> Option<u32> {
+    let now = vcpus(config, handler);
+    handler.max_vcpus.filter(|max| *max > now && grows(config))
+}
+
+/// Whether its processors follow what the pod may have: not where the pod says how many there are, or has each on one of the node's.
+pub(super) fn grows(config: &PodConfig) -> bool {
+    let shaped = config.shape.as_ref().is_some_and(|shape| shape.processors.is_some() || shape.pinned);
+    config.machine.is_none() && !shaped
+}
+
+/// Refuses what no machine is, before there is anything of it.
+pub(super) fn check(config: &PodConfig, handler: &Handler) -> Result<(), LifecycleError> {
+    let processors = (u64::from(vcpus(config, handler)), u64::from(MAX_VCPUS));
+    let memory = (memory_mib(config, handler), MAX_MEMORY_MIB);
+    for (what, (asked, most)) in [("vCPUs", processors), ("MiB of memory", memory)] {
+        if asked > most {
+            return Err(LifecycleError::TooLarge { what, asked, most });
+        }
+    }
+    Ok(())
+}
+
+/// How large the machine is at its birth: memory as it has it for its containers.
+pub(super) fn of(config: &PodConfig, handler: &Handler) -> MachineSize {
+    let own = if config.memory_limit.is_some() && config.machine.is_none() { handler.memory_mib } else { 0 };
+    let memory = memory_mib(config, handler).saturating_sub(own).saturating_mul(MIB);
+    let vcpus = vcpus(config, handler);
+    MachineSize { vcpus, max_vcpus: reserved(config, handler).unwrap_or(vcpus), memory }
+}
+
+/// How large it shall be when its containers together may use this; else what it can have, and what was wanted. Without a limit it
+/// stays as large as it is.
+pub(super) fn wanted(machine: MachineSize, least: u32, asked: &Resources) -> Result<MachineSize, (String, String)> {
+    let memory = u64::try_from(asked.memory_limit).unwrap_or(0);
+    if memory > machine.memory {
+        return Err((format!("{} bytes of memory", machine.memory), memory.to_string()));
+    }
+    let bound = machine.bound();
+    match cpu_milli(asked.cpu_period, asked.cpu_quota) {
+        Some(milli) if milli > u64::from(bound) * MILLI => {
+            Err((format!("{bound} CPUs"), format!("{milli} thousandths")))
+        }
+        Some(milli) => Ok(MachineSize { vcpus: whole(milli).max(least).min(bound), ..machine }),
+        None => Ok(machine),
+    }
+}
+
+/// As many processors as hold this.
+fn whole(milli: u64) -> u32 {
+    narrow(milli.div_ceil(MILLI))
+}
+
+pub(super) fn narrow(value: u64) -> u32 {
+    u32::try_from(value).unwrap_or(u32::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::nouns::Shape;
+    use nacelle_base::{Classify, Kind};
+    use nacelle_engine::MachineSpec;
+    use proptest::prelude::*;
+
+    fn limited(memory_limit: Option<u64>, cpu_limit_milli: Option<u64>) -> PodConfig {
+        PodConfig { memory_limit, cpu_limit_milli, ..(*crate::store::tests_support::pod(1).config).clone() }
+    }
+
+    fn asked(memory_limit: i64, cpu_quota: i64) -> Resources {
+        Resources { memory_limit, cpu_quota, cpu_period: 100_000, ..Default::default() }
+    }
+
+    #[test]
+    fn a_machine_holds_what_it_was_made_for() {
+        let machine = MachineSize { vcpus: 2, max_vcpus: 2, memory: 1 << 28 };
+        let wanted = |memory, quota| wanted(machine, 2, &asked(memory, quota));
+        // No limit is none that must be held.
+        for (memory, quota) in [(0, 0), (1 << 28, 200_000), (5, -1)] {
+            assert_eq!(wanted(memory, quota), Ok(machine));
+        }
+        let (has, wants) = wanted((1 << 28) + 1, 0).unwrap_err();
+        assert_eq!((has.as_str(), wants.as_str()), ("268435456 bytes of memory", "268435457"));
+        let (has, wants) = wanted(5, 200_001).unwrap_err();
+        assert_eq!((has.as_str(), wants.as_str()), ("2 CPUs", "2001 thousandths"));
+        assert!(wanted(i64::MAX, i64::MAX).is_err());
+    }
+
+    #[test]
+    fn processors_follow_the_limit_between_the_handlers_and_the_bound() {
+        let handler = Handler { vcpus: 2, max_vcpus: Some(8), ..Handler::default() };
+        let born = of(&limited(None, Some(2500)), &handler);
+        assert_eq!((born.vcpus, born.max_vcpus), (3, 8));
+        for (quota, vcpus) in [(100_000, 2), (300_001, 4), (800_000, 8), (-1, 3), (0, 3)] {
+            assert_eq!(wanted(born, handler.vcpus, &asked(0, quota)).unwrap().vcpus, vcpus, "{quota}");
+        }
+        assert_eq!(wanted(born, 2, &asked(0, 800_001)).unwrap_err().0, "8 CPUs");
+        // Without a bound of the handler's it is what the machine starts with.
+        let born = of(&limited(None, Some(2500)), &Handler::default());
+        assert_eq!((born.vcpus, born.bound()), (3, 3));
+        assert_eq!(wanted(born, 1, &asked(0, 100_000)).unwrap().vcpus, 1);
+        // What an annotation has shaped is that.
+        let shape = Shape { processors: Some(Topology::flat(4)), ..Shape::default() };
+        let config = PodConfig { shape: Some(shape), ..limited(None, Some(2500)) };
+        assert_eq!((vcpus(&config, &handler), reserved(&config, &handler), grows(&config)), (4, None, false));
+        // What has processors of the node to itself keeps as many.
+        let shape = Shape { pinned: true, ..Shape::default() };
+        let config = PodConfig { shape: Some(shape), ..limited(None, Some(3000)) };
+        assert_eq!((vcpus(&config, &handler), reserved(&config, &handler), grows(&config)), (3, None, false));
+    }
+
+    /// Numbers of all magnitudes.
+    fn any_size() -> impl Strategy<Value = u64> {
+        (0..64u32, any::<u64>()).prop_map(|(shift, value)| value >> shift)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(512))]
+        /// No request makes a machine that cannot boot: it is refused by name, or an engine takes it.
+        #[test]
+        fn a_machine_boots_or_is_refused(
+            memory_limit in prop::option::of(any_size()),
+            cpus in prop::option::of(any_size()),
+            own in 64..=MAX_MEMORY_MIB,
+            (least, reserve) in (1..=64u32).prop_flat_map(|least| (Just(least), prop::option::of(least..=64))),
+            shaped in prop::option::of(64..=u64::MAX),
+            huge in any::<bool>(),
+        ) {
+            let pages = if huge { MemoryPages::Hugetlb } else { MemoryPages::Transparent };
+            let handler =
+                Handler { vcpus: least, max_vcpus: reserve, memory_mib: own, memory_pages: pages, ..Handler::default() };
+            let shape = shaped.map(|mib| Shape { memory_mib: Some(mib), ..Shape::default() });
+            let config = PodConfig { shape, ..limited(memory_limit, cpus) };
+            let mib = memory_mib(&config, &handler);
+            prop_assert!(mib >= shaped.unwrap_or(own));
+            prop_assert!(shaped.is_some() || mib == u64::MAX || mib / 2 >= memory_limit.unwrap_or(0) / MIB / 2);
+            match check(&config, &handler) {
+                Ok(()) => {
+                    let size = of(&config, &handler);
+                    prop_assert!(size.vcpus >= least && size.bound() >= size.vcpus && size.bound() <= 64);
+                    prop_assert!(u64::from(size.vcpus) * MILLI >= cpus.unwrap_or(0));
+                    prop_assert!(size.memory <= mib * MIB);
+                    prop_assert!(shaped.is_some() || size.memory >= memory_limit.unwrap_or(0));
+                    let spec = MachineSpec {
+                        vcpus: u8::try_from(size.bound()).unwrap(),
+                        memory_mib: narrow(mib),
+                        memory_pages: pages,
+                        ..machine()
+                    };
+                    prop_assert_eq!(u64::from(spec.memory_mib), mib);
+                    let limits = nacelle_engine::Limits { vcpus: MAX_VCPUS, devices: 0, cpu_models: false };
+                    prop_assert!(spec.check(&limits).is_ok());
+                }
+                Err(error) => {
+                    prop_assert_eq!(error.kind(), Kind::Invalid);
+                    prop_assert!(mib > MAX_MEMORY_MIB || cpus.unwrap_or(0) > 64 * MILLI, "{}", error);
+                }
+            }
+        }
+
+        /// Nothing that is asked of one that runs makes it smaller than one processor, or larger than it was made.
+        #[test]
+        fn one_that_runs_stays_within_its_bounds(
+            (vcpus, max_vcpus) in (1..=64u32).prop_flat_map(|now| (Just(now), prop_oneof![Just(0), now..=64])),
+            least in 0..=u32::MAX,
+            memory in any_size(),
+            memory_limit in any::<i64>(),
+            cpu_quota in any::<i64>(),
+            cpu_period in any::<i64>(),
+        ) {
+            let machine = MachineSize { vcpus, max_vcpus, memory };
+            let asked = Resources { memory_limit, cpu_quota, cpu_period, ..Default::default() };
+            match wanted(machine, least.max(1), &asked) {
+                Ok(next) => {
+                    prop_assert!((1..=machine.bound()).contains(&next.vcpus));
+                    prop_assert_eq!((next.memory, next.bound()), (memory, machine.bound()));
+                    prop_assert!(memory_limit <= 0 || memory_limit.unsigned_abs() <= memory);
+                    let milli = cpu_milli(cpu_period, cpu_quota);
+                    prop_assert!(u64::from(next.vcpus) * MILLI >= milli.unwrap_or(0));
+                }
+                Err((has, wants)) => prop_assert!(!has.is_empty() && !wants.is_empty()),
+            }
+        }
+    }
+
+    fn machine() -> MachineSpec {
+        MachineSpec {
+            vcpus: 1,
+            topology: None,
+            cpu_model: None,
+            memory_mib: 64,
+            memory_pages: MemoryPages::Transparent,
+            kernel: "/k".into(),
+            initrd: "/i".into(),
+            cmdline: vec![],
+            disks: vec![],
+            nics: vec![],
+            run_dir: "/run/pod".into(),
+            console: nacelle_base::machine::ConsoleKind::Serial,
+            console_log: "/run/pod/console.log".into(),
+            guest_cid: 3,
+            shares: vec![],
+        }
+    }
+}
