@@ -211,10 +211,10 @@ fn limits_hold_and_neighbours_live() {
                 spec["linux"]["resources"]["memory"] = json!({ "limit": 16 << 20, "swap": 16 << 20 });
             })
             .await;
-        assert_eq!((exit.code, exit.oom_killed), (137, true));
+        assert_eq!((exit.code, exit.oom_killed, exit.guest_out_of_memory), (137, true, false));
         // Without a limit of its own: the machine's memory ends, and the agent is not the one who pays.
         let (_, exit) = guest.run("greedy", "tail /dev/zero", |_, _| ()).await;
-        assert_eq!((exit.code, exit.oom_killed), (137, true));
+        assert_eq!((exit.code, exit.oom_killed, exit.guest_out_of_memory), (137, true, true));
         let (output, exit) = guest
             .run("limited", "cd /sys/fs/cgroup; cat memory.max pids.max cpu.max cpu.weight memory.oom.group; kill -9 $$; echo alive", |spec, _| {
                 spec["linux"]["resources"]["memory"] = json!({ "limit": 33_554_432 });

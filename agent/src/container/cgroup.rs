@@ -24,9 +24,24 @@ pub fn figure(text: &str, word: &str) -> u64 {
     line.and_then(|number| number.trim().parse().ok()).unwrap_or(0)
 }
 
-/// How many processes of it the kernel's OOM killer took.
-pub fn oom_kills(cgroup: &Path) -> u64 {
-    fs::read_to_string(cgroup.join("memory.events")).map(|text| figure(&text, "oom_kill")).unwrap_or(0)
+/// Whose memory had run out when the kernel's OOM killer took a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OutOfMemory {
+    /// The container's, or a group's of its own below it.
+    Container,
+    /// The guest's: no limit was reached.
+    Guest,
+}
+
+/// Why the kernel's OOM killer took processes of it; none: it took none. A limit that is reached counts as `oom` in its group and
+/// those above it, kills as `oom_kill` also where there was none (cgroup v2, `memory.events`).
+pub fn out_of_memory(cgroup: &Path) -> Option<OutOfMemory> {
+    let events = fs::read_to_string(cgroup.join("memory.events")).unwrap_or_default();
+    match (figure(&events, "oom_kill"), figure(&events, "oom")) {
+        (0, _) => None,
+        (_, 0) => Some(OutOfMemory::Guest),
+        _ => Some(OutOfMemory::Container),
+    }
 }
 
 /// Are there processes in it or below it?
@@ -120,6 +135,21 @@ mod tests {
     fn figures_are_found_by_their_whole_word() {
         let text = "oom 5\noom_kill 3\noom_kill_other 9\npopulated 1\n";
         assert_eq!((figure(text, "oom_kill"), figure(text, "oom"), figure(text, "none")), (3, 5, 0));
+    }
+
+    #[test]
+    fn memory_runs_out_in_a_container_or_in_the_guest() {
+        let cgroup = tempfile::tempdir().unwrap();
+        assert_eq!(out_of_memory(cgroup.path()), None);
+        for (events, why) in [
+            ("max 3\noom 0\noom_kill 0\n", None),
+            ("max 3\noom 1\noom_kill 0\n", None),
+            ("max 9\noom 1\noom_kill 2\n", Some(OutOfMemory::Container)),
+            ("max 0\noom 0\noom_kill 1\n", Some(OutOfMemory::Guest)),
+        ] {
+            fs::write(cgroup.path().join("memory.events"), events).unwrap();
+            assert_eq!(out_of_memory(cgroup.path()), why, "{events}");
+        }
     }
 
     #[test]

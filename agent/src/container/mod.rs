@@ -166,10 +166,12 @@ impl Process {
         let code = if signaled { 128 + libc::WTERMSIG(status) } else { libc::WEXITSTATUS(status) };
         // Killed itself, or a shell that reports that its child was.
         let killed = code == 128 + libc::SIGKILL;
+        let out_of_memory = if killed { cgroup::out_of_memory(&self.cgroup) } else { None };
         let exit = Exit {
             code: code.unsigned_abs(),
-            oom_killed: killed && cgroup::oom_kills(&self.cgroup) > 0,
+            oom_killed: out_of_memory.is_some(),
             finished_at_unix_nanos: now(),
+            guest_out_of_memory: out_of_memory == Some(cgroup::OutOfMemory::Guest),
         };
         if self.last
             && let Err(error) = cgroup::kill(&self.cgroup)

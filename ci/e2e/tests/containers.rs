@@ -53,6 +53,15 @@ fn a_container_out_of_memory_dies_alone() {
     assert_eq!(status["exitCode"], 137);
     assert_eq!(neighbour.status()["state"], "CONTAINER_RUNNING");
     assert_eq!(neighbour.exec("echo alive").ok(), "alive");
+    assert_eq!(status["message"], "", "{status}");
+    // All that the machine has, without a limit of its own.
+    if nacelle_e2e::node::engine() != "host" {
+        let status = pod.start(Container::sh("greedy", &image, "tail /dev/zero")).exited();
+        assert_eq!((&status["reason"], &status["exitCode"]), (&json!("OOMKilled"), &json!(137)), "{status}");
+        let message = status["message"].as_str().unwrap_or_default();
+        assert!(message.contains("the memory of its machine ran out"), "{status}");
+        assert_eq!(neighbour.status()["state"], "CONTAINER_RUNNING");
+    }
     pod.remove();
 }
 

@@ -227,28 +227,27 @@ fn off(one: &Value, other: &Value) -> u64 {
     number(one).abs_diff(number(other)) * 1000 / number(other).max(1)
 }
 
-/// Whether the node's kernel counts the memory of the pods' groups. In a node with cgroup v2 it does only where whoever made the groups
-/// above them has given them the controller, as kubelet does.
-fn counted(node: &Node) -> bool {
-    let files = ["memory.current", "memory.usage_in_bytes"];
-    let counted = cgroups(node.folder()).iter().any(|group| files.iter().any(|file| group.join(file).exists()));
+/// Whether the node's kernel counts the memory of groups: cgroup v1 does, v2 where it is left this controller.
+fn counted() -> bool {
+    let controllers = fs::read_to_string("/sys/fs/cgroup/cgroup.controllers");
+    let counted = controllers.is_ok_and(|all| all.contains("memory")) || Path::new("/sys/fs/cgroup/memory").exists();
     if !counted {
-        println!("skipped: the groups above those of the pods have not given them the memory controller");
+        println!("skipped: control groups of this node count no memory");
     }
     counted
 }
 
 #[test]
 fn a_machine_costs_what_the_nodes_kernel_counts() {
+    if !counted() {
+        return;
+    }
     let guest = engine() != "host";
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
     let pod = node.crictl.run_pod(Pod::new("cost", node.folder()));
     let busy = "dd if=/dev/urandom of=/dev/shm/blob bs=1M count=32 && touch /full; while :; do :; done";
     let busy = pod.start(Container::sh("busy", &image, busy));
-    if !counted(&node) {
-        return pod.remove();
-    }
     eventually("it has its memory", || (busy.exec("test -e /full").code == 0).then_some(()));
     let accounts = eventually("ten seconds of work were counted", || {
         let accounts = pod.inspect()["accounts"].take();
@@ -285,13 +284,13 @@ fn a_machine_that_the_nodes_kernel_kills_says_so() {
         println!("skipped: without a guest there is no machine");
         return;
     }
+    if !counted() {
+        return;
+    }
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
     let pod = node.crictl.run_pod(Pod::new("killed", node.folder()));
     let hungry = pod.start(Container::sh("hungry", &image, "sleep 6000"));
-    if !counted(&node) {
-        return pod.remove();
-    }
     let limit = |group: &Path, now: &str, most: &str| -> Option<()> {
         let used: u64 = fs::read_to_string(group.join(now)).ok()?.trim().parse().ok()?;
         fs::write(group.join(most), (used + (4 << 20)).to_string()).ok()

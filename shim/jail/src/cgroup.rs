@@ -124,15 +124,18 @@ fn oom_kills_below(root: &Path, group: &Path) -> u64 {
     folders_below(root, group).iter().find_map(of).unwrap_or(0)
 }
 
-/// Makes the group where it is missing, and moves the calling process into it. Goes on after a failure, and returns
-/// the first one.
+/// Makes the group where it is missing, with all controllers that the node allows (one that somebody else has made has what that
+/// one wanted), and moves the calling process into it. Goes on after a failure, and returns the first one.
 pub fn join(group: &Path) -> Result<(), FileError> {
     let mut first = Ok(());
     for folder in folders(group) {
         let file = folder.join("cgroup.procs");
-        let joined = fs::create_dir_all(&folder)
-            .map_err(at("create", &folder))
-            .and_then(|()| fs::write(&file, std::process::id().to_string()).map_err(at("write", &file)));
+        let missing = !folder.exists();
+        let made = fs::create_dir_all(&folder).map_err(at("create", &folder));
+        if missing && made.is_ok() {
+            hand_down(group);
+        }
+        let joined = made.and_then(|()| fs::write(&file, std::process::id().to_string()).map_err(at("write", &file)));
         if let Err(error) = joined {
             // An empty group is of no use to anybody.
             let _ = fs::remove_dir(&folder);

@@ -60,7 +60,7 @@ impl Exec {
     fn finish(&self, outcome: Outcome) {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let at = i64::try_from(now.as_nanos()).unwrap_or(i64::MAX);
-        let exit = Exit { code: outcome.code, oom_killed: false, finished_at_unix_nanos: at };
+        let exit = Exit { code: outcome.code, finished_at_unix_nanos: at, ..Exit::default() };
         self.done.send_if_modified(|done| {
             let first = done.is_none();
             if first {

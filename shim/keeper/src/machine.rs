@@ -360,7 +360,7 @@ impl Machine {
         self.console.end();
         self.lock.lock().unwrap_or_else(PoisonError::into_inner).take();
         *self.disks.lock().unwrap_or_else(PoisonError::into_inner) = Arc::default();
-        self.state.send_replace(State::Ended(Exit { code, oom_killed: false, finished_at_unix_nanos: at }));
+        self.state.send_replace(State::Ended(Exit { code, finished_at_unix_nanos: at, ..Exit::default() }));
     }
 
     fn shares(&self) -> MutexGuard<'_, Vec<Share>> {

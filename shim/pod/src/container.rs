@@ -317,6 +317,10 @@ pub async fn start(agent: &Agent, id: &str, tty: bool, log: Option<LogPath>) -> 
     Ok(Started { streams, log, outputs, pumping })
 }
 
+/// What the OOM killer of the guest says of a container that had not reached a limit of its own.
+const GUEST_OUT_OF_MEMORY: &str = "no limit of the container was reached: the memory of its machine ran out \
+    (without a machine: of its pod's control group, or of the node); limits of memory make machines that hold what containers use";
+
 /// How a container ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ended {
@@ -326,7 +330,7 @@ pub struct Ended {
     pub oom_killed: bool,
     /// Nanoseconds since 1970, by the guest's clock.
     pub at: i64,
-    /// Why it was lost; empty otherwise.
+    /// Why it was lost, or that the guest's memory ran out; empty otherwise.
     pub message: String,
 }
 
@@ -337,11 +341,12 @@ pub async fn ended(agent: &Agent, id: &str, pumping: &mut mpsc::Receiver<()>) ->
         match agent.wait(id, "").await {
             Ok(None) => pause = RETRY.0,
             Ok(Some(exit)) => {
+                let message = if exit.guest_out_of_memory { GUEST_OUT_OF_MEMORY } else { "" };
                 break Ended {
                     code: exit.code,
                     oom_killed: exit.oom_killed,
                     at: exit.finished_at_unix_nanos,
-                    message: String::new(),
+                    message: message.to_owned(),
                 };
             }
             Err(error) if error.kind() == Kind::NotFound => {

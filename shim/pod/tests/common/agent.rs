@@ -153,7 +153,8 @@ impl Shared {
                 for stream in process.streams.values() {
                     let _ = stream.shutdown(std::net::Shutdown::Both);
                 }
-                let exit = proto::Exit { code, oom_killed: false, finished_at_unix_nanos: 7 };
+                let exit =
+                    proto::Exit { code, oom_killed: false, finished_at_unix_nanos: 7, guest_out_of_memory: false };
                 process.exit.send_replace(Some(exit));
             }
         });

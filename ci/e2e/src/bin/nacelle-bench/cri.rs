@@ -52,7 +52,13 @@ impl Cri {
 
     /// RunPodSandbox; returns the pod and the milliseconds it took.
     pub fn run_pod(&mut self) -> (Pod, f64) {
+        self.run_pod_with("", false)
+    }
+
+    /// The same with a handler, and for containers that are privileged.
+    pub fn run_pod_with(&mut self, handler: &str, privileged: bool) -> (Pod, f64) {
         let name = self.name("pod");
+        let security = cri::LinuxSandboxSecurityContext { privileged, ..Default::default() };
         let folder = self.logs.join(&name);
         std::fs::create_dir_all(&folder).expect("the bench's folder is writable");
         let config = cri::PodSandboxConfig {
@@ -63,10 +69,11 @@ impl Cri {
                 attempt: 0,
             }),
             log_directory: folder.display().to_string(),
-            linux: Some(cri::LinuxPodSandboxConfig::default()),
+            linux: Some(cri::LinuxPodSandboxConfig { security_context: Some(security), ..Default::default() }),
             ..Default::default()
         };
-        let request = cri::RunPodSandboxRequest { config: Some(config.clone()), ..Default::default() };
+        let runtime_handler = handler.to_owned();
+        let request = cri::RunPodSandboxRequest { config: Some(config.clone()), runtime_handler };
         let start = Instant::now();
         let answer = self.runtime.block_on(self.pods.run_pod_sandbox(request)).expect("RunPodSandbox");
         (Pod { id: answer.into_inner().pod_sandbox_id, config }, milliseconds(start))
@@ -82,20 +89,29 @@ impl Cri {
 
     /// CreateContainer and StartContainer; returns the id and the milliseconds until the log has a first byte.
     pub fn start(&mut self, pod: &Pod, image: &str, command: &[&str]) -> (String, f64) {
-        self.start_with(pod, image, command, &[])
+        self.start_with(pod, image, command, &[], None)
     }
 
-    /// The same with folders of the node: what each is, and where the container has it.
-    pub fn start_with(&mut self, pod: &Pod, image: &str, command: &[&str], folders: &[(&Path, &str)]) -> (String, f64) {
+    /// The same with folders of the node: what each is, and where the container has it; and privileged, with a device of the node.
+    pub fn start_with(
+        &mut self,
+        pod: &Pod,
+        image: &str,
+        command: &[&str],
+        folders: &[(&Path, &str)],
+        device: Option<&str>,
+    ) -> (String, f64) {
         let name = self.name("container");
         let log = Path::new(&pod.config.log_directory).join(format!("{name}.log"));
+        let security = cri::LinuxContainerSecurityContext { privileged: device.is_some(), ..Default::default() };
         let config = cri::ContainerConfig {
             metadata: Some(cri::ContainerMetadata { name: name.clone(), attempt: 0 }),
             image: Some(cri::ImageSpec { image: image.to_owned(), ..Default::default() }),
             command: command.iter().map(|word| (*word).to_owned()).collect(),
             log_path: format!("{name}.log"),
             mounts: folders.iter().map(|(folder, at)| mount(folder, at)).collect(),
-            linux: Some(cri::LinuxContainerConfig::default()),
+            devices: device.into_iter().map(cri_device).collect(),
+            linux: Some(cri::LinuxContainerConfig { security_context: Some(security), ..Default::default() }),
             ..Default::default()
         };
         let request = cri::CreateContainerRequest {
@@ -153,6 +169,10 @@ impl Cri {
 
 fn mount(folder: &Path, at: &str) -> cri::Mount {
     cri::Mount { host_path: folder.display().to_string(), container_path: at.to_owned(), ..Default::default() }
+}
+
+fn cri_device(path: &str) -> cri::Device {
+    cri::Device { container_path: path.to_owned(), host_path: path.to_owned(), permissions: "rwm".into() }
 }
 
 /// Milliseconds since `start`.

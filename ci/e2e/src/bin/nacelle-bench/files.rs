@@ -26,6 +26,13 @@ const JOBS: [(&str, &str, &str); 7] = [
     ("files removed, /s", "--ioengine=filedelete --filesize=4k --nrfiles=2000", "read.iops"),
 ];
 
+/// Where files are looked at in a container.
+const PLACES: [(&str, &str); 4] =
+    [("/own", "root"), ("/shared", "volume"), ("/empty", "emptyDir"), ("/block", "block volume")];
+
+/// The handler whose emptyDirs are disks of machines.
+const DISKS: &str = "disks";
+
 /// Before and after fio's answer to each job, in what a guest prints.
 const MARK: &str = "=====";
 /// How long a machine may take for all jobs.
@@ -33,7 +40,7 @@ const LIMIT: Duration = Duration::from_secs(600);
 
 /// Runs the jobs `runs` times in each place in turn; or only on our volume and in plain QEMU. Returns `[{"runtime", "operation", "p50", "samples"}, ...]`.
 pub fn measure(runs: usize, only_volumes: bool) -> Value {
-    let node = Node::with(Options { ipv6: false, ..Options::default() });
+    let node = Node::with(Options { ipv6: false, extra: disks(), ..Options::default() });
     let fio = fio();
     let image = node.registry.push(&image(&fio), "fio:1");
     let shared = |name: &str| {
@@ -44,15 +51,21 @@ pub fn measure(runs: usize, only_volumes: bool) -> Value {
     let folders = [shared("ours"), shared("containerd's"), shared("qemu's")];
     let (containerd, mut theirs) = Containerd::start(&node);
     let mut ours = Cri::connect(&node.folder().join("nacelle.sock"), &node.folder().join("logs"));
-    let start = |cri: &mut Cri, folder: &Path| {
+    let disks = ["ours.raw", "containerd's.raw"].map(|name| Disk::new(&node.folder().join(name)));
+    // Where kubelet has what a pod writes to and loses: a disk of the machine, which containerd has not.
+    let empty = node.folder().join("pods/p/volumes/kubernetes.io~empty-dir/empty");
+    fs::create_dir_all(&empty).expect("the node's folder is writable");
+    let start = |cri: &mut Cri, handler: &str, folders: &[(&Path, &str)], disk: &Disk| {
         cri.pull(&image);
-        let pod = cri.run_pod().0;
-        let command = ["/bin/sh", "-c", "mkdir /own; echo here; sleep 100000"];
-        let container = cri.start_with(&pod, &image, &command, &[(folder, "/shared")]).0;
+        let pod = cri.run_pod_with(handler, true).0;
+        let device = &disk.0;
+        let command = format!("mkdir /own /block && mount -t ext4 {device} /block && echo here; sleep 100000");
+        let container = cri.start_with(&pod, &image, &["/bin/sh", "-c", &command], folders, Some(device)).0;
         (pod, container)
     };
-    let (our_pod, our_container) = start(&mut ours, &folders[0]);
-    let (their_pod, their_container) = start(&mut theirs, &folders[1]);
+    let shared = [(folders[0].as_path(), "/shared"), (&empty, "/empty")];
+    let (our_pod, our_container) = start(&mut ours, DISKS, &shared, &disks[0]);
+    let (their_pod, their_container) = start(&mut theirs, "", &[(&folders[1], "/shared")], &disks[1]);
     let machine = (engine() != "host").then(|| Guest::new(&node, &fio, &folders[2]));
     let mut samples: BTreeMap<(String, usize), Vec<f64>> = BTreeMap::new();
     let mut add = |runtime: String, said: &str| {
@@ -62,13 +75,13 @@ pub fn measure(runs: usize, only_volumes: bool) -> Value {
     };
     // The first of each does not count.
     for run in 0..=runs {
-        for place in ["/own", "/shared"].into_iter().skip(usize::from(only_volumes)) {
-            let name = |who: &str| format!("{who}, {}", if place == "/own" { "root" } else { "volume" });
+        for (place, what) in PLACES.into_iter().filter(|(place, _)| !only_volumes || *place == "/shared") {
+            let name = |who: &str| format!("{who}, {what}");
             let both = [
                 (&mut ours, &our_container, format!("nacelle {}", engine())),
                 (&mut theirs, &their_container, "containerd".to_owned()),
             ];
-            for (cri, container, who) in both.into_iter().take(if only_volumes { 1 } else { 2 }) {
+            for (cri, container, who) in both.into_iter().take(if only_volumes || place == "/empty" { 1 } else { 2 }) {
                 let said = cri.output(container, &["/bin/sh", "-c", &script(place)]);
                 if run > 0 {
                     add(name(&who), &said);
@@ -135,6 +148,32 @@ fn image(files: &[PathBuf]) -> Image {
         }
         layer.symlink("bin/fio", "/usr/bin/fio");
     })
+}
+
+/// The configuration of [`DISKS`].
+fn disks() -> String {
+    let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(part);
+    format!(
+        "[handlers.{DISKS}]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nempty_dir = \"disk\"\nempty_dir_mib = 512\n",
+        engine()
+    )
+}
+
+/// A loop device with a file system. Dropping it lets go of it.
+struct Disk(String);
+
+impl Disk {
+    fn new(file: &Path) -> Disk {
+        call("truncate", ["--size=512M".as_ref(), file.as_os_str()]).ok();
+        call("mkfs.ext4", ["-q".as_ref(), file.as_os_str()]).ok();
+        Disk(call("losetup", ["--find".as_ref(), "--show".as_ref(), file.as_os_str()]).ok())
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        call("losetup", ["--detach", &self.0]);
+    }
 }
 
 /// A plain QEMU microvm that runs the jobs on a folder of the node over Debian's virtiofsd, once for each start.
