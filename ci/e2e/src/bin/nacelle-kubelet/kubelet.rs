@@ -41,12 +41,12 @@ impl Kubelet {
         ] {
             node.run("ip", arguments).ok();
         }
-        if let Some(group) = cgroup(&folder) {
+        for group in groups(&folder) {
             fs::create_dir(&group).expect("control groups can be made");
-            // One after the other: those that the node keeps for itself are not needed.
-            for controller in ["cpu", "cpuset", "memory", "pids", "io", "hugetlb"] {
-                let _ = fs::write("/sys/fs/cgroup/cgroup.subtree_control", format!("+{controller}"));
-            }
+        }
+        // One after the other: those that the node keeps for itself are not needed. In cgroup v1 there is no such file.
+        for controller in ["cpu", "cpuset", "memory", "pids", "io", "hugetlb"] {
+            let _ = fs::write("/sys/fs/cgroup/cgroup.subtree_control", format!("+{controller}"));
         }
         let mut kubelet = Self { netns: node.netns.clone(), folder, process: None, kubeconfig: None };
         kubelet.again();
@@ -146,22 +146,29 @@ impl Drop for Kubelet {
     fn drop(&mut self) {
         self.kill();
         run(self.netns.command("ip").args(["link", "delete", INTERFACE]));
-        if let Some(group) = cgroup(&self.folder) {
+        for group in groups(&self.folder) {
             remove_groups(&group);
         }
     }
 }
 
-/// Whether this kubelet makes control groups for pods.
-pub fn makes_groups() -> bool {
-    Path::new("/sys/fs/cgroup/cgroup.controllers").exists()
+/// The control group in which kubelet makes those of its pods, and Nacelle those beside them: in v2's one tree, or in each of v1's.
+fn groups(folder: &Path) -> Vec<PathBuf> {
+    let root = Path::new("/sys/fs/cgroup");
+    let trees = if root.join("cgroup.controllers").exists() {
+        vec![root.to_owned()]
+    } else {
+        let trees = fs::read_dir(root).into_iter().flatten().flatten().map(|entry| entry.path());
+        // Names that are links lead to one that is there, too.
+        trees.filter(|tree| tree.join("cgroup.procs").exists() && !tree.is_symlink()).collect()
+    };
+    trees.into_iter().map(|tree| tree.join(group(folder))).collect()
 }
 
-/// The control group in which kubelet makes those of its pods; none: the node has cgroup v1.
-fn cgroup(folder: &Path) -> Option<PathBuf> {
-    let root = Path::new("/sys/fs/cgroup");
-    let name = nacelle_e2e::census::cgroup_parent(folder.parent()?);
-    makes_groups().then(|| root.join(name.trim_start_matches('/')))
+/// Its name.
+fn group(folder: &Path) -> String {
+    let node = folder.parent().expect("kubelet's folder lies in the node's");
+    nacelle_e2e::census::cgroup_parent(node).trim_start_matches('/').to_owned()
 }
 
 /// Removes what kubelet leaves of its groups: they are empty, or in use, which the node's end finds.
@@ -175,10 +182,12 @@ fn remove_groups(group: &Path) {
 /// As on a node of one's own, but for what makes tests quick, and what must not fire in them.
 fn configuration(folder: &Path, socket: &Path) -> Value {
     let endpoint = format!("unix://{}", socket.display());
-    let mut config = json!({
+    json!({
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
         "kind": "KubeletConfiguration",
         "containerRuntimeEndpoint": endpoint,
+        "cgroupRoot": format!("/{}", group(folder)),
+        "failCgroupV1": false,
         "staticPodPath": folder.join("manifests"),
         "volumePluginDir": folder.join("plugins"),
         "fileCheckFrequency": "1s",
@@ -196,14 +205,5 @@ fn configuration(folder: &Path, socket: &Path) -> Value {
         "imageGCLowThresholdPercent": 99,
         "crashLoopBackOff": {"maxContainerRestartPeriod": "4s"},
         "featureGates": {"EventedPLEG": true, "PodAndContainerStatsFromCRI": true, "KubeletCrashLoopBackOffMax": true},
-    });
-    if let Some(group) = cgroup(folder) {
-        config["cgroupRoot"] = json!(format!("/{}", group.file_name().unwrap_or_default().to_string_lossy()));
-    } else {
-        // cgroup v1: kubelet leaves the node's trees alone.
-        config["failCgroupV1"] = json!(false);
-        config["cgroupsPerQOS"] = json!(false);
-        config["enforceNodeAllocatable"] = json!([]);
-    }
-    config
+    })
 }

@@ -40,7 +40,12 @@ impl World {
             "[handlers.machines]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nallowed_annotations = {allowed:?}\n\n",
             nacelle_e2e::node::engine()
         );
-        let extra = [policy.to_owned(), disks, machines, mirror("docker.io"), mirror("registry.k8s.io")].concat();
+        let growing = format!(
+            "[handlers.growing]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nmemory_mib = 128\nmax_vcpus = 3\n\n",
+            nacelle_e2e::node::engine()
+        );
+        let extra =
+            [policy.to_owned(), disks, machines, growing, mirror("docker.io"), mirror("registry.k8s.io")].concat();
         let node = Node::with(Options { extra, ipv6: false, ..Options::default() });
         node.registry.push(&Image::busybox(), IMAGE);
         let kubelet = Kubelet::start(&node);

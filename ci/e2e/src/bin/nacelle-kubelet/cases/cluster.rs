@@ -275,25 +275,79 @@ pub fn a_volume_with_a_limit(world: &World) -> Outcome {
     Outcome::Passed
 }
 
+/// Machines that may grow, and what they cost beside their containers.
+const GROWING: &str = "apiVersion: node.k8s.io/v1
+kind: RuntimeClass
+metadata: {name: growing}
+handler: growing
+overhead:
+  podFixed: {memory: 256Mi, cpu: 100m}
+";
+
+/// Asks for other limits of its container.
+fn resize(cluster: &Cluster, cpu: &str, memory: &str) {
+    let limits = json!({"name": "main", "resources": {"limits": {"cpu": cpu, "memory": memory}}});
+    let patch = json!({"spec": {"containers": [limits]}}).to_string();
+    cluster.kubectl(&["patch", "pod", "resized", "--subresource=resize", "-p", &patch]).ok();
+}
+
+/// A pod's conditions of these types.
+fn resizes(pod: &Value) -> Vec<Value> {
+    let conditions = pod["status"]["conditions"].as_array().cloned().unwrap_or_default();
+    let of = |condition: &Value| condition["type"].as_str().is_some_and(|name| name.starts_with("PodResize"));
+    conditions.into_iter().filter(of).collect()
+}
+
 pub fn a_size_that_changes(world: &World) -> Outcome {
-    if !crate::kubelet::makes_groups() {
-        return Outcome::Skipped(
-            "kubelet 1.36 breaks down when it resizes a pod for which it makes no control group (cgroup v1)",
-        );
-    }
     let cluster = cluster(world);
+    let guest = nacelle_e2e::node::engine() != "host";
+    cluster.apply(GROWING);
+    let class = if guest { "  runtimeClassName: growing\n" } else { "" };
     let limits = "    resources: {requests: {cpu: 50m, memory: 32Mi}, limits: {cpu: 200m, memory: 64Mi}}\n";
-    let pod = cluster.pod("resized", &waiting("resized", "", limits));
+    let pod = cluster.pod("resized", &waiting("resized", class, limits));
     let before = pod.ready();
-    let patch =
-        r#"{"spec": {"containers": [{"name": "main", "resources": {"limits": {"cpu": "400m", "memory": "48Mi"}}}]}}"#;
-    cluster.kubectl(&["patch", "pod", "resized", "--subresource=resize", "-p", patch]).ok();
-    let after = pod.until("the new size is in force", |pod| {
-        let limits = &container(pod, "main")["resources"]["limits"];
-        (limits["cpu"] == "400m" && limits["memory"] == "48Mi").then(|| pod.clone())
-    });
-    assert_eq!(container(&after, "main")["containerID"], container(&before, "main")["containerID"]);
-    assert_eq!(container(&after, "main")["restartCount"], 0);
+    let seen = |cpu: &str, memory: u64, processors: &str| {
+        if nacelle_e2e::node::limits() {
+            let limits = pod.shell("cat /sys/fs/cgroup/cpu.max /sys/fs/cgroup/memory.max");
+            assert_eq!(limits, format!("{cpu} 100000\n{}", memory << 20));
+        }
+        if guest {
+            assert_eq!(pod.shell("nproc"), processors);
+        }
+    };
+    seen("20000", 64, "1");
+    // Up and down, each by itself and both at once.
+    for (cpu, memory, quota, mib, processors) in [
+        ("2500m", "64Mi", "250000", 64, "3"),
+        ("1200m", "48Mi", "120000", 48, "2"),
+        ("1200m", "64Mi", "120000", 64, "2"),
+        ("300m", "40Mi", "30000", 40, "1"),
+    ] {
+        resize(cluster, cpu, memory);
+        let after = pod.until("the new size is in force", |pod| {
+            let limits = &container(pod, "main")["resources"]["limits"];
+            (limits["cpu"] == cpu && limits["memory"] == memory && resizes(pod).is_empty()).then(|| pod.clone())
+        });
+        assert_eq!(container(&after, "main")["containerID"], container(&before, "main")["containerID"]);
+        assert_eq!(container(&after, "main")["restartCount"], 0);
+        seen(quota, mib, processors);
+    }
+    if guest {
+        // More than the machine can have: the pod says so, and goes on with what it had.
+        resize(cluster, "4", "40Mi");
+        let said = pod.until("the resize is refused", |pod| {
+            let messages =
+                resizes(pod).into_iter().filter_map(|condition| condition["message"].as_str().map(str::to_owned));
+            messages.into_iter().find(|message| message.contains("CPUs"))
+        });
+        assert!(said.contains("3 CPUs") && said.contains("4000"), "{said}");
+        seen("30000", 40, "1");
+        resize(cluster, "2", "40Mi");
+        pod.until("another resize is done", |pod| {
+            (container(pod, "main")["resources"]["limits"]["cpu"] == "2" && resizes(pod).is_empty()).then_some(())
+        });
+        seen("200000", 40, "2");
+    }
     pod.delete();
     Outcome::Passed
 }
