@@ -74,12 +74,13 @@ pub struct Usage {
     pub peak_bytes: Option<u64>,
 }
 
-/// What the group of a process has used, by the text of its /proc/PID/cgroup; none without the controllers that count it.
-pub fn usage(groups: &str) -> Option<Usage> {
-    usage_below(Path::new(ROOT), groups)
+/// What the group of a process has used with those below it, by the text of its /proc/PID/cgroup; of a group of this name it is the one
+/// above that is meant. None without the controllers that count it.
+pub fn usage(groups: &str, part: &str) -> Option<Usage> {
+    usage_below(Path::new(ROOT), groups, part)
 }
 
-fn usage_below(root: &Path, groups: &str) -> Option<Usage> {
+fn usage_below(root: &Path, groups: &str, part: &str) -> Option<Usage> {
     // Of cgroup v1 a process may be in another group in each tree; in v2's only tree no controller is named.
     let with = |controller: &str, file: &str| {
         let mut lines = groups.lines().map(|line| line.splitn(3, ':').skip(1));
@@ -88,7 +89,9 @@ fn usage_below(root: &Path, groups: &str) -> Option<Usage> {
             let named = if is_v2(root) { "" } else { controller };
             controllers.split(',').any(|one| one == named).then_some(group)
         })?;
-        folders_below(root, Path::new(group)).into_iter().find(|folder| folder.join(file).exists())
+        let group = Path::new(group);
+        let group = if group.ends_with(part) { group.parent()? } else { group };
+        folders_below(root, group).into_iter().find(|folder| folder.join(file).exists())
     };
     let number = |folder: &Path, file: &str| fs::read_to_string(folder.join(file)).ok()?.trim().parse::<u64>().ok();
     let lines = |folder: &Path, file: &str, names: &[&str]| {
@@ -103,7 +106,7 @@ fn usage_below(root: &Path, groups: &str) -> Option<Usage> {
         Some((memory_bytes, lines(&folder, "memory.stat", anonymous)?, number(&folder, peak)))
     };
     let (memory_bytes, anonymous_bytes, peak_bytes) = group("memory.current", "memory.peak", &["anon", "shmem"])
-        .or_else(|| group("memory.usage_in_bytes", "memory.max_usage_in_bytes", &["rss", "shmem"]))?;
+        .or_else(|| group("memory.usage_in_bytes", "memory.max_usage_in_bytes", &["total_rss", "total_shmem"]))?;
     let micros = || lines(&with("cpu", "cpu.stat")?, "cpu.stat", &["usage_usec"])?.checked_mul(1000);
     let cpu_nanos = micros().or_else(|| number(&with("cpuacct", "cpuacct.usage")?, "cpuacct.usage"))?;
     Some(Usage { cpu_nanos, memory_bytes, anonymous_bytes, peak_bytes })
@@ -282,11 +285,12 @@ mod tests {
             ],
         );
         let expected = Usage { cpu_nanos: 7000, memory_bytes: 100, anonymous_bytes: 70, peak_bytes: None };
-        assert_eq!(usage_below(root.path(), "0::/a/b\n"), Some(expected));
+        assert_eq!(usage_below(root.path(), "0::/a/b\n", "own"), Some(expected));
         write(root.path(), &[("a/b/memory.peak", "120\n")]);
-        assert_eq!(usage_below(root.path(), "0::/a/b\n"), Some(Usage { peak_bytes: Some(120), ..expected }));
-        for gone in ["0::/a\n", "0::/../a/b\n", "0::/a/c\n", "", "x"] {
-            assert_eq!(usage_below(root.path(), gone), None, "{gone:?}");
+        assert_eq!(usage_below(root.path(), "0::/a/b\n", "own"), Some(Usage { peak_bytes: Some(120), ..expected }));
+        assert_eq!(usage_below(root.path(), "0::/a/b/own\n", "own").map(|usage| usage.memory_bytes), Some(100));
+        for gone in ["0::/a\n", "0::/own\n", "0::/../a/b\n", "0::/a/c\n", "", "x"] {
+            assert_eq!(usage_below(root.path(), gone, "own"), None, "{gone:?}");
         }
         let v1 = tempfile::tempdir().unwrap();
         write(
@@ -296,13 +300,16 @@ mod tests {
                 ("cpu,cpuacct/cgroup.procs", ""),
                 ("memory/m/memory.usage_in_bytes", "100\n"),
                 ("memory/m/memory.max_usage_in_bytes", "120\n"),
-                ("memory/m/memory.stat", "cache 60\nrss 30\nrss_huge 0\nshmem 40\n"),
+                (
+                    "memory/m/memory.stat",
+                    "cache 50\nrss 3\nshmem 4\ntotal_cache 60\ntotal_rss 30\ntotal_rss_huge 0\ntotal_shmem 40\n",
+                ),
                 ("cpu,cpuacct/c/cpuacct.usage", "7000\n"),
             ],
         );
         let groups = "9:pids:/p\n8:memory:/m\n4:cpu,cpuacct:/c\n0::/\n";
         write(v1.path(), &[("memory/p/memory.usage_in_bytes", "1\n")]);
-        assert_eq!(usage_below(v1.path(), groups), Some(Usage { peak_bytes: Some(120), ..expected }));
+        assert_eq!(usage_below(v1.path(), groups, "own"), Some(Usage { peak_bytes: Some(120), ..expected }));
     }
 
     #[test]

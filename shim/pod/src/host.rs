@@ -7,7 +7,7 @@ use crate::share;
 use crate::spec::{PodSpec, Shares};
 use nacelle_base::files::{at, remove_tree_if_there};
 use nacelle_engine::host::{Host, HostSpec};
-use nacelle_jail::cgroup;
+use nacelle_jail::cgroup::{self, Usage as GroupUsage};
 use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
@@ -36,7 +36,34 @@ pub(crate) fn engine(spec: &PodSpec, dir: &Path, agent: &Path, shares: Shares) -
     Ok(host)
 }
 
-/// The control group of the pod process itself, in the pod's.
+/// The name of the control group of the pod process itself, in the pod's.
+const OWN: &str = "process";
+
+/// That group.
 pub(crate) fn own_group(pod: &Path) -> PathBuf {
-    pod.join("process")
+    pod.join(OWN)
+}
+
+/// What a pod's control group has used, by the text of /proc/PID/cgroup of its process.
+pub fn group_usage(groups: &str) -> Option<GroupUsage> {
+    cgroup::usage(groups, OWN)
+}
+
+/// Whether, by the same text, the processes of containers are in the pod's control group, as those without a guest are.
+pub fn is_of_containers(groups: &str) -> bool {
+    groups.lines().any(|line| Path::new(line).ends_with(OWN))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pods_group_is_known_by_its_processs() {
+        let own = own_group(Path::new("/nacelle/a"));
+        assert!(is_of_containers(&format!("4:memory:{}\n0::/\n", own.display())));
+        for text in ["4:memory:/nacelle/a\n", "0::/process/nacelle-a\n", "0::/a/subprocess\n", ""] {
+            assert!(!is_of_containers(text), "{text:?}");
+        }
+    }
 }

@@ -35,8 +35,9 @@ mod sys;
 mod teardown;
 
 pub use error::PodError;
+pub use host::{group_usage, is_of_containers};
 pub use machine::{CONSOLE_FILE, tap_name};
-pub use nacelle_jail::cgroup::{Usage as GroupUsage, memory_limit, usage as group_usage};
+pub use nacelle_jail::cgroup::{Usage as GroupUsage, memory_limit};
 
 use nacelle_base::Chain;
 use nacelle_engine::Engine;

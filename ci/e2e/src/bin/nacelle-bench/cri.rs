@@ -13,6 +13,8 @@ pub struct Cri {
     pods: RuntimeServiceClient<Channel>,
     images: ImageServiceClient<Channel>,
     logs: PathBuf,
+    /// The control group in which those of pods are made.
+    pub group: String,
     next: u32,
 }
 
@@ -40,6 +42,7 @@ impl Cri {
             pods: RuntimeServiceClient::new(channel.clone()).max_decoding_message_size(64 << 20),
             images: ImageServiceClient::new(channel),
             logs: logs.to_owned(),
+            group: String::new(),
             next: 0,
         }
     }
@@ -69,7 +72,11 @@ impl Cri {
                 attempt: 0,
             }),
             log_directory: folder.display().to_string(),
-            linux: Some(cri::LinuxPodSandboxConfig { security_context: Some(security), ..Default::default() }),
+            linux: Some(cri::LinuxPodSandboxConfig {
+                security_context: Some(security),
+                cgroup_parent: self.group.clone(),
+                ..Default::default()
+            }),
             ..Default::default()
         };
         let runtime_handler = handler.to_owned();
@@ -148,6 +155,21 @@ impl Cri {
         let answer = self.runtime.block_on(self.pods.exec_sync(request)).expect("ExecSync").into_inner();
         assert_eq!(answer.exit_code, 0, "{}", String::from_utf8_lossy(&answer.stderr));
         String::from_utf8_lossy(&answer.stdout).into_owned()
+    }
+
+    /// The accounts of a verbose PodSandboxStatus.
+    pub fn accounts(&mut self, pod: &Pod) -> serde_json::Value {
+        let request = cri::PodSandboxStatusRequest { pod_sandbox_id: pod.id.clone(), verbose: true };
+        let answer = self.runtime.block_on(self.pods.pod_sandbox_status(request)).expect("PodSandboxStatus");
+        serde_json::from_str(&answer.into_inner().info["accounts"]).expect("JSON")
+    }
+
+    /// The memory of PodSandboxStats, in bytes; not a number if there is none.
+    pub fn memory(&mut self, pod: &Pod) -> f64 {
+        let request = cri::PodSandboxStatsRequest { pod_sandbox_id: pod.id.clone() };
+        let answer = self.runtime.block_on(self.pods.pod_sandbox_stats(request)).expect("PodSandboxStats");
+        let memory = answer.into_inner().stats.and_then(|stats| stats.linux?.memory?.usage_bytes);
+        memory.map_or(f64::NAN, |bytes| bytes.value as f64)
     }
 
     /// PullImage; returns the milliseconds.

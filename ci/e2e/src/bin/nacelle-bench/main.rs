@@ -1,12 +1,15 @@
 //! Owns: the benchmarks of docs/budgets.md: ours and a peer in turn, medians and their ratio. `ci/bench` starts it.
 
+mod accounts;
 mod benches;
 mod containerd;
 mod cri;
 mod crowd;
+mod density;
 mod files;
 mod guests;
 mod machines;
+mod memory;
 mod microvm;
 mod minimal;
 mod plot;
@@ -45,11 +48,12 @@ fn main() -> ExitCode {
     match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         [machines::SERVE, description] => return machines::serve(description),
         [minimal::SERVE, description] => return minimal::serve(description),
-        ["plot", name @ ("boot" | "critest" | "crowd" | "files")] => {
+        ["plot", name @ ("boot" | "critest" | "crowd" | "density" | "files")] => {
             let measured = serde_json::from_reader(std::io::stdin()).expect("the JSON of the bench on stdin");
             let plot = match name {
                 "boot" => plot::boot,
                 "critest" => plot::critest,
+                "density" => plot::density,
                 "files" => plot::files,
                 _ => plot::crowd,
             };
@@ -70,6 +74,16 @@ fn main() -> ExitCode {
                 return ExitCode::from(2);
             };
             println!("{}", vm::measure(runs));
+            return ExitCode::SUCCESS;
+        }
+        ["density", who, ref pods @ ..] => {
+            let who: Vec<&str> = who.split(',').collect();
+            let pods: Result<Vec<usize>, _> = pods.iter().map(|number| number.parse()).collect();
+            let (Ok(pods), true) = (pods, who.iter().all(|name| density::WHO.contains(name))) else {
+                eprintln!("usage: nacelle-bench density {} PODS...", density::WHO.join(","));
+                return ExitCode::from(2);
+            };
+            println!("{}", density::measure(&who, &pods));
             return ExitCode::SUCCESS;
         }
         ["crowd", pods, clients] => {

@@ -5,7 +5,7 @@ use nacelle_e2e::{eventually, part, run};
 use std::fs;
 use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
 /// An init that only says [`MARK`].
@@ -29,10 +29,19 @@ pub fn initramfs(folder: &Path) -> PathBuf {
 
 /// From the start of QEMU to the line of init, in milliseconds; `tuning` are further kernel parameters.
 pub fn boot(initramfs: &Path, tuning: &[String]) -> f64 {
+    let (mut machine, took) = start(initramfs, "tcg", tuning);
+    machine.kill().expect("QEMU is our child");
+    machine.wait().expect("QEMU is our child");
+    took
+}
+
+/// The same of a machine that goes on, with this accelerator.
+pub fn start(initramfs: &Path, accel: &str, tuning: &[String]) -> (Child, f64) {
     let parameters = format!("console=ttyS0 quiet reboot=t panic=-1 {}", tuning.join(" "));
     let start = Instant::now();
     let mut machine = Command::new("qemu-system-x86_64")
-        .args(["-M", "microvm,acpi=off,pit=on,pic=on,isa-serial=on,accel=tcg", "-cpu", "max", "-m", "128", "-smp", "1"])
+        .args(["-M", &format!("microvm,acpi=off,pit=on,pic=on,isa-serial=on,accel={accel}")])
+        .args(["-cpu", "max", "-m", "128", "-smp", "1"])
         .args(["-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-serial", "stdio"])
         .args(["-append", &parameters])
         .arg("-kernel")
@@ -52,9 +61,7 @@ pub fn boot(initramfs: &Path, tuning: &[String]) -> f64 {
         assert!(length > 0, "QEMU ended: {}", String::from_utf8_lossy(&said));
         says_mark(&said).then(|| milliseconds(start))
     });
-    machine.kill().expect("QEMU is our child");
-    machine.wait().expect("QEMU is our child");
-    took
+    (machine, took)
 }
 
 /// Whether the init is there, by what the console has said.

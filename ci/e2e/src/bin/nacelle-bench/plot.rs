@@ -186,3 +186,50 @@ pub fn crowd(measured: &Value) -> String {
     svg.push_str("</svg>\n");
     svg
 }
+
+/// What `density::measure` returns in `density`, of several engines: a line for each runtime, by the number of pods. Memory is on a
+/// logarithmic scale.
+pub fn density(measured: &Value) -> String {
+    let rows = measured["density"].as_array().map(Vec::as_slice).unwrap_or_default();
+    let number = |row: &Value, key: &str| row[key].as_f64().unwrap_or(0.0);
+    let names = distinct(rows.iter().filter_map(|row| row["runtime"].as_str()));
+    let most = |key: &str| rows.iter().map(|row| number(row, key)).fold(1.0, f64::max);
+    let (pods, top) = (most("pods"), most("pss").log10().ceil().max(1.0));
+    let bottom = 400.0;
+    let x = |row: &Value| 70.0 + number(row, "pods") / pods * 680.0;
+    let y = |row: &Value| bottom - number(row, "pss").max(1.0).log10() / top * (bottom - TOP);
+    let title = "Memory of the processes of each pod that sleeps (Pss, MiB, logarithmic, by pods there)";
+    let mut svg = opened(780.0, 460.0, title);
+    let mut line = |text: std::fmt::Arguments<'_>| writeln!(svg, "{text}").expect("a String");
+    for power in 0..=top as i32 {
+        let (value, y) = (10_f64.powi(power), bottom - f64::from(power) / top * (bottom - TOP));
+        line(format_args!(
+            "<path d=\"M70 {y:.0}H750\" stroke=\"#dee2e6\"/><text x=\"62\" y=\"{:.0}\" text-anchor=\"end\">{value:.0}</text>",
+            y + 4.0
+        ));
+    }
+    let stages: std::collections::BTreeSet<u64> = rows.iter().filter_map(|row| row["pods"].as_u64()).collect();
+    for stage in stages {
+        let x = 70.0 + stage as f64 / pods * 680.0;
+        line(format_args!("<text x=\"{x:.0}\" y=\"{:.0}\" text-anchor=\"middle\">{stage}</text>", bottom + 18.0));
+    }
+    for (n, name) in names.iter().enumerate() {
+        let colour = COLOURS[n % COLOURS.len()];
+        let own = rows.iter().filter(|row| row["runtime"] == **name);
+        let points: Vec<String> = own.map(|row| format!("{:.1},{:.1}", x(row), y(row))).collect();
+        let points = points.join(" ");
+        line(format_args!("<polyline points=\"{points}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\"/>"));
+        for row in rows.iter().filter(|row| row["runtime"] == **name) {
+            line(format_args!(
+                "<circle cx=\"{:.1}\" cy=\"{:.1}\" r=\"3\" fill=\"{colour}\"><title>{name}, {} pods: {:.1} MiB</title></circle>",
+                x(row),
+                y(row),
+                row["pods"],
+                number(row, "pss")
+            ));
+        }
+    }
+    legend(&mut svg, &names, 70.0, 446.0, 172.0);
+    svg.push_str("</svg>\n");
+    svg
+}

@@ -1,0 +1,93 @@
+//! Owns: how far what Nacelle says of pods is from what the node's kernel counts for their control groups.
+
+use crate::cri::{Cri, Pod};
+use crate::density;
+use crate::memory::{self, Group, MIB};
+use nacelle_e2e::node::engine;
+use nacelle_e2e::{Image, eventually};
+use serde_json::{Value, json};
+use std::time::Duration;
+
+/// What a container does, and how: 64 MiB each, and then it sleeps. What holds the memory of a process has twice as much while it reads it.
+const LOADS: [(&str, &str); 5] = [
+    ("nothing", "touch /full"),
+    ("memory of a process", "(head -c 33554432 /dev/urandom; touch /full; sleep 1000000) | tail -c 33554432"),
+    ("files in memory", "head -c 67108864 /dev/urandom >/dev/shm/blob; touch /full"),
+    ("files on its root", "head -c 67108864 /dev/urandom >/blob; sync; touch /full"),
+    ("work", "touch /full; while :; do :; done"),
+];
+/// For how long it is left alone then.
+const SETTLED: Duration = Duration::from_secs(8);
+
+/// What was said and counted of a pod at one moment, in bytes and nanoseconds.
+struct Moment {
+    accounts: Value,
+    stats: f64,
+    group: Group,
+}
+
+impl Moment {
+    /// One figure of the accounts.
+    fn said(&self, account: &str, figure: &str) -> f64 {
+        self.accounts[account][figure].as_f64().unwrap_or(f64::NAN)
+    }
+}
+
+/// Each load in two pods. Returns `[{"engine", "load", "said": {...}, "counted": {...}, "errors": {...: %}}, ...]`, the memory in MiB; null if the node's
+/// kernel does not count.
+pub fn measure() -> Value {
+    let node = density::node();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let mut cri = density::ours(&node);
+    let mut rows = Vec::new();
+    for (load, script) in LOADS.iter().chain(&LOADS) {
+        let script = format!("echo here; until test -e /go; do sleep 1; done; {script}; sleep 1000000");
+        let (pod, _) = cri.run_pod();
+        let (container, _) = cri.start(&pod, &image, &["/bin/sh", "-c", &script]);
+        std::thread::sleep(SETTLED);
+        let look = |cri: &mut Cri, pod: &Pod| {
+            let (accounts, stats) = (cri.accounts(pod), cri.memory(pod));
+            memory::group(node.folder(), Some(&pod.id)).map(|group| Moment { accounts, stats, group })
+        };
+        let Some(before) = look(&mut cri, &pod) else {
+            cri.remove_pod(&pod);
+            return Value::Null;
+        };
+        cri.exec(&container, &["/bin/touch", "/go"]);
+        eventually("the load is there", || {
+            let there = cri.output(&container, &["/bin/sh", "-c", "test -e /full && echo yes || echo no"]);
+            (there.trim() == "yes").then_some(())
+        });
+        std::thread::sleep(SETTLED);
+        let after = look(&mut cri, &pod).expect("the group was there before");
+        cri.remove_pod(&pod);
+        let row = row(load, &before, &after);
+        eprintln!("{row}");
+        rows.push(row);
+    }
+    Value::Array(rows)
+}
+
+fn row(load: &str, before: &Moment, after: &Moment) -> Value {
+    let error = |said: f64, counted: f64| (said - counted) / counted * 100.0;
+    let said = |figure: &str| after.said("machine", figure);
+    let group = &after.group;
+    json!({
+        "engine": engine(), "load": load,
+        "said": {
+            "machine": said("anonymousBytes") / MIB, "node": after.said("node", "memoryBytes") / MIB,
+            "containers": after.stats / MIB, "containers_grew": (after.stats - before.stats) / MIB,
+            "cpu_seconds": said("cpuNanos") / 1e9,
+        },
+        "counted": {
+            "anonymous": group.anonymous / MIB, "all": group.all / MIB, "kernel": group.kernel / MIB,
+            "grew": (group.all - before.group.all) / MIB, "cpu_seconds": group.cpu_nanos / 1e9,
+        },
+        "errors": {
+            "machine": error(said("anonymousBytes"), group.anonymous),
+            "node": error(after.said("node", "memoryBytes"), group.all),
+            "node_anonymous": error(after.said("node", "anonymousBytes"), group.anonymous),
+            "cpu": error(said("cpuNanos"), group.cpu_nanos),
+        },
+    })
+}

@@ -1,0 +1,126 @@
+//! Owns: what processes, control groups and the node have in memory, as the node's kernel says (proc(5)).
+
+use nacelle_e2e::census;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Bytes of a mebibyte.
+pub const MIB: f64 = 1_048_576.0;
+
+/// These processes and all that descend from them.
+pub fn with_descendants(roots: &[i32]) -> BTreeSet<i32> {
+    let parents: Vec<(i32, i32)> = fs::read_dir("/proc")
+        .expect("/proc is mounted")
+        .flatten()
+        .filter_map(|entry| {
+            let pid = entry.file_name().to_str()?.parse().ok()?;
+            Some((pid, parent(&fs::read_to_string(entry.path().join("stat")).ok()?)?))
+        })
+        .collect();
+    let mut found: BTreeSet<i32> = roots.iter().copied().collect();
+    loop {
+        let more: Vec<i32> = parents
+            .iter()
+            .filter(|(pid, parent)| found.contains(parent) && !found.contains(pid))
+            .map(|(pid, _)| *pid)
+            .collect();
+        if more.is_empty() {
+            return found;
+        }
+        found.extend(more);
+    }
+}
+
+/// The parent, of /proc/PID/stat; the command's name may hold anything.
+fn parent(stat: &str) -> Option<i32> {
+    stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok()
+}
+
+/// The proportional memory of processes, in bytes, by the program's name.
+pub fn proportional(processes: &BTreeSet<i32>) -> BTreeMap<String, f64> {
+    let mut programs = BTreeMap::new();
+    for pid in processes {
+        let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+        let kib = crate::benches::kilobytes(*pid, "smaps_rollup", "Pss:");
+        // Of one that has ended meanwhile there is none.
+        if kib.is_finite() {
+            *programs.entry(name.trim().to_owned()).or_insert(0.0) += kib * 1024.0;
+        }
+    }
+    programs
+}
+
+/// The node's memory, in bytes.
+#[derive(Clone, Copy, Debug)]
+pub struct InUse {
+    /// What is in use and not the cache of files.
+    pub all: f64,
+    /// Of that the kernel's own: its structures, stacks, page tables and counters of each processor.
+    pub kernel: f64,
+}
+
+/// What of the node's memory is in use now.
+pub fn in_use() -> InUse {
+    let text = fs::read_to_string("/proc/meminfo").expect("/proc is mounted");
+    let of = |name: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+        let kib: Option<f64> = line.and_then(|line| line.split_whitespace().next()?.parse().ok());
+        kib.unwrap_or(0.0) * 1024.0
+    };
+    let files = of("Buffers") + of("Cached") - of("Shmem") + of("SReclaimable");
+    let kernel = ["SUnreclaim", "KernelStack", "PageTables", "Percpu"].map(of).iter().sum();
+    InUse { all: of("MemTotal") - of("MemFree") - files, kernel }
+}
+
+/// What the kernel has counted for a pod's control group and those below it, in bytes and nanoseconds.
+#[derive(Clone, Copy, Debug)]
+pub struct Group {
+    /// All that is charged to it.
+    pub all: f64,
+    /// Of that what belongs to no file.
+    pub anonymous: f64,
+    /// Of that the kernel's own structures.
+    pub kernel: f64,
+    /// Processor time.
+    pub cpu_nanos: f64,
+}
+
+/// The group of the pod of this id, or that of all pods of a node; none where the kernel does not count.
+pub fn group(folder: &Path, pod: Option<&str>) -> Option<Group> {
+    let groups = census::cgroups(folder).into_iter();
+    let folders: BTreeSet<PathBuf> = match pod {
+        Some(id) => groups.filter(|path| path.ends_with(format!("nacelle-{id}"))).collect(),
+        None => groups.filter_map(|path| Some(path.parent()?.to_owned())).collect(),
+    };
+    let read = |file: &str| folders.iter().find_map(|folder| fs::read_to_string(folder.join(file)).ok());
+    let number = |file: &str| read(file)?.trim().parse::<f64>().ok();
+    let of = |file: &str, names: &[&str]| {
+        let text = read(file)?;
+        let one =
+            |name: &&str| text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse::<f64>().ok());
+        names.iter().map(one).try_fold(0.0, |sum, one| Some(sum + one?))
+    };
+    // Of cgroup v2, or of v1.
+    Some(Group {
+        all: number("memory.current").or_else(|| number("memory.usage_in_bytes"))?,
+        anonymous: of("memory.stat", &["anon", "shmem"])
+            .or_else(|| of("memory.stat", &["total_rss", "total_shmem"]))?,
+        kernel: of("memory.stat", &["kernel"]).or_else(|| number("memory.kmem.usage_in_bytes")).unwrap_or(0.0),
+        cpu_nanos: of("cpu.stat", &["usage_usec"]).map(|micros| micros * 1000.0).or_else(|| number("cpuacct.usage"))?,
+    })
+}
+
+/// Has the kernel count the memory of the pods' groups where it does so only if asked, as kubelet asks.
+pub fn count(folder: &Path) {
+    let root = Path::new("/sys/fs/cgroup");
+    if !root.join("cgroup.controllers").exists() {
+        return;
+    }
+    let parent = root.join(census::cgroup_parent(folder).trim_start_matches('/'));
+    fs::create_dir_all(&parent).expect("control groups can be made");
+    for folder in [root, &parent] {
+        let file = folder.join("cgroup.subtree_control");
+        fs::write(&file, "+memory").unwrap_or_else(|error| panic!("cannot write {}: {error}", file.display()));
+    }
+}
