@@ -7,6 +7,7 @@ pub mod frame;
 pub mod image;
 pub mod listener;
 pub mod log;
+pub mod memory;
 pub mod paths;
 pub mod processors;
 pub mod pushed;

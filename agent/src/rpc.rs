@@ -5,8 +5,9 @@ use nacelle_proto::agent::agent_server::Agent;
 use nacelle_proto::agent::{
     AttachDeviceRequest, AttachImageRequest, BlockDevice, ContainerRef, CreateContainerRequest,
     CreateContainerResponse, DetachDeviceRequest, DetachImageRequest, DropVolumeRequest, Empty, ExecRequest,
-    ImageVolume, ListContainersResponse, PushVolumeRequest, RenewRequest, ResizeRequest, SetProcessorsRequest,
-    SignalRequest, StatsResponse, UpdateContainerRequest, WaitRequest, WaitResponse,
+    ImageVolume, ListContainersResponse, MemoryRange, PushVolumeRequest, RenewRequest, ResizeRequest, SetMemoryRequest,
+    SetMemoryResponse, SetProcessorsRequest, SignalRequest, StatsResponse, UpdateContainerRequest, WaitRequest,
+    WaitResponse,
 };
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -18,6 +19,7 @@ use crate::boot::apply;
 use crate::container::devices::Device;
 use crate::container::volumes::Volume;
 use crate::container::{CreateOptions, ExecOptions, Pod, PodError};
+use crate::memory::Memory;
 use crate::processors::Processors;
 use crate::pushed::{Draft, PushError, Volumes};
 use crate::stats::Asked;
@@ -33,6 +35,8 @@ pub struct Service {
     pub pod: Arc<Pod>,
     /// What it runs on.
     pub processors: Arc<Processors>,
+    /// What it runs in.
+    pub memory: Arc<Memory>,
     /// Told when the machine shall end.
     pub end: Arc<Notify>,
     /// The machine's life that it was told of last; empty: the first.
@@ -213,6 +217,15 @@ impl Agent for Service {
     async fn set_processors(&self, request: Request<SetProcessorsRequest>) -> Result<Response<Empty>, Status> {
         let (count, processors) = (request.into_inner().count, Arc::clone(&self.processors));
         blocking(move || processors.set(count)).await
+    }
+
+    async fn set_memory(&self, request: Request<SetMemoryRequest>) -> Result<Response<SetMemoryResponse>, Status> {
+        let (SetMemoryRequest { reserve, bytes }, memory) = (request.into_inner(), Arc::clone(&self.memory));
+        let range = |range: &MemoryRange| range.address..range.address.saturating_add(range.bytes);
+        let reserve: Vec<_> = reserve.iter().map(range).collect();
+        let set = tokio::task::spawn_blocking(move || memory.set(&reserve, bytes)).await.map_err(PodError::from);
+        let bytes = set.and_then(|set| set.map_err(Into::into)).map_err(|error| status(&error))?;
+        Ok(Response::new(SetMemoryResponse { bytes }))
     }
 
     async fn resize(&self, request: Request<ResizeRequest>) -> Result<Response<Empty>, Status> {

@@ -43,6 +43,7 @@ async fn run(ready: Ready) -> io::Result<()> {
     let service = Service {
         pod: Arc::clone(&pod),
         processors: Arc::new(ready.processors),
+        memory: Arc::new(ready.memory),
         end: Arc::clone(&end),
         generation: Mutex::default(),
     };

@@ -187,6 +187,29 @@ pub fn set_signal(signal: c_int, ignore: bool) -> io::Result<()> {
     if unsafe { libc::signal(signal, handler) } == libc::SIG_ERR { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
+/// The signal that only ends the call in which a thread waits.
+pub const WAKE: c_int = libc::SIGUSR1;
+
+/// Has a signal do nothing but interrupt the call in which its thread is.
+pub fn interrupt_by(signal: c_int) -> io::Result<()> {
+    extern "C" fn nothing(_signal: c_int) {}
+    // SAFETY: all zeroes are a valid sigaction: no flags, so that no call is begun anew, and an empty mask.
+    let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+    action.sa_sigaction = nothing as *const () as usize;
+    // SAFETY: the handler does nothing, which it may at any time; the old action is not asked for.
+    check(unsafe { libc::sigaction(signal, &raw const action, std::ptr::null_mut()) }).map(drop)
+}
+
+/// Sends a signal to a thread of this process that has not been joined.
+pub fn signal_thread(thread: libc::pthread_t, signal: c_int) -> io::Result<()> {
+    // SAFETY: the caller holds the handle of the thread, so its number is not another's.
+    match unsafe { libc::pthread_kill(thread, signal) } {
+        // ESRCH: it has ended.
+        0 | libc::ESRCH => Ok(()),
+        error => Err(io::Error::from_raw_os_error(error)),
+    }
+}
+
 /// Replaces this process; returns only the error.
 pub fn execve(path: &CString, args: &[CString], env: &[CString]) -> nix::errno::Errno {
     match nix::unistd::execve(path, args, env) {

@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 use crate::frame::{self, FrameError};
 use crate::image::Disks;
 use crate::listener::Socket;
+use crate::memory::Memory;
 use crate::processors::Processors;
 use crate::userns::UserNs;
 use crate::zygote::Zygote;
@@ -92,6 +93,8 @@ pub struct Ready {
     pub disks: Disks,
     /// Those that the containers run on.
     pub processors: Processors,
+    /// What they use.
+    pub memory: Memory,
     /// The PID namespace is the node's.
     pub node_pid: bool,
     /// The containers' user namespace, if it is not the agent's.
@@ -128,7 +131,8 @@ pub fn boot() -> Result<Ready, BootError> {
     crate::sys::limit_files(65_536, 1 << 19).map_err(|source| BootError::Limit { source })?;
     let disks = Disks::new(config.image_disk, config.scratch_disk, config.volume_disk);
     let (rpc, streams) = (Socket::Vsock(rpc), Socket::Vsock(streams));
-    Ok(Ready { config, disks, processors: Processors::of_machine(), node_pid: false, users, rpc, streams, zygote })
+    let (processors, memory) = (Processors::of_machine(), Memory::of_machine());
+    Ok(Ready { config, disks, processors, memory, node_pid: false, users, rpc, streams, zygote })
 }
 
 /// Makes the user namespace, if there is one, known by its name.

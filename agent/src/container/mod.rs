@@ -29,6 +29,7 @@ use tokio::sync::{OnceCell, watch};
 
 use crate::empty_dirs::{EmptyDirError, EmptyDirs};
 use crate::image::{DiskError, Disks};
+use crate::memory::MemoryError;
 use crate::processors::ProcessorsError;
 use crate::pushed::{PushError, Volumes};
 use crate::stats::Layers;
@@ -78,6 +79,8 @@ pub enum PodError {
     #[error(transparent)]
     EmptyDir(#[from] EmptyDirError),
     #[error(transparent)]
+    Memory(#[from] MemoryError),
+    #[error(transparent)]
     Processors(#[from] ProcessorsError),
     #[error("cannot use the disk")]
     Disk {
@@ -113,6 +116,7 @@ impl Classify for PodError {
             PodError::Zygote { source, .. } => source.kind(),
             PodError::Io { .. } | PodError::Task { .. } => Kind::Internal,
             PodError::Push(source) => source.kind(),
+            PodError::Memory(source) => source.kind(),
             PodError::Processors(source) => source.kind(),
             PodError::EmptyDir(source) => source.kind(),
             PodError::Disk { source } => source.kind(),

@@ -257,6 +257,7 @@ pub fn spec((kernel, initrd): (PathBuf, PathBuf), folder: &Path, vcpus: u8, nics
         topology: None,
         cpu_model: None,
         memory_mib: 256,
+        reserve_mib: 0,
         memory_pages: Default::default(),
         console: Default::default(),
         kernel,

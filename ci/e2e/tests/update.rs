@@ -7,6 +7,9 @@ use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
 use serde_json::json;
 use std::collections::BTreeSet;
 use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
 
 #[test]
 fn limits_change_both_ways_before_and_after_the_start() {
@@ -94,7 +97,10 @@ fn processors_of_the_node_are_kept_to() {
 
 /// kubelet's word of what a pod may have, which crictl cannot say.
 fn resize(node: &Node, pod: &str, cpu_quota: i64) -> Result<(), tonic::Status> {
-    let resources = cri::LinuxContainerResources { cpu_period: 100_000, cpu_quota, ..Default::default() };
+    give(node, pod, cri::LinuxContainerResources { cpu_period: 100_000, cpu_quota, ..Default::default() })
+}
+
+fn give(node: &Node, pod: &str, resources: cri::LinuxContainerResources) -> Result<(), tonic::Status> {
     let pod_sandbox_id = pod.to_owned();
     let request = cri::UpdatePodSandboxResourcesRequest { pod_sandbox_id, overhead: None, resources: Some(resources) };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
@@ -150,5 +156,142 @@ fn a_machine_has_the_processors_that_its_pod_may_use() {
     resize(&node, &id, 100_000).unwrap();
     let container = pod.start(Container::sh("last", &image, "sleep 1000"));
     assert_eq!(container.exec("nproc").ok().trim(), "1");
+    pod.remove();
+}
+
+/// Memory of the node that a machine takes, in MiB: what QEMU's file of it has, or the pod process for itself.
+fn taken(node: &Node) -> u64 {
+    let of_file = |pid: i32| {
+        let open = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+        let memory =
+            |path: &Path| fs::read_link(path).is_ok_and(|file| file.to_string_lossy().contains("memory-backend"));
+        let blocks = open
+            .map(|file| file.path())
+            .filter(|path| memory(path))
+            .map(|path| fs::metadata(path).map_or(0, |file| file.blocks()));
+        blocks.max().unwrap_or(0) * 512
+    };
+    let anonymous = |pid: i32| {
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+        let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap_or_default();
+        line.trim().trim_end_matches(" kB").parse::<u64>().unwrap_or(0) * 1024
+    };
+    let bytes: u64 = match engine().as_str() {
+        "qemu" => node.processes("qemu-system").into_iter().map(of_file).sum(),
+        _ => node.processes("nacelle-pod ").into_iter().map(anonymous).sum(),
+    };
+    bytes >> 20
+}
+
+/// A container that has so much memory, until it ends.
+fn hog(image: &str, mib: u32) -> Container {
+    let text = format!(
+        "dd if=/dev/zero bs={mib}M count=1 | (dd bs=1 count=1 of=/dev/null; echo it is there; exec sleep 1000)"
+    );
+    Container::sh("hog", image, &text)
+}
+
+#[test]
+fn a_machine_has_the_memory_that_its_pod_may_use() {
+    if engine() == "host" {
+        println!("skipped: without a machine memory is the node's");
+        return;
+    }
+    let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(nacelle_e2e::part);
+    let extra = format!(
+        "[handlers.grows]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nmemory_mib = 128\nscratch_mib = 512\n\
+         max_memory_mib = 704\n",
+        engine()
+    );
+    let mut node = Node::with(Options { extra, ..Options::default() });
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let limits = json!({"resources": {"memory_limit_in_bytes": 64 << 20}});
+    let asked = Pod::new("grows", &node.folder().join("logs")).set("linux", limits);
+    let again = Pod(asked.0.clone());
+    let resize = |node: &Node, pod: &str, mib: i64| {
+        give(node, pod, cri::LinuxContainerResources { memory_limit_in_bytes: mib << 20, ..Default::default() })
+    };
+    let (id, born) = {
+        let pod = node.crictl.run_pod_of("grows", asked);
+        let container = pod.start(Container::sh("main", &image, "sleep 1000"));
+        let total = || container.exec("awk '/MemTotal/ {print $2}' /proc/meminfo").ok().trim().parse::<u64>().unwrap();
+        let born = total();
+        assert!((100 << 10..192 << 10).contains(&born), "{born} KiB of the 192 MiB that it was born with");
+        // Of those 64 MiB are for containers.
+        let size = |mib: u64| {
+            assert_eq!(total(), born + ((mib - 64) << 10), "{mib} MiB for containers");
+            let machine = pod.inspect()["info"]["machine"].clone();
+            assert_eq!(
+                (&machine["memory"], &machine["max_memory"]),
+                (&json!(mib << 20), &json!(576 << 20)),
+                "{machine}"
+            );
+        };
+        size(64);
+        for (asked, mib) in [(65, 192), (576, 576), (300, 320), (64, 64), (400, 448), (20, 64)] {
+            resize(&node, &pod.id, asked).unwrap();
+            size(mib);
+        }
+        let refused = resize(&node, &pod.id, 577).unwrap_err();
+        assert_eq!(refused.code(), tonic::Code::FailedPrecondition);
+        assert!(refused.message().contains("603979776 bytes") && refused.message().contains("605028352"), "{refused}");
+        size(64);
+        // What is in use stays, and with it all the rest.
+        resize(&node, &pod.id, 576).unwrap();
+        let hog = pod.start(hog(&image, 350));
+        hog.says("it is there");
+        let (before, full) = (pod.inspect()["info"]["resources"].clone(), taken(&node));
+        let refused = resize(&node, &pod.id, 64).unwrap_err();
+        assert_eq!(refused.code(), tonic::Code::FailedPrecondition);
+        assert!(refused.message().contains("are not in use"), "{refused}");
+        size(576);
+        assert_eq!(pod.inspect()["info"]["resources"], before);
+        // What it does without is the node's again at once.
+        node.crictl.call(["rm", "--force", &hog.id]);
+        resize(&node, &pod.id, 64).unwrap();
+        size(64);
+        assert!(taken(&node) + 200 < full, "{} MiB of {full} are still the machine's", taken(&node));
+        resize(&node, &pod.id, 192).unwrap();
+        (pod.id.clone(), born)
+    };
+    node.kill();
+    node.start();
+    let pod = node.crictl.pod(&id, again);
+    eventually("the pod is found", || (pod.inspect()["status"]["state"] == "SANDBOX_READY").then_some(()));
+    assert_eq!(pod.inspect()["info"]["machine"]["memory"], json!(192 << 20));
+    resize(&node, &id, 320).unwrap();
+    let container = pod.start(Container::sh("last", &image, "sleep 1000"));
+    assert_eq!(
+        container.exec("awk '/MemTotal/ {print $2}' /proc/meminfo").ok().trim(),
+        (born + (256 << 10)).to_string()
+    );
+    pod.remove();
+}
+
+#[test]
+fn memory_that_was_needed_once_goes_back_to_the_node() {
+    if engine() == "host" {
+        println!("skipped: without a machine memory is the node's");
+        return;
+    }
+    let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(nacelle_e2e::part);
+    let extra = format!(
+        "[handlers.large]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nmemory_mib = 1280\nscratch_mib = 512\n",
+        engine()
+    );
+    let node = Node::with(Options { extra, ..Options::default() });
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod_of("large", Pod::new("large", node.folder()));
+    let hog = pod.start(hog(&image, 1024));
+    hog.says("it is there");
+    let full = taken(&node);
+    assert!(full >= 1024, "{full} MiB");
+    node.crictl.call(["rm", "--force", &hog.id]);
+    let ended = Instant::now();
+    eventually("nine tenths of 1 GiB are the node's again", || (full - taken(&node).min(full) > 921).then_some(()));
+    let took = ended.elapsed();
+    println!("of {full} MiB {} are left {took:?} after the end", taken(&node));
+    // Where everything is emulated the guest's clock is not the node's.
+    assert!(engine() == "qemu" || took < Duration::from_secs(10), "{took:?}");
     pod.remove();
 }

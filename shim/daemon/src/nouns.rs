@@ -246,15 +246,31 @@ pub struct MachineSize {
     /// Those that it was made with: so many can run; 0: of a record that is older than this field, whose machine keeps those it has.
     #[serde(default)]
     pub max_vcpus: u32,
-    /// Memory that was meant for containers, in bytes: that of the machine without the handler's share, if the pod came
+    /// Memory that is meant for containers, in bytes: that of the machine without the handler's share, if the pod came
     /// with a limit, else all of it.
     pub memory: u64,
+    /// What it was at the machine's birth, and never falls below; 0: of a record that is older than this field.
+    #[serde(default)]
+    pub least_memory: u64,
+    /// What it can become; 0: it stays.
+    #[serde(default)]
+    pub max_memory: u64,
 }
 
 impl MachineSize {
     /// As many processors as can run.
     pub fn bound(&self) -> u32 {
         self.max_vcpus.max(self.vcpus)
+    }
+
+    /// As much memory as there can be for containers.
+    pub fn memory_bound(&self) -> u64 {
+        self.max_memory.max(self.memory)
+    }
+
+    /// How much of the machine's reserve of memory is in use, if it has one.
+    pub fn reserve_used(&self) -> Option<u64> {
+        (self.max_memory > self.least_memory).then(|| self.memory.saturating_sub(self.least_memory))
     }
 }
 

@@ -337,3 +337,99 @@ fn a_machine_gets_the_processors_that_its_pod_may_use() {
         assert_eq!(told(), [3]);
     });
 }
+
+#[test]
+fn a_machine_gets_the_memory_that_its_pod_may_use() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    let told = || std::mem::take(&mut *world.pods.only().memory.lock().unwrap());
+    let pod = world.run(async {
+        let request = cri::RunPodSandboxRequest { config: Some(pod_config("a")), runtime_handler: "other".into() };
+        let pod = daemon.cri.run_pod_sandbox(request).await.unwrap().into_inner().pod_sandbox_id;
+        let size = async |daemon: &mut Daemon| {
+            let machine = said(daemon, &pod).await["machine"].clone();
+            (machine["memory"].as_u64().unwrap() >> 20, machine["max_memory"].as_u64().unwrap() >> 20)
+        };
+        assert_eq!(size(&mut daemon).await, (256, 1024));
+        for (mib, now) in [(257, 384), (1024, 1024), (500, 512), (1, 256), (600, 640), (0, 640)] {
+            update_pod(&mut daemon, &pod, mib << 20, 0).await.unwrap();
+            // That of the processors comes first, and is not changed.
+            assert_eq!((told(), size(&mut daemon).await), (vec![now - 256], (now, 1024)), "{mib}");
+        }
+        // Beyond the bound, and what the guest refuses, changes nothing.
+        let before = said(&mut daemon, &pod).await["resources"].clone();
+        let error = update_pod(&mut daemon, &pod, (1 << 30) + 1, 0).await.unwrap_err();
+        assert!(error.code() == Code::FailedPrecondition && error.message().contains("1073741824 bytes"), "{error}");
+        assert!(told().is_empty());
+        world.script.conflict("memory", 1);
+        world.pods.only().processors.lock().unwrap().clear();
+        let error = update_pod(&mut daemon, &pod, 300 << 20, 300_000).await.unwrap_err();
+        assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
+        assert_eq!(*world.pods.only().processors.lock().unwrap(), [3, 1], "and back again");
+        let known = said(&mut daemon, &pod).await;
+        assert_eq!((known["resources"].clone(), &known["machine"]["vcpus"]), (before, &1.into()));
+        assert_eq!(size(&mut daemon).await, (640, 1024));
+        pod
+    });
+    daemon.kill();
+    let mut daemon = world.daemon();
+    world.run(async {
+        assert_eq!(said(&mut daemon, &pod).await["machine"]["memory"], 640 << 20);
+        told();
+        update_pod(&mut daemon, &pod, 300 << 20, 0).await.unwrap();
+        assert_eq!(told(), [128]);
+    });
+}
+
+#[test]
+fn a_machine_gets_the_memory_that_its_containers_may_use_where_nobody_speaks_of_the_pod() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    let told = || std::mem::take(&mut *world.pods.only().memory.lock().unwrap());
+    let memory = |mib: i64| cri::LinuxContainerResources { memory_limit_in_bytes: mib << 20, ..Default::default() };
+    world.run(async {
+        let request = cri::RunPodSandboxRequest { config: Some(pod_config("a")), runtime_handler: "other".into() };
+        let pod = daemon.cri.run_pod_sandbox(request).await.unwrap().into_inner().pod_sandbox_id;
+        let mut made = Vec::new();
+        for name in ["one", "two"] {
+            let mut config = container_config(name);
+            config.linux.get_or_insert_default().resources = Some(memory(100));
+            made.push(daemon.create_from(&pod, config).await.unwrap());
+        }
+        let size = async |daemon: &mut Daemon| said(daemon, &pod).await["machine"]["memory"].as_u64().unwrap() >> 20;
+        // What fits stays as it is, what does not makes the machine grow, and nothing here makes it shrink.
+        for (mib, now, asked) in
+            [(156, 256, vec![]), (157, 384, vec![128]), (50, 384, vec![]), (1 << 20, 1024, vec![768])]
+        {
+            update(&mut daemon, &made[0], memory(mib)).await.unwrap();
+            assert_eq!((told(), size(&mut daemon).await), (asked, now), "{mib}");
+        }
+        update_pod(&mut daemon, &pod, 300 << 20, 0).await.unwrap();
+        assert_eq!((told(), size(&mut daemon).await), (vec![128], 384));
+        // What is said of the pod counts.
+        update(&mut daemon, &made[0], memory(2000)).await.unwrap();
+        assert_eq!((told(), size(&mut daemon).await), (vec![], 384));
+        assert_eq!(said(&mut daemon, &pod).await["resources"]["containers"]["memory_limit"], 300 << 20);
+    });
+}
+
+#[test]
+fn a_container_keeps_its_limit_where_the_machine_cannot_grow() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    let memory = |mib: i64| cri::LinuxContainerResources { memory_limit_in_bytes: mib << 20, ..Default::default() };
+    world.run(async {
+        let request = cri::RunPodSandboxRequest { config: Some(pod_config("a")), runtime_handler: "other".into() };
+        let pod = daemon.cri.run_pod_sandbox(request).await.unwrap().into_inner().pod_sandbox_id;
+        let mut config = container_config("one");
+        config.linux.get_or_insert_default().resources = Some(memory(100));
+        let one = daemon.create_from(&pod, config).await.unwrap();
+        world.script.conflict("memory", 1);
+        assert_eq!(update(&mut daemon, &one, memory(300)).await.unwrap_err().code(), Code::FailedPrecondition);
+        assert!(world.pods.only().updates.lock().unwrap().is_empty());
+        let known = said(&mut daemon, &pod).await;
+        assert_eq!((&known["machine"]["memory"], &known["resources"]), (&(256 << 20).into(), &serde_json::Value::Null));
+        update(&mut daemon, &one, memory(300)).await.unwrap();
+        assert_eq!(said(&mut daemon, &pod).await["machine"]["memory"], 384 << 20);
+    });
+}

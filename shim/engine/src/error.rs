@@ -99,6 +99,12 @@ pub enum EngineError {
         /// Why not.
         source: QmpError,
     },
+    /// The node's kernel does not take memory back.
+    #[error("cannot give memory of the machine back to the node")]
+    GiveBack {
+        /// Why not.
+        source: io::Error,
+    },
     /// The machine has ended: this cannot be done with it any more.
     #[error("cannot {what} a machine that has ended")]
     Ended {
@@ -134,6 +140,7 @@ impl Classify for EngineError {
             EngineError::Snapshot { source, .. } => source.kind(),
             EngineError::Resources { .. } => Kind::Exhausted,
             EngineError::Control { source, .. } => source.kind(),
+            EngineError::GiveBack { .. } => Kind::Internal,
             EngineError::Ended { .. } => Kind::Conflict,
             EngineError::NotEnding { .. } => Kind::Timeout,
             EngineError::Spawn { .. } | EngineError::Scripted => Kind::Unavailable,

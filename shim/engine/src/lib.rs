@@ -31,10 +31,11 @@ pub use console::log_tail;
 pub use error::{EngineError, LinkError};
 pub use kernel::{KernelError, check_kernel};
 pub use machine::{
-    BOOT_PORT, Engine, ExitKind, GuestLink, Incoming, Machine, MachineExit, MachineStatus, Pausable, Restorer,
+    BOOT_PORT, Engine, ExitKind, GuestLink, Incoming, Machine, MachineExit, MachineStatus, Pausable, Reserve, Restorer,
     Snapshottable, Stop,
 };
 pub use nacelle_base::machine::EngineKind;
 pub use nacelle_vmm::block::{BlockError, Slot};
+pub use nacelle_vmm::machine::{BLOCK_MIB, reserve};
 pub use probe::{Accelerator, KvmVerdict, choose, fitting, probe};
 pub use spec::{CheckedSpec, DiskSpec, Limits, MAX_CMDLINE, MAX_VCPUS, MachineSpec, NicSpec, SpecError};

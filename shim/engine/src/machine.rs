@@ -70,6 +70,11 @@ pub trait Machine: Send + Sync {
         None
     }
 
+    /// The power to do without memory again that it was given from its reserve, if it has one.
+    fn as_reserve(&self) -> Option<&dyn Reserve> {
+        None
+    }
+
     /// The power to be saved, if this engine has it.
     fn as_snapshottable(&self) -> Option<&dyn Snapshottable> {
         None
@@ -82,6 +87,12 @@ pub trait Snapshottable {
     /// caller's to keep. The machine must be paused, and stays so; afterwards it may go on. A folder that is there
     /// afterwards is whole.
     fn save(&self, to: &Path) -> Result<(), EngineError>;
+}
+
+/// A machine with memory in reserve (`MachineSpec::reserve_mib`), which its guest's kernel adds and puts out of use while it runs.
+pub trait Reserve {
+    /// Gives the node back what lies beyond the first `used_mib` of it. The guest has put that out of use: what it had there is lost.
+    fn give_back(&self, used_mib: u32) -> Result<(), EngineError>;
 }
 
 /// A machine that can stand still. Both calls may be repeated.

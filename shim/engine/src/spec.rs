@@ -10,6 +10,7 @@ use nacelle_base::machine::{ConsoleKind, CpuModel, MemoryPages, Topology};
 use nacelle_base::net::Mac;
 use nacelle_base::share::QUEUES;
 use nacelle_base::{Classify, Kind};
+use nacelle_vmm::machine::BLOCK_MIB;
 
 /// The smallest memory in which the guest kernel and the agent start, in MiB.
 pub const MIN_MEMORY_MIB: u32 = 64;
@@ -37,6 +38,9 @@ pub struct MachineSpec {
     pub cpu_model: Option<CpuModel>,
     /// Guest memory in MiB, 64 or more.
     pub memory_mib: u32,
+    /// Memory beside it, in MiB, that the guest's kernel is not told of and may add while it runs ([`reserve`](nacelle_vmm::machine::reserve)
+    /// says where it lies): a multiple of 128; none in huge pages. The node gives it when it is touched.
+    pub reserve_mib: u32,
     /// What lies under it.
     pub memory_pages: MemoryPages,
     /// The guest kernel: an uncompressed ELF `vmlinux` with the PVH note.
@@ -166,6 +170,14 @@ pub enum SpecError {
         /// The size of a page.
         step_mib: u32,
     },
+    /// A reserve that the guest's kernel could not add, or that would be taken at once.
+    #[error("{got_mib} MiB of memory in reserve: it must be a multiple of {step_mib} MiB, and not in huge pages")]
+    Reserve {
+        /// Asked for.
+        got_mib: u32,
+        /// What a kernel adds at a time.
+        step_mib: u32,
+    },
     /// More devices than the engine has places.
     #[error("{disks} disks and {nics} network interfaces: this engine has room for {max} devices")]
     Devices {
@@ -290,6 +302,10 @@ impl MachineSpec {
         if self.memory_pages == MemoryPages::Hugetlb && !self.memory_mib.is_multiple_of(HUGE_PAGE_MIB) {
             return Err(SpecError::HugePages { got_mib: self.memory_mib, step_mib: HUGE_PAGE_MIB });
         }
+        let huge = self.memory_pages == MemoryPages::Hugetlb;
+        if !self.reserve_mib.is_multiple_of(BLOCK_MIB) || (huge && self.reserve_mib > 0) {
+            return Err(SpecError::Reserve { got_mib: self.reserve_mib, step_mib: BLOCK_MIB });
+        }
         let max = limits.devices.saturating_sub(usize::from(self.console == ConsoleKind::Virtio));
         if self.disks.len() + self.nics.len() > max {
             return Err(SpecError::Devices { disks: self.disks.len(), nics: self.nics.len(), max });
@@ -397,6 +413,7 @@ mod tests {
             topology: Some(Topology { sockets: 2, cores: 2, threads: 2 }),
             cpu_model: Some(named("EPYC-Rome")),
             memory_mib: MIN_MEMORY_MIB,
+            reserve_mib: 0,
             memory_pages: MemoryPages::Hugetlb,
             kernel: "/boot/vmlinux".into(),
             initrd: "/boot/initrd".into(),
@@ -440,6 +457,8 @@ mod tests {
                 SpecError::CpuModel { got: named("a,b"), rule: "letters, digits, '-', '_' and '.' make a name" },
             ),
             (|s| s.memory_mib = 63, SpecError::Memory { got_mib: 63, min_mib: 64 }),
+            (|s| s.reserve_mib = 127, SpecError::Reserve { got_mib: 127, step_mib: 128 }),
+            (|s| s.reserve_mib = 128, SpecError::Reserve { got_mib: 128, step_mib: 128 }),
             (|s| s.memory_mib = 65, SpecError::HugePages { got_mib: 65, step_mib: 2 }),
             (
                 |s| s.disks.push(DiskSpec::Growing { serial: "more".into() }),

@@ -7,8 +7,8 @@ use nacelle_proto::agent::agent_server::Agent;
 use nacelle_proto::agent::{
     AttachDeviceRequest, AttachImageRequest, ContainerRef, ContainerUsage, CreateContainerRequest,
     CreateContainerResponse, DetachDeviceRequest, DetachImageRequest, DropVolumeRequest, Empty, ExecRequest,
-    ListContainersResponse, PushVolumeRequest, RenewRequest, ResizeRequest, SetProcessorsRequest, SignalRequest,
-    StatsResponse, UpdateContainerRequest, Usage, WaitRequest, WaitResponse,
+    ListContainersResponse, PushVolumeRequest, RenewRequest, ResizeRequest, SetMemoryRequest, SetMemoryResponse,
+    SetProcessorsRequest, SignalRequest, StatsResponse, UpdateContainerRequest, Usage, WaitRequest, WaitResponse,
 };
 use std::sync::Arc;
 use std::time::Duration;
@@ -129,6 +129,10 @@ impl Agent for Service {
 
     async fn set_processors(&self, _: Request<SetProcessorsRequest>) -> Result<Response<Empty>, Status> {
         refused("change its processors", "the size of a machine is its pod's")
+    }
+
+    async fn set_memory(&self, _: Request<SetMemoryRequest>) -> Result<Response<SetMemoryResponse>, Status> {
+        refused("change its memory", "the size of a machine is its pod's")
     }
 
     // A serial console has no size.

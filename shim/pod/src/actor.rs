@@ -13,6 +13,7 @@ use crate::error::{Failure, PodError};
 use crate::images::{Images, Placement};
 use crate::log::LogPath;
 use crate::machine::{self, Assembled, IMAGE_DISK, VOLUME_DISK, blocking};
+use crate::memory;
 use crate::pushed::Pushed;
 use crate::record::{Phase, PodRecord};
 use crate::spec::PodSpec;
@@ -58,6 +59,8 @@ pub enum Ask {
     Running(String, Reply<Live>),
     /// The agent, for something in the pod.
     Agent(Reply<Agent>),
+    /// The machine and its agent, for what is done with both.
+    Machine(Reply<Able>),
     /// The end of the pod, with the time that containers get; without a reply: SIGTERM.
     StopPod(Duration, Option<Reply<()>>),
 }
@@ -70,6 +73,14 @@ pub struct Live {
     pub request: Arc<pod::CreateContainerRequest>,
     /// Those who listen to it.
     pub outputs: container::Outputs,
+}
+
+/// A machine that runs. Not to be kept.
+pub struct Able {
+    /// Its agent.
+    pub agent: Agent,
+    /// Itself.
+    pub machine: Arc<dyn Machine>,
 }
 
 /// What effects report.
@@ -232,6 +243,13 @@ impl Actor {
             Ask::Withdraw(number) => drop(self.offers.remove(&number)),
             Ask::Exec(request, reply) => self.exec(request, reply),
             Ask::Running(id, reply) => tell(reply, self.running(&id)),
+            Ask::Machine(reply) => {
+                let machine = match &self.body {
+                    Body::Running { machine, .. } => Ok(Arc::clone(machine)),
+                    Body::Assembling | Body::None => Err(self.unavailable()),
+                };
+                tell(reply, self.agent().and_then(|agent| Ok(Able { agent, machine: machine? })));
+            }
             Ask::Agent(reply) => tell(reply, self.agent()),
             Ask::StopPod(grace, reply) => {
                 self.stopping.extend(reply);
@@ -303,6 +321,7 @@ impl Actor {
             }
         });
         let link = machine.link();
+        let made = Arc::clone(&machine);
         self.body = Body::Running { machine, undo };
         if self.record.phase != Phase::Booting {
             // Stopped while the engine was starting.
@@ -312,6 +331,9 @@ impl Actor {
         let (spec, network, own) = (Arc::clone(&self.spec), self.network.subscribe(), self.own.clone());
         let greeting = tokio::spawn(async move {
             let greeted = boot::greet(&spec, incoming, link, end, network, &timeline).await;
+            if greeted.is_ok() && made.as_reserve().is_some() {
+                memory::clear(made).await;
+            }
             send(&own, News::Greeted(greeted));
         });
         self.boot = Some(greeting.abort_handle());

@@ -14,6 +14,7 @@ use prost::Message;
 use proto::agent_client::AgentClient;
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -191,6 +192,14 @@ impl Agent {
     pub async fn set_processors(&self, count: u32) -> Result<(), PodError> {
         let request = proto::SetProcessorsRequest { count };
         self.call("have so many processors run", self.limit, self.rpc.clone().set_processors(request)).await.map(drop)
+    }
+
+    /// Has so much of the machine's reserve be in use, which lies there; says how much that is then.
+    pub async fn set_memory(&self, reserve: &[Range<u64>], bytes: u64) -> Result<u64, PodError> {
+        let range = |range: &Range<u64>| proto::MemoryRange { address: range.start, bytes: range.end - range.start };
+        let request = proto::SetMemoryRequest { reserve: reserve.iter().map(range).collect(), bytes };
+        let answer = self.call("change the memory", self.limit, self.rpc.clone().set_memory(request)).await?;
+        Ok(answer.bytes)
     }
 
     /// Changes the size of a terminal.

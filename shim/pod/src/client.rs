@@ -470,6 +470,11 @@ impl PodClient {
         Ok(())
     }
 
+    /// Has so much of the machine's reserve be in use, in bytes; says how much that is then.
+    pub async fn set_memory(&self, bytes: u64) -> Result<u64, ClientError> {
+        Ok(self.rpc.clone().set_memory(proto::SetMemoryRequest { bytes }).await?.into_inner().bytes)
+    }
+
     /// Changes the size of a terminal.
     pub async fn resize(&self, request: proto::ResizeRequest) -> Result<(), ClientError> {
         self.rpc.clone().resize(request).await?;

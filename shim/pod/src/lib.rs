@@ -20,6 +20,7 @@ mod images;
 mod jail;
 mod log;
 mod machine;
+mod memory;
 mod process;
 pub mod processors;
 mod pushed;

@@ -149,6 +149,7 @@ pub async fn assemble(
         topology: if guest { spec.topology } else { None },
         cpu_model: if guest { spec.cpu_model.clone() } else { None },
         memory_mib: if guest { spec.memory_mib } else { MIN_MEMORY_MIB },
+        reserve_mib: if guest { spec.reserved_memory_mib.unwrap_or(0) } else { 0 },
         memory_pages: if guest { spec.memory_pages } else { MemoryPages::default() },
         console: if guest { spec.console } else { ConsoleKind::default() },
         kernel: spec.kernel.clone(),

@@ -3,6 +3,7 @@
 use crate::actor::{Ask, Handles, Live, Message, Reply};
 use crate::error::PodError;
 use crate::exec::Running;
+use crate::memory::{self, Memory};
 use crate::record::PodRecord;
 use crate::spec::PodSpec;
 use crate::stats::{self, Bounds};
@@ -21,12 +22,13 @@ pub struct Server {
     inbox: mpsc::UnboundedSender<Message>,
     published: watch::Receiver<PodRecord>,
     spec: Arc<PodSpec>,
+    memory: Memory,
 }
 
 impl Server {
     /// In front of this actor, of a pod that is as specified.
     pub fn new(handles: Handles, spec: Arc<PodSpec>) -> Self {
-        Self { inbox: handles.inbox, published: handles.published, spec }
+        Self { inbox: handles.inbox, published: handles.published, spec, memory: Memory::default() }
     }
 
     async fn ask<T>(&self, ask: impl FnOnce(Reply<T>) -> Ask) -> Result<Response<T>, Status> {
@@ -143,6 +145,18 @@ impl Pod for Server {
         Ok(Response::new(proto::Empty {}))
     }
 
+    async fn set_memory(
+        &self,
+        request: Request<proto::SetMemoryRequest>,
+    ) -> Result<Response<proto::SetMemoryResponse>, Status> {
+        let asked = request.into_inner().bytes;
+        memory::check(&self.spec, asked).map_err(|error| crate::codes::status(&error))?;
+        let able = self.ask(Ask::Machine).await?.into_inner();
+        let set = self.memory.set(Arc::clone(&self.spec), able, asked).await;
+        let bytes = set.map_err(|error| crate::codes::status(&error))?;
+        Ok(Response::new(proto::SetMemoryResponse { bytes }))
+    }
+
     async fn resize(&self, request: Request<proto::ResizeRequest>) -> Result<Response<proto::Empty>, Status> {
         let proto::ResizeRequest { id, exec_id, columns, rows } = request.into_inner();
         let Live { agent, .. } = self.ask(|reply| Ask::Running(id.clone(), reply)).await?.into_inner();
@@ -158,7 +172,7 @@ impl Pod for Server {
         // Without a guest there is no bound but the node.
         let guest = self.spec.engine.has_machine();
         let bounds = Bounds {
-            memory: if guest { u64::from(self.spec.memory_mib) << 20 } else { u64::MAX },
+            memory: if guest { u64::from(self.spec.max_memory_mib()) << 20 } else { u64::MAX },
             disk: if self.spec.engine.has_disks() {
                 self.spec.scratch.size_mib.saturating_mul(1 << 20)
             } else {

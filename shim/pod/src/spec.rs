@@ -42,6 +42,9 @@ pub struct PodSpec {
     pub cpu_model: Option<CpuModel>,
     /// Guest memory, [`MIN_MEMORY_MIB`] or more.
     pub memory_mib: u32,
+    /// What the machine has beside it, in MiB, for when it is asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reserved_memory_mib: Option<u32>,
     /// What lies under it on the node.
     #[serde(default)]
     pub memory_pages: MemoryPages,
@@ -339,6 +342,11 @@ impl PodSpec {
         self.reserved_vcpus.unwrap_or(self.vcpus)
     }
 
+    /// As much memory as the machine can get.
+    pub fn max_memory_mib(&self) -> u32 {
+        self.memory_mib.saturating_add(self.reserved_memory_mib.unwrap_or(0))
+    }
+
     /// The scratch disk of this pod while it has a name: from its making until the machine has it open. Where a machine has
     /// no such disk: a folder, as long as there is the pod.
     pub fn scratch_file(&self) -> PathBuf {
@@ -417,6 +425,7 @@ pub(crate) mod tests {
                 strict: false,
             }),
             memory_mib: 128,
+            reserved_memory_mib: Some(256),
             memory_pages: MemoryPages::Hugetlb,
             console: ConsoleKind::Virtio,
             kernel: "/k/vmlinux".into(),

@@ -117,7 +117,7 @@ async fn figures_of_guests_that_lie_hang_or_talk_too_much() {
     let figures = in_the_end(|| client.stats()).await;
     assert_eq!(figures.containers.len(), 1);
     let usage = figures.containers[0].usage.unwrap();
-    assert_eq!((usage.cpu_nanos, usage.memory_bytes), (7, 64 << 20), "no more than the machine has");
+    assert_eq!((usage.cpu_nanos, usage.memory_bytes), (7, 576 << 20), "no more than the machine can have");
     assert_eq!(figures.pod, None);
 
     world.agent.stats.lock().unwrap().containers = vec![Default::default(); 200_000];

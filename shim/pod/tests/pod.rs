@@ -78,6 +78,13 @@ async fn every_verb_can_be_said_twice() {
     for count in [0, 5, u32::MAX] {
         assert_eq!(kind(client.set_processors(count).await), Kind::Invalid);
     }
+    for (asked, used) in [(512 << 20, 512 << 20), (2 << 20, 128 << 20), (0, 0)] {
+        assert_eq!(client.set_memory(asked).await.unwrap(), used);
+    }
+    assert_eq!(kind(client.set_memory(384 << 20).await), Kind::Conflict);
+    for bytes in [1 << 20, (512 << 20) + 1, u64::MAX] {
+        assert_eq!(kind(client.set_memory(bytes).await), Kind::Invalid);
+    }
     client.update_container(update("a", "cpu.max")).await.unwrap();
     assert_eq!(kind(client.update_container(update("none", "cpu.max")).await), Kind::NotFound);
     let refused = client.update_container(update("a", "refuse.me")).await.unwrap_err();

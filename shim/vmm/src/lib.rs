@@ -19,6 +19,7 @@
 //! ```
 
 pub mod machine;
+pub mod reserve;
 pub mod snapshot;
 pub mod transport;
 pub mod virtio;

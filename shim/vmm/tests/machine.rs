@@ -331,8 +331,14 @@ fn a_kernel_speaks_over_hvc0_and_gives_memory_back() {
 #[test]
 fn memory_may_be_large_and_lie_anywhere() {
     let Some(pieces) = pieces() else { return };
-    for (memory_mib, backing) in [(64, Backing::Private), (131, Backing::Shared), (3100, Backing::Private)] {
-        let (machine, console) = boot(Config { memory_mib, backing, ..config(&pieces, &[]) });
+    // What is in reserve, the kernel is not told.
+    for (memory_mib, reserve_mib, backing) in [
+        (64, 0, Backing::Private),
+        (131, 1024, Backing::Shared),
+        (3100, 0, Backing::Private),
+        (200, 4096, Backing::Private),
+    ] {
+        let (machine, console) = boot(Config { memory_mib, reserve_mib, backing, ..config(&pieces, &[]) });
         assert_eq!(end_of(&machine, &console), Exit::Reset);
         let text = console.text();
         let mib: u32 = text.split(" and ").nth(1).and_then(|rest| rest.split(' ').next()?.parse().ok()).unwrap();

@@ -126,6 +126,10 @@ pub(super) fn check(config: &Config) -> Result<(), Rule> {
             MIN_MEMORY_MIB..=MAX_MEMORY_MIB,
             "64 MiB to 16 TiB are allowed",
         )?;
+        if let Some(max) = handler.max_memory_mib {
+            let range = handler.memory_mib..=MAX_MEMORY_MIB;
+            in_range(key("max_memory_mib"), max, range, "as much as memory_mib, to 16 TiB, is allowed")?;
+        }
         let scratch = MIN_SCRATCH_MIB..=MAX_MEMORY_MIB;
         in_range(key("scratch_mib"), handler.scratch_mib, scratch, "64 MiB to 16 TiB are allowed")?;
         if let Some(mib) = handler.empty_dir_mib {
@@ -161,6 +165,8 @@ mod tests {
             ("[handlers.nacelle]\nmax_vcpus = 65", "handlers.nacelle.max_vcpus"),
             ("[handlers.nacelle]\nvcpus = 3\nmax_vcpus = 2", "handlers.nacelle.max_vcpus"),
             ("[handlers.nacelle]\nmemory_mib = 63", "handlers.nacelle.memory_mib"),
+            ("[handlers.nacelle]\nmax_memory_mib = 255", "handlers.nacelle.max_memory_mib"),
+            ("[handlers.nacelle]\nmax_memory_mib = 16777217", "handlers.nacelle.max_memory_mib"),
             ("[handlers.nacelle]\nscratch_mib = 1", "handlers.nacelle.scratch_mib"),
             ("[handlers.nacelle]\nempty_dir_mib = 15", "handlers.nacelle.empty_dir_mib"),
         ] {

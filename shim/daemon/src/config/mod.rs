@@ -239,6 +239,9 @@ pub struct Handler {
     pub max_vcpus: Option<u32>,
     /// Memory of a machine in MiB, beside what the pod's limits ask for.
     pub memory_mib: u64,
+    /// Up to how much of it a machine may get while it runs, in MiB and all together; none: it keeps what it starts with.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_memory_mib: Option<u64>,
     /// What lies under that memory on the node: "transparent" or "hugetlb".
     pub memory_pages: MemoryPages,
     /// What the guest's kernel prints on: "serial" or "virtio".
@@ -342,6 +345,7 @@ impl Default for Handler {
             vcpus: 1,
             max_vcpus: None,
             memory_mib: 256,
+            max_memory_mib: None,
             memory_pages: MemoryPages::Transparent,
             console: ConsoleKind::Serial,
             scratch_mib: 10240,
@@ -552,9 +556,10 @@ mod tests {
     #[test]
     fn the_documentation_names_every_key_and_no_other() {
         let mut example = Config::default();
-        example
-            .handlers
-            .insert("NAME".into(), Handler { max_vcpus: Some(2), empty_dir_mib: Some(64), ..Handler::default() });
+        example.handlers.insert(
+            "NAME".into(),
+            Handler { max_vcpus: Some(2), max_memory_mib: Some(512), empty_dir_mib: Some(64), ..Handler::default() },
+        );
         let registry = Registry { ca_file: Some("/ca.pem".into()), ..Registry::default() };
         example.images.registries.insert("HOST".into(), registry);
         example.streaming.tls_cert_file = Some("/cert.pem".into());

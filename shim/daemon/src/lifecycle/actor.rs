@@ -66,7 +66,15 @@ pub(super) enum Message {
     Stopped(ContainerId, Result<Option<proto::PodState>, LifecycleError>, Answer<()>),
     Removed(ContainerId, Result<(), LifecycleError>),
     Updated(ContainerId, Box<Resources>, Result<(), LifecycleError>),
-    PodUpdated(Box<(PodResources, MachineSize)>, Result<(), LifecycleError>),
+    PodUpdated(Box<Option<PodResources>>, Result<MachineSize, LifecycleError>),
+}
+
+/// What a change of the machine's size is for.
+enum Wish {
+    /// What the pod may have from now on.
+    Pod(Box<PodResources>),
+    /// So many bytes that its containers may use together, of whose pod nobody has said more.
+    Containers(u64),
 }
 
 /// What is known of a container, and who waits for it.
@@ -121,7 +129,7 @@ pub(super) struct Actor {
     wait_stopped: Vec<Answer<()>>,
     wait_removed: Vec<Answer<()>>,
     /// Changes of what the pod may have, one after the other; the first is under way.
-    updates: VecDeque<(Box<PodResources>, Answer<()>)>,
+    updates: VecDeque<(Wish, Answer<()>)>,
     /// What events have told.
     told: Told,
     /// How the pod comes up.

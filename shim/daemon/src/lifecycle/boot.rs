@@ -142,7 +142,13 @@ pub(super) async fn boot(
     }));
     let machine = match spec.engine {
         // It is the node.
-        EngineSpec::Host { .. } => MachineSize { vcpus: u32::MAX, max_vcpus: u32::MAX, memory: u64::MAX },
+        EngineSpec::Host { .. } => MachineSize {
+            vcpus: u32::MAX,
+            max_vcpus: u32::MAX,
+            memory: u64::MAX,
+            least_memory: u64::MAX,
+            max_memory: u64::MAX,
+        },
         _ => size::of(&config, &handler),
     };
     Ok(Up { client, ips: attached.ips, kernel_release: clip(&configured.kernel_release), machine })
@@ -196,6 +202,7 @@ fn pod_spec(
         topology: topology(config),
         cpu_model: config.shape.as_ref().and_then(|shape| shape.cpu_model.clone()),
         memory_mib: size::narrow(memory_mib(config, handler)),
+        reserved_memory_mib: Some(size::narrow(size::reserve_mib(config, handler))).filter(|mib| *mib > 0),
         // The memory of a machine pod's machine is none of the pod process's.
         memory_pages: if config.machine.is_some() { MemoryPages::default() } else { memory_pages(config, handler) },
         console: handler.console,

@@ -6,7 +6,7 @@ use super::error::{LifecycleError, StepError, at};
 use super::{Parts, clip};
 use super::{devices, disks, machine, memory, pushed};
 use crate::machine_pod;
-use crate::nouns::{ContainerConfig, MountOption, NodeVolume, PidMode, PodConfig, Propagation, User};
+use crate::nouns::{ContainerConfig, MachineSize, MountOption, NodeVolume, PidMode, PodConfig, Propagation, User};
 use crate::oci::{self, DeviceNode};
 use crate::store::{ContainerRecord, PodRecord};
 use nacelle_base::files::{self, FileError};
@@ -433,9 +433,38 @@ pub(super) async fn update(
     ask("change the limits of the container", parts.answer_limit(), client.update_container(request)).await
 }
 
-/// Has so many processors of the pod's machine run.
-pub(super) async fn set_processors(parts: Arc<Parts>, client: PodClient, count: u32) -> Result<(), LifecycleError> {
-    ask("change the processors of the pod's machine", parts.answer_limit(), client.set_processors(count)).await
+/// What is changed of a machine's size.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Resize {
+    /// As it is, and as it shall be.
+    pub from: MachineSize,
+    pub to: MachineSize,
+    /// Whether its processors follow.
+    pub processors: bool,
+}
+
+/// Gives the pod's machine another size: all of it, or it stays as it was. Says how large it is then.
+pub(super) async fn resize(parts: Arc<Parts>, client: PodClient, sizes: Resize) -> Result<MachineSize, LifecycleError> {
+    let Resize { from, mut to, processors } = sizes;
+    let run = async |count| {
+        ask("change the processors of the pod's machine", parts.answer_limit(), client.set_processors(count)).await
+    };
+    if processors {
+        run(to.vcpus).await?;
+    }
+    if let Some(bytes) = to.reserve_used() {
+        let asked = ask("change the memory of the pod's machine", parts.answer_limit(), client.set_memory(bytes)).await;
+        match asked {
+            Ok(used) => to.memory = to.least_memory.saturating_add(used),
+            Err(error) => {
+                if processors && let Err(error) = run(from.vcpus).await {
+                    tracing::warn!("processors are not as they were: {}", Chain(&error));
+                }
+                return Err(error);
+            }
+        }
+    }
+    Ok(to)
 }
 
 /// Closes its log and opens it again by its name.

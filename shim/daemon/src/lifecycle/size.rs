@@ -13,6 +13,8 @@ pub(super) const MAX_MEMORY_MIB: u64 = 16 << 20;
 /// Processors are counted in thousandths.
 const MILLI: u64 = 1000;
 const MIB: u64 = 1 << 20;
+/// What a guest's kernel adds at a time.
+const BLOCK_MIB: u64 = nacelle_engine::BLOCK_MIB as u64;
 
 /// The memory of the pod's machine: the handler's, and what its containers may have; whole huge pages.
 pub(super) fn memory_mib(config: &PodConfig, handler: &Handler) -> u64 {
@@ -26,6 +28,16 @@ pub(super) fn memory_mib(config: &PodConfig, handler: &Handler) -> u64 {
         MemoryPages::Transparent => mib,
         MemoryPages::Hugetlb => mib.div_ceil(hugepages::PAGE_MIB).saturating_mul(hugepages::PAGE_MIB),
     }
+}
+
+/// Memory beside it that the machine gets when it is asked for: whole blocks, no more together than the handler says. Only what nobody
+/// has shaped can grow, and only pages that the node need not give at once.
+pub(super) fn reserve_mib(config: &PodConfig, handler: &Handler) -> u64 {
+    let shaped = config.shape.as_ref().is_some_and(|shape| shape.memory_mib.is_some());
+    let grows = config.machine.is_none() && !shaped && memory_pages(config, handler) == MemoryPages::Transparent;
+    let more =
+        handler.max_memory_mib.filter(|_| grows).map_or(0, |max| max.saturating_sub(memory_mib(config, handler)));
+    more / BLOCK_MIB * BLOCK_MIB
 }
 
 /// What lies under it.
@@ -64,7 +76,7 @@ pub(super) fn grows(config: &PodConfig) -> bool {
 /// Refuses what no machine is, before there is anything of it.
 pub(super) fn check(config: &PodConfig, handler: &Handler) -> Result<(), LifecycleError> {
     let processors = (u64::from(vcpus(config, handler)), u64::from(MAX_VCPUS));
-    let memory = (memory_mib(config, handler), MAX_MEMORY_MIB);
+    let memory = (memory_mib(config, handler).saturating_add(reserve_mib(config, handler)), MAX_MEMORY_MIB);
     for (what, (asked, most)) in [("vCPUs", processors), ("MiB of memory", memory)] {
         if asked > most {
             return Err(LifecycleError::TooLarge { what, asked, most });
@@ -78,16 +90,19 @@ pub(super) fn of(config: &PodConfig, handler: &Handler) -> MachineSize {
     let own = if config.memory_limit.is_some() && config.machine.is_none() { handler.memory_mib } else { 0 };
     let memory = memory_mib(config, handler).saturating_sub(own).saturating_mul(MIB);
     let vcpus = vcpus(config, handler);
-    MachineSize { vcpus, max_vcpus: reserved(config, handler).unwrap_or(vcpus), memory }
+    let max_memory = memory.saturating_add(reserve_mib(config, handler).saturating_mul(MIB));
+    let max_vcpus = reserved(config, handler).unwrap_or(vcpus);
+    MachineSize { vcpus, max_vcpus, memory, least_memory: memory, max_memory }
 }
 
 /// How large it shall be when its containers together may use this; else what it can have, and what was wanted. Without a limit it
 /// stays as large as it is.
 pub(super) fn wanted(machine: MachineSize, least: u32, asked: &Resources) -> Result<MachineSize, (String, String)> {
     let memory = u64::try_from(asked.memory_limit).unwrap_or(0);
-    if memory > machine.memory {
-        return Err((format!("{} bytes of memory", machine.memory), memory.to_string()));
+    if memory > machine.memory_bound() {
+        return Err((format!("{} bytes of memory", machine.memory_bound()), memory.to_string()));
     }
+    let machine = MachineSize { memory: wanted_memory(machine, memory), ..machine };
     let bound = machine.bound();
     match cpu_milli(asked.cpu_period, asked.cpu_quota) {
         Some(milli) if milli > u64::from(bound) * MILLI => {
@@ -96,6 +111,16 @@ pub(super) fn wanted(machine: MachineSize, least: u32, asked: &Resources) -> Res
         Some(milli) => Ok(MachineSize { vcpus: whole(milli).max(least).min(bound), ..machine }),
         None => Ok(machine),
     }
+}
+
+/// As much memory as holds what its containers may have: what the machine was born with, and whole blocks.
+fn wanted_memory(machine: MachineSize, limit: u64) -> u64 {
+    if machine.reserve_used().is_none() || limit == 0 {
+        return machine.memory;
+    }
+    let block = BLOCK_MIB * MIB;
+    let more = limit.saturating_sub(machine.least_memory).div_ceil(block).saturating_mul(block);
+    machine.least_memory.saturating_add(more).min(machine.memory_bound())
 }
 
 /// As many processors as hold this.
@@ -125,7 +150,8 @@ mod tests {
 
     #[test]
     fn a_machine_holds_what_it_was_made_for() {
-        let machine = MachineSize { vcpus: 2, max_vcpus: 2, memory: 1 << 28 };
+        let machine =
+            MachineSize { vcpus: 2, max_vcpus: 2, memory: 1 << 28, least_memory: 1 << 28, max_memory: 1 << 28 };
         let wanted = |memory, quota| wanted(machine, 2, &asked(memory, quota));
         // No limit is none that must be held.
         for (memory, quota) in [(0, 0), (1 << 28, 200_000), (5, -1)] {
@@ -161,6 +187,41 @@ mod tests {
         assert_eq!((vcpus(&config, &handler), reserved(&config, &handler), grows(&config)), (3, None, false));
     }
 
+    #[test]
+    fn memory_follows_the_limit_in_whole_blocks_between_birth_and_bound() {
+        let handler = Handler { memory_mib: 256, max_memory_mib: Some(1100), ..Handler::default() };
+        // 256 + 100 of 1100: five blocks fit beside them.
+        let config = limited(Some(100 << 20), None);
+        let born = of(&config, &handler);
+        assert_eq!((reserve_mib(&config, &handler), born.memory >> 20, born.max_memory >> 20), (640, 100, 740));
+        for (limit, mib) in [(101, 228), (228, 228), (229, 356), (740, 740), (100, 100), (1, 100), (-1, 100), (0, 100)]
+        {
+            let next = wanted(born, 1, &asked(limit * (1 << 20), 0)).unwrap();
+            assert_eq!(next.memory >> 20, mib, "{limit}");
+            assert_eq!(next.reserve_used(), Some((mib - 100) << 20));
+        }
+        // Without a limit it stays as large as it is.
+        let grown = wanted(born, 1, &asked(300 << 20, 0)).unwrap();
+        assert_eq!(wanted(grown, 1, &asked(0, 0)), Ok(grown));
+        let (has, wants) = wanted(grown, 1, &asked((740 << 20) + 1, 0)).unwrap_err();
+        assert_eq!((has.as_str(), wants.as_str()), ("775946240 bytes of memory", "775946241"));
+        // A pod that came without a limit has all of the machine.
+        assert_eq!(of(&limited(None, None), &handler).memory_bound() >> 20, 256 + 768);
+        // What stays: without a bound, with one that leaves no block, shaped, and in huge pages.
+        let stays = |config: &PodConfig, handler: &Handler| {
+            assert_eq!((reserve_mib(config, handler), of(config, handler).reserve_used()), (0, None));
+        };
+        stays(&config, &Handler { max_memory_mib: None, ..handler.clone() });
+        stays(&config, &Handler { max_memory_mib: Some(483), ..handler.clone() });
+        stays(&limited(Some(1 << 40), None), &handler);
+        stays(&config, &Handler { memory_pages: MemoryPages::Hugetlb, ..handler.clone() });
+        let shape = Shape { memory_mib: Some(512), ..Shape::default() };
+        stays(&PodConfig { shape: Some(shape), ..config.clone() }, &handler);
+        // Of a record that is older than the bound.
+        let old = MachineSize { vcpus: 1, max_vcpus: 0, memory: 5, least_memory: 0, max_memory: 0 };
+        assert_eq!((old.reserve_used(), old.memory_bound()), (None, 5));
+    }
+
     /// Numbers of all magnitudes.
     fn any_size() -> impl Strategy<Value = u64> {
         (0..64u32, any::<u64>()).prop_map(|(shift, value)| value >> shift)
@@ -177,10 +238,11 @@ mod tests {
             (least, reserve) in (1..=64u32).prop_flat_map(|least| (Just(least), prop::option::of(least..=64))),
             shaped in prop::option::of(64..=u64::MAX),
             huge in any::<bool>(),
+            max_memory_mib in prop::option::of(64..=MAX_MEMORY_MIB),
         ) {
             let pages = if huge { MemoryPages::Hugetlb } else { MemoryPages::Transparent };
             let handler =
-                Handler { vcpus: least, max_vcpus: reserve, memory_mib: own, memory_pages: pages, ..Handler::default() };
+                Handler { vcpus: least, max_vcpus: reserve, memory_mib: own, memory_pages: pages, max_memory_mib, ..Handler::default() };
             let shape = shaped.map(|mib| Shape { memory_mib: Some(mib), ..Shape::default() });
             let config = PodConfig { shape, ..limited(memory_limit, cpus) };
             let mib = memory_mib(&config, &handler);
@@ -196,10 +258,14 @@ mod tests {
                     let spec = MachineSpec {
                         vcpus: u8::try_from(size.bound()).unwrap(),
                         memory_mib: narrow(mib),
+                        reserve_mib: narrow(reserve_mib(&config, &handler)),
                         memory_pages: pages,
                         ..machine()
                     };
                     prop_assert_eq!(u64::from(spec.memory_mib), mib);
+                    let together = mib + u64::from(spec.reserve_mib);
+                    prop_assert!(spec.reserve_mib == 0 || together <= max_memory_mib.unwrap_or(0));
+                    prop_assert_eq!(size.memory_bound() - size.memory, u64::from(spec.reserve_mib) * MIB);
                     let limits = nacelle_engine::Limits { vcpus: MAX_VCPUS, devices: 0, cpu_models: false };
                     prop_assert!(spec.check(&limits).is_ok());
                 }
@@ -215,18 +281,29 @@ mod tests {
         fn one_that_runs_stays_within_its_bounds(
             (vcpus, max_vcpus) in (1..=64u32).prop_flat_map(|now| (Just(now), prop_oneof![Just(0), now..=64])),
             least in 0..=u32::MAX,
-            memory in any_size(),
+            (least_memory, used, rest) in (any_size(), 0..1u64 << 20, 0..1u64 << 20),
+            old in any::<bool>(),
             memory_limit in any::<i64>(),
             cpu_quota in any::<i64>(),
             cpu_period in any::<i64>(),
         ) {
-            let machine = MachineSize { vcpus, max_vcpus, memory };
+            const BLOCK: u64 = 128 << 20;
+            let memory = least_memory.saturating_add(used * BLOCK);
+            let max_memory = if old { 0 } else { memory.saturating_add(rest * BLOCK) };
+            let machine = MachineSize { vcpus, max_vcpus, memory, least_memory, max_memory };
             let asked = Resources { memory_limit, cpu_quota, cpu_period, ..Default::default() };
             match wanted(machine, least.max(1), &asked) {
                 Ok(next) => {
                     prop_assert!((1..=machine.bound()).contains(&next.vcpus));
-                    prop_assert_eq!((next.memory, next.bound()), (memory, machine.bound()));
-                    prop_assert!(memory_limit <= 0 || memory_limit.unsigned_abs() <= memory);
+                    prop_assert_eq!((next.least_memory, next.max_memory), (least_memory, max_memory));
+                    prop_assert_eq!((next.memory_bound(), next.bound()), (machine.memory_bound(), machine.bound()));
+                    prop_assert!(next.memory >= least_memory && (!old || next.memory == memory));
+                    let more = next.memory - least_memory;
+                    prop_assert!(more % BLOCK == 0 || next.memory == machine.memory_bound());
+                    prop_assert!(memory_limit <= 0 || memory_limit.unsigned_abs() <= next.memory);
+                    // No block that is not needed.
+                    let needed = memory_limit.max(0).unsigned_abs();
+                    prop_assert!(next.memory == memory || more == 0 || next.memory - needed < BLOCK);
                     let milli = cpu_milli(cpu_period, cpu_quota);
                     prop_assert!(u64::from(next.vcpus) * MILLI >= milli.unwrap_or(0));
                 }
@@ -241,6 +318,7 @@ mod tests {
             topology: None,
             cpu_model: None,
             memory_mib: 64,
+            reserve_mib: 0,
             memory_pages: MemoryPages::Transparent,
             kernel: "/k".into(),
             initrd: "/i".into(),

@@ -246,7 +246,8 @@ impl World {
         let names = ["kernel-image", "kernel", "initrd", "cpus", "cpu-pinning"];
         let allowed_annotations = names.map(|name| format!("vm.nacelle.dev/{name}")).into();
         let shaped = Handler { allowed_annotations, ..Handler::default() };
-        let handlers = [("small", handler.clone()), ("other", handler), (HUGE_HANDLER, huge), (SHAPE_HANDLER, shaped)];
+        let other = Handler { max_memory_mib: Some(1024), ..handler.clone() };
+        let handlers = [("small", handler), ("other", other), (HUGE_HANDLER, huge), (SHAPE_HANDLER, shaped)];
         config.handlers = handlers.map(|(name, handler)| (name.to_owned(), handler)).into();
         config
     }

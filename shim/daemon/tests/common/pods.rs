@@ -169,6 +169,8 @@ pub struct FakePod {
     pub updates: Mutex<Vec<proto::UpdateContainerRequest>>,
     /// How many processors its machine was told to run.
     pub processors: Mutex<Vec<u32>>,
+    /// How much of its machine's reserve of memory it was told to use, in MiB.
+    pub memory: Mutex<Vec<u64>>,
     pub configured: Mutex<Option<proto::ConfigureRequest>>,
     pub exec: Mutex<Option<Result<proto::ExecSyncResponse, Status>>>,
     /// What it says that its containers use; none: it hangs.
@@ -194,6 +196,7 @@ impl FakePod {
             made: Mutex::default(),
             updates: Mutex::default(),
             processors: Mutex::default(),
+            memory: Mutex::default(),
             configured: Mutex::default(),
             exec: Mutex::default(),
             stats: Mutex::new(Some(proto::StatsResponse::default())),
@@ -320,6 +323,13 @@ impl proto::pod_server::Pod for Service {
         self.0.step("processors").await?;
         self.0.processors.lock().unwrap().push(request.into_inner().count);
         Ok(Response::new(proto::Empty {}))
+    }
+
+    async fn set_memory(&self, request: Request<proto::SetMemoryRequest>) -> Answer<proto::SetMemoryResponse> {
+        self.0.step("memory").await?;
+        let bytes = request.into_inner().bytes;
+        self.0.memory.lock().unwrap().push(bytes >> 20);
+        Ok(Response::new(proto::SetMemoryResponse { bytes }))
     }
 
     async fn reopen_log(&self, _: Request<proto::ContainerRef>) -> Answer<proto::Empty> {

@@ -58,6 +58,7 @@ pub fn spec(world: &dyn World, folder: &Path, disks: Vec<DiskSpec>) -> MachineSp
         topology: None,
         cpu_model: None,
         memory_mib: 128,
+        reserve_mib: 0,
         memory_pages: Default::default(),
         console: Default::default(),
         kernel: world.kernel(),

@@ -18,6 +18,7 @@ use nacelle_vmm::balloon::Balloon;
 use nacelle_vmm::fs::Fs;
 use nacelle_vmm::machine::{self, Backing, Builder, Config, Exit, MAX_DEVICES};
 use nacelle_vmm::net::{self, Net, NetConfig};
+use nacelle_vmm::reserve;
 use nacelle_vmm::rng::Rng;
 use nacelle_vmm::snapshot;
 use nacelle_vmm::vsock::Vsock;
@@ -27,7 +28,7 @@ use crate::disk::make_slot;
 use crate::ended::{self, Ended};
 use crate::link::Link;
 use crate::machine::{
-    Engine, ExitKind, GuestLink, Machine, MachineExit, MachineStatus, Pausable, Restorer, Snapshottable, Stop,
+    Engine, ExitKind, GuestLink, Machine, MachineExit, MachineStatus, Pausable, Reserve, Restorer, Snapshottable, Stop,
 };
 use crate::{CheckedSpec, EngineError, EngineKind, Limits, MachineSpec, Slot};
 
@@ -91,6 +92,7 @@ impl Restorer for Kvm {
         for (what, saved, here) in [
             ("vCPUs", saved.vcpus(), spec.vcpus.into()),
             ("MiB of memory", saved.memory_mib() as usize, spec.memory_mib as usize),
+            ("MiB of memory in reserve", saved.reserve_mib() as usize, spec.reserve_mib as usize),
             ("MiB in huge pages", 0, huge_mib(&spec) as usize),
         ] {
             if saved != here {
@@ -124,6 +126,7 @@ fn assemble(
     finish: impl FnOnce(Builder) -> Result<machine::Machine, EngineError>,
 ) -> Result<Box<dyn Machine>, EngineError> {
     let in_huge_pages = spec.memory_pages == MemoryPages::Hugetlb;
+    let (memory_mib, reserve_mib) = (spec.memory_mib, spec.reserve_mib);
     let console = Console::open(&spec.console_log).map_err(file("open", &spec.console_log))?;
     let console = Arc::new(Mutex::new(console));
     let slots = spec.disks.iter().map(make_slot).collect::<Result<Vec<_>, _>>()?;
@@ -154,7 +157,7 @@ fn assemble(
         let spawned = nacelle_jail::spawn(ThreadKind::Warden, builder, move || running.watch(&link, &console));
         spawned.map_err(|source| EngineError::Resources { what: "a thread for the machine", source })?
     };
-    Ok(Box::new(KvmMachine { running, warden: Some(warden), link, slots, in_huge_pages }))
+    Ok(Box::new(KvmMachine { running, warden: Some(warden), link, slots, in_huge_pages, memory_mib, reserve_mib }))
 }
 
 fn config(spec: &MachineSpec) -> Config {
@@ -162,6 +165,7 @@ fn config(spec: &MachineSpec) -> Config {
     Config {
         vcpus: spec.vcpus,
         memory_mib: spec.memory_mib,
+        reserve_mib: spec.reserve_mib,
         backing: match spec.memory_pages {
             MemoryPages::Transparent => Backing::Private,
             MemoryPages::Hugetlb => Backing::Huge,
@@ -251,6 +255,8 @@ struct KvmMachine {
     link: Arc<Link>,
     slots: Vec<Slot>,
     in_huge_pages: bool,
+    memory_mib: u32,
+    reserve_mib: u32,
 }
 
 impl Machine for KvmMachine {
@@ -280,6 +286,10 @@ impl Machine for KvmMachine {
 
     fn as_pausable(&self) -> Option<&dyn Pausable> {
         Some(self)
+    }
+
+    fn as_reserve(&self) -> Option<&dyn Reserve> {
+        (self.reserve_mib > 0).then_some(self as _)
     }
 
     fn as_snapshottable(&self) -> Option<&dyn Snapshottable> {
@@ -312,6 +322,14 @@ impl Pausable for KvmMachine {
 
     fn resume(&self) -> Result<(), EngineError> {
         self.control("resume", false, machine::Machine::resume)
+    }
+}
+
+impl Reserve for KvmMachine {
+    fn give_back(&self, used_mib: u32) -> Result<(), EngineError> {
+        let vm = self.running.vm().ok_or(EngineError::Ended { what: "take memory back from" })?;
+        let unused = machine::reserve(self.memory_mib, self.reserve_mib, used_mib);
+        reserve::give_back(vm.memory(), &unused).map_err(|source| EngineError::GiveBack { source })
     }
 }
 

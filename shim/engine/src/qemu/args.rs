@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use nacelle_base::machine::{ConsoleKind, CpuModel, MemoryPages, Topology};
 use nacelle_base::net::Mac;
 use nacelle_base::share;
+use nacelle_vmm::machine::{end, made_mib};
 
 use crate::Accelerator;
 use crate::console;
@@ -16,8 +17,9 @@ use crate::spec::hex;
 pub(super) const PLACES: usize = 8;
 
 /// The kernel parameters of every machine: silence on the console, and a reset for each end, which QEMU
-/// turns into its own end (`-no-reboot`); `noreplace-smp` as with engine `kvm`.
-const CMDLINE: [&str; 4] = ["quiet", "reboot=t", "panic=-1", "noreplace-smp"];
+/// turns into its own end (`-no-reboot`); as with engine `kvm`, `noreplace-smp`
+/// and `page_reporting_order`, too.
+const CMDLINE: [&str; 5] = ["quiet", "reboot=t", "panic=-1", "noreplace-smp", "page_reporting.page_reporting_order=10"];
 
 /// All that QEMU can emulate, but for the promise that strings of bytes are moved fast (ERMS): emulated they go byte by byte,
 /// and a guest that believes it copies and clears its pages in that way.
@@ -30,6 +32,8 @@ pub(super) struct MicroVm<'a> {
     pub topology: Topology,
     pub cpu_model: Option<&'a CpuModel>,
     pub memory_mib: u32,
+    /// Beside it: the kernel is kept from it.
+    pub reserve_mib: u32,
     pub memory_pages: MemoryPages,
     pub console: ConsoleKind,
     pub kernel: &'a Path,
@@ -52,6 +56,8 @@ pub(super) enum Device {
     Net { tap: RawFd, mac: Mac, mtu: u32 },
     /// QEMU's console, beside the serial port and on the same output.
     Console,
+    /// QEMU's balloon, by which the guest reports what it does not use.
+    Balloon,
 }
 
 /// Which of our devices.
@@ -103,7 +109,7 @@ impl MicroVm<'_> {
     pub fn inherited(&self) -> Vec<RawFd> {
         let taps = self.devices.iter().filter_map(|device| match device {
             Device::Net { tap, .. } => Some(*tap),
-            Device::VhostUser { .. } | Device::Console => None,
+            Device::VhostUser { .. } | Device::Console | Device::Balloon => None,
         });
         taps.chain([self.qmp]).collect()
     }
@@ -144,7 +150,7 @@ impl MicroVm<'_> {
         let Topology { sockets, cores, threads } = self.topology;
         let smp = Opt::new(&self.topology.count().to_string());
         add("smp", Some(smp.set("sockets", sockets).set("cores", cores).set("threads", threads).0));
-        let memory = format!("{}M", self.memory_mib);
+        let memory = format!("{}M", made_mib(self.memory_mib, self.reserve_mib));
         add("m", Some(memory.clone()));
         let backend = Opt::new("memory-backend-memfd").set("id", "ram").set("size", memory).set("share", "on");
         // Taken now, because a page that is missing later is the end of QEMU.
@@ -166,34 +172,40 @@ impl MicroVm<'_> {
         add("initrd", Some(self.initrd.display().to_string()));
         let words = console::parameters(self.console).iter().chain(&CMDLINE).copied();
         let words = words.chain(self.timers.iter().chain(self.cmdline).map(String::as_str));
+        // QEMU tells it of all there is. From an address on it is to use none: what it adds later is another matter.
+        let kept = (self.reserve_mib > 0).then(|| format!("mem={}M", end(self.memory_mib) >> 20));
+        let words = words.chain(kept.as_deref());
         add("append", Some(words.collect::<Vec<_>>().join(" ")));
         // The guest finds the last place first.
         for (device, place) in self.devices.iter().zip((0..PLACES).rev()) {
-            let [(host_name, host), (guest_name, guest)] = device.options(place);
-            add(host_name, Some(host.0));
-            add(guest_name, Some(guest.0));
+            for (name, option) in device.options(place) {
+                add(name, Some(option.0));
+            }
         }
         args
     }
 }
 
 impl Device {
-    /// The host's half and the guest's half.
-    fn options(&self, place: usize) -> [(&'static str, Opt); 2] {
+    /// The host's half, if it has one, and the guest's half.
+    fn options(&self, place: usize) -> Vec<(&'static str, Opt)> {
         let bus = format!("virtio-mmio-bus.{place}");
         match self {
-            Device::VhostUser { kind, name, socket } => [
+            Device::VhostUser { kind, name, socket } => vec![
                 ("chardev", Opt::new("socket").set("id", name).set("path", socket.display())),
                 ("device", kind.own(Opt::new(kind.driver()).set("chardev", name).set("bus", bus))),
             ],
-            Device::Console => [
+            Device::Balloon => {
+                vec![("device", Opt::new("virtio-balloon-device").set("free-page-reporting", "on").set("bus", bus))]
+            }
+            Device::Console => vec![
                 ("device", Opt::new("virtio-serial-device").set("bus", bus)),
                 ("device", Opt::new("virtconsole").set("chardev", "console")),
             ],
             Device::Net { tap, mac, mtu } => {
                 let name = format!("net{place}");
                 let device = Opt::new("virtio-net-device").set("netdev", &name).set("mac", hex(mac));
-                [
+                vec![
                     ("netdev", Opt::new("tap").set("id", &name).set("fd", tap).set("vhost", "off")),
                     ("device", device.set("host_mtu", mtu).set("bus", bus)),
                 ]
@@ -212,6 +224,7 @@ mod tests {
             topology: Topology { sockets: 1, cores: 2, threads: 1 },
             cpu_model: None,
             memory_mib: 128,
+            reserve_mib: 0,
             memory_pages: MemoryPages::Transparent,
             console: ConsoleKind::Serial,
             kernel: Path::new("/k"),
@@ -242,7 +255,10 @@ mod tests {
         assert_eq!(value(&args, "-name"), ["debug-threads=on"]);
         assert_eq!(value(&args, "-object"), ["memory-backend-memfd,id=ram,size=128M,share=on"]);
         assert_eq!(value(&args, "-cpu"), ["max,erms=off,fsrm=off"]);
-        assert_eq!(value(&args, "-append"), ["console=ttyS0 quiet reboot=t panic=-1 noreplace-smp"]);
+        assert_eq!(
+            value(&args, "-append"),
+            ["console=ttyS0 quiet reboot=t panic=-1 noreplace-smp page_reporting.page_reporting_order=10"]
+        );
         assert_eq!(
             value(&args, "-device"),
             [
@@ -258,6 +274,18 @@ mod tests {
         let args = MicroVm { memory_pages: MemoryPages::Hugetlb, ..machine() }.args();
         let backend = "memory-backend-memfd,id=ram,size=128M,share=on,hugetlb=on,prealloc=on,hugetlbsize=2M";
         assert_eq!(value(&args, "-object"), [backend]);
+    }
+
+    #[test]
+    fn a_reserve_is_there_and_not_told() {
+        for (memory_mib, reserve_mib, made, word) in
+            [(300, 256, "640M", "mem=300M"), (3500, 256, "3840M", "mem=4524M"), (3072, 128, "3200M", "mem=3072M")]
+        {
+            let args = MicroVm { memory_mib, reserve_mib, ..machine() }.args();
+            assert_eq!(value(&args, "-m"), [made]);
+            assert_eq!(value(&args, "-object"), [format!("memory-backend-memfd,id=ram,size={made},share=on")]);
+            assert!(value(&args, "-append")[0].ends_with(&format!(" {word}")), "{args:?}");
+        }
     }
 
     #[test]
@@ -279,6 +307,12 @@ mod tests {
         let devices = ["virtio-serial-device,bus=virtio-mmio-bus.7", "virtconsole,chardev=console"];
         assert_eq!(value(&args, "-device"), devices);
         assert!(value(&args, "-append")[0].starts_with("earlycon=uart8250,io,0x3f8 console=hvc0 "), "{args:?}");
+    }
+
+    #[test]
+    fn a_balloon_has_no_other_half() {
+        let args = MicroVm { devices: vec![Device::Balloon], ..machine() }.args();
+        assert_eq!(value(&args, "-device"), ["virtio-balloon-device,free-page-reporting=on,bus=virtio-mmio-bus.7"]);
     }
 
     #[test]

@@ -17,9 +17,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use nacelle_base::machine::{ConsoleKind, Topology};
+use nacelle_base::machine::{ConsoleKind, MemoryPages, Topology};
 use nacelle_base::{Chain, files};
 use nacelle_vmm::fs::Fs;
+use nacelle_vmm::machine::reserve;
+use nacelle_vmm::reserve::give_back;
 use nacelle_vmm::rng::Rng;
 use nacelle_vmm::vhost_user::{self, Server};
 use nacelle_vmm::vsock::Vsock;
@@ -30,7 +32,7 @@ use crate::console::Console;
 use crate::disk::make_slot;
 use crate::ended;
 use crate::link::Link;
-use crate::machine::{Engine, GuestLink, Machine, MachineExit, MachineStatus, Pausable, Stop};
+use crate::machine::{Engine, GuestLink, Machine, MachineExit, MachineStatus, Pausable, Reserve, Stop};
 use crate::process::{Process, Warden};
 use crate::{Accelerator, CheckedSpec, EngineError, EngineKind, Limits, Slot};
 
@@ -101,6 +103,11 @@ impl Engine for Qemu {
             devices.push(serve(VhostKind::Fs, "share".into(), fs.device())?);
         }
         devices.extend((spec.console == ConsoleKind::Virtio).then_some(Device::Console));
+        // Where there is a place left: nothing but the node misses it. A huge page that was given back may be another's when the guest
+        // wants it again.
+        if devices.len() < PLACES && spec.memory_pages == MemoryPages::Transparent {
+            devices.push(Device::Balloon);
+        }
 
         let (qmp, qemus_end) =
             UnixStream::pair().map_err(|source| EngineError::Resources { what: "the monitor's socket", source })?;
@@ -109,6 +116,7 @@ impl Engine for Qemu {
             topology: spec.topology.unwrap_or(Topology::flat(spec.vcpus.into())),
             cpu_model: spec.cpu_model.as_ref(),
             memory_mib: spec.memory_mib,
+            reserve_mib: spec.reserve_mib,
             memory_pages: spec.memory_pages,
             console: spec.console,
             kernel: &spec.kernel,
@@ -135,7 +143,9 @@ impl Engine for Qemu {
             slots,
             qmp: Mutex::new(Qmp::new(qmp)),
             paused: AtomicBool::new(false),
-            _backends: backends,
+            memory_mib: spec.memory_mib,
+            reserve_mib: spec.reserve_mib,
+            backends,
         }))
     }
 }
@@ -183,8 +193,10 @@ struct QemuMachine {
     slots: Vec<Slot>,
     qmp: Mutex<Qmp>,
     paused: AtomicBool,
+    memory_mib: u32,
+    reserve_mib: u32,
     // Dropped last: QEMU has gone by then.
-    _backends: Vec<Backend>,
+    backends: Vec<Backend>,
 }
 
 impl Machine for QemuMachine {
@@ -213,6 +225,21 @@ impl Machine for QemuMachine {
 
     fn as_pausable(&self) -> Option<&dyn Pausable> {
         Some(self)
+    }
+
+    fn as_reserve(&self) -> Option<&dyn Reserve> {
+        (self.reserve_mib > 0).then_some(self as _)
+    }
+}
+
+impl Reserve for QemuMachine {
+    fn give_back(&self, used_mib: u32) -> Result<(), EngineError> {
+        let ended = EngineError::Ended { what: "take memory back from" };
+        // Each of our devices maps the same memory; what one gives back is gone for all, and for QEMU.
+        let memory = self.backends.iter().filter_map(|backend| backend.server.as_ref()).find_map(Server::memory);
+        let unused = reserve(self.memory_mib, self.reserve_mib, used_mib);
+        let memory = memory.ok_or(ended)?;
+        give_back(&memory, &unused).map_err(|source| EngineError::GiveBack { source })
     }
 }
 

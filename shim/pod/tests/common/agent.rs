@@ -332,6 +332,18 @@ impl Agent for Service {
         }
     }
 
+    async fn set_memory(&self, request: Request<proto::SetMemoryRequest>) -> Answer<proto::SetMemoryResponse> {
+        let proto::SetMemoryRequest { reserve, bytes } = request.into_inner();
+        let [proto::MemoryRange { address, bytes: all }] = reserve[..] else { panic!("{reserve:?}") };
+        assert_eq!((address, all), (128 << 20, 512 << 20));
+        match bytes >> 20 {
+            384 => Err(Status::failed_precondition("that memory is in use")),
+            // One that lies.
+            1 => Ok(Response::new(proto::SetMemoryResponse { bytes: 0 })),
+            mib => Ok(Response::new(proto::SetMemoryResponse { bytes: mib.next_multiple_of(128) << 20 })),
+        }
+    }
+
     async fn resize(&self, _: Request<proto::ResizeRequest>) -> Answer<proto::Empty> {
         empty()
     }

@@ -30,6 +30,7 @@ pub fn spec(root: &Path) -> PodSpec {
         topology: None,
         cpu_model: None,
         memory_mib: 64,
+        reserved_memory_mib: Some(512),
         memory_pages: Default::default(),
         console: Default::default(),
         kernel: "/none/vmlinux".into(),

@@ -40,14 +40,14 @@ pub struct Builder {
 impl Builder {
     /// Opens KVM and makes memory and interrupt controllers.
     pub fn new(config: Config) -> Result<Builder, Error> {
-        let memory = GuestMemory::new(config.memory_mib, config.backing);
+        let memory = GuestMemory::new(layout::made_mib(config.memory_mib, config.reserve_mib), config.backing);
         Builder::with_memory(config, memory)
     }
 
     /// As [`new`](Builder::new), with the memory that was saved to `file` (see [`Machine::save`]), which must not change as long as
     /// the machine lives: it is mapped privately.
     pub fn with_saved_memory(config: Config, file: &File) -> Result<Builder, Error> {
-        let memory = GuestMemory::from_file(config.memory_mib, file);
+        let memory = GuestMemory::from_file(layout::made_mib(config.memory_mib, config.reserve_mib), file);
         Builder::with_memory(config, memory)
     }
 
@@ -57,7 +57,8 @@ impl Builder {
         if config.vcpus == 0 || usize::from(config.vcpus) > max {
             return Err(Error::Vcpus { got: config.vcpus, max });
         }
-        let memory = memory.map_err(|source| Error::Memory { mib: config.memory_mib, source })?;
+        let memory = memory
+            .map_err(|source| Error::Memory { mib: layout::made_mib(config.memory_mib, config.reserve_mib), source })?;
         let mut supported =
             kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(Error::call("tell what it supports"))?;
         cpuid::name(supported.as_mut_slice());

@@ -1,6 +1,7 @@
 //! Owns: where things lie in the guest's physical address space, as pure arithmetic.
 
 use linux_loader::bootparam::boot_e820_entry;
+use std::ops::Range;
 
 /// One MiB, in bytes.
 pub(super) const MIB: u64 = 1 << 20;
@@ -56,6 +57,35 @@ pub(super) fn regions(memory_mib: u32) -> Vec<(u64, u64)> {
         None | Some(0) => vec![(0, size)],
         Some(rest) => vec![(0, HOLE), (HIGH_MEMORY, rest)],
     }
+}
+
+/// What a kernel adds to its memory at a time, and what a reserve consists of.
+pub const BLOCK_MIB: u32 = 128;
+
+/// How much memory a machine is made with that has some in reserve: this begins with a whole block.
+pub fn made_mib(memory_mib: u32, reserve_mib: u32) -> u32 {
+    match reserve_mib {
+        0 => memory_mib,
+        _ => memory_mib.div_ceil(BLOCK_MIB).saturating_mul(BLOCK_MIB).saturating_add(reserve_mib),
+    }
+}
+
+/// Where the last `reserve_mib` of so much memory lie, but for the first `used_mib` of them. The hole begins and ends with a whole block.
+pub fn reserve(memory_mib: u32, reserve_mib: u32, used_mib: u32) -> Vec<Range<u64>> {
+    let made = made_mib(memory_mib, reserve_mib);
+    let first = u64::from(made - reserve_mib.saturating_sub(used_mib)) * MIB;
+    let after = |(start, length): (u64, u64)| {
+        // As far into the memory as the region begins.
+        let before = if start < HIGH_MEMORY { start } else { start - (HIGH_MEMORY - HOLE) };
+        let skipped = first.saturating_sub(before).min(length);
+        start + skipped..start + length
+    };
+    regions(made).into_iter().map(after).filter(|range| !range.is_empty()).collect()
+}
+
+/// The address at which so much memory ends.
+pub fn end(memory_mib: u32) -> u64 {
+    regions(memory_mib).last().map_or(0, |(start, length)| start + length)
 }
 
 /// The end of the memory below the hole.
@@ -130,6 +160,18 @@ mod tests {
         assert_eq!(announce(2).as_deref(), Some("virtio_mmio.device=4K@0xd0002000:7"));
     }
 
+    #[test]
+    fn a_reserve_goes_on_above_the_hole() {
+        assert_eq!(reserve(300, 256, 0), [384 << 20..640 << 20]);
+        assert_eq!(reserve(300, 256, 128), [512 << 20..640 << 20]);
+        assert_eq!(reserve(2048, 2048, 0), [2 << 30..3 << 30, 4 << 30..5 << 30]);
+        assert_eq!(reserve(2048, 2048, 1024), [4 << 30..5 << 30]);
+        assert_eq!(reserve(2048, 2048, 1536), [(4 << 30) + (512 << 20)..5 << 30]);
+        assert_eq!(reserve(3500, 128, 0), [(4 << 30) + (512 << 20)..(4 << 30) + (640 << 20)]);
+        assert_eq!((reserve(300, 0, 0), made_mib(300, 0)), (vec![], 300));
+        assert_eq!((end(256), end(3072), end(3073)), (256 << 20, 3 << 30, (4 << 30) + (1 << 20)));
+    }
+
     proptest! {
         #[test]
         fn memory_is_all_there_and_out_of_the_hole(mib in 16u32..1 << 20) {
@@ -145,6 +187,30 @@ mod tests {
             }
             let usable: u64 = map.iter().filter(|entry| entry.r#type == E820_RAM).map(|entry| entry.size).sum();
             prop_assert_eq!(usable, u64::from(mib) * MIB - (HIGH - BASE_MEMORY_END));
+        }
+
+        #[test]
+        fn a_reserve_is_whole_blocks_beyond_what_the_kernel_is_told(
+            mib in 16u32..8192,
+            blocks in 0u32..64,
+            used in 0u32..80,
+        ) {
+            let reserve_mib = blocks * BLOCK_MIB;
+            let (made, all) = (made_mib(mib, reserve_mib), reserve(mib, reserve_mib, 0));
+            prop_assert!(made >= mib + reserve_mib && made - mib - reserve_mib < BLOCK_MIB);
+            prop_assert_eq!(all.iter().map(|range| range.end - range.start).sum::<u64>(), u64::from(reserve_mib) * MIB);
+            let told = memory_map(mib).last().map_or(0, |entry| entry.addr + entry.size);
+            prop_assert_eq!(told, end(mib));
+            let block = u64::from(BLOCK_MIB) * MIB;
+            for range in &all {
+                prop_assert!(range.start % block == 0 && range.end % block == 0 && range.start >= told);
+                prop_assert!(regions(made).iter().any(|(start, length)| *start <= range.start && range.end <= start + length));
+            }
+            // What is not used are the last ones.
+            let rest = reserve(mib, reserve_mib, used * BLOCK_MIB);
+            let left = u64::from(blocks.saturating_sub(used)) * block;
+            prop_assert_eq!(rest.iter().map(|range| range.end - range.start).sum::<u64>(), left);
+            prop_assert!(left == 0 || rest.last().map(|range| range.end) == all.last().map(|range| range.end));
         }
 
         #[test]

@@ -35,7 +35,7 @@ pub use bus::BusDevice;
 pub use error::Error;
 pub use handle::{Exit, Machine};
 pub use kernel::{KernelError, check_kernel};
-pub use layout::{FIRST_GSI, MAX_DEVICES, WINDOW_SIZE, WINDOWS};
+pub use layout::{BLOCK_MIB, FIRST_GSI, MAX_DEVICES, WINDOW_SIZE, WINDOWS, end, made_mib, reserve};
 pub use legacy::SerialState;
 pub use memory::MemoryError;
 pub use state::{MachineState, VcpuState, VmState};
@@ -55,6 +55,9 @@ pub struct Config {
     pub vcpus: u8,
     /// Guest memory in MiB, at least 16.
     pub memory_mib: u32,
+    /// Memory beside it that the guest's kernel is not told of, and may add while it runs: whole blocks of [`BLOCK_MIB`]. Where it
+    /// lies, [`reserve`] says.
+    pub reserve_mib: u32,
     /// What lies under the guest's memory.
     pub backing: Backing,
     /// The guest kernel: an uncompressed ELF `vmlinux`, or a bzImage.
@@ -71,6 +74,7 @@ impl Default for Config {
         Config {
             vcpus: 1,
             memory_mib: 128,
+            reserve_mib: 0,
             backing: Backing::Private,
             kernel: PathBuf::new(),
             initrd: None,

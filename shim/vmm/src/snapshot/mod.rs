@@ -44,7 +44,13 @@ pub const MEMORY_FILE: &str = "memory";
 #[derive(Debug, Serialize, Deserialize)]
 struct Document<S> {
     memory_mib: u32,
+    #[serde(default, skip_serializing_if = "is_zero")]
+    reserve_mib: u32,
     machine: S,
+}
+
+fn is_zero(mib: &u32) -> bool {
+    *mib == 0
 }
 
 /// A snapshot that was read.
@@ -58,7 +64,8 @@ pub struct Snapshot<S = MachineState> {
 /// and on stable storage, or it is not there at all. The machine stays as it is.
 pub fn save(machine: &Machine, dir: &Path) -> Result<(), SnapshotError> {
     let state = machine.save().map_err(|source| SnapshotError::Machine { source })?;
-    let document = Document { memory_mib: machine.config().memory_mib, machine: state };
+    let Config { memory_mib, reserve_mib, .. } = *machine.config();
+    let document = Document { memory_mib, reserve_mib, machine: state };
     write(dir, &document, machine.memory())
 }
 
@@ -89,7 +96,7 @@ fn read<S: DeserializeOwned>(dir: &Path) -> Result<Snapshot<S>, SnapshotError> {
     let document: Document<S> = envelope::open(&bytes, &path)?;
 
     let (memory, path) = open(MEMORY_FILE)?;
-    let expected = u64::from(document.memory_mib) << 20;
+    let expected = u64::from(machine::made_mib(document.memory_mib, document.reserve_mib)) << 20;
     match memory.metadata().map(|file| file.len()) {
         Ok(got) if got == expected => Ok(Snapshot { document, memory }),
         Ok(got) => Err(SnapshotError::Length { path, got, expected }),
@@ -125,6 +132,11 @@ impl Snapshot {
         self.document.memory_mib
     }
 
+    /// Memory in reserve, in MiB.
+    pub fn reserve_mib(&self) -> u32 {
+        self.document.reserve_mib
+    }
+
     /// The devices, in the order in which the builder must get devices like them.
     pub fn devices(&self) -> impl Iterator<Item = DeviceKind> {
         self.document.machine.devices.iter().map(|transport| transport.device.kind())
@@ -134,6 +146,7 @@ impl Snapshot {
     /// the guest writes stays in this process. The file must stay as it is as long as the machine lives.
     pub fn builder(&self) -> Result<Builder, machine::Error> {
         let vcpus = u8::try_from(self.vcpus()).unwrap_or(u8::MAX); // too many for any machine
-        Builder::with_saved_memory(Config { vcpus, memory_mib: self.memory_mib(), ..Config::default() }, &self.memory)
+        let (memory_mib, reserve_mib) = (self.memory_mib(), self.reserve_mib());
+        Builder::with_saved_memory(Config { vcpus, memory_mib, reserve_mib, ..Config::default() }, &self.memory)
     }
 }

@@ -198,6 +198,7 @@ pub fn serve(description: &str) -> ExitCode {
         topology: None,
         cpu_model: None,
         memory_mib: setup.memory_mib,
+        reserve_mib: 0,
         memory_pages: Default::default(),
         console: Default::default(),
         kernel: setup.kernel,

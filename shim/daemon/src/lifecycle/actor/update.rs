@@ -6,7 +6,7 @@ use super::super::make;
 use super::super::processors;
 use super::super::size;
 use super::super::state::{self, Container};
-use super::{Actor, Answer, Entry, Message};
+use super::{Actor, Answer, Entry, Message, Wish};
 use crate::lists::numbers;
 use crate::machine_pod::MachinePod;
 use crate::nouns::{MachineSize, PodResources, Resources};
@@ -16,6 +16,7 @@ use nacelle_base::ContainerId;
 use nacelle_pod::client::PodClient;
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use tokio::sync::oneshot;
 
 impl Actor {
     pub(super) async fn update(&mut self, id: ContainerId, change: Box<Resources>, answer: Answer<()>) {
@@ -123,6 +124,7 @@ impl Actor {
         }
         let not_ready = self.not_ready();
         let confined = self.confine(None).await;
+        let grown = self.grow_for(id).await;
         let guest = self.parts.has_guest(&self.pod);
         let config = Arc::clone(&self.pod.config);
         let Some(entry) = self.containers.get_mut(id) else { return };
@@ -139,9 +141,9 @@ impl Actor {
                     make::update(Arc::clone(&self.parts), client.clone(), id.clone(), limits, adjustment, processors);
                 let id = id.clone();
                 self.effect(async move {
-                    let updated = match confined {
-                        Ok(()) => update.await,
-                        Err(error) => Err(error),
+                    let updated = match (confined, grown.await.unwrap_or(Ok(()))) {
+                        (Ok(()), Ok(())) => update.await,
+                        (Err(error), _) | (_, Err(error)) => Err(error),
                     };
                     Message::Updated(id, next, updated)
                 });
@@ -156,6 +158,29 @@ impl Actor {
                 }
             }
         }
+    }
+
+    /// Has the machine get the memory that its containers may use together after the change of this one, where nobody says what the
+    /// pod may have (kubelet does, and does it first). The answer never comes if there is nothing to do.
+    async fn grow_for(&mut self, id: &ContainerId) -> oneshot::Receiver<Result<(), LifecycleError>> {
+        let (tell, told) = oneshot::channel();
+        let Some(machine) = self.pod.machine.filter(|machine| machine.reserve_used().is_some()) else { return told };
+        let said = self.pod.resources.as_ref().is_some_and(|resources| resources.containers.memory_limit > 0);
+        let there = self.containers.get(id).is_some_and(|entry| is_live(entry.record.state));
+        let limit = |entry: &Entry| {
+            let limits = entry.record.resources();
+            let next = entry.updates.front().map_or_else(|| limits.clone(), |(change, _)| limits.changed_by(change));
+            u64::try_from(next.memory_limit).ok().filter(|limit| *limit > 0)
+        };
+        let together = self.live().map(limit).try_fold(0u64, |sum, limit| Some(sum.saturating_add(limit?)));
+        if let Some(bytes) = together.map(|bytes| bytes.min(machine.memory_bound()))
+            && bytes > machine.memory
+            && there
+            && !said
+        {
+            self.change_size(Wish::Containers(bytes), tell).await;
+        }
+        told
     }
 
     pub(super) async fn updated(&mut self, id: ContainerId, next: Resources, result: Result<(), LifecycleError>) {
@@ -176,9 +201,13 @@ impl Actor {
         }
     }
 
-    /// What the pod may have: its machine gets as many processors as that needs, then it is recorded.
+    /// What the pod may have: its machine gets as many processors and as much memory as that needs, then it is recorded.
     pub(super) async fn update_pod(&mut self, change: Box<PodResources>, answer: Answer<()>) {
-        self.updates.push_back((change, answer));
+        self.change_size(Wish::Pod(change), answer).await;
+    }
+
+    async fn change_size(&mut self, wish: Wish, answer: Answer<()>) {
+        self.updates.push_back((wish, answer));
         if self.updates.len() == 1 {
             self.begin_pod_updates().await;
         }
@@ -186,15 +215,15 @@ impl Actor {
 
     /// Takes the changes that wait until one asks something of the machine.
     async fn begin_pod_updates(&mut self) {
-        while let Some((change, _)) = self.updates.front() {
-            let done = match self.next_size(change) {
-                Ok((next, machine, Some(client))) => {
-                    let asked = make::set_processors(Arc::clone(&self.parts), client, machine.vcpus);
-                    return self.effect(async move { Message::PodUpdated(Box::new((next, machine)), asked.await) });
+        while let Some((wish, _)) = self.updates.front() {
+            let done = match self.next_size(wish) {
+                Ok((next, sizes, Some(client))) => {
+                    let resized = make::resize(Arc::clone(&self.parts), client, sizes);
+                    return self.effect(async move { Message::PodUpdated(Box::new(next), resized.await) });
                 }
                 Ok((next, _, None)) => {
                     let mut record = self.pod.clone();
-                    record.resources = Some(next);
+                    record.resources = next;
                     let kept = self.commit(vec![Change::Pod(record.clone().into())]).await;
                     if kept.is_ok() {
                         self.pod = record;
@@ -211,44 +240,72 @@ impl Actor {
     }
 
     /// What the pod may have after a change, how large its machine is then, and whom to ask for that: nobody where a
-    /// machine keeps its processors.
+    /// machine keeps its size.
     fn next_size(
         &self,
-        change: &PodResources,
-    ) -> Result<(PodResources, MachineSize, Option<PodClient>), LifecycleError> {
+        wish: &Wish,
+    ) -> Result<(Option<PodResources>, make::Resize, Option<PodClient>), LifecycleError> {
         if self.pod.state != state::Pod::Ready {
             return Err(self.not_ready());
         }
-        let next = self.pod.resources.clone().unwrap_or_default().changed_by(change);
+        let known = self.pod.resources.clone();
+        let (next, asked) = match wish {
+            Wish::Pod(change) => {
+                let next = known.unwrap_or_default().changed_by(change);
+                (Some(next.clone()), next.containers)
+            }
+            // Never less than there is: what else is in the machine is the pod's to say.
+            Wish::Containers(bytes) => {
+                let least = self.pod.machine.map_or(0, |machine| machine.memory);
+                let memory_limit = i64::try_from(least.max(*bytes)).unwrap_or(i64::MAX);
+                (known, Resources { memory_limit, ..Resources::default() })
+            }
+        };
         // Of a pod that is older than the record of its machine, what it was promised is known.
         let config = &self.pod.config;
         let vcpus = config.cpu_limit_milli.map_or(1, |milli| u32::try_from(milli.div_ceil(1000)).unwrap_or(u32::MAX));
-        let promised = MachineSize { vcpus, max_vcpus: 0, memory: config.memory_limit.unwrap_or(0) };
+        let promised = MachineSize {
+            vcpus,
+            max_vcpus: 0,
+            memory: config.memory_limit.unwrap_or(0),
+            least_memory: 0,
+            max_memory: 0,
+        };
         let machine = self.pod.machine.unwrap_or(promised);
         let handler = self.parts.config.handler(&self.pod.handler);
         let least = handler.map_or(1, |(_, handler)| handler.vcpus);
-        let sized = size::wanted(machine, least, &next.containers)
-            .map_err(|(has, wanted)| LifecycleError::TooSmall { id: self.pod.id.to_string(), has, wanted })?;
+        let sized = size::wanted(machine, least, &asked).map_err(|(has, wanted)| LifecycleError::TooSmall {
+            id: self.pod.id.to_string(),
+            has,
+            wanted,
+        })?;
         // The agent of a pod that is older than the bound may not know how.
-        if machine.max_vcpus == 0 || !size::grows(config) || !self.parts.has_guest(&self.pod) {
-            return Ok((next, machine, None));
+        let processors = machine.max_vcpus > 0 && size::grows(config);
+        let to = if processors { sized } else { MachineSize { vcpus: machine.vcpus, ..sized } };
+        let sizes = make::Resize { from: machine, to, processors };
+        if !(processors || machine.reserve_used().is_some()) || !self.parts.has_guest(&self.pod) {
+            return Ok((next, sizes, None));
         }
         // Also where the record says that it is so: an answer may have been lost.
         let client = self.client.clone().ok_or_else(|| self.not_ready())?;
-        Ok((next, sized, Some(client)))
+        Ok((next, sizes, Some(client)))
     }
 
     pub(super) async fn pod_updated(
         &mut self,
-        (next, machine): (PodResources, MachineSize),
-        result: Result<(), LifecycleError>,
+        next: Option<PodResources>,
+        resized: Result<MachineSize, LifecycleError>,
     ) {
-        if result.is_ok() {
-            // It is so, whether that is kept or not.
-            self.pod.resources = Some(next);
-            self.pod.machine = Some(machine);
-            self.keep_pod().await;
-        }
+        let result = match resized {
+            Ok(machine) => {
+                // It is so, whether that is kept or not.
+                self.pod.resources = next;
+                self.pod.machine = Some(machine);
+                self.keep_pod().await;
+                Ok(())
+            }
+            Err(error) => Err(error),
+        };
         if let Some((_, answer)) = self.updates.pop_front() {
             drop(answer.send(result));
         }

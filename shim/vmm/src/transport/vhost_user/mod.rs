@@ -11,7 +11,7 @@ mod wire;
 pub(crate) mod harness;
 
 use crate::guest_warn;
-use crate::virtio::{Device, DeviceKind};
+use crate::virtio::{Device, DeviceKind, Memory};
 use nacelle_base::{Chain, Classify, Kind};
 use nacelle_jail::ThreadKind;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -20,7 +20,7 @@ use session::Session;
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
@@ -48,14 +48,23 @@ impl Classify for ServeError {
     }
 }
 
+/// The memory of the front end, as long as there is one.
+type Seen = Arc<Mutex<Weak<Memory>>>;
+
 /// A running vhost-user server. Dropping it stops it.
 #[derive(Debug)]
 pub struct Server {
     stop: Arc<EventFd>,
+    seen: Seen,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Server {
+    /// The guest's memory, if there is a front end that has shared it. Not to be kept: it stays mapped as long.
+    pub fn memory(&self) -> Option<Arc<Memory>> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner).upgrade()
+    }
+
     /// Ends the connection, stops the device's queues and joins the thread.
     pub fn stop(self) {
         drop(self);
@@ -82,19 +91,20 @@ pub fn serve(device: Box<dyn Device>, listener: UnixListener) -> Result<Server, 
     let stop =
         EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK).map_err(|error| start(error.into()))?;
     let stop = Arc::new(stop);
-    let seen = stop.clone();
+    let seen = Seen::default();
+    let (told, shown) = (stop.clone(), seen.clone());
     let thread = nacelle_jail::spawn(ThreadKind::VhostUser, Builder::new().name(format!("vhost-{kind}")), move || {
-        accept_all(device, &listener, &seen);
+        accept_all(device, &listener, &told, &shown);
     })
     .map_err(start)?;
-    Ok(Server { stop, thread: Some(thread) })
+    Ok(Server { stop, seen, thread: Some(thread) })
 }
 
-fn accept_all(mut device: Box<dyn Device>, listener: &UnixListener, stop: &EventFd) {
+fn accept_all(mut device: Box<dyn Device>, listener: &UnixListener, stop: &EventFd, seen: &Seen) {
     while wait(listener, stop, PollTimeout::NONE) {
         match listener.accept() {
             Ok((stream, _)) => {
-                if let Err(error) = converse(device.as_mut(), stream, stop) {
+                if let Err(error) = converse(device.as_mut(), stream, stop, seen) {
                     guest_warn!(device = %device.kind(), "gave up a vhost-user front end: {}", Chain(&error));
                 }
                 device.reset();
@@ -113,13 +123,14 @@ fn accept_all(mut device: Box<dyn Device>, listener: &UnixListener, stop: &Event
     }
 }
 
-fn converse(device: &mut dyn Device, stream: UnixStream, stop: &EventFd) -> Result<(), wire::WireError> {
+fn converse(device: &mut dyn Device, stream: UnixStream, stop: &EventFd, seen: &Seen) -> Result<(), wire::WireError> {
     stream.set_nonblocking(false)?;
     stream.set_write_timeout(Some(WRITE_LIMIT))?;
     let mut session = Session::new(device);
     while let Some(message) = wire::receive(&stream, || wait(&stream, stop, PollTimeout::NONE))? {
         let header = message.header;
         let answer = session.handle(wire::parse(message)?)?;
+        *seen.lock().unwrap_or_else(PoisonError::into_inner) = session.memory();
         wire::reply(&stream, header, answer, session.acknowledges())?;
     }
     Ok(())

@@ -4,10 +4,10 @@
 use super::line::Line;
 use super::memory::Shared;
 use super::wire::{Addresses, Answer, Ask, WireError};
-use crate::virtio::{Device, Interrupt, Ring};
+use crate::virtio::{Device, Interrupt, Memory, Ring};
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
 use virtio_queue::{Queue, QueueState, QueueT};
 
 const F_EVENT_IDX: u64 = 1 << 29;
@@ -58,6 +58,11 @@ impl<'d> Session<'d> {
             line: Arc::new(Line::new(count)),
             seen: None,
         }
+    }
+
+    /// What the front end has shared, as long as it is.
+    pub(super) fn memory(&self) -> Weak<Memory> {
+        self.memory.as_ref().map_or_else(Weak::new, |shared| Arc::downgrade(&shared.memory))
     }
 
     /// Whether messages without an answer are acknowledged on request.

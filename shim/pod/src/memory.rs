@@ -1,0 +1,75 @@
+//! Owns: changes of the machine's memory while it runs: first its guest, then the node, one change after the other.
+//! Threads: a task for each change, which nobody cancels: what is given back late may be in use again.
+
+use crate::actor::Able;
+use crate::error::PodError;
+use crate::machine::blocking;
+use crate::spec::PodSpec;
+use nacelle_base::Chain;
+use nacelle_engine::Machine;
+use std::io;
+use std::sync::Arc;
+use tokio::sync::Semaphore;
+
+/// Whose turn it is.
+pub struct Memory(Arc<Semaphore>);
+
+impl Default for Memory {
+    fn default() -> Memory {
+        Memory(Arc::new(Semaphore::new(1)))
+    }
+}
+
+/// Bytes of the reserve that may be asked for.
+pub fn check(spec: &PodSpec, asked: u64) -> Result<(), PodError> {
+    let most = u64::from(spec.reserved_memory_mib.unwrap_or(0)) << 20;
+    let rule = "no more than the machine has in reserve is allowed";
+    if asked > most {
+        Err(PodError::Field { field: "bytes", value: format!("{asked} of {most}"), rule })
+    } else {
+        Ok(())
+    }
+}
+
+impl Memory {
+    /// Has so many bytes of the reserve be in use; says how many are.
+    pub async fn set(&self, spec: Arc<PodSpec>, able: Able, asked: u64) -> Result<u64, PodError> {
+        let turn = Arc::clone(&self.0);
+        let change = tokio::spawn(async move {
+            let _turn = turn.acquire_owned().await;
+            change(&spec, able, asked).await
+        });
+        change
+            .await
+            .unwrap_or_else(|error| Err(PodError::Thread { what: "the memory", source: io::Error::other(error) }))
+    }
+}
+
+async fn change(spec: &PodSpec, Able { agent, machine }: Able, asked: u64) -> Result<u64, PodError> {
+    let reserve_mib = spec.reserved_memory_mib.unwrap_or(0);
+    let places = nacelle_engine::reserve(spec.memory_mib, reserve_mib, 0);
+    let used = agent.set_memory(&places, asked).await?;
+    let most = u64::from(reserve_mib) << 20;
+    if !(asked..=most).contains(&used) {
+        let rule = "an agent uses what it is asked to";
+        return Err(PodError::Field { field: "bytes", value: format!("{used} for {asked} of {most}"), rule });
+    }
+    // What a guest uses in spite of its word is lost to it, not to the node.
+    give_back(machine, u32::try_from(used.div_ceil(1 << 20)).unwrap_or(u32::MAX)).await;
+    Ok(used)
+}
+
+/// Gives back what has touched the reserve before its guest's kernel could: an engine may lay the initial file system there.
+pub async fn clear(machine: Arc<dyn Machine>) {
+    give_back(machine, 0).await;
+}
+
+/// The machine does without it either way.
+async fn give_back(machine: Arc<dyn Machine>, used_mib: u32) {
+    let given = blocking("the memory", move || machine.as_reserve().map(|reserve| reserve.give_back(used_mib))).await;
+    match given {
+        Ok(Some(Err(error))) => tracing::warn!(used_mib, "{}", Chain(&error)),
+        Err(error) => tracing::warn!(used_mib, "{}", Chain(&error)),
+        Ok(Some(Ok(())) | None) => {}
+    }
+}
