@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 #[test]
 fn limits_change_both_ways_before_and_after_the_start() {
@@ -289,9 +289,7 @@ fn memory_that_was_needed_once_goes_back_to_the_node() {
     node.crictl.call(["rm", "--force", &hog.id]);
     let ended = Instant::now();
     eventually("nine tenths of 1 GiB are the node's again", || (full - taken(&node).min(full) > 921).then_some(()));
-    let took = ended.elapsed();
-    println!("of {full} MiB {} are left {took:?} after the end", taken(&node));
-    // Where everything is emulated the guest's clock is not the node's.
-    assert!(engine() == "qemu" || took < Duration::from_secs(10), "{took:?}");
+    // How long that takes depends on what else the node does.
+    println!("of {full} MiB {} are left {:?} after the end", taken(&node), ended.elapsed());
     pod.remove();
 }

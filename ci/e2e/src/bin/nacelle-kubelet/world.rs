@@ -41,7 +41,8 @@ impl World {
             nacelle_e2e::node::engine()
         );
         let growing = format!(
-            "[handlers.growing]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nmemory_mib = 128\nmax_vcpus = 3\n\n",
+            "[handlers.growing]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nmemory_mib = 128\nmax_vcpus = 3\n\
+             max_memory_mib = 448\n\n",
             nacelle_e2e::node::engine()
         );
         let extra =

@@ -306,6 +306,8 @@ pub fn a_size_that_changes(world: &World) -> Outcome {
     let limits = "    resources: {requests: {cpu: 50m, memory: 32Mi}, limits: {cpu: 200m, memory: 64Mi}}\n";
     let pod = cluster.pod("resized", &waiting("resized", class, limits));
     let before = pod.ready();
+    let total = || pod.shell("awk '/MemTotal/ {print $2}' /proc/meminfo").trim().parse::<u64>().expect("a number");
+    let born = total();
     let seen = |cpu: &str, memory: u64, processors: &str| {
         if nacelle_e2e::node::limits() {
             let limits = pod.shell("cat /sys/fs/cgroup/cpu.max /sys/fs/cgroup/memory.max");
@@ -313,6 +315,9 @@ pub fn a_size_that_changes(world: &World) -> Outcome {
         }
         if guest {
             assert_eq!(pod.shell("nproc"), processors);
+            // Blocks of 128 MiB beside the 64 MiB for containers that it was born with.
+            let blocks = memory.saturating_sub(64).div_ceil(128);
+            assert_eq!(total(), born + ((blocks * 128) << 10), "{memory} MiB");
         }
     };
     seen("20000", 64, "1");
@@ -320,6 +325,7 @@ pub fn a_size_that_changes(world: &World) -> Outcome {
     for (cpu, memory, quota, mib, processors) in [
         ("2500m", "64Mi", "250000", 64, "3"),
         ("1200m", "48Mi", "120000", 48, "2"),
+        ("1200m", "300Mi", "120000", 300, "2"),
         ("1200m", "64Mi", "120000", 64, "2"),
         ("300m", "40Mi", "30000", 40, "1"),
     ] {
