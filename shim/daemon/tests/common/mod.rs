@@ -415,7 +415,7 @@ impl Daemon {
         self.create_from(pod, config).await
     }
 
-    async fn create_from(&mut self, pod: &str, config: cri::ContainerConfig) -> Result<String, Status> {
+    pub async fn create_from(&mut self, pod: &str, config: cri::ContainerConfig) -> Result<String, Status> {
         let request =
             cri::CreateContainerRequest { pod_sandbox_id: pod.into(), config: Some(config), sandbox_config: None };
         Ok(self.cri.create_container(request).await?.into_inner().container_id)
