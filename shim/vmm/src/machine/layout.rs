@@ -162,13 +162,17 @@ mod tests {
 
     #[test]
     fn a_reserve_goes_on_above_the_hole() {
-        assert_eq!(reserve(300, 256, 0), [384 << 20..640 << 20]);
-        assert_eq!(reserve(300, 256, 128), [512 << 20..640 << 20]);
-        assert_eq!(reserve(2048, 2048, 0), [2 << 30..3 << 30, 4 << 30..5 << 30]);
-        assert_eq!(reserve(2048, 2048, 1024), [4 << 30..5 << 30]);
-        assert_eq!(reserve(2048, 2048, 1536), [(4 << 30) + (512 << 20)..5 << 30]);
-        assert_eq!(reserve(3500, 128, 0), [(4 << 30) + (512 << 20)..(4 << 30) + (640 << 20)]);
-        assert_eq!((reserve(300, 0, 0), made_mib(300, 0)), (vec![], 300));
+        let places = |memory_mib, reserve_mib, used_mib| {
+            let ranges = reserve(memory_mib, reserve_mib, used_mib).into_iter();
+            ranges.map(|range| (range.start, range.end)).collect::<Vec<_>>()
+        };
+        assert_eq!(places(300, 256, 0), [(384 << 20, 640 << 20)]);
+        assert_eq!(places(300, 256, 128), [(512 << 20, 640 << 20)]);
+        assert_eq!(places(2048, 2048, 0), [(2 << 30, 3 << 30), (4 << 30, 5 << 30)]);
+        assert_eq!(places(2048, 2048, 1024), [(4 << 30, 5 << 30)]);
+        assert_eq!(places(2048, 2048, 1536), [((4 << 30) + (512 << 20), 5 << 30)]);
+        assert_eq!(places(3500, 128, 0), [((4 << 30) + (512 << 20), (4 << 30) + (640 << 20))]);
+        assert_eq!((places(300, 0, 0), made_mib(300, 0)), (vec![], 300));
         assert_eq!((end(256), end(3072), end(3073)), (256 << 20, 3 << 30, (4 << 30) + (1 << 20)));
     }
 
