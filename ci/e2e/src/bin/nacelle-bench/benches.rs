@@ -27,8 +27,42 @@ pub const ALL: &[(&str, &str, Bench)] = &[
     ("net-receive", "TCP from the node to the guest, against QEMU microvm with vhost-net", guests::net_receive),
     ("daemon-memory", "resident memory of the daemon, against its budget", daemon_memory),
     ("daemon-memory-50", "the same with fifty pods", daemon_memory_of_fifty),
+    ("grow", "a running machine gets a processor and 128 MiB, against a new pod", grow),
+    ("shrink", "it loses them, against a new pod", shrink),
     ("idle", "processor time of a pod that sleeps, in percent of one, against its budget", idle),
 ];
+
+fn grow(runs: usize) -> Measured {
+    resizes(runs, 0)
+}
+
+fn shrink(runs: usize) -> Measured {
+    resizes(runs, 1)
+}
+
+/// Machines that get and then lose a processor and a block of memory; the first or the second is measured.
+fn resizes(runs: usize, which: usize) -> Measured {
+    let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(nacelle_e2e::part);
+    let extra = format!(
+        "[handlers.grows]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nmemory_mib = 128\nmax_vcpus = 2\n\
+         max_memory_mib = 256\n",
+        nacelle_e2e::node::engine()
+    );
+    let node = Node::with(Options { ipv6: false, extra, ..Options::default() });
+    let mut cri = ours(&node);
+    let mut measured = Measured::new("ms", "a new pod");
+    for _ in 0..runs {
+        let (pod, started) = cri.run_pod_with("grows", false);
+        // The first time a processor starts it is calibrated, and a block is made known.
+        for _ in 0..2 {
+            let took = [cri.resize(&pod, 2, 256 << 20), cri.resize(&pod, 1, 128 << 20)];
+            measured.ours.push(took[which]);
+        }
+        measured.peers.push(started);
+        cri.remove_pod(&pod);
+    }
+    measured
+}
 
 /// A node whose pods have IPv4 only: the plugins' wait for duplicate address detection is not what is measured.
 fn node() -> Node {

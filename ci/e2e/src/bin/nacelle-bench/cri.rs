@@ -86,6 +86,21 @@ impl Cri {
         (Pod { id: answer.into_inner().pod_sandbox_id, config }, milliseconds(start))
     }
 
+    /// UpdatePodSandboxResources: what the pod's containers may use together; returns the milliseconds.
+    pub fn resize(&mut self, pod: &Pod, cpus: i64, memory: i64) -> f64 {
+        let (cpu_period, cpu_quota) = (100_000, cpus * 100_000);
+        let containers =
+            cri::LinuxContainerResources { cpu_period, cpu_quota, memory_limit_in_bytes: memory, ..Default::default() };
+        let request = cri::UpdatePodSandboxResourcesRequest {
+            pod_sandbox_id: pod.id.clone(),
+            resources: Some(containers),
+            ..Default::default()
+        };
+        let start = Instant::now();
+        self.runtime.block_on(self.pods.update_pod_sandbox_resources(request)).expect("UpdatePodSandboxResources");
+        milliseconds(start)
+    }
+
     /// StopPodSandbox and RemovePodSandbox.
     pub fn remove_pod(&mut self, pod: &Pod) {
         let stop = cri::StopPodSandboxRequest { pod_sandbox_id: pod.id.clone() };
