@@ -1,11 +1,13 @@
 //! Owns: what `crictl stats` and `statsp` say of real machines: figures that follow what containers do.
 
+use nacelle_e2e::census::cgroups;
 use nacelle_e2e::crictl::{RunningContainer, RunningPod};
 use nacelle_e2e::node::engine;
 use nacelle_e2e::{Container, Image, Node, Pod, eventually, part, run};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 /// A number in crictl's JSON, where 64 bits are text; 0 if it is absent.
 fn number(value: &Value) -> u64 {
@@ -228,10 +230,6 @@ fn off(one: &Value, other: &Value) -> u64 {
 
 /// Whether the node's kernel counts the memory of groups: cgroup v1 does, v2 where it is left this controller.
 fn counted() -> bool {
-    if engine() == "kvm" {
-        println!("skipped: not shown with this engine yet");
-        return false;
-    }
     let controllers = fs::read_to_string("/sys/fs/cgroup/cgroup.controllers");
     let counted = controllers.is_ok_and(|all| all.contains("memory")) || Path::new("/sys/fs/cgroup/memory").exists();
     if !counted {
@@ -279,4 +277,46 @@ fn a_machine_costs_what_the_nodes_kernel_counts() {
     assert_eq!(guest, said.contains("kind: RuntimeClass"), "{said}");
     assert_eq!(guest, said.contains("overhead: {podFixed: {memory: "), "{said}");
     assert_eq!(node.crictl.json(["pods", "-o", "json"])["items"].as_array().map(Vec::len), Some(0));
+}
+
+#[test]
+fn a_machine_that_the_nodes_kernel_kills_says_so() {
+    if engine() == "host" {
+        println!("skipped: without a guest there is no machine");
+        return;
+    }
+    if !counted() {
+        return;
+    }
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(Pod::new("killed", node.folder()));
+    let hungry = pod.start(Container::sh("hungry", &image, "sleep 6000"));
+    let used = |group: &Path, now: &str| fs::read_to_string(group.join(now)).ok()?.trim().parse::<u64>().ok();
+    let limit = |group: &Path, now: &str, most: &str| -> Option<()> {
+        // What the guest does not use goes back to the node for a while.
+        let (mut least, mut since) = (used(group, now)?, Instant::now());
+        eventually("the machine has what it uses", || {
+            let used = used(group, now)?;
+            if used + (1 << 20) < least {
+                (least, since) = (used, Instant::now());
+            }
+            (since.elapsed() > Duration::from_secs(10)).then_some(())
+        });
+        fs::write(group.join(most), (least + (4 << 20)).to_string()).ok()
+    };
+    let files = [("memory.current", "memory.max"), ("memory.usage_in_bytes", "memory.limit_in_bytes")];
+    let groups = cgroups(node.folder());
+    let limited = groups.iter().flat_map(|group| files.iter().filter_map(|(now, most)| limit(group, now, most)));
+    assert_eq!(limited.count(), 1, "the pod has one group that counts memory: {groups:?}");
+    // Its answer may be lost with the machine.
+    let _ = hungry.exec("dd if=/dev/urandom of=/dev/shm/blob bs=1M count=48");
+    let ended = eventually("its end is known", || {
+        let mut known = node.crictl.json(["inspect", "-o", "json", &hungry.id]);
+        (known["status"]["state"] == "CONTAINER_EXITED").then(|| known["status"].take())
+    });
+    assert_eq!((&ended["reason"], &ended["exitCode"]), (&json!("OOMKilled"), &json!(137)), "{ended}");
+    let message = ended["message"].as_str().unwrap_or_default();
+    assert!(message.starts_with("the node's kernel killed the machine"), "{ended}");
+    pod.remove();
 }

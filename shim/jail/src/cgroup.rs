@@ -149,18 +149,28 @@ pub fn join(group: &Path) -> Result<(), FileError> {
 }
 
 /// Hands the controllers of cgroup v2 down to the group, as far as the node allows: a group can limit only what all the
-/// groups above it hand on.
+/// groups above it hand on. One that has processes of its own hands on nothing more: asked for controllers of threads alone
+/// it would become a threaded domain, and the groups below it could not have processes (cgroup-v2.rst, "Threads").
 pub fn hand_down(group: &Path) {
-    if !is_v2(Path::new(ROOT)) {
+    hand_down_below(Path::new(ROOT), group);
+}
+
+fn hand_down_below(root: &Path, group: &Path) {
+    if !is_v2(root) {
         return;
     }
-    let Some(folder) = folders(group).pop() else { return };
-    let mut above: Vec<&Path> = folder.ancestors().skip(1).take_while(|folder| folder.starts_with(ROOT)).collect();
+    let Some(folder) = folders_below(root, group).pop() else { return };
+    let mut above: Vec<&Path> = folder.ancestors().skip(1).take_while(|folder| folder.starts_with(root)).collect();
     above.reverse();
     for folder in above {
         let Ok(controllers) = fs::read_to_string(folder.join("cgroup.controllers")) else { return };
+        // The node's root group, which has no type, is the only one that may have both.
+        let with_processes = || fs::read_to_string(folder.join("cgroup.procs")).map_or(true, |text| !text.is_empty());
+        if folder.join("cgroup.type").exists() && with_processes() {
+            return;
+        }
         for controller in controllers.split_whitespace() {
-            // One that a group with processes cannot hand on does not hinder the others.
+            // One that the group cannot hand on does not hinder the others.
             let _ = fs::write(folder.join("cgroup.subtree_control"), format!("+{controller}"));
         }
     }
@@ -234,6 +244,24 @@ mod tests {
         for bad in ["../a", "a/../../b", "", "/"] {
             assert_eq!(folders(bad), Vec::<PathBuf>::new(), "{bad}");
         }
+    }
+
+    #[test]
+    fn a_group_with_processes_hands_nothing_on() {
+        let root = tempfile::tempdir().unwrap();
+        // The node's own has processes, but no type.
+        for (group, processes) in [("", "1\n2\n"), ("a", ""), ("a/b", "3\n"), ("a/b/c", "")] {
+            let folder = root.path().join(group);
+            fs::create_dir_all(&folder).unwrap();
+            fs::write(folder.join("cgroup.controllers"), "pids\n").unwrap();
+            fs::write(folder.join("cgroup.procs"), processes).unwrap();
+            if !group.is_empty() {
+                fs::write(folder.join("cgroup.type"), "domain\n").unwrap();
+            }
+        }
+        hand_down_below(root.path(), Path::new("a/b/c/d"));
+        let handed = |group: &str| fs::read_to_string(root.path().join(group).join("cgroup.subtree_control")).ok();
+        assert_eq!(["", "a", "a/b", "a/b/c"].map(handed), [Some("+pids".to_owned()), Some("+pids".to_owned()), None, None]);
     }
 
     #[test]
