@@ -261,7 +261,10 @@ mod tests {
         }
         hand_down_below(root.path(), Path::new("a/b/c/d"));
         let handed = |group: &str| fs::read_to_string(root.path().join(group).join("cgroup.subtree_control")).ok();
-        assert_eq!(["", "a", "a/b", "a/b/c"].map(handed), [Some("+pids".to_owned()), Some("+pids".to_owned()), None, None]);
+        assert_eq!(
+            ["", "a", "a/b", "a/b/c"].map(handed),
+            [Some("+pids".to_owned()), Some("+pids".to_owned()), None, None]
+        );
     }
 
     #[test]
