@@ -6,6 +6,7 @@
 //! without it).
 
 pub mod census;
+pub mod cpio;
 pub mod crictl;
 pub mod image;
 pub mod machine;

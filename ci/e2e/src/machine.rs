@@ -45,7 +45,8 @@ pub fn node_with(options: Options) -> Node {
     let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(crate::part);
     let allowed: Vec<String> = ANNOTATIONS.iter().map(|name| key(name)).collect();
     let extra = format!(
-        "[handlers.vm]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nallowed_annotations = {allowed:?}\n",
+        "{}[handlers.vm]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nallowed_annotations = {allowed:?}\n",
+        options.extra,
         engine()
     );
     Node::with(Options { extra, ..options })
@@ -81,7 +82,11 @@ impl Debian {
         std::env::var_os("NACELLE_DISK_IMAGE").map(|folder| Debian { folder: folder.into() })
     }
 
-    fn part(&self, name: &str) -> Vec<u8> {
+    /// One of its files: `disk.qcow2`, `vmlinuz`, `initrd.img`.
+    ///
+    /// # Panics
+    /// If it is missing.
+    pub fn part(&self, name: &str) -> Vec<u8> {
         std::fs::read(self.folder.join(name)).expect("ci/disk-image has made it")
     }
 

@@ -13,7 +13,9 @@ struct Finding {
 }
 
 fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).expect("ci/xtask lies two folders deep").to_owned()
+    // As cargo says it now: where the program was built may be a clone that is gone, if both have one target folder.
+    let package = std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
+    Path::new(&package).ancestors().nth(2).expect("ci/xtask lies two folders deep").to_owned()
 }
 
 fn main() -> ExitCode {

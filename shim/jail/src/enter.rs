@@ -19,6 +19,8 @@ pub struct Plan {
     pub scaffold: PathBuf,
     /// Its control group, made if it is missing.
     pub cgroup: Option<PathBuf>,
+    /// Memory that it may lock, in bytes: what devices of the node reach of a machine's.
+    pub locked_bytes: u64,
     /// What happens at a system call that is not allowed.
     pub seccomp: Mode,
     /// Whether it starts other programs.
@@ -65,7 +67,7 @@ pub fn enter(plan: Plan) -> Result<(), JailError> {
         tracing::warn!(group = %group.display(), "no control group of its own: {}", Chain(&error));
     }
     walls::build(plan.places, &plan.scaffold)?;
-    limit(0)?;
+    limit(0, plan.locked_bytes)?;
     // Afterwards, because the change of capabilities may set it again.
     prctl::set_dumpable(false).map_err(|errno| step("limit itself")(errno.into()))?;
     seccomp::arm(plan.seccomp, plan.profile)?;
@@ -75,15 +77,15 @@ pub fn enter(plan: Plan) -> Result<(), JailError> {
 /// Gives up everything but these capabilities (a bit each), for a process of one thread that has a root of its own already,
 /// starts nothing and talks over what is open. There is no way back.
 pub fn confine(seccomp: Mode, capabilities: u64) -> Result<(), JailError> {
-    limit(capabilities)?;
+    limit(capabilities, 0)?;
     Ok(seccomp::arm_single(seccomp)?)
 }
 
-fn limit(capabilities: u64) -> Result<(), JailError> {
+fn limit(capabilities: u64, locked_bytes: u64) -> Result<(), JailError> {
     let limited = "limit itself";
-    // No image of guest memory on the node's disk; nothing that cannot be swapped or moved.
-    for limit in [Resource::RLIMIT_CORE, Resource::RLIMIT_MEMLOCK] {
-        setrlimit(limit, 0, 0).map_err(|errno| step(limited)(errno.into()))?;
+    // No image of guest memory on the node's disk; nothing that cannot be swapped or moved, where no device needs it.
+    for (limit, most) in [(Resource::RLIMIT_CORE, 0), (Resource::RLIMIT_MEMLOCK, locked_bytes)] {
+        setrlimit(limit, most, most).map_err(|errno| step(limited)(errno.into()))?;
     }
     prctl::set_no_new_privs().map_err(|errno| step(limited)(errno.into()))?;
     sys::drop_capabilities(capabilities).map_err(step("give up its capabilities"))

@@ -27,15 +27,23 @@ pub enum Access {
     Device,
 }
 
-/// A file or folder that the process still sees, under the name that it has.
+/// A file or folder that the process still sees.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
     /// Its name, absolute.
     pub path: PathBuf,
+    /// The name under which the process sees it, if that is another one.
+    pub shown: Option<PathBuf>,
     /// What may be done with it.
     pub access: Access,
     /// Without it the process cannot work; others may be missing on a node.
     pub needed: bool,
+}
+
+impl Place {
+    fn name(&self) -> &Path {
+        self.shown.as_deref().unwrap_or(&self.path)
+    }
 }
 
 /// Why there are no walls.
@@ -74,7 +82,7 @@ pub(crate) fn build(mut places: Vec<Place>, scaffold: &Path) -> Result<(), WallE
     mount(None::<&str>, root, None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>)
         .map_err(failed("leave", root))?;
     // What lies in another place comes after it.
-    places.sort_by_key(|place| place.path.components().count());
+    places.sort_by_key(|place| place.name().components().count());
     let sources: Vec<Source> =
         places.into_iter().map(find).collect::<Result<Vec<_>, _>>()?.into_iter().flatten().collect();
     let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
@@ -123,9 +131,9 @@ fn find(place: Place) -> Result<Option<Source>, WallError> {
     Ok(Some(Source { place, link: None, handle: own, folder: metadata.is_dir(), parent }))
 }
 
-/// Mounts a place below the new root, under its old name.
+/// Mounts a place below the new root.
 fn show(source: &Source, scaffold: &Path) -> Result<(), WallError> {
-    let path = &source.place.path;
+    let path = source.place.name();
     let target = scaffold.join(path.strip_prefix("/").unwrap_or(path));
     let failed = |error: io::Error| failed("show", path)(error);
     if let Some(parent) = target.parent() {

@@ -59,18 +59,19 @@ const KINDS: [ThreadKind; 5] =
 
 fn prisoner(profile: &str, mode: &str, folder: &Path) -> ExitCode {
     nacelle_jail::close_inherited().unwrap();
-    let place = |path: PathBuf, access| Place { path, access, needed: true };
+    let place = |path: PathBuf, access| Place { path, shown: None, access, needed: true };
     let mut places = vec![
         place(folder.join("run"), Access::Write),
         place(folder.join("images"), Access::Read),
         place(folder.join("disks/disk"), Access::Take),
         place("/dev/null".into(), Access::Device),
-        Place { path: "/dev/none".into(), access: Access::Device, needed: false },
+        Place { shown: Some("/else/where".into()), ..place(folder.join("shown"), Access::Read) },
+        Place { needed: false, ..place("/dev/none".into(), Access::Device) },
     ];
     let profile = if profile == "spawns" { Profile::Spawns } else { Profile::InProcess };
     if profile == Profile::Spawns {
         for name in ["/usr", "/bin", "/lib", "/lib64"] {
-            places.push(Place { path: name.into(), access: Access::Execute, needed: false });
+            places.push(Place { needed: false, ..place(name.into(), Access::Execute) });
         }
     }
     let seccomp = match mode {
@@ -78,7 +79,7 @@ fn prisoner(profile: &str, mode: &str, folder: &Path) -> ExitCode {
         _ => Mode::Off,
     };
     let group = PathBuf::from(format!("nacelle/{}", folder.file_name().unwrap().to_str().unwrap()));
-    let plan = Plan { places, scaffold: folder.join("run"), cgroup: Some(group), seccomp, profile };
+    let plan = Plan { places, scaffold: folder.join("run"), cgroup: Some(group), locked_bytes: 0, seccomp, profile };
     if let Err(error) = nacelle_jail::enter(plan) {
         println!("{}", nacelle_base::Chain(&error));
         return ExitCode::FAILURE;
@@ -163,7 +164,7 @@ struct Jail {
 impl Jail {
     fn new(profile: &str, mode: &str) -> Jail {
         let folder = tempfile::tempdir().unwrap();
-        for name in ["run", "images", "disks", "other"] {
+        for name in ["run", "images", "disks", "shown", "other"] {
             fs::create_dir(folder.path().join(name)).unwrap();
             fs::write(folder.path().join(name).join("file"), name).unwrap();
         }
@@ -245,7 +246,10 @@ fn nothing_but_its_places() {
     for gone in [other.as_str(), "/etc/passwd", "/proc/self/status", "/usr/bin/true", "/sys/kernel"] {
         assert_eq!(jail.ask(&format!("read {gone}")).unwrap(), "Err(NotFound)", "{gone}");
     }
-    assert_eq!(jail.ask("list /").unwrap(), format!(r#"Ok("dev {}")"#, other.split('/').nth(1).unwrap()));
+    assert_eq!(jail.ask("list /").unwrap(), format!(r#"Ok("dev else {}")"#, other.split('/').nth(1).unwrap()));
+    // One has another name inside, and its own no more.
+    assert_eq!(jail.ask("read /else/where/file").unwrap(), r#"Ok("shown")"#);
+    assert_eq!(jail.ask(&format!("read {}", jail.path("shown/file"))).unwrap(), "Err(NotFound)");
     // It writes what is its own, and nothing else.
     assert_eq!(jail.ask(&format!("write {run}")).unwrap(), r#"Ok("written")"#);
     assert_eq!(fs::read_to_string(&run).unwrap(), "x");
@@ -261,7 +265,7 @@ fn nothing_but_its_places() {
         assert!(options.contains("nosuid") && options.contains("noexec"), "{line}");
         assert!(options.contains("nodev") || line.contains(" /dev/null "), "{line}");
     }
-    assert_eq!(mounts.lines().count(), 5, "{mounts}");
+    assert_eq!(mounts.lines().count(), 6, "{mounts}");
     assert!(!fs::read_to_string("/proc/self/mountinfo").unwrap().contains(&jail.path("")));
     assert!(jail.end().success());
 }

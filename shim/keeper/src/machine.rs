@@ -502,6 +502,7 @@ fn check(document: &MachineDocument, settings: &Settings) -> Result<(), KeeperEr
             return field("cards[].queues", card.queues.to_string(), "its tap has another number of them");
         }
     }
+    passed(document)?;
     fits(document)?;
     if document.board != Board::Q35 && matches!(document.firmware, Firmware::Efi { secure: true, .. }) {
         return field("firmware.secure", "true".into(), "only the board q35 can do it");
@@ -521,6 +522,20 @@ fn check(document: &MachineDocument, settings: &Settings) -> Result<(), KeeperEr
         Some((at, name)) => field(at, name.clone(), "letters, digits and '-' are expected"),
         None => Ok(()),
     }
+}
+
+/// Whether the devices of the node can be devices of the machine.
+fn passed(document: &MachineDocument) -> Result<(), KeeperError> {
+    let rule = match document.host_devices.iter().find(|device| !spec::is_pci_address(&device.address)) {
+        Some(_) => "the address of a PCI device is expected",
+        None if document.host_devices.len() > spec::MOST_HOST_DEVICES => {
+            "there are not so many places for PCI devices of the node"
+        }
+        None if document.board == Board::Microvm && !document.host_devices.is_empty() => "the board microvm has no PCI",
+        None => return Ok(()),
+    };
+    let told = document.host_devices.iter().map(|device| printable(&device.address)).collect::<Vec<_>>().join(", ");
+    Err(KeeperError::Field { field: "host_devices", value: told, rule })
 }
 
 /// Whether the board can have all these devices.

@@ -1,6 +1,7 @@
 //! Owns: QEMU's command line of a whole machine: board, firmware, disks, cards, screen. Pure.
 
 mod cards;
+mod passed;
 mod places;
 mod serving;
 mod shares;
@@ -143,6 +144,7 @@ impl Machine<'_> {
         places::places(&mut args, document.board, self.added);
         shares::filesystems(&mut args, document, &self.shares);
         cards::cards(&mut args, &self.cards, document.board);
+        passed::devices(&mut args, document);
         if document.random {
             let random = args.virtio("virtio-rng");
             args.device(random);
@@ -435,6 +437,7 @@ pub(crate) mod tests {
             disks: vec![],
             filesystems: vec![],
             cards: vec![],
+            host_devices: vec![],
             credentials: Vec::new(),
             screen: true,
             tablet: false,

@@ -41,6 +41,9 @@ pub struct MachineDocument<S = Source> {
     pub filesystems: Vec<Filesystem>,
     /// Its network cards. The pod process has a tap for each, in this order.
     pub cards: Vec<Card>,
+    /// PCI devices of the node that it has to itself.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub host_devices: Vec<HostDevice>,
     /// Secrets with what the guest agent lets users in by; the daemon reads them, and says what is in them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub credentials: Vec<Credential>,
@@ -109,6 +112,7 @@ impl<S> MachineDocument<S> {
             disks: self.disks.iter().map(disk).collect::<Result<_, E>>()?,
             filesystems: self.filesystems.clone(),
             cards: self.cards.clone(),
+            host_devices: self.host_devices.clone(),
             credentials: self.credentials.clone(),
             screen: self.screen,
             tablet: self.tablet,
@@ -189,6 +193,33 @@ impl Board {
             Board::Microvm => Some(24),
         }
     }
+}
+
+/// A PCI device of the node, by VFIO.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct HostDevice {
+    /// Where it is on the node: "0000:3b:00.1" (domain, bus, device, function).
+    pub address: String,
+}
+
+/// The most of them that a machine has places for.
+pub const MOST_HOST_DEVICES: usize = 16;
+
+/// Whether this is how the kernel writes where a PCI device is.
+pub fn is_pci_address(text: &str) -> bool {
+    let hex = |part: &str, least, most| {
+        (least..=most).contains(&part.len())
+            && part.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte))
+    };
+    let parts: Vec<&str> = text.split([':', '.']).collect();
+    let [domain, bus, device, function] = parts.as_slice() else { return false };
+    // Domains that a host bridge makes up have more digits than PCI's own.
+    hex(domain, 4, 8)
+        && hex(bus, 2, 2)
+        && hex(device, 2, 2)
+        && matches!(function.as_bytes(), [b'0'..=b'7'])
+        && text.rfind(':') < text.find('.')
 }
 
 /// What loads the system.

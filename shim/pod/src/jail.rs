@@ -2,6 +2,7 @@
 //! docs/security.md has the same as a table, with reasons.
 
 use crate::error::PodError;
+use crate::passed;
 use crate::spec::{Accelerator, EngineSpec, JailSpec, PodSpec};
 use nacelle_base::files::at;
 use nacelle_jail::{Access, Place, Plan, Profile};
@@ -23,6 +24,9 @@ pub(crate) fn enter(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Result<(), P
     if spec.engine.has_machine() {
         expose(Path::new(OOM_SCORE));
     }
+    if matches!(spec.engine, EngineSpec::Keeper { .. }) {
+        passed::make(dir)?;
+    }
     Ok(nacelle_jail::enter(plan(spec, jail, dir))?)
 }
 
@@ -37,7 +41,7 @@ fn expose(file: &Path) {
 }
 
 fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Plan {
-    let place = |path: &Path, access, needed| Place { path: path.to_owned(), access, needed };
+    let place = |path: &Path, access, needed| Place { path: path.to_owned(), shown: None, access, needed };
     let mut places = vec![place(dir, Access::Write, true)];
     places.extend(spec.log_directory.iter().map(|logs| place(logs, Access::Write, true)));
     if matches!(spec.engine, EngineSpec::Host { .. }) {
@@ -46,6 +50,7 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Plan {
             places,
             scaffold: dir.to_owned(),
             cgroup: jail.cgroup.as_deref().map(crate::host::own_group),
+            locked_bytes: 0,
             seccomp: jail.seccomp,
             profile: Profile::Spawns,
         };
@@ -70,9 +75,16 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Plan {
         if let EngineSpec::Keeper { program, keep, .. } = &spec.engine {
             places.push(place(program, Access::Execute, true));
             places.extend(keep.iter().map(|folder| place(folder, Access::Write, true)));
+            // Empty, until a container comes that has devices.
+            let shown = Some(PathBuf::from(passed::SHOWN));
+            places.push(Place { shown, ..place(&dir.join(passed::FOLDER), Access::Device, true) });
         }
         places.extend(["/dev/null", "/dev/urandom"].map(device));
     }
+    let locked_bytes = match spec.engine {
+        EngineSpec::Keeper { .. } => passed::locked_bytes(spec.memory_mib),
+        _ => 0,
+    };
     if kvm {
         places.push(device("/dev/kvm"));
     }
@@ -83,6 +95,7 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Plan {
         places,
         scaffold: dir.to_owned(),
         cgroup: jail.cgroup.clone(),
+        locked_bytes,
         seccomp: jail.seccomp,
         profile: if spawns.is_some() { Profile::Spawns } else { Profile::InProcess },
     }

@@ -21,6 +21,7 @@ mod jail;
 mod log;
 mod machine;
 mod memory;
+pub mod passed;
 mod process;
 pub mod processors;
 mod pushed;

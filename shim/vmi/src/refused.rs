@@ -40,8 +40,14 @@ pub const FIELDS: &[(&str, &str)] = &[
     ("spec.domain.features.hypervPassthrough", "machines do not show themselves as Hyper-V"),
     ("spec.domain.ioThreads", "the number of threads follows from the disks"),
     // Devices.
-    ("spec.domain.devices.gpus", "devices of the node are not passed through to machines"),
-    ("spec.domain.devices.hostDevices", "devices of the node are not passed through to machines"),
+    (
+        "spec.domain.devices.gpus",
+        "a machine has the PCI devices (VFIO) of its container: ask for them as resources of the container",
+    ),
+    (
+        "spec.domain.devices.hostDevices",
+        "a machine has the PCI devices (VFIO) of its container: ask for them as resources of the container",
+    ),
     ("spec.domain.devices.clientPassthrough", "USB devices are not redirected"),
     ("spec.domain.devices.downwardMetrics", "machines are not told of the node's load"),
     ("spec.domain.devices.panicDevices", "the console tells of a guest's panic"),
@@ -63,7 +69,10 @@ pub const FIELDS: &[(&str, &str)] = &[
     ("spec.domain.devices.interfaces[].passt", "CNI connects the pod; bridge and masquerade are there"),
     ("spec.domain.devices.interfaces[].passtBinding", "CNI connects the pod; bridge and masquerade are there"),
     ("spec.domain.devices.interfaces[].macvtap", "CNI connects the pod; bridge and masquerade are there"),
-    ("spec.domain.devices.interfaces[].sriov", "devices of the node are not passed through to machines"),
+    (
+        "spec.domain.devices.interfaces[].sriov",
+        "a machine has the PCI devices (VFIO) of its container: ask for them as resources of the container",
+    ),
     ("spec.domain.devices.interfaces[].pciAddress", "places on the bus are not chosen"),
     ("spec.domain.devices.interfaces[].acpiIndex", "places on the bus are not chosen"),
     ("spec.domain.devices.interfaces[].dhcpOptions.bootFileName", "machines do not boot from the network"),

@@ -213,7 +213,7 @@ mod tests {
                 r#"spec.domain.devices.disks[0].disk.bus: Unsupported value: "ide": supported values: "virtio", "sata", "scsi", "usb""#,
                 r#"spec.domain.devices.disks[1]: Wrong type: 7: must be an object"#,
                 r#"spec.domain.devices.disks[2].dsk: Unknown field"#,
-                r#"spec.domain.devices.gpus: Forbidden: devices of the node are not passed through to machines"#,
+                r#"spec.domain.devices.gpus: Forbidden: a machine has the PCI devices (VFIO) of its container: ask for them as resources of the container"#,
                 r#"spec.domain.devices.rng: Wrong type: []: must be an object"#,
                 r#"spec.domain.memory.guest: Invalid value: "1Gx": must be a quantity: a number with one of the suffixes n, u, m, k, M, G, T, P, E, Ki, Mi, Gi, Ti, Pi, Ei or an exponent"#,
                 r#"spec.volumes: Wrong type: {}: must be a list"#,

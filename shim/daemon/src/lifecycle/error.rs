@@ -225,7 +225,8 @@ pub enum LifecycleError {
     /// A device that only a pod without a machine can have.
     #[error(
         "config.devices.host_path is {path:?}: of the node's devices only block devices reach a machine, which has /dev/fuse \
-         and /dev/net/tun of its own; leave it out, or run the pod by a handler whose engine is host"
+         and /dev/net/tun of its own (a machine pod has PCI devices by /dev/vfio, too); leave it out, or run the pod by a handler whose \
+         engine is host"
     )]
     NotForMachines {
         /// The path.

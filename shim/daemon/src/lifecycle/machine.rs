@@ -19,7 +19,7 @@ use std::sync::Arc;
 /// What a machine is told first that shall end; whatever it is but SIGKILL, its power button is pressed.
 const POWER_BUTTON: u32 = 15;
 /// For errors.
-const STEP: &str = "find the disks of the machine";
+const STEP: &str = "find the disks and devices of the machine";
 
 /// What of a machine's disks is the node's.
 #[derive(Default)]
@@ -39,7 +39,7 @@ pub(super) async fn prepare(
     record: &ContainerRecord,
 ) -> Result<(proto::CreateContainerRequest, Vec<Offer>), LifecycleError> {
     share(parts, pod, machine, record).await?;
-    let prepared = without_folders(parts, client, machine, record).await;
+    let prepared = without_folders(parts, client, pod, machine, record).await;
     if prepared.is_err() {
         take_back(parts, pod, record).await;
     }
@@ -70,14 +70,21 @@ async fn share(
 async fn without_folders(
     parts: &Parts,
     client: &PodClient,
+    pod: &PodRecord,
     machine: &MachinePod,
     record: &ContainerRecord,
 ) -> Result<(proto::CreateContainerRequest, Vec<Offer>), LifecycleError> {
-    let (wanted, config) = (machine.clone(), Arc::clone(&record.config));
-    let OfNode { disks, sources } = blocking(move || open(&wanted, &config)).await?;
+    let (mut machine, config, dir) = (machine.clone(), Arc::clone(&record.config), parts.pod_dir(&pod.id));
+    let (machine, OfNode { disks, sources }) = blocking(move || {
+        machine.host_devices =
+            machine_pod::pass(&config.devices, &dir).map_err(|error| at(STEP)(SourceError::Passed(error)))?;
+        let found = open(&machine, &config)?;
+        Ok::<_, LifecycleError>((machine, found))
+    })
+    .await?;
     let config = &record.config;
     let root = parts.images.rootfs(&record.image.id).await.map_err(at("read the image of the container"))?;
-    let document = machine_pod::document(machine, record, &parts.images, sources).await;
+    let document = machine_pod::document(&machine, record, &parts.images, sources).await;
     let mut request = proto::CreateContainerRequest {
         id: record.id.to_string(),
         oci_spec: document.map_err(at(STEP))?,

@@ -181,6 +181,7 @@ fn made(admitted: &Admitted, pod: Whose<'_>, machines: &Machines) -> Result<Mach
         disks: disks(spec, serving, admitted.ssh_keys(), pod)?,
         filesystems: filesystems(spec)?,
         cards,
+        host_devices: Vec::new(),
         credentials: credentials::of(spec),
         screen: devices.autoattach_graphics_device == Some(true),
         tablet: tablet(devices)?,

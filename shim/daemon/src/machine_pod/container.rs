@@ -3,10 +3,12 @@
 
 use super::MachinePod;
 use super::files::ANNOTATIONS;
+use super::passed::is_vfio;
 use super::volumes::{names_device, names_image, names_mount};
 use crate::lists::numbers;
 use crate::nouns::ContainerConfig;
 use nacelle_base::{Classify, Kind};
+use nacelle_keeper::spec::Board;
 
 /// Mounts that kubelet gives every container; a machine does without (docs/vm.md).
 const KUBELETS: [&str; 4] =
@@ -69,8 +71,14 @@ pub fn check_container(machine: &MachinePod, config: &ContainerConfig) -> Result
         let hint = "whose disk is named by containerDisk.path: leave it out";
         return refuse("config.mounts.image_sub_path", &volume.sub_path, hint);
     }
-    if let Some(device) = config.devices.iter().find(|device| !names_device(machine, &device.container_path)) {
-        let hint = "whose devices are disks: this is none of the specification's; take it out";
+    let (passed, disks): (Vec<_>, Vec<_>) = config.devices.iter().partition(|device| is_vfio(device));
+    if let Some(device) = passed.first().filter(|_| machine.board == Board::Microvm) {
+        let hint = "whose board microvm has no PCI: say another domain.machine.type, or leave the device out";
+        return refuse("config.devices.host_path", &device.host_path, hint);
+    }
+    if let Some(device) = disks.iter().find(|device| !names_device(machine, &device.container_path)) {
+        let hint =
+            "whose devices are disks, and PCI devices by /dev/vfio: this is none of the specification's; take it out";
         return refuse("config.devices.container_path", &device.container_path, hint);
     }
     Ok(())

@@ -1,6 +1,7 @@
 //! Owns: the disks of a machine, found: in its container's image, or on the node.
 
 use super::container::NotForMachines;
+use super::passed::PassedError;
 use super::volumes::{image_of, image_place};
 use super::{MachinePod, VolumeError, Wish};
 use crate::store::ContainerRecord;
@@ -52,6 +53,9 @@ pub enum SourceError {
     /// What only containers can have.
     #[error(transparent)]
     Container(#[from] NotForMachines),
+    /// A PCI device of the node.
+    #[error(transparent)]
+    Passed(#[from] PassedError),
     /// The document cannot be written.
     #[error("the machine cannot be described")]
     Document(#[from] serde_json::Error),
@@ -63,6 +67,7 @@ impl Classify for SourceError {
             SourceError::Image { source, .. } => source.kind(),
             SourceError::Volume(error) => error.kind(),
             SourceError::Container(error) => error.kind(),
+            SourceError::Passed(error) => error.kind(),
             SourceError::Document(_) => Kind::Internal,
             SourceError::OtherImage { .. } | SourceError::NotThere { .. } => Kind::Invalid,
         }

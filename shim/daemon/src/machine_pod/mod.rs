@@ -14,6 +14,7 @@ mod files;
 mod honoured;
 mod kernel;
 mod networks;
+mod passed;
 mod serving;
 mod volumes;
 
@@ -24,6 +25,7 @@ pub use credentials::credentials;
 pub use document::{SourceError, document};
 pub use files::{annotation_of, annotations_mount, cloud_init_of, files_of};
 pub use honoured::known as honours;
+pub use passed::pass;
 pub use volumes::{Place, VolumeError, check_volumes, folder, images_under, open, place, shared, unused};
 
 use crate::store::VmRecord;

@@ -1,0 +1,215 @@
+//! Owns: PCI devices of the node that machine pods have to themselves, by VFIO: a network card of the test node, behind its IOMMU, with
+//! which a machine sends and gets. `ci/node` gives a node both with NODE_IOMMU=1.
+
+use nacelle_e2e::crictl::RunningPod;
+use nacelle_e2e::machine::{Debian, annotated, container, node_with};
+use nacelle_e2e::run::call;
+use nacelle_e2e::{Container, Image, Node, Options, Pod, cpio, eventually};
+use serde_json::json;
+use sha2::{Digest, Sha256};
+use std::fs;
+use std::io::{Read, Write};
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::thread::{JoinHandle, spawn};
+
+/// Addresses of the node's two cards, which are on one wire: the one that it keeps, and the one for machines.
+const NEAR: &str = "52:54:00:6e:63:01";
+const FAR: &str = "52:54:00:6e:63:02";
+/// The node's address on the wire, and a machine's.
+const NODE: &str = "10.77.0.1";
+const MACHINE: &str = "10.77.0.2";
+/// Bytes that go each way.
+const LENGTH: usize = 4 << 20;
+
+/// The network interface with this address.
+fn interface(mac: &str) -> Option<PathBuf> {
+    let all = fs::read_dir("/sys/class/net").expect("it is there");
+    let mut all = all.map(|entry| entry.expect("it is readable").path());
+    all.find(|path| fs::read_to_string(path.join("address")).is_ok_and(|text| text.trim() == mac))
+}
+
+/// The card for machines: where it is, and its group.
+struct Card {
+    device: PathBuf,
+    group: String,
+}
+
+impl Card {
+    /// None: this is another node. Its driver is the node's own at first, as on every node.
+    fn found() -> Option<Card> {
+        let device = match interface(FAR) {
+            Some(interface) => {
+                fs::canonicalize(interface.join("device")).expect("it has a device").parent()?.to_owned()
+            }
+            // An earlier test has bound it.
+            None => {
+                let all = fs::read_dir("/sys/bus/pci/drivers/vfio-pci").ok()?;
+                let mut all = all.filter_map(|entry| fs::canonicalize(entry.ok()?.path()).ok());
+                all.find(|path| path.join("iommu_group").exists())?
+            }
+        };
+        let group = fs::read_link(device.join("iommu_group")).ok()?;
+        Some(Card { device, group: group.file_name()?.to_str()?.to_owned() })
+    }
+
+    fn node(&self) -> String {
+        format!("/dev/vfio/{}", self.group)
+    }
+
+    /// As who sets a node up does it: docs/kubernetes.md.
+    fn bind(&self, driver: &str) {
+        let address = self.device.file_name().expect("it has one").to_str().expect("it is text");
+        if driver == "vfio-pci" {
+            call("modprobe", [driver]).ok();
+        }
+        fs::write(self.device.join("driver_override"), driver).expect("it is writable");
+        let _none = fs::write(self.device.join("driver/unbind"), address);
+        fs::write("/sys/bus/pci/drivers_probe", address).expect("it is writable");
+        let bound = fs::canonicalize(self.device.join("driver")).expect("it has a driver");
+        assert!(bound.ends_with(driver), "{}", bound.display());
+    }
+}
+
+/// What is said of the machine in its guest, by the first process there: Debian's drivers, and a line for each thing that went well.
+const FIRST: &str = r#"#!/busybox sh
+for kind in devtmpfs:dev proc:proc sysfs:sys; do /busybox mount -t ${kind%:*} none /${kind#*:}; done
+while [ -z "$name" ]; do
+    # Devices of PCI bring forth virtio's.
+    /busybox modprobe -q -a $(/busybox cat /sys/bus/pci/devices/*/modalias /sys/bus/virtio/devices/*/modalias)
+    for card in /sys/class/net/*; do
+        [ "$(/busybox cat $card/address)" = FAR ] && name=${card##*/}
+    done
+done 2>/dev/null
+echo "card $name"
+/busybox ip link set lo up
+/busybox ip address add MACHINE/24 dev $name
+/busybox ip link set $name up
+/busybox ping -c 3 -W 30 NODE >/dev/null && echo "ping answered"
+/busybox nc NODE 7701 </dev/null >/got
+echo "got $(/busybox sha256sum </got)"
+/busybox nc NODE 7702 </got >/dev/null
+while :; do /busybox sleep 1; done
+"#;
+
+fn spec(board: &str) -> String {
+    json!({ "domain": { "machine": { "type": board } } }).to_string()
+}
+
+/// A machine that starts its kernel, and has a disk for snapshots.
+fn machine(node: &Node, name: &str, image: &str, board: &str) -> Pod {
+    let parts = [("kernel-image", image), ("kernel", "/boot/vmlinuz"), ("initrd", "/boot/first.img")];
+    let line = ("kernel-args", "rdinit=/first console=ttyS0 quiet net.ifnames=0 mitigations=off");
+    let spec = spec(board);
+    let disks = ("disks", "data=empty:1Mi");
+    let machine = [("kind", "machine"), ("memory", "256Mi"), disks, line, ("spec", spec.as_str())];
+    annotated(node, name, &[&machine[..], &parts].concat())
+}
+
+fn image(node: &Node, debian: &Debian) -> String {
+    let first = FIRST.replace("FAR", FAR).replace("MACHINE", MACHINE).replace("NODE", NODE);
+    let mut initrd = debian.part("initrd.img");
+    initrd.extend(cpio::archive(&[("first", first.as_bytes(), 0o755)]));
+    let image = Image::busybox().layer(|layer| {
+        layer.file("boot/vmlinuz", &debian.part("vmlinuz"), 0o440);
+        layer.file("boot/first.img", &initrd, 0o440)
+    });
+    node.image(&image, "first:1")
+}
+
+fn with(container: Container, devices: &[&str]) -> Container {
+    let device = |path: &&str| json!({ "host_path": path, "container_path": path, "permissions": "mrw" });
+    container.set("devices", devices.iter().map(device).collect())
+}
+
+/// What the machine says, over the wire, and what it has heard.
+fn wire(sent: Vec<u8>) -> JoinHandle<Vec<u8>> {
+    let [gives, takes] = [7701, 7702].map(|port| TcpListener::bind((NODE, port)).expect("the card has its address"));
+    spawn(move || {
+        gives.accept().expect("the machine calls").0.write_all(&sent).expect("it takes all");
+        let mut got = vec![0; LENGTH];
+        takes.accept().expect("the machine calls").0.read_exact(&mut got).expect("it gives all");
+        got
+    })
+}
+
+fn refused(pod: &RunningPod<'_>, container: Container, words: &str) {
+    let told = pod.try_create(container).err();
+    assert!(told.contains(words), "{words:?} in {told}");
+}
+
+#[test]
+fn a_machine_has_a_network_card_of_the_node() {
+    let (Some(card), Some(debian)) = (Card::found(), Debian::found()) else {
+        println!(
+            "skipped: no card to give away: NODE_IOMMU=1 ci/node makes a node with one; NACELLE_DISK_IMAGE says where Debian is"
+        );
+        return;
+    };
+    let near = interface(NEAR).expect("a node with one card has the other");
+    let near = near.file_name().and_then(|name| name.to_str()).expect("it is text");
+    call("ip", ["address", "replace", &format!("{NODE}/24"), "dev", near]).ok();
+    call("ip", ["link", "set", near, "up"]).ok();
+
+    let specifications = tempfile::tempdir().expect("a folder");
+    let nodes = json!([{ "path": "/dev/vfio/vfio" }, { "path": card.node() }]);
+    let devices = json!([{ "name": "card", "containerEdits": { "deviceNodes": nodes } }]);
+    let said = json!({ "cdiVersion": "0.6.0", "kind": "nacelle.test/pci", "devices": devices });
+    fs::write(specifications.path().join("pci.json"), said.to_string()).expect("the folder is writable");
+    let extra = format!("[sandbox]\ncdi_dirs = [{:?}]\n", specifications.path());
+    let node = node_with(Options { extra, ..Options::default() });
+    let image = image(&node, &debian);
+    let pod = node.crictl.run_pod_of("vm", machine(&node, "card", &image, "q35"));
+
+    // As long as it is the node's, and what is none.
+    card.bind("virtio-pci");
+    let asked = |path: &str| with(container(&image, 0), &["/dev/vfio/vfio", path]);
+    refused(&pod, asked(&card.node()), "bind it to vfio-pci");
+    refused(&pod, asked("/dev/vfio/4000000"), "no PCI device in this IOMMU group");
+    refused(&pod, asked("/dev/vfio/devices/vfio0"), "/dev/vfio/NUMBER");
+    card.bind("vfio-pci");
+
+    // By its group, and the next one by its CDI name.
+    let by_name = container(&image, 1).set("CDI_devices", json!([{ "name": "nacelle.test/pci=card" }]));
+    for wanted in [asked(&card.node()), by_name] {
+        let sent: Vec<u8> = (0..LENGTH).map(|n| (n.wrapping_mul(2_654_435_761) >> 7) as u8).collect();
+        let heard = wire(sent.clone());
+        let machine = pod.start(wanted);
+        machine.says("card eth");
+        machine.says("ping answered\n");
+        machine.says(&format!("got {}", hex::encode(Sha256::digest(&sent))));
+        assert!(heard.join().expect("all went over the wire") == sent, "what came back is what was sent");
+        locked(&node);
+        // What its state is, the card alone knows.
+        let kept = node.crictl.try_call(["exec", "--sync", &machine.id, "@vm", "snapshot", "one"]).err();
+        assert!(kept.contains("VFIO"), "{kept}");
+        // Nobody else has it meanwhile.
+        let taken = fs::File::open(card.node()).expect_err("a group has one holder");
+        assert_eq!(taken.raw_os_error(), Some(16), "{taken}");
+        node.crictl.call(["stop", "--timeout", "0", &machine.id]);
+        assert_eq!(machine.exited()["exitCode"], 137);
+        eventually("the card is free again", || fs::File::open(card.node()).is_ok().then_some(()));
+    }
+    pod.remove();
+
+    // Who cannot have it.
+    let pod = node.crictl.run_pod_of("vm", machine(&node, "microvm", &image, "microvm"));
+    refused(&pod, asked(&card.node()), "microvm has no PCI");
+    pod.remove();
+    let pod = node.crictl.run_pod(Pod::new("containers", node.folder()));
+    refused(&pod, with(Container::sh("plain", &image, "true"), &[&card.node()]), "a machine pod");
+    pod.remove();
+    card.bind("virtio-pci");
+}
+
+/// The card reaches the machine's memory and no more: what is locked of it is bounded.
+fn locked(node: &Node) {
+    let limits: Vec<String> = node
+        .processes("qemu")
+        .into_iter()
+        .filter_map(|pid| fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("limits")).ok())
+        .filter_map(|text| text.lines().find(|line| line.starts_with("Max locked memory")).map(str::to_owned))
+        .collect();
+    let most = ((256 + 128) << 20).to_string();
+    assert!(limits.iter().any(|line| line.contains(&most)), "{limits:?}");
+}

@@ -1,0 +1,45 @@
+//! Owns: QEMU's words for PCI devices of the node. Pure.
+
+use super::{Args, Opt};
+use crate::spec::{Board, MachineDocument};
+
+/// Where this process sees what is said of them: not in sysfs, of which it sees nothing.
+const FOLDER: &str = "/dev/vfio";
+/// The first number of a port for one, after those of disks that are added.
+const CHASSIS: usize = 32;
+
+/// All of them, each behind a port of its own where the board has ports: as on boards that people buy.
+pub(super) fn devices(args: &mut Args, document: &MachineDocument) {
+    for (n, device) in document.host_devices.iter().enumerate() {
+        let port = (document.board == Board::Q35).then(|| format!("passed-port{n}"));
+        if let Some(port) = &port {
+            let root = Opt::new("pcie-root-port").set("id", port).set("bus", "pcie.0").set("chassis", CHASSIS + n);
+            args.device(root);
+        }
+        let address = &device.address;
+        let vfio = Opt::new("vfio-pci").set("id", format!("passed{n}")).set("host", address);
+        args.device(vfio.set("sysfsdev", format!("{FOLDER}/{address}")).set_if("bus", port));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::qemu::tests::document;
+    use crate::spec::HostDevice;
+
+    #[test]
+    fn each_has_a_place_on_the_board() {
+        let words = |board| {
+            let host_devices = vec![HostDevice { address: "0000:3b:00.1".into() }];
+            let document = MachineDocument { board, host_devices, ..document() };
+            let mut args = Args { words: Vec::new(), places: board.places() };
+            devices(&mut args, &document);
+            args.words.into_iter().filter(|word| word != "-device").collect::<Vec<_>>()
+        };
+        let device = "vfio-pci,id=passed0,host=0000:3b:00.1,sysfsdev=/dev/vfio/0000:3b:00.1";
+        let port = "pcie-root-port,id=passed-port0,bus=pcie.0,chassis=32";
+        assert_eq!(words(Board::Q35), [port.to_owned(), format!("{device},bus=passed-port0")]);
+        assert_eq!(words(Board::Pc), [device]);
+    }
+}
