@@ -23,7 +23,7 @@ pub enum Access {
     Write,
     /// The same, and it loses its name outside: it goes with the process.
     Take,
-    /// A device.
+    /// A device, or a folder with some.
     Device,
 }
 
@@ -157,6 +157,8 @@ fn show(source: &Source, scaffold: &Path) -> Result<(), WallError> {
         Access::Read => all | MsFlags::MS_RDONLY,
         Access::Execute => MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_RDONLY,
         Access::Write | Access::Take => all,
+        // What is in a folder is somebody else's to say. Devices may be written to all the same.
+        Access::Device if source.folder => MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC | MsFlags::MS_RDONLY,
         Access::Device => MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC,
     };
     mount(nothing, &target, nothing, flags | MsFlags::MS_REMOUNT | MsFlags::MS_BIND, nothing)

@@ -75,9 +75,10 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Plan {
         if let EngineSpec::Keeper { program, keep, .. } = &spec.engine {
             places.push(place(program, Access::Execute, true));
             places.extend(keep.iter().map(|folder| place(folder, Access::Write, true)));
-            // Empty, until a container comes that has devices.
-            let shown = Some(PathBuf::from(passed::SHOWN));
-            places.push(Place { shown, ..place(&dir.join(passed::FOLDER), Access::Device, true) });
+            // Empty, until a container comes that has devices. It lies in what this process may write to, and is the daemon's.
+            let (folder, shown) = (dir.join(passed::FOLDER), Some(PathBuf::from(passed::SHOWN)));
+            places.push(place(&folder, Access::Read, true));
+            places.push(Place { shown, ..place(&folder, Access::Device, true) });
         }
         places.extend(["/dev/null", "/dev/urandom"].map(device));
     }

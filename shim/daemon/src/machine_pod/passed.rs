@@ -6,15 +6,11 @@ use crate::nouns::Device;
 use nacelle_base::{Classify, Kind};
 use nacelle_keeper::spec::{HostDevice, MOST_HOST_DEVICES, is_pci_address};
 use nacelle_pod::passed::FOLDER;
-use nix::errno::Errno;
-use nix::fcntl::{OFlag, open, openat};
-use nix::sys::stat::{Mode, SFlag, mkdirat, mknodat};
-use nix::unistd::symlinkat;
+use nix::sys::stat::{Mode, SFlag, mknod};
 use std::collections::BTreeMap;
 use std::fs;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::{Path, PathBuf};
 
 /// Where the node has what containers of such devices name: a number for each group, and one for all of them.
@@ -66,7 +62,7 @@ pub enum PassedError {
     /// Sysfs, or the pod's folder.
     #[error("cannot {what} {}", path.display())]
     Io {
-        /// "read", "make".
+        /// "read", "make", "remove".
         what: &'static str,
         /// What.
         path: PathBuf,
@@ -98,18 +94,19 @@ pub fn is_vfio(device: &Device) -> bool {
 }
 
 /// The devices of a container's groups, in the order of groups and addresses, put where the machine of the pod of this folder finds
-/// them. The groups are the container's alone: what another one had is taken out. Blocks.
+/// them; what an earlier container had is taken out. Blocks.
 pub fn pass(devices: &[Device], pod: &Path) -> Result<Vec<HostDevice>, PassedError> {
     let groups = groups(devices, Path::new(SYSFS))?;
+    let folder = pod.join(FOLDER);
+    clear(&folder)?;
     if groups.is_empty() {
         return Ok(Vec::new());
     }
-    let folder = Folder::open(pod.join(FOLDER))?;
-    folder.node(CONTAINER, Path::new(NODES))?;
+    node(&folder, CONTAINER)?;
     for (number, members) in &groups {
-        folder.node(&number.to_string(), Path::new(NODES))?;
+        node(&folder, &number.to_string())?;
         for address in members {
-            folder.device(address, *number)?;
+            describe(&folder.join(address), *number)?;
         }
     }
     Ok(groups.into_values().flatten().map(|address| HostDevice { address }).collect())
@@ -172,53 +169,40 @@ fn members(number: u32, path: &str, sysfs: &Path) -> Result<Vec<String>, PassedE
     if members.is_empty() { Err(nothing()) } else { Ok(members) }
 }
 
-/// The folder that the machine's processes see as /dev/vfio. They can change it under its other name: nothing is done by a path.
-struct Folder {
-    path: PathBuf,
-    handle: OwnedFd,
+/// Empties the folder. The machine's processes only read it: by path it is what it was made as.
+fn clear(folder: &Path) -> Result<(), PassedError> {
+    let entries = match fs::read_dir(folder) {
+        // A pod of a daemon that did not pass devices.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        entries => entries.map_err(failed("read", folder))?,
+    };
+    for entry in entries {
+        let entry = entry.map_err(failed("read", folder))?;
+        let path = entry.path();
+        let kind = entry.file_type().map_err(failed("read", &path))?;
+        let removed = if kind.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
+        removed.map_err(failed("remove", &path))?;
+    }
+    Ok(())
 }
 
-impl Folder {
-    fn open(path: PathBuf) -> Result<Folder, PassedError> {
-        let flags = OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-        let handle = open(&path, flags, Mode::empty()).map_err(failed("read", &path))?;
-        Ok(Folder { path, handle })
-    }
+/// Makes the node's device of this name again, for the owner alone.
+fn node(folder: &Path, name: &str) -> Result<(), PassedError> {
+    let (of_node, path) = (Path::new(NODES).join(name), folder.join(name));
+    let metadata = fs::metadata(&of_node).map_err(failed("read", &of_node))?;
+    let mode = Mode::S_IRUSR | Mode::S_IWUSR;
+    mknod(&path, SFlag::S_IFCHR, mode, metadata.rdev()).map_err(failed("make", &path))
+}
 
-    /// The device of this name in `nodes`, for the owner alone.
-    fn node(&self, name: &str, nodes: &Path) -> Result<(), PassedError> {
-        let path = nodes.join(name);
-        let metadata = fs::metadata(&path).map_err(failed("read", &path))?;
-        if !metadata.file_type().is_char_device() {
-            return Err(PassedError::Nothing { path: path.display().to_string() });
-        }
-        let mode = Mode::S_IRUSR | Mode::S_IWUSR;
-        self.made(name, mknodat(self.handle.as_fd(), name, SFlag::S_IFCHR, mode, metadata.rdev()))
-    }
-
-    /// What QEMU reads of a device: which group it is in.
-    fn device(&self, address: &str, group: u32) -> Result<(), PassedError> {
-        self.made(address, mkdirat(self.handle.as_fd(), address, Mode::S_IRWXU))?;
-        let flags = OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-        let inner = openat(self.handle.as_fd(), address, flags, Mode::empty());
-        let inner = inner.map_err(failed("read", &self.path.join(address)))?;
-        let target = format!("../{group}");
-        self.made(address, symlinkat(target.as_str(), inner.as_fd(), "iommu_group"))
-    }
-
-    /// An earlier container had it, too.
-    fn made(&self, name: &str, made: nix::Result<()>) -> Result<(), PassedError> {
-        match made {
-            Err(Errno::EEXIST) => Ok(()),
-            made => made.map_err(failed("make", &self.path.join(name))),
-        }
-    }
+/// Makes what QEMU reads of a device: which group it is in.
+fn describe(device: &Path, group: u32) -> Result<(), PassedError> {
+    fs::create_dir(device).map_err(failed("make", device))?;
+    symlink(format!("../{group}"), device.join("iommu_group")).map_err(failed("make", device))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::unix::fs::symlink;
 
     fn devices(paths: &[&str]) -> Vec<Device> {
         let device = |path: &&str| Device {
@@ -283,24 +267,18 @@ mod tests {
     }
 
     #[test]
-    fn qemu_finds_a_device_by_its_group_and_nothing_is_made_elsewhere() {
+    fn qemu_finds_a_device_by_its_group_until_the_next_container() {
         let pod = tempfile::tempdir().unwrap();
-        let place = pod.path().join("vfio");
-        fs::create_dir(&place).unwrap();
-        let folder = Folder::open(place.clone()).unwrap();
-        for _ in 0..2 {
-            folder.device("0000:02:00.0", 7).unwrap();
+        let folder = pod.path().join(FOLDER);
+        clear(&folder).unwrap();
+        fs::create_dir(&folder).unwrap();
+        for address in ["0000:02:00.0", "0000:02:00.1"] {
+            describe(&folder.join(address), 7).unwrap();
         }
-        let told = fs::read_link(place.join("0000:02:00.0/iommu_group")).unwrap();
+        let told = fs::read_link(folder.join("0000:02:00.0/iommu_group")).unwrap();
         assert_eq!(told.file_name().unwrap(), "7");
-        // A file is no device of a group.
-        fs::write(pod.path().join("8"), "").unwrap();
-        assert_eq!(folder.node("8", pod.path()).unwrap_err().kind(), Kind::Invalid);
-        // The machine's processes have put links there.
-        symlink(pod.path(), pod.path().join("linked")).unwrap();
-        assert!(Folder::open(pod.path().join("linked")).is_err());
-        symlink(pod.path(), place.join("0000:03:00.0")).unwrap();
-        assert!(folder.device("0000:03:00.0", 7).is_err());
-        assert!(!pod.path().join("iommu_group").exists());
+        fs::write(folder.join("7"), "").unwrap();
+        assert!(pass(&devices(&["/dev/sda"]), pod.path()).unwrap().is_empty());
+        assert_eq!(fs::read_dir(&folder).unwrap().count(), 0);
     }
 }
