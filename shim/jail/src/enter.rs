@@ -5,8 +5,9 @@ use crate::seccomp::{self, SeccompError};
 use crate::walls::{self, WallError};
 use crate::{Mode, Place, Profile, cgroup, sys};
 use nacelle_base::{Chain, Classify, Kind};
+use nix::errno::Errno;
 use nix::sys::prctl;
-use nix::sys::resource::{Resource, setrlimit};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use std::io;
 use std::path::PathBuf;
 
@@ -85,7 +86,14 @@ fn limit(capabilities: u64, locked_bytes: u64) -> Result<(), JailError> {
     let limited = "limit itself";
     // No image of guest memory on the node's disk; nothing that cannot be swapped or moved, where no device needs it.
     for (limit, most) in [(Resource::RLIMIT_CORE, 0), (Resource::RLIMIT_MEMLOCK, locked_bytes)] {
-        setrlimit(limit, most, most).map_err(|errno| step(limited)(errno.into()))?;
+        let allowed = match setrlimit(limit, most, most) {
+            // A node that is somebody's container may raise nothing: what it has is what there is.
+            Err(Errno::EPERM) => {
+                getrlimit(limit).and_then(|(_, hard)| setrlimit(limit, hard.min(most), hard.min(most)))
+            }
+            other => other,
+        };
+        allowed.map_err(|errno| step(limited)(errno.into()))?;
     }
     prctl::set_no_new_privs().map_err(|errno| step(limited)(errno.into()))?;
     sys::drop_capabilities(capabilities).map_err(step("give up its capabilities"))
