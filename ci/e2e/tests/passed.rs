@@ -57,7 +57,7 @@ impl Card {
         format!("/dev/vfio/{}", self.group)
     }
 
-    /// As who sets a node up does it: docs/kubernetes.md.
+    /// As who sets a node up does it: docs/devices/pci.md.
     fn bind(&self, driver: &str) {
         let address = self.device.file_name().expect("it has one").to_str().expect("it is text");
         if driver == "vfio-pci" {
@@ -71,7 +71,7 @@ impl Card {
     }
 }
 
-/// What is said of the machine in its guest, by the first process there: Debian's drivers, and a line for each thing that went well.
+/// The first process in the guest: it loads Debian's drivers, and says a line for each thing that went well.
 const FIRST: &str = r#"#!/busybox sh
 for kind in devtmpfs:dev proc:proc sysfs:sys; do /busybox mount -t ${kind%:*} none /${kind#*:}; done
 while [ -z "$name" ]; do
@@ -163,7 +163,8 @@ fn a_machine_has_a_network_card_of_the_node() {
 
     // As long as it is the node's, and what is none.
     card.bind("virtio-pci");
-    let asked = |path: &str| with(container(&image, 0), &["/dev/vfio/vfio", path]);
+    let asked_as = |attempt, path: &str| with(container(&image, attempt), &["/dev/vfio/vfio", path]);
+    let asked = |path: &str| asked_as(0, path);
     refused(&pod, asked(&card.node()), "bind it to vfio-pci");
     refused(&pod, asked("/dev/vfio/4000000"), "no PCI device in this IOMMU group");
     refused(&pod, asked("/dev/vfio/devices/vfio0"), "/dev/vfio/NUMBER");
@@ -183,6 +184,9 @@ fn a_machine_has_a_network_card_of_the_node() {
         // What its state is, the card alone knows.
         let kept = node.crictl.try_call(["exec", "--sync", &machine.id, "@vm", "snapshot", "one"]).err();
         assert!(kept.contains("VFIO"), "{kept}");
+        // A second machine is refused, and the first one keeps what it has.
+        refused(&pod, asked_as(7, &card.node()), "there is one already");
+        assert!(placed(&node, &pod.id, &card.group), "QEMU finds it when it starts again");
         // Nobody else has it meanwhile.
         let taken = fs::File::open(card.node()).expect_err("a group has one holder");
         assert_eq!(taken.raw_os_error(), Some(16), "{taken}");
@@ -200,6 +204,15 @@ fn a_machine_has_a_network_card_of_the_node() {
     refused(&pod, with(Container::sh("plain", &image, "true"), &[&card.node()]), "a machine pod");
     pod.remove();
     card.bind("virtio-pci");
+}
+
+/// Whether the machine's processes find the group.
+fn placed(node: &Node, pod: &str, group: &str) -> bool {
+    let pods = fs::read_dir(node.folder().join("run/pods")).expect("the daemon's folder is there");
+    let folders = pods.map(|entry| entry.expect("it is readable").path());
+    let mut of_pod =
+        folders.filter(|folder| folder.file_name().is_some_and(|name| pod.starts_with(&*name.to_string_lossy())));
+    of_pod.any(|folder| folder.join("vfio").join(group).exists())
 }
 
 /// The card reaches the machine's memory and no more: what is locked of it is bounded.

@@ -543,3 +543,15 @@ pub enum WatchdogAction {
     /// The machine ends.
     Poweroff,
 }
+
+#[cfg(test)]
+mod tests {
+    use super::is_pci_address;
+
+    #[test]
+    fn addresses_are_as_the_kernel_writes_them() {
+        assert!(["0000:3b:00.1", "10000:e1:00.0"].into_iter().all(is_pci_address));
+        let wrong = ["", "3b:00.1", "0000:3b:00.8", "0000:3B:00.1", "0000.3b:00:1", "0000:3b:00.1,x=y", "../a:3b:00.1"];
+        assert!(!wrong.into_iter().any(is_pci_address));
+    }
+}

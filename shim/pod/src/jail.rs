@@ -154,6 +154,23 @@ mod tests {
     }
 
     #[test]
+    fn a_machine_reads_its_devices_and_does_not_make_them() {
+        let dir = Path::new("/run/nacelle/pods/a");
+        let engine = EngineSpec::Keeper {
+            program: "/usr/bin/nacelle-keeper".into(),
+            qemu: "/usr/bin/qemu".into(),
+            accelerator: Accelerator::Tcg,
+            keep: None,
+            shares: 0,
+        };
+        let plan = plan(&PodSpec { engine, memory_mib: 1024, ..sample() }, &jail(), dir);
+        let of_folder = plan.places.iter().filter(|place| place.path == dir.join("vfio"));
+        let seen: Vec<_> = of_folder.map(|place| (place.shown.as_deref(), place.access)).collect();
+        assert_eq!(seen, [(None, Access::Read), (Some(Path::new("/dev/vfio")), Access::Device)]);
+        assert_eq!(plan.locked_bytes, 1152 << 20);
+    }
+
+    #[test]
     fn without_a_guest_there_is_nothing_but_folders() {
         let engine = EngineSpec::Host { agent: "/usr/bin/nacelle-agent".into(), shares: Default::default() };
         let jail = JailSpec { cgroup: Some("nacelle/a".into()), ..jail() };

@@ -5,7 +5,7 @@ use super::boot::blocking;
 use super::error::{LifecycleError, at};
 use super::make::{ask, extents, shared, take_back};
 use super::{Parts, devices};
-use crate::machine_pod::{self, MachinePod, Place, SourceError};
+use crate::machine_pod::{self, MachinePod, Passed, Place, SourceError};
 use crate::nouns::ContainerConfig;
 use crate::store::{ContainerRecord, PodRecord};
 use nacelle_keeper::spec::Source;
@@ -30,16 +30,16 @@ struct OfNode {
     sources: BTreeMap<String, Source>,
 }
 
-/// What the pod process is asked for, and the disks that it has already.
+/// What the pod process is asked for, the disks that it has already, and the PCI devices that it gets when it has made the machine.
 pub(super) async fn prepare(
     parts: &Parts,
     client: &PodClient,
     pod: &PodRecord,
     machine: &MachinePod,
     record: &ContainerRecord,
-) -> Result<(proto::CreateContainerRequest, Vec<Offer>), LifecycleError> {
+) -> Result<(proto::CreateContainerRequest, Vec<Offer>, Passed), LifecycleError> {
     share(parts, pod, machine, record).await?;
-    let prepared = without_folders(parts, client, pod, machine, record).await;
+    let prepared = without_folders(parts, client, machine, record).await;
     if prepared.is_err() {
         take_back(parts, pod, record).await;
     }
@@ -70,16 +70,15 @@ async fn share(
 async fn without_folders(
     parts: &Parts,
     client: &PodClient,
-    pod: &PodRecord,
     machine: &MachinePod,
     record: &ContainerRecord,
-) -> Result<(proto::CreateContainerRequest, Vec<Offer>), LifecycleError> {
-    let (mut machine, config, dir) = (machine.clone(), Arc::clone(&record.config), parts.pod_dir(&pod.id));
-    let (machine, OfNode { disks, sources }) = blocking(move || {
-        machine.host_devices =
-            machine_pod::pass(&config.devices, &dir).map_err(|error| at(STEP)(SourceError::Passed(error)))?;
+) -> Result<(proto::CreateContainerRequest, Vec<Offer>, Passed), LifecycleError> {
+    let (mut machine, config) = (machine.clone(), Arc::clone(&record.config));
+    let (machine, passed, OfNode { disks, sources }) = blocking(move || {
+        let passed = Passed::find(&config.devices).map_err(|error| at(STEP)(SourceError::Passed(error)))?;
+        machine.host_devices = passed.devices();
         let found = open(&machine, &config)?;
-        Ok::<_, LifecycleError>((machine, found))
+        Ok::<_, LifecycleError>((machine, passed, found))
     })
     .await?;
     let config = &record.config;
@@ -103,7 +102,14 @@ async fn without_folders(
         offers.push(ask("hand a disk over to the pod", parts.answer_limit(), call).await?);
         request.disks.push(disk);
     }
-    Ok((request, offers))
+    Ok((request, offers, passed))
+}
+
+/// Gives a machine that is made, and has not started, its PCI devices.
+pub(super) async fn pass(parts: &Parts, pod: &PodRecord, passed: Passed) -> Result<(), LifecycleError> {
+    let dir = parts.pod_dir(&pod.id);
+    let placed = blocking(move || passed.place(&dir)).await;
+    placed.map_err(|error| at("give the machine its PCI devices")(SourceError::Passed(error)))
 }
 
 /// Opens and reads what the machine's disks are made of.

@@ -5,7 +5,7 @@ use super::boot::blocking;
 use super::error::{LifecycleError, StepError, at};
 use super::{Parts, clip};
 use super::{devices, disks, machine, memory, pushed};
-use crate::machine_pod;
+use crate::machine_pod::{self, Passed};
 use crate::nouns::{ContainerConfig, MachineSize, MountOption, NodeVolume, PidMode, PodConfig, Propagation, User};
 use crate::oci::{self, DeviceNode};
 use crate::store::{ContainerRecord, PodRecord};
@@ -48,6 +48,8 @@ pub(super) struct Prepared {
     client: PodClient,
     /// Its block devices and disks, which the pod process has already.
     offers: Vec<Offer>,
+    /// The PCI devices of a machine pod's machine.
+    passed: Option<Passed>,
 }
 
 impl Prepared {
@@ -56,6 +58,7 @@ impl Prepared {
     pub(super) fn is_certain(&self) -> bool {
         let numbers = |user: &str| user.chars().all(|c| c.is_ascii_digit() || c == ':');
         self.offers.is_empty()
+            && self.passed.as_ref().is_none_or(Passed::is_empty)
             && numbers(&self.request.user)
             && self.request.volumes.iter().all(|volume| volume.sub_path.is_empty())
     }
@@ -77,8 +80,8 @@ pub(super) async fn prepare(
             let images = machine_pod::images_under(machine, &record.config, &record.volumes, &record.image);
             parts.vms.of_images(vm, images).await.map_err(at("keep the images of the machine"))?;
         }
-        let (request, offers) = machine::prepare(parts, &client, pod, machine, record).await?;
-        return Ok(Prepared { request, client, offers });
+        let (request, offers, passed) = machine::prepare(parts, &client, pod, machine, record).await?;
+        return Ok(Prepared { request, client, offers, passed: Some(passed) });
     }
     let asked = Arc::clone(&record.config);
     let mut found =
@@ -134,7 +137,7 @@ pub(super) async fn prepare(
         Ok((request, offers))
     };
     match prepared.await {
-        Ok((request, offers)) => Ok(Prepared { request, client, offers }),
+        Ok((request, offers)) => Ok(Prepared { request, client, offers, passed: None }),
         Err(error) => {
             take_back(parts, pod, record).await;
             Err(error)
@@ -149,9 +152,15 @@ pub(super) async fn make(
     record: ContainerRecord,
     prepared: Prepared,
 ) -> Result<User, LifecycleError> {
-    let Prepared { request, client, offers } = prepared;
+    let Prepared { request, client, offers, passed } = prepared;
     let pushed = !request.pushed.is_empty();
-    let made = ask("make the container", parts.answer_limit(), client.create_container(request)).await;
+    let mut made = ask("make the container", parts.answer_limit(), client.create_container(request)).await;
+    // Not before: another machine of the pod may still have its own.
+    if let (Ok(_), Some(passed)) = (&made, passed)
+        && let Err(error) = machine::pass(&parts, &pod, passed).await
+    {
+        made = Err(error);
+    }
     // The container has them, or nobody.
     drop(offers);
     match made {

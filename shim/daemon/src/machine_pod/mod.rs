@@ -25,7 +25,7 @@ pub use credentials::credentials;
 pub use document::{SourceError, document};
 pub use files::{annotation_of, annotations_mount, cloud_init_of, files_of};
 pub use honoured::known as honours;
-pub use passed::pass;
+pub use passed::{Passed, PassedError};
 pub use volumes::{Place, VolumeError, check_volumes, folder, images_under, open, place, shared, unused};
 
 use crate::store::VmRecord;

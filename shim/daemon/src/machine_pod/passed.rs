@@ -3,6 +3,7 @@
 //! Reads sysfs; see the kernel's Documentation/driver-api/vfio.rst.
 
 use crate::nouns::Device;
+use nacelle_base::files::{FileError, at};
 use nacelle_base::{Classify, Kind};
 use nacelle_keeper::spec::{HostDevice, MOST_HOST_DEVICES, is_pci_address};
 use nacelle_pod::passed::FOLDER;
@@ -11,12 +12,13 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::os::unix::fs::{MetadataExt, symlink};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Where the node has what containers of such devices name: a number for each group, and one for all of them.
 const NODES: &str = "/dev/vfio";
 /// What every holder of a group needs beside it.
 const CONTAINER: &str = "vfio";
+/// Where the kernel tells of its devices.
 const SYSFS: &str = "/sys";
 /// A bridge between PCI buses, which is in a group with what is behind it, and is nobody's device (PCI class code 06 04).
 const BRIDGE: &str = "0x0604";
@@ -59,33 +61,31 @@ pub enum PassedError {
         /// How many.
         count: usize,
     },
-    /// Sysfs, or the pod's folder.
-    #[error("cannot {what} {}", path.display())]
-    Io {
-        /// "read", "make", "remove".
-        what: &'static str,
-        /// What.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
+    /// Rights that a device behind an IOMMU cannot be given in part.
+    #[error(
+        "config.devices.permissions is {permissions:?} of {path:?}: a machine reads and writes its PCI devices; say \"rw\""
+    )]
+    Rights {
+        /// As was asked.
+        permissions: String,
+        /// The path.
+        path: String,
     },
+    /// Sysfs, or the pod's folder.
+    #[error(transparent)]
+    File(#[from] FileError),
 }
 
 impl Classify for PassedError {
     fn kind(&self) -> Kind {
         match self {
             PassedError::NoGroup { .. } => Kind::Unsupported,
-            PassedError::Nothing { .. } => Kind::Invalid,
+            PassedError::Nothing { .. } | PassedError::Rights { .. } => Kind::Invalid,
             PassedError::Used { .. } => Kind::Conflict,
             PassedError::TooMany { .. } => Kind::Exhausted,
-            PassedError::Io { .. } => Kind::Internal,
+            PassedError::File(error) => error.kind(),
         }
     }
-}
-
-fn failed<E: Into<io::Error>>(what: &'static str, path: &Path) -> impl FnOnce(E) -> PassedError {
-    let path = path.to_owned();
-    move |source| PassedError::Io { what, path, source: source.into() }
 }
 
 /// Whether a container that asks for it means devices by VFIO.
@@ -93,23 +93,42 @@ pub fn is_vfio(device: &Device) -> bool {
     Path::new(&device.host_path).starts_with(NODES)
 }
 
-/// The devices of a container's groups, in the order of groups and addresses, put where the machine of the pod of this folder finds
-/// them; what an earlier container had is taken out. Blocks.
-pub fn pass(devices: &[Device], pod: &Path) -> Result<Vec<HostDevice>, PassedError> {
-    let groups = groups(devices, Path::new(SYSFS))?;
-    let folder = pod.join(FOLDER);
-    clear(&folder)?;
-    if groups.is_empty() {
-        return Ok(Vec::new());
+/// The groups of a container, with the addresses of the devices of each.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Passed(BTreeMap<u32, Vec<String>>);
+
+impl Passed {
+    /// Looks for them. Blocks.
+    pub fn find(devices: &[Device]) -> Result<Passed, PassedError> {
+        Ok(Passed(groups(devices, Path::new(SYSFS))?))
     }
-    node(&folder, CONTAINER)?;
-    for (number, members) in &groups {
-        node(&folder, &number.to_string())?;
-        for address in members {
-            describe(&folder.join(address), *number)?;
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The devices, in the order of groups and addresses.
+    pub fn devices(&self) -> Vec<HostDevice> {
+        self.0.values().flatten().map(|address| HostDevice { address: address.clone() }).collect()
+    }
+
+    /// Puts them where the machine of the pod of this folder finds them, which has not started yet. What an earlier container had is taken
+    /// out. Blocks.
+    pub fn place(&self, pod: &Path) -> Result<(), PassedError> {
+        let folder = pod.join(FOLDER);
+        clear(&folder)?;
+        if !self.is_empty() {
+            node(&folder, CONTAINER)?;
         }
+        for (number, members) in &self.0 {
+            node(&folder, &number.to_string())?;
+            for address in members {
+                describe(&folder.join(address), *number)?;
+            }
+        }
+        Ok(())
     }
-    Ok(groups.into_values().flatten().map(|address| HostDevice { address }).collect())
 }
 
 /// What is in each group that is asked for.
@@ -117,6 +136,9 @@ fn groups(devices: &[Device], sysfs: &Path) -> Result<BTreeMap<u32, Vec<String>>
     let mut groups = BTreeMap::new();
     for device in devices.iter().filter(|device| is_vfio(device)) {
         let path = &device.host_path;
+        if !['r', 'w'].iter().all(|right| device.permissions.contains(*right)) {
+            return Err(PassedError::Rights { permissions: device.permissions.clone(), path: path.clone() });
+        }
         let name = Path::new(path).strip_prefix(NODES).ok().and_then(Path::to_str).unwrap_or_default();
         if name == CONTAINER {
             continue;
@@ -140,11 +162,11 @@ fn members(number: u32, path: &str, sysfs: &Path) -> Result<Vec<String>, PassedE
     let nothing = || PassedError::Nothing { path: path.to_owned() };
     let entries = match fs::read_dir(&folder) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(nothing()),
-        entries => entries.map_err(failed("read", &folder))?,
+        entries => entries.map_err(at("read", &folder))?,
     };
     let mut members = Vec::new();
     for entry in entries {
-        let entry = entry.map_err(failed("read", &folder))?;
+        let entry = entry.map_err(at("read", &folder))?;
         // Devices of other buses are nothing that a machine could have.
         let Ok(address) = entry.file_name().into_string() else { continue };
         let class = entry.path().join("class");
@@ -154,7 +176,7 @@ fn members(number: u32, path: &str, sysfs: &Path) -> Result<Vec<String>, PassedE
         match fs::read_link(entry.path().join("driver")) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             link => {
-                let link = link.map_err(failed("read", &entry.path()))?;
+                let link = link.map_err(at("read", &entry.path()))?;
                 let driver = link.file_name().unwrap_or_default().to_string_lossy().into_owned();
                 // Also mlx5_vfio_pci and its like, of makers who know more of their devices.
                 match driver.replace('_', "-") {
@@ -174,14 +196,14 @@ fn clear(folder: &Path) -> Result<(), PassedError> {
     let entries = match fs::read_dir(folder) {
         // A pod of a daemon that did not pass devices.
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        entries => entries.map_err(failed("read", folder))?,
+        entries => entries.map_err(at("read", folder))?,
     };
     for entry in entries {
-        let entry = entry.map_err(failed("read", folder))?;
+        let entry = entry.map_err(at("read", folder))?;
         let path = entry.path();
-        let kind = entry.file_type().map_err(failed("read", &path))?;
+        let kind = entry.file_type().map_err(at("read", &path))?;
         let removed = if kind.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
-        removed.map_err(failed("remove", &path))?;
+        removed.map_err(at("remove", &path))?;
     }
     Ok(())
 }
@@ -189,15 +211,16 @@ fn clear(folder: &Path) -> Result<(), PassedError> {
 /// Makes the node's device of this name again, for the owner alone.
 fn node(folder: &Path, name: &str) -> Result<(), PassedError> {
     let (of_node, path) = (Path::new(NODES).join(name), folder.join(name));
-    let metadata = fs::metadata(&of_node).map_err(failed("read", &of_node))?;
+    let metadata = fs::metadata(&of_node).map_err(at("read", &of_node))?;
     let mode = Mode::S_IRUSR | Mode::S_IWUSR;
-    mknod(&path, SFlag::S_IFCHR, mode, metadata.rdev()).map_err(failed("make", &path))
+    mknod(&path, SFlag::S_IFCHR, mode, metadata.rdev()).map_err(io::Error::from).map_err(at("make", &path))?;
+    Ok(())
 }
 
 /// Makes what QEMU reads of a device: which group it is in.
 fn describe(device: &Path, group: u32) -> Result<(), PassedError> {
-    fs::create_dir(device).map_err(failed("make", device))?;
-    symlink(format!("../{group}"), device.join("iommu_group")).map_err(failed("make", device))
+    fs::create_dir(device).map_err(at("make", device))?;
+    Ok(symlink(format!("../{group}"), device.join("iommu_group")).map_err(at("make", device))?)
 }
 
 #[cfg(test)]
@@ -253,6 +276,10 @@ mod tests {
             assert!(error.to_string().contains(words), "{error}");
         }
         assert!(found(&["/dev/vfio/vfio"]).unwrap().is_empty());
+        let read_only =
+            devices(&["/dev/vfio/7"]).into_iter().map(|device| Device { permissions: "rm".into(), ..device });
+        let error = groups(&read_only.collect::<Vec<_>>(), sysfs.path()).unwrap_err();
+        assert!(error.kind() == Kind::Invalid && error.to_string().contains("\"rm\""), "{error}");
     }
 
     #[test]
@@ -278,7 +305,7 @@ mod tests {
         let told = fs::read_link(folder.join("0000:02:00.0/iommu_group")).unwrap();
         assert_eq!(told.file_name().unwrap(), "7");
         fs::write(folder.join("7"), "").unwrap();
-        assert!(pass(&devices(&["/dev/sda"]), pod.path()).unwrap().is_empty());
+        Passed::default().place(pod.path()).unwrap();
         assert_eq!(fs::read_dir(&folder).unwrap().count(), 0);
     }
 }
