@@ -1,4 +1,4 @@
-//! Owns: volumes of the machine's own, a tmpfs or the ext4 of a partition each, for all containers of the pod until it ends; and
+//! Owns: volumes of the machine's own, a tmpfs, a hugetlbfs or the ext4 of a partition each, for all containers of the pod until it ends; and
 //! the parts of them that containers see.
 //! May use: `image`, which has the partitions. Containers write there: nothing in the volumes is followed. So may others have done
 //! with a disk, which is the kernel's to judge: what it cannot mount is refused.
@@ -47,6 +47,8 @@ pub enum EmptyDirError {
          that file"
     )]
     Damaged { path: String, source: io::Error },
+    #[error("the machine has no huge pages of {bytes} bytes, which the volume {path} is of")]
+    NoPages { bytes: u64, path: String },
     #[error("cannot {what} the volume {path}")]
     Io { what: &'static str, path: String, source: io::Error },
 }
@@ -58,6 +60,7 @@ impl Classify for EmptyDirError {
             EmptyDirError::Occupied { .. } | EmptyDirError::NoFolder { .. } | EmptyDirError::Damaged { .. } => {
                 Kind::Conflict
             }
+            EmptyDirError::NoPages { .. } => Kind::Unsupported,
             EmptyDirError::Disk(source) => source.kind(),
             EmptyDirError::Io { source, .. } => source.kind().into(),
         }
@@ -97,7 +100,13 @@ impl EmptyDirs {
             } else if asked.occupied {
                 return Err(EmptyDirError::Occupied { path: asked.path.clone() });
             } else {
-                make(asked, &point).map_err(io_at("make", asked))?;
+                make(asked, &point).map_err(|error| match error.raw_os_error() {
+                    // The only one of its options that a kernel may not know.
+                    Some(libc::EINVAL | libc::ENODEV) if asked.page_bytes > 0 => {
+                        EmptyDirError::NoPages { bytes: asked.page_bytes, path: asked.path.clone() }
+                    }
+                    _ => io_at("make", asked)(error),
+                })?;
             }
             mounted.insert(name.clone());
         }
@@ -116,14 +125,22 @@ fn io_at<E: Into<io::Error>>(what: &'static str, asked: &EmptyDir) -> impl FnOnc
     move |source| EmptyDirError::Io { what, path, source: source.into() }
 }
 
-/// As the node has it, but no larger than the machine's memory.
+/// As the node has it, but no larger than the machine's memory. One of huge pages may have no size: then it is as large as the
+/// containers' limits of them.
 fn make(asked: &EmptyDir, root: &Path) -> io::Result<()> {
     let total = nix::sys::sysinfo::sysinfo()?.ram_total();
     fs::create_dir_all(root)?;
     let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
-    let options = format!("mode={:o},size={}", asked.mode & 0o7777, asked.bytes.min(total).max(4096));
-    mount(Some("memory"), root, Some("tmpfs"), flags, Some(options.as_str()))?;
-    Ok(chown(root, Some(Uid::from_raw(asked.uid)), Some(Gid::from_raw(asked.gid)))?)
+    let (mode, pages) = (asked.mode & 0o7777, asked.page_bytes);
+    let (kind, options) = match asked.bytes {
+        bytes if pages == 0 => ("tmpfs", format!("mode={mode:o},size={}", bytes.min(total).max(4096))),
+        0 => ("hugetlbfs", format!("mode={mode:o},pagesize={pages}")),
+        bytes => ("hugetlbfs", format!("mode={mode:o},pagesize={pages},size={}", bytes.min(total).max(pages))),
+    };
+    mount(Some("memory"), root, Some(kind), flags, Some(options.as_str()))?;
+    chown(root, Some(Uid::from_raw(asked.uid)), Some(Gid::from_raw(asked.gid)))?;
+    // A hugetlbfs takes no set-group-id from its options.
+    fs::set_permissions(root, fs::Permissions::from_mode(mode))
 }
 
 /// Mounts a disk, and makes the volume's folder on one that is new, as the node has it.

@@ -4,6 +4,7 @@ pub mod boot;
 pub mod container;
 pub mod empty_dirs;
 pub mod frame;
+pub mod huge_pages;
 pub mod image;
 pub mod listener;
 pub mod log;

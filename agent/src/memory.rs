@@ -14,11 +14,12 @@ use crate::sys;
 
 /// Where the kernel has a folder for each block that it knows.
 const FOLDER: &str = "/sys/devices/system/memory";
-const MEMINFO: &str = "/proc/meminfo";
+/// Where it says what is available.
+pub(crate) const MEMINFO: &str = "/proc/meminfo";
 /// How long blocks may take to be taken out of use, together. The kernel tries for ever while their pages have nowhere to go.
 const PATIENCE: Duration = Duration::from_secs(15);
 /// What must be left when memory goes: a kernel that is short of it while it moves pages ends processes.
-const MARGIN: u64 = 32 << 20;
+pub(crate) const MARGIN: u64 = 32 << 20;
 /// How long to wait before the kernel is asked again, or told again to give up.
 const MOMENT: Duration = Duration::from_millis(100);
 
@@ -186,14 +187,8 @@ impl Place {
         if less == 0 {
             return Ok(());
         }
-        let path = &self.meminfo;
-        let parse = |text: String| {
-            let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB"));
-            let parsed = line.and_then(|kib| kib.trim_end().parse::<u64>().ok()).map(|kib| kib.saturating_mul(1024));
-            parsed.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "it does not say what is available"))
-        };
-        let unknown = |source| MemoryError::Kernel { path: path.clone(), source };
-        let available = fs::read_to_string(path).and_then(parse).map_err(unknown)?;
+        let unknown = |source| MemoryError::Kernel { path: self.meminfo.clone(), source };
+        let available = available(&self.meminfo).map_err(unknown)?;
         if available < less.saturating_add(MARGIN) { Err(MemoryError::InUse { less, available }) } else { Ok(()) }
     }
 
@@ -221,8 +216,16 @@ impl Place {
     }
 }
 
+/// The bytes that programs could still use, as this file says (proc_meminfo(5)).
+pub(crate) fn available(meminfo: &Path) -> io::Result<u64> {
+    let text = fs::read_to_string(meminfo)?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB"));
+    let parsed = line.and_then(|kib| kib.trim_end().parse::<u64>().ok()).map(|kib| kib.saturating_mul(1024));
+    parsed.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "it does not say what is available"))
+}
+
 /// One call: an interrupted one is over. To a file that is there.
-fn write(path: &Path, text: &str) -> io::Result<()> {
+pub(crate) fn write(path: &Path, text: &str) -> io::Result<()> {
     File::options().write(true).truncate(true).open(path)?.write(text.as_bytes()).map(drop)
 }
 

@@ -24,7 +24,8 @@ pub fn serve(ready: Ready) -> io::Result<()> {
 }
 
 async fn run(ready: Ready) -> io::Result<()> {
-    let pod = Pod::new(ready.zygote, ready.disks, ready.config.shared_pid, ready.node_pid, ready.users);
+    let pod =
+        Pod::new(ready.zygote, ready.disks, ready.huge_pages, ready.config.shared_pid, ready.node_pid, ready.users);
     let end = Arc::new(Notify::new());
     let mut children = signal(SignalKind::child())?;
     let reaper = Arc::clone(&pod);

@@ -13,6 +13,7 @@ use std::path::PathBuf;
 
 use super::{BootError, Ready, apply, mounts, say_hello};
 use crate::frame;
+use crate::huge_pages::HugePages;
 use crate::image::Disks;
 use crate::listener::Socket;
 use crate::memory::Memory;
@@ -109,8 +110,9 @@ pub fn boot(place: Place) -> Result<Ready, BootError> {
     let zygote = Zygote::fork(&[&rpc, &streams]).map_err(|source| BootError::Zygote { source })?;
     crate::sys::limit_files(65_536, 1 << 19).map_err(|source| BootError::Limit { source })?;
     let (rpc, streams) = (Socket::Unix(rpc), Socket::Unix(streams));
-    let (disks, processors, memory) = (Disks::on_node(), Processors::of_node(), Memory::of_node());
-    Ok(Ready { config, disks, processors, memory, node_pid: shares.pid, users, rpc, streams, zygote })
+    let (processors, memory, huge_pages) = (Processors::of_node(), Memory::of_node(), HugePages::of_node());
+    let disks = Disks::on_node();
+    Ok(Ready { config, disks, processors, memory, huge_pages, node_pid: shares.pid, users, rpc, streams, zygote })
 }
 
 /// Leaves the root of the pod's control groups, so that it can hand controllers on.

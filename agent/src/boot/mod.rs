@@ -19,6 +19,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use crate::frame::{self, FrameError};
+use crate::huge_pages::HugePages;
 use crate::image::Disks;
 use crate::listener::Socket;
 use crate::memory::Memory;
@@ -95,6 +96,8 @@ pub struct Ready {
     pub processors: Processors,
     /// What they use.
     pub memory: Memory,
+    /// What of it the kernel keeps in huge pages for them.
+    pub huge_pages: HugePages,
     /// The PID namespace is the node's.
     pub node_pid: bool,
     /// The containers' user namespace, if it is not the agent's.
@@ -131,8 +134,8 @@ pub fn boot() -> Result<Ready, BootError> {
     crate::sys::limit_files(65_536, 1 << 19).map_err(|source| BootError::Limit { source })?;
     let disks = Disks::new(config.image_disk, config.scratch_disk, config.volume_disk);
     let (rpc, streams) = (Socket::Vsock(rpc), Socket::Vsock(streams));
-    let (processors, memory) = (Processors::of_machine(), Memory::of_machine());
-    Ok(Ready { config, disks, processors, memory, node_pid: false, users, rpc, streams, zygote })
+    let (processors, memory, huge_pages) = (Processors::of_machine(), Memory::of_machine(), HugePages::of_machine());
+    Ok(Ready { config, disks, processors, memory, huge_pages, node_pid: false, users, rpc, streams, zygote })
 }
 
 /// Makes the user namespace, if there is one, known by its name.

@@ -1,6 +1,7 @@
 //! Owns: changing the limits of a container that is there: all of them, or none.
 
 use super::cgroup;
+use crate::huge_pages::{self, Limits};
 use libcontainer::oci_spec::runtime::{LinuxCpu, Spec};
 use nacelle_base::{Classify, Kind};
 use std::collections::HashMap;
@@ -133,6 +134,18 @@ fn read(path: &Path) -> Result<String, LimitError> {
 /// To a file that is there, in one piece.
 fn write(path: &Path, value: &str) -> io::Result<()> {
     File::options().write(true).truncate(true).open(path)?.write_all(value.as_bytes())
+}
+
+/// The limits of huge pages of a specification.
+pub fn huge_pages(spec: &Spec) -> Limits {
+    let resources = spec.linux().as_ref().and_then(|linux| linux.resources().as_ref());
+    let Some(resources) = resources else { return Limits::new() };
+    let of_sizes = resources.hugepage_limits().iter().flatten();
+    let mut limits: Limits =
+        of_sizes.filter_map(|limit| Some((limit.page_size().clone(), u64::try_from(limit.limit()).ok()?))).collect();
+    let files = resources.unified().iter().flatten().map(|(file, value)| (file.as_str(), value.as_str()));
+    limits.extend(huge_pages::among(files));
+    limits
 }
 
 /// Takes off a specification the limits for which there is no controller here, and says which: on a node that leaves

@@ -28,6 +28,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::{OnceCell, watch};
 
 use crate::empty_dirs::{EmptyDirError, EmptyDirs};
+use crate::huge_pages::{HugePages, HugePagesError};
 use crate::image::{DiskError, Disks};
 use crate::memory::MemoryError;
 use crate::processors::ProcessorsError;
@@ -66,6 +67,8 @@ pub enum PodError {
     Spec { id: String, source: spec::SpecError },
     #[error("cannot change the limits of container {id}")]
     Limits { id: String, source: limits::LimitError },
+    #[error("cannot give container {id} its huge pages")]
+    HugePages { id: String, source: HugePagesError },
     #[error("cannot prepare the root of container {id}")]
     Root { id: String, source: root::RootError },
     #[error("cannot mount a volume of container {id}")]
@@ -113,6 +116,7 @@ impl Classify for PodError {
             },
             PodError::Volume { source, .. } => source.kind(),
             PodError::Limits { source, .. } => source.kind(),
+            PodError::HugePages { source, .. } => source.kind(),
             PodError::Zygote { source, .. } => source.kind(),
             PodError::Io { .. } | PodError::Task { .. } => Kind::Internal,
             PodError::Push(source) => source.kind(),
@@ -230,6 +234,7 @@ pub struct Pod {
     pub volumes: Volumes,
     /// Their volumes that are the machine's own.
     pub empty_dirs: EmptyDirs,
+    huge_pages: HugePages,
     shared_pid: bool,
     node_pid: bool,
     users: Option<UserNs>,
@@ -253,13 +258,21 @@ impl Drop for Making {
 impl Pod {
     /// A pod without containers. Its PID namespace: one for all containers, or the node's, else each has one. Its user
     /// namespace: the agent's, if there is no other.
-    pub fn new(zygote: Zygote, disks: Disks, shared_pid: bool, node_pid: bool, users: Option<UserNs>) -> Arc<Pod> {
+    pub fn new(
+        zygote: Zygote,
+        disks: Disks,
+        huge_pages: HugePages,
+        shared_pid: bool,
+        node_pid: bool,
+        users: Option<UserNs>,
+    ) -> Arc<Pod> {
         Arc::new(Pod {
             zygote,
             disks,
             layers: Arc::default(),
             volumes: Volumes::default(),
             empty_dirs: EmptyDirs::default(),
+            huge_pages,
             shared_pid,
             node_pid,
             users,

@@ -19,6 +19,7 @@ use super::spec::{PidNamespace, Place, adjust, exec_process, own_capabilities, p
 use super::volumes::{self, Volume};
 use super::{Container, Pod, PodError, Process, cgroup, check_id, limits, root, shown, user};
 use crate::empty_dirs::Place as Own;
+use crate::huge_pages::{self, Limits};
 use crate::stdio::Stdio;
 use crate::userns::{self, UserNs};
 use crate::zygote::{Create, Exec, Made, Request, ZygoteError};
@@ -113,6 +114,10 @@ impl Pod {
         undo.push("root", {
             let id = id.clone();
             move || root::remove(&id)
+        });
+        undo.push("huge pages", {
+            let (pod, id) = (Arc::clone(self), id.clone());
+            move || pod.huge_pages.release(&id)
         });
         undo.push("cgroup", {
             let path = cgroup::path(&id);
@@ -372,13 +377,34 @@ impl Pod {
             if container.init.exit().is_some() {
                 return Err(PodError::NotRunning { id: id.clone() });
             }
-            let cgroup = container.cgroup.clone();
+            let (cgroup, pod, id) = (container.cgroup.clone(), Arc::clone(&self), id.clone());
             let limits: Vec<_> = limits.into_iter().map(|limit| (limit.file, limit.value)).collect();
-            let change = move || limits::change(&cgroup, Path::new("/proc"), &limits, oom_score_adj);
-            let changed = tokio::task::spawn_blocking(change).await?;
-            changed.map_err(|source| PodError::Limits { id: id.clone(), source })
+            let change = move || {
+                let pages = huge_pages::among(limits.iter().map(|(file, value)| (file.as_str(), value.as_str())));
+                let before = pod.give_huge_pages(&id, &pages)?;
+                let changed = limits::change(&cgroup, Path::new("/proc"), &limits, oom_score_adj);
+                if changed.is_err() {
+                    // The first error is the one that matters; this one is fewer pages, or as many as there were.
+                    let _ = pod.huge_pages.set(&id, &before);
+                }
+                changed.map_err(|source| PodError::Limits { id, source })
+            };
+            tokio::task::spawn_blocking(change).await?
         })
         .await
+    }
+
+    /// Has the kernel keep what these limits of a container allow; returns what takes that back. Containers that have ended
+    /// keep theirs no longer than until the next one needs some.
+    fn give_huge_pages(&self, id: &str, limits: &Limits) -> Result<Limits, PodError> {
+        if limits.is_empty() {
+            return Ok(Limits::new());
+        }
+        let failed = |source| PodError::HugePages { id: id.to_owned(), source };
+        for ended in self.list().into_iter().filter(|container| container.exit.is_some()) {
+            self.huge_pages.release(&ended.id).map_err(failed)?;
+        }
+        self.huge_pages.set(id, limits).map_err(failed)
     }
 
     /// Changes a terminal's size; of a process that is gone: success.
@@ -400,10 +426,12 @@ impl Pod {
             let Ok(container) = self.container(&id) else { return Ok(()) };
             kill_all(&id, &container.cgroup, &container.init).await?;
             let path = container.cgroup.clone();
-            let folder = id.clone();
-            let removed = tokio::task::spawn_blocking(move || (cgroup::remove(&path), root::remove(&folder))).await?;
+            let (folder, pod) = (id.clone(), Arc::clone(&self));
+            let remove = move || (cgroup::remove(&path), root::remove(&folder), pod.huge_pages.release(&folder));
+            let removed = tokio::task::spawn_blocking(remove).await?;
             removed.0.map_err(|source| PodError::Io { what: "remove the cgroup", id: id.clone(), source })?;
             removed.1.map_err(|source| PodError::Root { id: id.clone(), source })?;
+            removed.2.map_err(|source| PodError::HugePages { id: id.clone(), source })?;
             self.lock().containers.remove(&id);
             Ok(())
         })
@@ -440,6 +468,7 @@ fn prepare(pod: &Pod, options: &CreateOptions, pid: PidNamespace) -> Result<Prep
     let in_spec = |source| PodError::Spec { id: id.clone(), source };
     let in_root = |source| PodError::Root { id: id.clone(), source };
     let spec = parse(&options.spec).map_err(in_spec)?;
+    pod.give_huge_pages(id, &limits::huge_pages(&spec))?;
     let image = pod.disks.image(options.partition)?;
     pod.disks.scratch()?;
     let users = pod.users.as_ref();

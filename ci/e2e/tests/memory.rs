@@ -1,8 +1,10 @@
-//! Owns: emptyDir volumes of medium Memory, with the test in kubelet's place: in a machine they are its own memory.
+//! Owns: emptyDir volumes of medium Memory and HugePages, and limits of huge pages, with the test in kubelet's place: in a machine they are its own memory.
 
 use nacelle_e2e::node::engine;
 use nacelle_e2e::run::call;
 use nacelle_e2e::{Container, Image, Node, Pod};
+use nacelle_proto::cri;
+use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
 use serde_json::{Value, json};
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, chown};
@@ -123,4 +125,81 @@ fn what_a_machine_would_not_see_is_refused() {
     let answer = refused("told", both);
     assert!(answer.contains("Unimplemented") && answer.contains("propagation"), "{answer}");
     pod.remove();
+}
+
+/// kubelet's word of what a container may have, which crictl cannot say of huge pages.
+fn give(node: &Node, container: &str, mib: u64) -> Result<(), tonic::Status> {
+    let limit = cri::HugepageLimit { page_size: "2MB".into(), limit: mib << 20 };
+    let linux = cri::LinuxContainerResources { hugepage_limits: vec![limit], ..Default::default() };
+    let request = cri::UpdateContainerResourcesRequest {
+        container_id: container.to_owned(),
+        linux: Some(linux),
+        ..Default::default()
+    };
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    runtime.block_on(async {
+        RuntimeServiceClient::new(node.channel()).update_container_resources(request).await.map(drop)
+    })
+}
+
+#[test]
+fn huge_pages_are_memory_of_the_machine_as_many_as_the_limits_allow() {
+    if engine() == "host" {
+        println!("skipped: without a guest huge pages are the node's");
+        return;
+    }
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let volume = Mounted::new(&node, "huge", "hugetlbfs", "pagesize=2M");
+    {
+        let pod = node.crictl.run_pod(Pod::new("huge", node.folder()));
+        let asked = |name: &str, size: &str, mib: u64| {
+            // As kubelet does, which names the sizes that a container has none of.
+            let limits = json!([{"page_size": size, "limit": mib << 20}, {"page_size": "1GB", "limit": 0}]);
+            let container = Container::sh(name, &image, "sleep 600");
+            let container = container.set("linux", json!({"resources": {"hugepage_limits": limits}}));
+            container.set("mounts", json!([mount(&volume.0, "/huge")]))
+        };
+        let one = pod.start(asked("one", "2MB", 8));
+        let two = pod.start(asked("two", "2MB", 5));
+        let pages = || one.exec("awk '/^HugePages_Total/ {print $2}' /proc/meminfo").ok();
+        assert_eq!(pages(), "6");
+        // HUGETLBFS_MAGIC, whose name busybox does not know.
+        assert_eq!(one.exec("stat -f -c '%t %S' /huge; stat -c '%a %g' /huge").ok(), "958458f6 2097152\n2777 2000");
+        one.exec("fallocate -l 8M /huge/file").ok();
+        assert_eq!(one.exec("cat /sys/fs/cgroup/hugetlb.2MB.current").ok(), (8 << 20).to_string());
+        assert_ne!(one.exec("fallocate -l 2M /huge/more").code, 0);
+        // The others' are not theirs.
+        two.exec("fallocate -l 4M /huge/two").ok();
+        give(&node, &one.id, 12).unwrap();
+        assert_eq!(pages(), "8");
+        one.exec("rm -f /huge/more && fallocate -l 4M /huge/more").ok();
+        assert_eq!(one.status()["resources"]["linux"]["hugepageLimits"][0]["limit"], json!((12 << 20).to_string()));
+
+        let refused = |container: Container| {
+            let made = pod.try_create(container);
+            // What only the guest can tell may be the answer to the start.
+            if made.code == 0 { node.crictl.try_call(["start", made.stdout.trim()]).err() } else { made.err() }
+        };
+        let answer = refused(asked("too much", "2MB", 64 << 10));
+        assert!(answer.contains("ResourceExhausted") && answer.contains("more memory"), "{answer}");
+        let error = give(&node, &one.id, 64 << 10).unwrap_err();
+        assert_eq!(error.code(), tonic::Code::ResourceExhausted, "{error}");
+        let answer = refused(asked("unknown", "64KB", 8));
+        assert!(answer.contains("Unimplemented") && answer.contains("2MB"), "{answer}");
+        assert_eq!(pages(), "8");
+        assert!(!volume.0.join("file").exists(), "the node's has no part in it");
+
+        two.exec("rm /huge/two").ok();
+        node.crictl.call(["rm", "--force", &two.id]);
+        assert_eq!(pages(), "6");
+        // One that has ended keeps none from the next.
+        let three = pod.start(asked("three", "2MB", 4));
+        node.crictl.call(["stop", "--timeout", "0", &three.id]);
+        let four = pod.start(asked("four", "2MB", 2));
+        assert_eq!(pages(), "7");
+        four.exec("fallocate -l 2M /huge/four").ok();
+        pod.remove();
+    }
+    drop(volume);
 }

@@ -206,6 +206,7 @@ fn empty_dirs_of(request: &pod::CreateContainerRequest, partitions: &[u32]) -> V
             part_mode: volume.part_mode,
             part_uid: volume.part_uid,
             part_gid: volume.part_gid,
+            page_bytes: volume.page_bytes,
         }
     };
     request.empty_dirs.iter().map(told).collect()

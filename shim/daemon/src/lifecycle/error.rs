@@ -177,15 +177,6 @@ pub enum LifecycleError {
         /// The path.
         path: String,
     },
-    /// A volume of huge pages.
-    #[error(
-        "config.mounts.host_path is {path:?}, a volume of huge pages of the node, which a machine cannot have: leave it out, or run \
-         the pod by a handler whose engine is host"
-    )]
-    HugeVolume {
-        /// The path.
-        path: String,
-    },
     /// A volume of the machine's own whose mounts on the node are asked for.
     #[error(
         "config.mounts.propagation is not PROPAGATION_PRIVATE at {path:?}, a volume that is memory or a disk of the machine: leave \
@@ -369,7 +360,6 @@ impl Classify for LifecycleError {
             | LifecycleError::NoPodPid { .. } => Kind::Invalid,
             LifecycleError::MemoryNodes { .. }
             | LifecycleError::NotForMachines { .. }
-            | LifecycleError::HugeVolume { .. }
             | LifecycleError::OwnPropagation { .. } => Kind::Unsupported,
             LifecycleError::NoRoomForDisk { .. } => Kind::Exhausted,
             LifecycleError::NameTaken { .. } => Kind::AlreadyExists,

@@ -1,5 +1,5 @@
 //! Owns: which volumes of the node are emptyDirs, and which are memory of the pod's machine instead of a share: those of medium
-//! Memory. docs/volumes.md has the rules. Looks at the node's folders and mounts, changes nothing.
+//! Memory and HugePages. docs/volumes.md has the rules. Looks at the node's folders and mounts, changes nothing.
 
 use super::error::LifecycleError;
 use crate::nouns::{NodeVolume, Propagation};
@@ -21,7 +21,7 @@ const MOST: usize = 4096;
 /// paths are without links.
 pub(super) fn plan(id: &ContainerId, volumes: &[NodeVolume]) -> Result<Vec<Option<proto::EmptyDir>>, LifecycleError> {
     let planned = volumes.iter().enumerate().map(|(number, volume)| {
-        let Some((name, root, part)) = found(Path::new(&volume.host_path))? else { return Ok(None) };
+        let Some((name, root, part)) = found(Path::new(&volume.host_path)) else { return Ok(None) };
         if volume.propagation != Propagation::Private {
             return Err(LifecycleError::OwnPropagation { path: volume.host_path.clone() });
         }
@@ -30,11 +30,14 @@ pub(super) fn plan(id: &ContainerId, volumes: &[NodeVolume]) -> Result<Vec<Optio
         else {
             return Ok(None);
         };
+        let block = u64::try_from(size.block_size()).unwrap_or(0);
         Ok(Some(proto::EmptyDir {
             name: super::pushed::called("memory", &name, &root),
             path: root.display().to_string(),
             source: format!("{FOLDER}/{id}.{number}"),
-            bytes: size.blocks().saturating_mul(u64::try_from(size.block_size()).unwrap_or(0)),
+            bytes: size.blocks().saturating_mul(block),
+            // A hugetlbfs has pages for blocks.
+            page_bytes: if size.filesystem_type() == HUGETLBFS_MAGIC { block } else { 0 },
             mode: whole.mode() & 0o7777,
             uid: whole.uid(),
             gid: whole.gid(),
@@ -49,14 +52,10 @@ pub(super) fn plan(id: &ContainerId, volumes: &[NodeVolume]) -> Result<Vec<Optio
 }
 
 /// The name of the volume, its folder, and which part of it is meant (all of it: empty).
-fn found(path: &Path) -> Result<Option<(String, PathBuf, String)>, LifecycleError> {
-    let Some((name, root)) = named(path) else { return Ok(None) };
-    match kind(&root) {
-        Some(HUGETLBFS_MAGIC) => Err(LifecycleError::HugeVolume { path: path.display().to_string() }),
-        Some(TMPFS_MAGIC) if path == root => Ok(Some((name, root, String::new()))),
-        Some(TMPFS_MAGIC) => Ok(part(path, &root).map(|part| (name, root, part))),
-        _ => Ok(None),
-    }
+fn found(path: &Path) -> Option<(String, PathBuf, String)> {
+    let (name, root) = named(path)?;
+    kind(&root).filter(|kind| [TMPFS_MAGIC, HUGETLBFS_MAGIC].contains(kind))?;
+    if path == root { Some((name, root, String::new())) } else { part(path, &root).map(|part| (name, root, part)) }
 }
 
 /// The emptyDir that this is, or is a part of, by kubelet's names: its name, and its folder.
@@ -120,9 +119,9 @@ mod tests {
         let node = tempfile::tempdir().unwrap();
         let folder = node.path().join("pods/uid/volumes").join(PLUGIN).join("scratch");
         fs::create_dir_all(&folder).unwrap();
-        assert_eq!(found(&folder).unwrap(), None);
-        assert_eq!(found(&node.path().join("pods/uid/volume-subpaths/scratch/c/0")).unwrap(), None);
-        assert_eq!(found(Path::new("/dev/shm")).unwrap(), None);
+        assert_eq!(found(&folder), None);
+        assert_eq!(found(&node.path().join("pods/uid/volume-subpaths/scratch/c/0")), None);
+        assert_eq!(found(Path::new("/dev/shm")), None);
         assert_eq!(kind(Path::new("/proc")), Some(nix::sys::statfs::PROC_SUPER_MAGIC));
     }
 

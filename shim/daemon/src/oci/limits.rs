@@ -25,7 +25,10 @@ pub fn limits(after: &Resources, change: &Resources) -> Vec<(String, String)> {
         }
     }
     for (size, limit) in &change.hugepages {
-        set(&format!("hugetlb.{size}.max"), limit.to_string());
+        // What is promised as well as what is touched (since Linux 5.7), as when the container was made.
+        for which in ["max", "rsvd.max"] {
+            set(&format!("hugetlb.{size}.{which}"), limit.to_string());
+        }
     }
     change.unified.iter().for_each(|(file, value)| set(file, value.clone()));
     limits
@@ -85,7 +88,14 @@ mod tests {
         assert!(!written(before(), all.in_guest()).contains(&"cpuset.cpus=2-3".to_owned()));
         assert_eq!(
             written(before(), all.clone()),
-            ["cpu.weight=100", "memory.max=77", "cpuset.cpus=2-3", "hugetlb.2MB.max=4", "memory.high=50"]
+            [
+                "cpu.weight=100",
+                "memory.max=77",
+                "cpuset.cpus=2-3",
+                "hugetlb.2MB.max=4",
+                "hugetlb.2MB.rsvd.max=4",
+                "memory.high=50"
+            ]
         );
         let after = before().changed_by(&all);
         assert_eq!((after.cpu_quota, after.memory_limit, after.cpu_shares), (5000, 77, 1024));
