@@ -1,5 +1,5 @@
-//! Owns: volumes of the machine's own, a tmpfs, a hugetlbfs or the ext4 of a partition each, for all containers of the pod until it ends; and
-//! the parts of them that containers see.
+//! Owns: volumes of the machine's own, a tmpfs, a hugetlbfs or the ext4 of a partition each, for all containers of the pod until
+//! it ends; and the parts of them that containers see.
 //! May use: `image`, which has the partitions. Containers write there: nothing in the volumes is followed. So may others have done
 //! with a disk, which is the kernel's to judge: what it cannot mount is refused.
 

@@ -1,5 +1,5 @@
 //! Owns: the huge pages that the machine's kernel keeps: as many as the limits of the containers allow together, beside those
-//! that it was started with (hugetlbpage.rst, "Interaction with Task Memory Policy" aside: there is one node).
+//! that it was started with (the kernel's Documentation/admin-guide/mm/hugetlbpage.rst).
 //! May use: /sys and /proc of the guest, `memory`. Threads: one change at a time; blocks while the kernel moves pages.
 
 use nacelle_base::{Chain, Classify, Kind};
@@ -83,15 +83,20 @@ impl HugePages {
     }
 
     /// Has the kernel keep as many pages for a container as these limits allow (other sizes stay as they are), and returns what
-    /// takes that back. If there are not as many, all is as it was.
+    /// takes that back. If there are not as many, all is as it was. None of a size that the container has none of is no change,
+    /// whether there is such a size or not.
     pub fn set(&self, container: &str, limits: &Limits) -> Result<Limits, HugePagesError> {
         let mut given = self.given.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(place) = &self.place else { return Ok(Limits::new()) };
         let mut after = given.containers.get(container).cloned().unwrap_or_default();
+        let changes = limits.iter().filter(|(size, bytes)| **bytes > 0 || after.contains_key(*size));
+        let changes: Limits = changes.map(|(size, bytes)| (size.clone(), *bytes)).collect();
         let before = |size: &String| (size.clone(), after.get(size).copied().unwrap_or(0));
-        let before = limits.keys().map(before).collect();
-        after.extend(limits.iter().map(|(size, bytes)| (size.clone(), *bytes)));
-        place.change(&mut given, container, after, limits.keys())?;
+        let before = changes.keys().map(before).collect();
+        if !changes.is_empty() {
+            after.extend(changes.clone());
+            place.change(&mut given, container, after, changes.keys())?;
+        }
         Ok(before)
     }
 
@@ -158,14 +163,7 @@ impl Place {
     }
 
     fn pools(&self) -> Vec<Pool> {
-        let pool = |entry: fs::DirEntry| {
-            let name = entry.file_name();
-            let kib = name.to_str()?.strip_prefix("hugepages-")?.strip_suffix("kB")?.parse().ok()?;
-            Some(Pool { size: called(kib), bytes: kib.checked_mul(1024)?, folder: entry.path() })
-        };
-        let mut pools: Vec<Pool> = fs::read_dir(&self.pools).into_iter().flatten().flatten().filter_map(pool).collect();
-        pools.sort_by_key(|pool| pool.bytes);
-        pools
+        pools(&self.pools)
     }
 
     /// Has the kernel keep so many pages of a size. It makes what there is room for.
@@ -211,6 +209,22 @@ impl Given {
         let all = self.containers.values().map(of).fold(0u64, u64::saturating_add);
         all.saturating_add(self.others.get(&pool.size).copied().unwrap_or(0))
     }
+}
+
+fn pools(folder: &Path) -> Vec<Pool> {
+    let pool = |entry: fs::DirEntry| {
+        let name = entry.file_name();
+        let kib = name.to_str()?.strip_prefix("hugepages-")?.strip_suffix("kB")?.parse().ok()?;
+        Some(Pool { size: called(kib), bytes: kib.checked_mul(1024)?, folder: entry.path() })
+    };
+    let mut pools: Vec<Pool> = fs::read_dir(folder).into_iter().flatten().flatten().filter_map(pool).collect();
+    pools.sort_by_key(|pool| pool.bytes);
+    pools
+}
+
+/// The sizes that this kernel knows, be it the machine's or the node's.
+pub fn sizes() -> Vec<String> {
+    pools(Path::new(POOLS)).into_iter().map(|pool| pool.size).collect()
 }
 
 /// How a size is called in the names of files of control groups (`mem_fmt` in mm/hugetlb_cgroup.c).
@@ -296,6 +310,8 @@ mod tests {
         assert_eq!(fake.now(), 3 + 2);
         fake.set("b", 0).unwrap();
         assert_eq!(fake.now(), 3);
+        // None of what there is none of.
+        assert_eq!(fake.pages.set("b", &Limits::from([("64KB".into(), 0), ("2MB".into(), 0)])).unwrap(), Limits::new());
         assert!(fake.pages.given.lock().unwrap().containers.is_empty());
     }
 

@@ -104,7 +104,11 @@ fn change_each(
         Ok(())
     };
     for (file, value) in limits {
-        set(cgroup.join(file), value)?;
+        let path = cgroup.join(file);
+        // None of huge pages of a size that there is none of: so it is.
+        if !(file.starts_with("hugetlb.") && value == "0" && !path.exists()) {
+            set(path, value)?;
+        }
     }
     let Some(adjustment) = oom_score_adj else { return Ok(()) };
     let processes = cgroup::processes(cgroup);
@@ -149,8 +153,8 @@ pub fn huge_pages(spec: &Spec) -> Limits {
 }
 
 /// Takes off a specification the limits for which there is no controller here, and says which: on a node that leaves
-/// them to cgroup v1 containers run without.
-pub fn leave_out(spec: &mut Spec, controllers: &str) {
+/// them to cgroup v1 containers run without. Of huge pages of a size that is not among `sizes` a container has none anyway.
+pub fn leave_out(spec: &mut Spec, controllers: &str, sizes: &[String]) {
     let Some(resources) = spec.linux_mut().as_mut().and_then(|linux| linux.resources_mut().as_mut()) else { return };
     let missing = |name: &str| !controllers.split_whitespace().any(|controller| controller == name);
     let mut left_out = Vec::new();
@@ -172,9 +176,14 @@ pub fn leave_out(spec: &mut Spec, controllers: &str) {
         resources.set_pids(None);
         left_out.push("pids");
     }
-    if missing("hugetlb") && resources.hugepage_limits().is_some() {
-        resources.set_hugepage_limits(None);
-        left_out.push("hugetlb");
+    if let Some(limits) = resources.hugepage_limits().clone() {
+        let none = missing("hugetlb");
+        let (lost, kept): (Vec<_>, Vec<_>) = limits
+            .into_iter()
+            .filter(|limit| limit.limit() > 0 || sizes.contains(limit.page_size()))
+            .partition(|limit| none && limit.limit() > 0);
+        resources.set_hugepage_limits(Some(kept).filter(|kept| !none && !kept.is_empty()));
+        left_out.extend(if lost.is_empty() { None } else { Some("hugetlb") });
     }
     if let Some(unified) = resources.unified().clone() {
         let known = |file: &String| !missing(file.split('.').next().unwrap_or(file));
@@ -198,12 +207,14 @@ mod tests {
                 "ociVersion": "1.0.2",
                 "linux": { "resources": {
                     "memory": { "limit": 5 }, "cpu": { "quota": 1, "cpus": "0-1", "mems": "0" },
-                    "hugepageLimits": [{ "pageSize": "2MB", "limit": 1 }],
+                    "hugepageLimits": [
+                        { "pageSize": "2MB", "limit": 0 }, { "pageSize": "1GB", "limit": 0 }, { "pageSize": "1GB", "limit": 1 },
+                    ],
                     "unified": { "memory.high": "1", "hugetlb.2MB.max": "1" },
                 } },
             }))
             .unwrap();
-            leave_out(&mut spec, controllers);
+            leave_out(&mut spec, controllers, &["2MB".to_owned()]);
             spec.linux().clone().unwrap().resources().clone().unwrap()
         };
         let all = spec("cpu cpuset memory pids hugetlb io\n");
@@ -213,12 +224,14 @@ mod tests {
             let cpu = spec(controllers).cpu().clone().unwrap();
             assert_eq!((cpu.quota(), cpu.cpus().as_deref()), (quota, cpus));
         }
-        assert!(all.memory().is_some() && all.cpu().is_some() && all.hugepage_limits().is_some());
+        assert!(all.memory().is_some() && all.cpu().is_some());
+        let pages = all.hugepage_limits().iter().flatten().map(|limit| (limit.page_size().as_str(), limit.limit()));
+        assert_eq!(pages.collect::<Vec<_>>(), [("2MB", 0), ("1GB", 1)]);
         assert_eq!(all.unified().as_ref().unwrap().len(), 2);
         let few = spec("hugetlb\n");
         assert!(few.memory().is_none() && few.cpu().is_none() && few.hugepage_limits().is_some());
         assert_eq!(few.unified().as_ref().unwrap().keys().collect::<Vec<_>>(), ["hugetlb.2MB.max"]);
-        assert!(spec("").unified().is_none());
+        assert!(spec("").unified().is_none() && spec("").hugepage_limits().is_none());
     }
 
     /// A folder that looks like a cgroup with two processes, one of which is gone.
@@ -247,7 +260,8 @@ mod tests {
     #[test]
     fn all_are_written() {
         let (_folder, cgroup, proc) = fake();
-        change(&cgroup, &proc, &limits(&[("memory.max", "1000"), ("cpu.max", "5 10")]), Some(-4)).unwrap();
+        let none = ("hugetlb.1GB.max", "0");
+        change(&cgroup, &proc, &limits(&[("memory.max", "1000"), none, ("cpu.max", "5 10")]), Some(-4)).unwrap();
         let text = |path: PathBuf| fs::read_to_string(path).unwrap();
         assert_eq!(text(cgroup.join("memory.max")), "1000");
         assert_eq!(text(cgroup.join("cpu.max")), "5 10");

@@ -520,7 +520,7 @@ fn prepare(pod: &Pod, options: &CreateOptions, pid: PidNamespace) -> Result<Prep
         devices::give(&mut spec, device, numbers).map_err(|source| in_spec(source.into()))?;
     }
     let controllers = Path::new(paths::CGROUP).join("cgroup.controllers");
-    limits::leave_out(&mut spec, &std::fs::read_to_string(controllers).unwrap_or_default());
+    limits::leave_out(&mut spec, &std::fs::read_to_string(controllers).unwrap_or_default(), &huge_pages::sizes());
     if let Some(process) = spec.process() {
         root::make_folder(&root, process.cwd(), owner).map_err(in_root)?;
     }

@@ -73,6 +73,15 @@ pub fn call<S: AsRef<OsStr>>(program: impl AsRef<OsStr>, arguments: impl IntoIte
     run(Command::new(program).args(arguments))
 }
 
+/// Waits for an answer to what crictl cannot ask.
+///
+/// # Panics
+/// When no runtime can be made.
+pub fn ask<T>(question: impl Future<Output = T>) -> T {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
+    runtime.expect("threads can be started").block_on(question)
+}
+
 /// Asks `question` until it has an answer.
 ///
 /// # Panics

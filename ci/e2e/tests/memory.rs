@@ -1,7 +1,8 @@
 //! Owns: emptyDir volumes of medium Memory and HugePages, and limits of huge pages, with the test in kubelet's place: in a machine they are its own memory.
 
+use nacelle_e2e::crictl::RunningPod;
 use nacelle_e2e::node::engine;
-use nacelle_e2e::run::call;
+use nacelle_e2e::run::{ask, call};
 use nacelle_e2e::{Container, Image, Node, Pod};
 use nacelle_proto::cri;
 use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
@@ -52,6 +53,12 @@ fn mount(host: &Path, at: &str) -> Value {
     json!({"host_path": host, "container_path": at})
 }
 
+/// What is said of a container that cannot be: what only the guest can tell may be the answer to the start.
+fn refused(node: &Node, pod: &RunningPod, container: Container) -> String {
+    let made = pod.try_create(container);
+    if made.code == 0 { node.crictl.try_call(["start", made.stdout.trim()]).err() } else { made.err() }
+}
+
 #[test]
 fn an_empty_dir_in_memory_is_memory_of_the_machine() {
     let node = Node::new();
@@ -83,14 +90,8 @@ fn an_empty_dir_in_memory_is_memory_of_the_machine() {
             assert_eq!(reader.exec("cat /cache/file").ok(), "word");
             assert_ne!(reader.exec("touch /cache/x").code, 0);
             one.exec("rm -rf /cache/trap && ln -s / /cache/trap").ok();
-            let trapped = pod.try_create(with("trapped", json!([mount(&again.0, "/trap")])));
-            if trapped.code == 0 {
-                let refused = node.crictl.try_call(["start", trapped.stdout.trim()]).err();
-                assert!(refused.contains("FailedPrecondition") && refused.contains("leads out"), "{refused}");
-            } else {
-                let refused = trapped.err();
-                assert!(refused.contains("FailedPrecondition") && refused.contains("leads out"), "{refused}");
-            }
+            let answer = refused(&node, &pod, with("trapped", json!([mount(&again.0, "/trap")])));
+            assert!(answer.contains("FailedPrecondition") && answer.contains("leads out"), "{answer}");
         }
         // A container that is made again finds what was there.
         node.crictl.call(["rm", "--force", &one.id]);
@@ -113,16 +114,11 @@ fn what_a_machine_would_not_see_is_refused() {
     let volume = Mounted::new(&node, "filled", "tmpfs", "size=4m");
     fs::write(volume.0.join("file"), "of the node").unwrap();
     let pod = node.crictl.run_pod(Pod::new("refusing", node.folder()));
-    let refused = |name: &str, mount: Value| {
-        let asked = Container::sh(name, &image, "true").set("mounts", json!([mount]));
-        let made = pod.try_create(asked);
-        // What only the guest can tell may be the answer to the start.
-        if made.code == 0 { node.crictl.try_call(["start", made.stdout.trim()]).err() } else { made.err() }
-    };
-    let answer = refused("filled", mount(&volume.0, "/cache"));
+    let with = |name: &str, mount: Value| Container::sh(name, &image, "true").set("mounts", json!([mount]));
+    let answer = refused(&node, &pod, with("filled", mount(&volume.0, "/cache")));
     assert!(answer.contains("FailedPrecondition") && answer.contains("has files on the node"), "{answer}");
     let both = json!({"host_path": volume.0, "container_path": "/cache", "propagation": 1});
-    let answer = refused("told", both);
+    let answer = refused(&node, &pod, with("told", both));
     assert!(answer.contains("Unimplemented") && answer.contains("propagation"), "{answer}");
     pod.remove();
 }
@@ -136,10 +132,7 @@ fn give(node: &Node, container: &str, mib: u64) -> Result<(), tonic::Status> {
         linux: Some(linux),
         ..Default::default()
     };
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
-    runtime.block_on(async {
-        RuntimeServiceClient::new(node.channel()).update_container_resources(request).await.map(drop)
-    })
+    ask(async { RuntimeServiceClient::new(node.channel()).update_container_resources(request).await.map(drop) })
 }
 
 #[test]
@@ -174,21 +167,26 @@ fn huge_pages_are_memory_of_the_machine_as_many_as_the_limits_allow() {
         give(&node, &one.id, 12).unwrap();
         assert_eq!(pages(), "8");
         one.exec("rm -f /huge/more && fallocate -l 4M /huge/more").ok();
-        assert_eq!(one.status()["resources"]["linux"]["hugepageLimits"][0]["limit"], json!((12 << 20).to_string()));
-
-        let refused = |container: Container| {
-            let made = pod.try_create(container);
-            // What only the guest can tell may be the answer to the start.
-            if made.code == 0 { node.crictl.try_call(["start", made.stdout.trim()]).err() } else { made.err() }
+        let told = one.status()["resources"]["linux"]["hugepageLimits"].clone();
+        let limit = |size: &str| {
+            told.as_array().unwrap().iter().find(|limit| limit["pageSize"] == size).unwrap()["limit"].clone()
         };
-        let answer = refused(asked("too much", "2MB", 64 << 10));
+        assert_eq!((limit("2MB"), limit("1GB")), (json!((12 << 20).to_string()), json!("0")), "{told}");
+
+        let answer = refused(&node, &pod, asked("too much", "2MB", 64 << 10));
         assert!(answer.contains("ResourceExhausted") && answer.contains("more memory"), "{answer}");
         let error = give(&node, &one.id, 64 << 10).unwrap_err();
         assert_eq!(error.code(), tonic::Code::ResourceExhausted, "{error}");
-        let answer = refused(asked("unknown", "64KB", 8));
+        let answer = refused(&node, &pod, asked("unknown", "64KB", 8));
         assert!(answer.contains("Unimplemented") && answer.contains("2MB"), "{answer}");
         assert_eq!(pages(), "8");
         assert!(!volume.0.join("file").exists(), "the node's has no part in it");
+
+        // Who has none takes nobody's.
+        let zero = pod.start(asked("zero", "2MB", 0));
+        assert_ne!(zero.exec("rm /huge/more && fallocate -l 2M /huge/zero").code, 0);
+        assert_eq!(zero.exec("cat /sys/fs/cgroup/hugetlb.2MB.max").ok(), "0");
+        assert_eq!(pages(), "8");
 
         two.exec("rm /huge/two").ok();
         node.crictl.call(["rm", "--force", &two.id]);

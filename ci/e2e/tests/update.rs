@@ -1,6 +1,7 @@
 //! Owns: limits that change while a container runs, as its guest has them.
 
 use nacelle_e2e::node::{Options, engine};
+use nacelle_e2e::run::ask;
 use nacelle_e2e::{Container, Image, Node, Pod, eventually};
 use nacelle_proto::cri;
 use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
@@ -103,10 +104,7 @@ fn resize(node: &Node, pod: &str, cpu_quota: i64) -> Result<(), tonic::Status> {
 fn give(node: &Node, pod: &str, resources: cri::LinuxContainerResources) -> Result<(), tonic::Status> {
     let pod_sandbox_id = pod.to_owned();
     let request = cri::UpdatePodSandboxResourcesRequest { pod_sandbox_id, overhead: None, resources: Some(resources) };
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
-    runtime.block_on(async {
-        RuntimeServiceClient::new(node.channel()).update_pod_sandbox_resources(request).await.map(drop)
-    })
+    ask(async { RuntimeServiceClient::new(node.channel()).update_pod_sandbox_resources(request).await.map(drop) })
 }
 
 #[test]

@@ -23,6 +23,7 @@ macro_rules! fields {
             concat!($below, ".oom_score_adj"),
             concat!($below, ".cpuset_cpus"),
             concat!($below, ".cpuset_mems"),
+            concat!($below, ".hugepage_limits.page_size"),
             concat!($below, ".unified"),
         ]
     };
@@ -172,8 +173,8 @@ pub fn pod_resources_change(request: &cri::UpdatePodSandboxResourcesRequest) -> 
     })
 }
 
-fn resources(asked: &cri::LinuxContainerResources, fields: [&'static str; 9]) -> Result<Resources, FieldError> {
-    let [period, quota, shares, memory, swap, oom_score_adj, cpus, mems, unified] = fields;
+fn resources(asked: &cri::LinuxContainerResources, fields: [&'static str; 10]) -> Result<Resources, FieldError> {
+    let [period, quota, shares, memory, swap, oom_score_adj, cpus, mems, pages, unified] = fields;
     for (field, value, range) in [
         (period, asked.cpu_period, 0..=1_000_000),
         (quota, asked.cpu_quota, -1..=i64::MAX),
@@ -192,6 +193,13 @@ fn resources(asked: &cri::LinuxContainerResources, fields: [&'static str; 9]) ->
         }
     }
     let plain = |key: &str| !key.is_empty() && !key.starts_with('.') && !key.contains(['/', '\0']);
+    let size = |text: &str| {
+        let digits = ["KB", "MB", "GB"].iter().find_map(|unit| text.strip_suffix(unit));
+        digits.is_some_and(|digits| (1..=4).contains(&digits.len()) && digits.bytes().all(|byte| byte.is_ascii_digit()))
+    };
+    if let Some(limit) = asked.hugepage_limits.iter().find(|limit| !size(&limit.page_size)) {
+        return bad(pages, &limit.page_size, "a size of huge pages is needed, as 2MB");
+    }
     if let Some(key) = asked.unified.keys().find(|key| !plain(key)) {
         return bad(unified, key, "the name of a file of cgroup v2 is needed");
     }
@@ -202,13 +210,8 @@ fn resources(asked: &cri::LinuxContainerResources, fields: [&'static str; 9]) ->
         memory_limit: asked.memory_limit_in_bytes,
         memory_swap_limit: asked.memory_swap_limit_in_bytes,
         oom_score_adj: asked.oom_score_adj,
-        // Limits of 0 are kubelet's way to say that none are given; the guest has no huge pages to give either.
-        hugepages: asked
-            .hugepage_limits
-            .iter()
-            .filter(|limit| limit.limit > 0)
-            .map(|limit| (limit.page_size.clone(), limit.limit))
-            .collect(),
+        // kubelet names every size of its node, with a limit of 0 for those of which the container has none.
+        hugepages: asked.hugepage_limits.iter().map(|limit| (limit.page_size.clone(), limit.limit)).collect(),
         unified: pairs(&asked.unified),
         cpuset_cpus: asked.cpuset_cpus.clone(),
         cpuset_mems: asked.cpuset_mems.clone(),
@@ -392,7 +395,7 @@ mod tests {
         .unwrap();
         assert_eq!(container.envs, [("A".to_owned(), "ä=b".to_owned())]);
         assert_eq!(container.stop_signal, Some(37));
-        assert!(container.resources.hugepages.is_empty());
+        assert_eq!(container.resources.hugepages, [("2MB".to_owned(), 0)]);
         assert_eq!(
             (container.capabilities.add, container.capabilities.drop),
             (vec!["NET_ADMIN".to_owned()], vec!["ALL".into()])
@@ -435,7 +438,7 @@ mod tests {
     #[test]
     fn every_refusal_names_field_and_rule() {
         type Change = fn(&mut cri::ContainerConfig);
-        let rows: [(Change, Kind, &str); 25] = [
+        let rows: [(Change, Kind, &str); 26] = [
             (|c| c.metadata = None, Kind::Invalid, "config.metadata is missing"),
             (|c| c.metadata.as_mut().unwrap().name.clear(), Kind::Invalid, "name is missing"),
             (|c| c.image = None, Kind::Invalid, "config.image is missing"),
@@ -461,6 +464,11 @@ mod tests {
             (|c| limits(c).cpu_shares = -1, Kind::Invalid, "cpu_shares"),
             (|c| limits(c).oom_score_adj = 1001, Kind::Invalid, "oom_score_adj"),
             (|c| limits(c).cpuset_cpus = "3-0".into(), Kind::Invalid, "cpuset_cpus is \"3-0\""),
+            (
+                |c| limits(c).hugepage_limits = vec![cri::HugepageLimit { page_size: "2/../MB".into(), limit: 1 }],
+                Kind::Invalid,
+                "hugepage_limits.page_size is \"2/../MB\"",
+            ),
             (|c| limits(c).unified.extend([("../x".into(), "1".into())]), Kind::Invalid, "unified"),
             (
                 |c| {
