@@ -4,11 +4,12 @@
 
 use nacelle_e2e::node::engine;
 use nacelle_e2e::run::call;
-use nacelle_e2e::{Container, Image, Node, Pod, part};
+use nacelle_e2e::{Container, Image, Node, Pod, eventually, part};
 use serde_json::json;
 use std::collections::BTreeSet;
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::PathBuf;
 
 /// Operations of fsx on a file, and which tests of pjdfstest run (their names; empty: all). Fewer where a request for a file
 /// takes milliseconds, as in the emulated node: the guest's kernel and `nacelle-fs` are the same under both engines.
@@ -110,4 +111,33 @@ fn they_do_what_posix_says() {
     assert!(wrong.is_empty(), "{wrong:#?}");
     pod.remove();
     assert_eq!(node.left(), Vec::<String>::new());
+}
+
+#[test]
+fn what_is_removed_from_a_root_is_free_at_once_and_soon_the_nodes() {
+    if engine() == "host" {
+        println!("skipped: without a guest the root is a folder of the node");
+        return;
+    }
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(Pod::new("removing", node.folder()));
+    let one = pod.start(Container::sh("one", &image, "sleep 600"));
+    // The disk has no name any more: who has it open knows it.
+    let open = |pid| fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten().map(|file| file.path());
+    let is_disk =
+        |path: &PathBuf| fs::read_link(path).is_ok_and(|file| file.to_string_lossy().contains(".ext4 (deleted)"));
+    let disk = node.processes("nacelle-pod ").into_iter().flat_map(open).find(is_disk).expect("the pod's disk is open");
+    let taken = || fs::metadata(&disk).expect("it stays open").blocks() / 2;
+    let before = taken();
+    one.exec("dd if=/dev/urandom of=/much bs=1M count=24; mkdir /many; for n in $(seq 300); do echo $n >/many/$n; done; sync").ok();
+    assert!(taken() > before + (24 << 10), "{} KiB, {before} before", taken());
+    one.exec("rm -r /much /many").ok();
+    eventually("the room is given back", || (taken() < before + (1 << 10)).then_some(()));
+
+    // What the disk is forgetting is as free as the rest, also where there is hardly any other room.
+    one.exec("fallocate -l $(($(df -k / | awk 'END {print $4}') - 40960))k /most").ok();
+    one.exec("for n in $(seq 8); do dd if=/dev/zero of=/much bs=1M count=32 conv=fsync || exit 1; rm /much; done").ok();
+    one.exec("for n in $(seq 8); do dd if=/dev/zero of=/much bs=1M count=32 conv=fsync || exit 1; sleep 0.$n; rm /much; done").ok();
+    pod.remove();
 }

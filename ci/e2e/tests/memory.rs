@@ -1,7 +1,7 @@
 //! Owns: emptyDir volumes of medium Memory and HugePages, and limits of huge pages, with the test in kubelet's place: in a machine they are its own memory.
 
 use nacelle_e2e::crictl::RunningPod;
-use nacelle_e2e::node::engine;
+use nacelle_e2e::node::{Options, engine};
 use nacelle_e2e::run::{ask, call};
 use nacelle_e2e::{Container, Image, Node, Pod};
 use nacelle_proto::cri;
@@ -197,6 +197,47 @@ fn huge_pages_are_memory_of_the_machine_as_many_as_the_limits_allow() {
         let four = pod.start(asked("four", "2MB", 2));
         assert_eq!(pages(), "7");
         four.exec("fallocate -l 2M /huge/four").ok();
+        pod.remove();
+    }
+    drop(volume);
+}
+
+#[test]
+fn a_huge_page_can_be_a_gibibyte_where_the_processor_has_such() {
+    if engine() == "host" {
+        println!("skipped: without a guest huge pages are the node's");
+        return;
+    }
+    let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(nacelle_e2e::part);
+    let extra = format!(
+        "[handlers.large]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nmemory_mib = 2304\nscratch_mib = 512\n",
+        engine()
+    );
+    let node = Node::with(Options { extra, ..Options::default() });
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let volume = Mounted::new(&node, "giant", "hugetlbfs", "pagesize=1G");
+    {
+        let pod = node.crictl.run_pod_of("large", Pod::new("giant", node.folder()));
+        let look = pod.start(Container::sh("look", &image, "sleep 600"));
+        let asked = |name: &str, pages: u64| {
+            let limits = json!([{"page_size": "1GB", "limit": pages << 30}, {"page_size": "2MB", "limit": 0}]);
+            let container = Container::sh(name, &image, "sleep 600");
+            let container = container.set("linux", json!({"resources": {"hugepage_limits": limits}}));
+            container.set("mounts", json!([mount(&volume.0, "/giant")]))
+        };
+        if look.exec("grep -qw pdpe1gb /proc/cpuinfo").code == 0 {
+            let one = pod.start(asked("one", 1));
+            assert_eq!(one.exec("stat -f -c '%t %S' /giant").ok(), format!("958458f6 {}", 1 << 30));
+            one.exec("fallocate -l 1G /giant/file").ok();
+            assert_eq!(one.exec("cat /sys/fs/cgroup/hugetlb.1GB.current").ok(), (1 << 30).to_string());
+            assert_ne!(one.exec("fallocate -l 1G /giant/more").code, 0);
+            let answer = refused(&node, &pod, asked("two", 2));
+            assert!(answer.contains("ResourceExhausted") && answer.contains("more memory"), "{answer}");
+        } else {
+            let answer = refused(&node, &pod, asked("one", 1));
+            assert!(answer.contains("Unimplemented") && answer.contains("2MB"), "{answer}");
+            println!("this processor has none");
+        }
         pod.remove();
     }
     drop(volume);

@@ -19,10 +19,11 @@ const LOADS: [(&str, &str); 5] = [
 /// For how long it is left alone then.
 const SETTLED: Duration = Duration::from_secs(8);
 
-/// What was said and counted of a pod at one moment, in bytes and nanoseconds.
+/// What was said of a pod, in bytes and nanoseconds, and what was counted just before and just after that: no two can be asked at the same moment.
 struct Moment {
     accounts: Value,
     stats: f64,
+    before: Group,
     group: Group,
 }
 
@@ -30,6 +31,14 @@ impl Moment {
     /// One figure of the accounts.
     fn said(&self, account: &str, figure: &str) -> f64 {
         self.accounts[account][figure].as_f64().unwrap_or(f64::NAN)
+    }
+
+    /// How far a figure is from what was counted around it, in percent: 0 if it lies between the two.
+    fn error(&self, account: &str, figure: &str, counted: fn(&Group) -> f64) -> f64 {
+        let said = self.said(account, figure);
+        let (one, other) = (counted(&self.before), counted(&self.group));
+        let nearest = said.clamp(one.min(other), one.max(other));
+        (said - nearest) / nearest * 100.0
     }
 }
 
@@ -46,8 +55,11 @@ pub fn measure() -> Value {
         let (container, _) = cri.start(&pod, &image, &["/bin/sh", "-c", &script]);
         std::thread::sleep(SETTLED);
         let look = |cri: &mut Cri, pod: &Pod| {
-            let (accounts, stats) = (cri.accounts(pod), cri.memory(pod));
-            memory::group(node.folder(), Some(&pod.id)).map(|group| Moment { accounts, stats, group })
+            let group = || memory::group(node.folder(), Some(&pod.id));
+            let before = group()?;
+            let accounts = cri.accounts(pod);
+            let group = group()?;
+            Some(Moment { accounts, stats: cri.memory(pod), before, group })
         };
         let Some(before) = look(&mut cri, &pod) else {
             cri.remove_pod(&pod);
@@ -69,7 +81,6 @@ pub fn measure() -> Value {
 }
 
 fn row(load: &str, before: &Moment, after: &Moment) -> Value {
-    let error = |said: f64, counted: f64| (said - counted) / counted * 100.0;
     let said = |figure: &str| after.said("machine", figure);
     let group = &after.group;
     json!({
@@ -84,10 +95,10 @@ fn row(load: &str, before: &Moment, after: &Moment) -> Value {
             "grew": (group.all - before.group.all) / MIB, "cpu_seconds": group.cpu_nanos / 1e9,
         },
         "errors": {
-            "machine": error(said("anonymousBytes"), group.anonymous),
-            "node": error(after.said("node", "memoryBytes"), group.all),
-            "node_anonymous": error(after.said("node", "anonymousBytes"), group.anonymous),
-            "cpu": error(said("cpuNanos"), group.cpu_nanos),
+            "machine": after.error("machine", "anonymousBytes", |group| group.anonymous),
+            "node": after.error("node", "memoryBytes", |group| group.all),
+            "node_anonymous": after.error("node", "anonymousBytes", |group| group.anonymous),
+            "cpu": after.error("machine", "cpuNanos", |group| group.cpu_nanos),
         },
     })
 }

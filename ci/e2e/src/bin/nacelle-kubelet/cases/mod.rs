@@ -41,6 +41,7 @@ pub const SHARED: &[Shared] = &[
     ("user namespace", runs::user_namespace),
     ("what a pod knows of itself", runs::what_a_pod_knows_of_itself),
     ("scratch volumes", volumes::scratch),
+    ("huge pages", volumes::huge_pages),
     ("folders of the node", volumes::folders_of_the_node),
     ("an image as a volume", volumes::an_image_as_a_volume),
     ("exec, attach and logs", shows::exec_attach_and_logs),

@@ -24,6 +24,31 @@ pub fn scratch(world: &World) -> Outcome {
     Outcome::Passed
 }
 
+pub fn huge_pages(world: &World) -> Outcome {
+    // Those that the node promises to pods: kubelet admits nobody beyond them.
+    let pool = fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages").unwrap_or_default();
+    if pool.trim().parse().unwrap_or(0) < 4 {
+        return Outcome::Skipped("the node has no four huge pages in its pool");
+    }
+    let pod = StaticPod::example(world, "huge-pages");
+    pod.ready();
+    let shell = |container: &str, script: &str| pod.shell(container, script, b"");
+    crate::pods::wait("the owner's file", || {
+        (shell("other", "stat -c %s /pages/file").stdout == "4194304\n").then_some(())
+    });
+    // HUGETLBFS_MAGIC, whose name busybox does not know.
+    assert_eq!(shell("owner", "stat -f -c '%t %S' /pages").stdout, "958458f6 2097152\n");
+    if nacelle_e2e::node::engine() != "host" {
+        assert_eq!(shell("owner", "awk '/^HugePages_Total/ {print $2}' /proc/meminfo").stdout, "4\n");
+    }
+    // Who has none takes nobody's; who has some, no more than they are.
+    assert_ne!(shell("other", "fallocate -l 2M /pages/other").code(), Some(0));
+    assert_eq!(shell("owner", "rm -f /pages/other && fallocate -l 4M /pages/more").code(), Some(0));
+    assert_ne!(shell("owner", "fallocate -l 2M /pages/too-much").code(), Some(0));
+    pod.remove();
+    Outcome::Passed
+}
+
 pub fn folders_of_the_node(world: &World) -> Outcome {
     let folder = world.folder("data");
     fs::write(folder.join("from-node"), "word of the node\n").expect("writable");
