@@ -28,12 +28,16 @@ pub enum LimitError {
     Write { file: String, value: String, source: io::Error },
     #[error("cannot read {file}, so a change could not be taken back")]
     Read { file: String, source: io::Error },
+    #[error(
+        "no {file}: this node has no cgroup v2 controller for it, and containers run without such limits (it has {has:?})"
+    )]
+    NoController { file: String, has: String },
 }
 
 impl Classify for LimitError {
     fn kind(&self) -> Kind {
         match self {
-            LimitError::InUse { .. } => Kind::Conflict,
+            LimitError::InUse { .. } | LimitError::NoController { .. } => Kind::Conflict,
             LimitError::Name { .. } | LimitError::TooMany { .. } => Kind::Invalid,
             LimitError::Write { source, .. } | LimitError::Read { source, .. } => match source.raw_os_error() {
                 // What the kernel does not take, and what it does not have.
@@ -61,11 +65,17 @@ pub fn change(
     if limits.len() > MOST {
         return Err(LimitError::TooMany { count: limits.len() });
     }
+    let has = controllers(cgroup);
     for (file, value) in limits {
         let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
         // Those of cgroup itself kill, move and freeze processes.
         if !file.contains('.') || file.starts_with('.') || file.starts_with("cgroup.") || !file.chars().all(plain) {
             return Err(LimitError::Name { file: file.chars().take(100).collect() });
+        }
+        let controller = file.split('.').next().unwrap_or(file);
+        let none = file.starts_with("hugetlb.") && value == "0";
+        if let Some(has) = has.as_ref().filter(|has| !none && !has.split_whitespace().any(|one| one == controller)) {
+            return Err(LimitError::NoController { file: file.clone(), has: has.trim().to_owned() });
         }
         if let (MEMORY, Ok(limit)) = (file.as_str(), value.parse::<u64>()) {
             let used = read(&cgroup.join("memory.current"))?.trim().parse().unwrap_or(0);
@@ -129,6 +139,11 @@ fn is_gone(error: &io::Error) -> bool {
 
 fn name(path: &Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
+
+/// The controllers of a cgroup, with which alone it has files of limits; none if it does not say.
+fn controllers(cgroup: &Path) -> Option<String> {
+    fs::read_to_string(cgroup.join("cgroup.controllers")).ok()
 }
 
 fn read(path: &Path) -> Result<String, LimitError> {
@@ -285,5 +300,16 @@ mod tests {
             assert_eq!(fs::read_to_string(cgroup.join("cpu.max")).unwrap().trim(), "max 100000", "{error}");
         }
         assert!(change(&cgroup, &proc, &limits(&[("cpu.max", "1"); MOST + 1]), None).is_err());
+    }
+
+    #[test]
+    fn a_node_without_the_controller_says_so() {
+        let (_folder, cgroup, proc) = fake();
+        fs::write(cgroup.join("cgroup.controllers"), "cpu\n").unwrap();
+        let error = change(&cgroup, &proc, &limits(&[("cpu.max", "5 10"), ("memory.max", "2000")]), None).unwrap_err();
+        assert_eq!(error.kind(), Kind::Conflict, "{error}");
+        assert!(error.to_string().contains("no memory.max") && error.to_string().contains("\"cpu\""), "{error}");
+        assert_eq!(fs::read_to_string(cgroup.join("cpu.max")).unwrap(), "max 100000\n");
+        change(&cgroup, &proc, &limits(&[("cpu.max", "5 10"), ("hugetlb.2MB.max", "0")]), None).unwrap();
     }
 }

@@ -131,14 +131,13 @@ pub fn a_wrong_machine(world: &World) -> Outcome {
         template.replace("name: wrong", "labels: {a: b}")
     );
     assert_eq!(create(&many, &[]).err(), TOLD.replace("The Pod \"wrong\"", "The Deployment \"many\""));
-    let warned = cluster.kubectl(&["run", "warned", "--image=debian", "--annotations=vm.nacelle.dev/cpu-pinning=true"]);
-    assert!(
-        warned.code == 0
-            && warned.stderr.starts_with(
-                "Warning: spec.domain.cpu.dedicatedCpuPlacement (from vm.nacelle.dev/cpu-pinning) is not run"
-            ),
-        "{warned:?}"
-    );
+    let annotations =
+        ["kernel-image=a:1", "kernel=/k", "initrd=/i"].map(|one| format!("--annotations=vm.nacelle.dev/{one}"));
+    let [image, kernel, initrd] = &annotations;
+    let warned = cluster.kubectl(&["run", "warned", "--image=debian", image, kernel, initrd]);
+    let warning =
+        "Warning: spec.domain.firmware.kernelBoot.container.initrdPath (from vm.nacelle.dev/initrd) is not run";
+    assert!(warned.code == 0 && warned.stderr.starts_with(warning), "{warned:?}");
     cluster.kubectl(&["delete", "pod", "warned", "--force", "--grace-period=0"]).ok();
 
     // What the catalogue of the server means reaches the guest.
