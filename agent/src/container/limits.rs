@@ -11,6 +11,8 @@ use std::path::{Path, PathBuf};
 
 /// The limit below which a container would be killed at once.
 const MEMORY: &str = "memory.max";
+/// The controllers of cgroup v2 (the kernel's Documentation/admin-guide/cgroup-v2.rst), which a node may leave to version 1.
+const CONTROLLERS: [&str; 8] = ["cpu", "cpuset", "memory", "io", "pids", "hugetlb", "rdma", "misc"];
 /// Limits of one request.
 const MOST: usize = 64;
 
@@ -29,7 +31,7 @@ pub enum LimitError {
     #[error("cannot read {file}, so a change could not be taken back")]
     Read { file: String, source: io::Error },
     #[error(
-        "no {file}: this node has no cgroup v2 controller for it, and containers run without such limits (it has {has:?})"
+        "no {file}: there is no cgroup v2 controller for it here ({has:?} are), and containers run without such limits"
     )]
     NoController { file: String, has: String },
 }
@@ -74,7 +76,8 @@ pub fn change(
         }
         let controller = file.split('.').next().unwrap_or(file);
         let none = file.starts_with("hugetlb.") && value == "0";
-        if let Some(has) = has.as_ref().filter(|has| !none && !has.split_whitespace().any(|one| one == controller)) {
+        let missing = |has: &&String| !none && !has.split_whitespace().any(|one| one == controller);
+        if let Some(has) = has.as_ref().filter(missing).filter(|_| CONTROLLERS.contains(&controller)) {
             return Err(LimitError::NoController { file: file.clone(), has: has.trim().to_owned() });
         }
         if let (MEMORY, Ok(limit)) = (file.as_str(), value.parse::<u64>()) {
@@ -310,6 +313,8 @@ mod tests {
         assert_eq!(error.kind(), Kind::Conflict, "{error}");
         assert!(error.to_string().contains("no memory.max") && error.to_string().contains("\"cpu\""), "{error}");
         assert_eq!(fs::read_to_string(cgroup.join("cpu.max")).unwrap(), "max 100000\n");
+        let error = change(&cgroup, &proc, &limits(&[("memry.max", "1")]), None).unwrap_err();
+        assert_eq!(error.kind(), Kind::Invalid, "{error}");
         change(&cgroup, &proc, &limits(&[("cpu.max", "5 10"), ("hugetlb.2MB.max", "0")]), None).unwrap();
     }
 }

@@ -20,6 +20,7 @@ const LOADS: [(&str, &str); 5] = [
 const SETTLED: Duration = Duration::from_secs(8);
 
 /// What was said of a pod, in bytes and nanoseconds, and what was counted just before and just after that: no two can be asked at the same moment.
+/// Errors are told with both: how far it is from the nearer one (0 between them), and from the later one.
 struct Moment {
     accounts: Value,
     stats: f64,
@@ -33,12 +34,11 @@ impl Moment {
         self.accounts[account][figure].as_f64().unwrap_or(f64::NAN)
     }
 
-    /// How far a figure is from what was counted around it, in percent: 0 if it lies between the two.
-    fn error(&self, account: &str, figure: &str, counted: fn(&Group) -> f64) -> f64 {
+    /// How far a figure is from what was counted around it, in percent: 0 if it lies between the two; and from what was counted after it.
+    fn errors(&self, account: &str, figure: &str, counted: fn(&Group) -> f64) -> [f64; 2] {
         let said = self.said(account, figure);
         let (one, other) = (counted(&self.before), counted(&self.group));
-        let nearest = said.clamp(one.min(other), one.max(other));
-        (said - nearest) / nearest * 100.0
+        [said.clamp(one.min(other), one.max(other)), other].map(|counted| (said - counted) / counted * 100.0)
     }
 }
 
@@ -82,7 +82,17 @@ pub fn measure() -> Value {
 
 fn row(load: &str, before: &Moment, after: &Moment) -> Value {
     let said = |figure: &str| after.said("machine", figure);
-    let group = &after.group;
+    let counted = |group: &Group| {
+        json!({
+            "anonymous": group.anonymous / MIB, "all": group.all / MIB, "kernel": group.kernel / MIB,
+            "grew": (group.all - before.group.all) / MIB, "cpu_seconds": group.cpu_nanos / 1e9,
+        })
+    };
+    let machine = after.errors("machine", "anonymousBytes", |group| group.anonymous);
+    let node = after.errors("node", "memoryBytes", |group| group.all);
+    let node_anonymous = after.errors("node", "anonymousBytes", |group| group.anonymous);
+    let cpu = after.errors("machine", "cpuNanos", |group| group.cpu_nanos);
+    let errors = |n: usize| json!({ "machine": machine[n], "node": node[n], "node_anonymous": node_anonymous[n], "cpu": cpu[n] });
     json!({
         "engine": engine(), "load": load,
         "said": {
@@ -90,15 +100,7 @@ fn row(load: &str, before: &Moment, after: &Moment) -> Value {
             "containers": after.stats / MIB, "containers_grew": (after.stats - before.stats) / MIB,
             "cpu_seconds": said("cpuNanos") / 1e9,
         },
-        "counted": {
-            "anonymous": group.anonymous / MIB, "all": group.all / MIB, "kernel": group.kernel / MIB,
-            "grew": (group.all - before.group.all) / MIB, "cpu_seconds": group.cpu_nanos / 1e9,
-        },
-        "errors": {
-            "machine": after.error("machine", "anonymousBytes", |group| group.anonymous),
-            "node": after.error("node", "memoryBytes", |group| group.all),
-            "node_anonymous": after.error("node", "anonymousBytes", |group| group.anonymous),
-            "cpu": after.error("machine", "cpuNanos", |group| group.cpu_nanos),
-        },
+        "counted_before": counted(&after.before), "counted": counted(&after.group),
+        "errors": errors(0), "errors_after": errors(1),
     })
 }
