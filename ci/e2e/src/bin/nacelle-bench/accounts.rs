@@ -42,8 +42,8 @@ impl Moment {
     }
 }
 
-/// Each load in two pods. Returns `[{"engine", "load", "said": {...}, "counted": {...}, "errors": {...: %}}, ...]`, the memory in MiB; null if the node's
-/// kernel does not count.
+/// Each load in two pods. Returns `[{"engine", "load", "said": {...}, "counted_before": {...}, "counted": {...}, "errors": {...: %}, "errors_after":
+/// {...: %}}, ...]`, the memory in MiB; null if the node's kernel does not count.
 pub fn measure() -> Value {
     let node = density::node();
     let image = node.image(&Image::busybox(), "busybox:1");
