@@ -97,6 +97,17 @@ need_go() {
     fi
 }
 
+# go_program FILE FOLDER PACKAGE [LINKER-OPTION]: builds a program of the Go module in a folder of this repository, once.
+go_program() {
+    local file=$1 folder=$2 package=$3
+    [ ! -x "$file" ] || return 0
+    need_go
+    (cd "$folder" && GOTOOLCHAIN=auto GOFLAGS=-mod=readonly CGO_ENABLED=0 \
+        long "building $(basename "$file")" go build -trimpath -o "$file.$$" -ldflags "-s -w ${4:-}" "$package") ||
+        die "cannot build $(basename "$file")"
+    mv "$file.$$" "$file"
+}
+
 # Sets CRICTL to the pinned crictl, building it once.
 need_crictl() {
     local file=$cache/tools/crictl-$crictl_version
@@ -104,12 +115,8 @@ need_crictl() {
         if command -v crictl >/dev/null && crictl --version | grep -q "v\{0,1\}$crictl_version$"; then
             file=$(command -v crictl)
         else
-            need_go
-            (cd "$repo/ci/tools" && GOTOOLCHAIN=auto GOFLAGS=-mod=readonly CGO_ENABLED=0 \
-                long "building crictl $crictl_version" go build -trimpath -o "$file.$$" \
-                -ldflags "-s -w -X sigs.k8s.io/cri-tools/pkg/version.Version=$crictl_version" \
-                sigs.k8s.io/cri-tools/cmd/crictl) || die "cannot build crictl"
-            mv "$file.$$" "$file"
+            go_program "$file" "$repo/ci/tools" sigs.k8s.io/cri-tools/cmd/crictl \
+                "-X sigs.k8s.io/cri-tools/pkg/version.Version=$crictl_version"
         fi
     fi
     export CRICTL=$file
@@ -145,22 +152,20 @@ need_fs_tests() {
     done
 }
 
-# Sets KUBELET, APISERVER, KUBECTL and ETCD to upstream's programs, unmodified, building each once (some minutes).
+# Sets KUBELET, APISERVER, KUBECTL and ETCD to upstream's programs, unmodified, and CSI_DRIVER, building each once (some minutes).
 need_kubernetes() {
-    local of=k8s.io/component-base/version name file
-    for name in kubelet kube-apiserver kube-controller-manager kubectl etcd; do
-        file=$cache/tools/$name-$kubernetes_version
-        if [ ! -x "$file" ]; then
-            need_go
-            (cd "$repo/ci/kubelet.d" && GOTOOLCHAIN=auto GOFLAGS=-mod=readonly CGO_ENABLED=0 \
-                long "building $name $kubernetes_version" go build -trimpath -o "$file.$$" -ldflags "-s -w \
-                -X $of.gitVersion=v$kubernetes_version -X $of.gitMajor=1 -X $of.gitMinor=36 -X $of.gitTreeState=clean" \
-                "$(case $name in etcd) echo go.etcd.io/etcd/server/v3 ;; *) echo "k8s.io/kubernetes/cmd/$name" ;; esac)") ||
-                die "cannot build $name"
-            mv "$file.$$" "$file"
-        fi
-    done
+    local name
+    for name in kubelet kube-apiserver kube-controller-manager kubectl; do kubernetes_program $name; done
+    go_program "$cache/tools/etcd-$kubernetes_version" "$repo/ci/kubelet.d" go.etcd.io/etcd/server/v3
     kubernetes_programs
+    go_program "$CSI_DRIVER" "$repo/ci/kubelet.d" ./driver
+}
+
+# kubernetes_program NAME: builds that program of Kubernetes once.
+kubernetes_program() {
+    local of=k8s.io/component-base/version
+    go_program "$cache/tools/$1-$kubernetes_version" "$repo/ci/kubelet.d" "k8s.io/kubernetes/cmd/$1" \
+        "-X $of.gitVersion=v$kubernetes_version -X $of.gitMajor=1 -X $of.gitMinor=36 -X $of.gitTreeState=clean"
 }
 
 # The same where they are built already.
@@ -168,6 +173,8 @@ kubernetes_programs() {
     export KUBELET=$cache/tools/kubelet-$kubernetes_version APISERVER=$cache/tools/kube-apiserver-$kubernetes_version
     export CONTROLLERS=$cache/tools/kube-controller-manager-$kubernetes_version
     export KUBECTL=$cache/tools/kubectl-$kubernetes_version ETCD=$cache/tools/etcd-$kubernetes_version
+    CSI_DRIVER=$cache/tools/csi-driver-$(cat "$repo"/ci/kubelet.d/go.* "$repo"/ci/kubelet.d/driver/*.go | sha256sum | cut -c1-16)
+    export CSI_DRIVER
 }
 
 # The test programs of a cargo test command line, built: one line each with folder, arguments that name it, file.

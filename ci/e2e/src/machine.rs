@@ -1,7 +1,7 @@
 //! Owns: what tests of machine pods share: a node that allows them, their annotations, and a disk of one sector that boots and says
 //! what happens to it.
 
-use crate::node::engine;
+use crate::node::handler;
 use crate::{Container, Image, Node, Options, Pod};
 use serde_json::{Value, json};
 use std::path::PathBuf;
@@ -42,13 +42,8 @@ pub fn node() -> Node {
 
 /// The same, with what else is to be otherwise.
 pub fn node_with(options: Options) -> Node {
-    let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(crate::part);
     let allowed: Vec<String> = ANNOTATIONS.iter().map(|name| key(name)).collect();
-    let extra = format!(
-        "{}[handlers.vm]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nallowed_annotations = {allowed:?}\n",
-        options.extra,
-        engine()
-    );
+    let extra = options.extra.clone() + &handler("vm", &format!("allowed_annotations = {allowed:?}\n"));
     Node::with(Options { extra, ..options })
 }
 

@@ -319,6 +319,15 @@ fn cni(folder: &Path, options: &Options) -> String {
     json!({"cniVersion": "1.0.0", "name": "e2e", "plugins": [bridge, portmap]}).to_string()
 }
 
+/// What a test's machines have where it says nothing else.
+pub const SMALL: &str = "memory_mib = 128\nscratch_mib = 512\n";
+
+/// The configuration of a handler with the engine that is tested; `more` are further lines.
+pub fn handler(name: &str, more: &str) -> String {
+    let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(crate::part);
+    format!("[handlers.{name}]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\n{more}\n", engine())
+}
+
 fn config(folder: &Path, registry: &Registry, options: &Options) -> String {
     let path = |name: &str| folder.join(name).display().to_string();
     let mut text = format!(
@@ -329,16 +338,8 @@ fn config(folder: &Path, registry: &Registry, options: &Options) -> String {
         path("cni"),
         path("netns"),
     );
-    let handler = |name: &str| {
-        format!(
-            "[handlers.{name}]\nengine = {:?}\nkernel = {:?}\ninitrd = {:?}\nmemory_mib = 128\nscratch_mib = 512\n\n",
-            engine(),
-            crate::part("NACELLE_KERNEL"),
-            crate::part("NACELLE_INITRD"),
-        )
-    };
-    text += &handler("nacelle");
-    text += &handler("other");
+    text += &handler("nacelle", SMALL);
+    text += &handler("other", SMALL);
     text += "[handlers.host]\nengine = \"host\"\n\n";
     let special = match options.registry {
         Kind::Http => "http = true".to_owned(),

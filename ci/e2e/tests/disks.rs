@@ -1,7 +1,7 @@
 //! Owns: emptyDir volumes on kubelet's disk that are disks of machines, with the test in kubelet's place: their limits, who sees
 //! them, what becomes of them when a sandbox ends or dies, and what is refused.
 
-use nacelle_e2e::node::{Options, engine};
+use nacelle_e2e::node::{Options, SMALL, engine, handler};
 use nacelle_e2e::run::call;
 use nacelle_e2e::{Container, Image, Node, Pod, eventually};
 use serde_json::{Value, json};
@@ -14,15 +14,9 @@ const FILE: &str = "nacelle-volume.ext4";
 
 /// A node with the handlers "disks", whose emptyDirs have 32 MiB where a pod does not say it, and "shares".
 fn node() -> Node {
-    let handler = |name: &str, more: &str| {
-        let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(nacelle_e2e::part);
-        format!(
-            "[handlers.{name}]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nmemory_mib = 128\nscratch_mib = 512\n\
-             allowed_annotations = [{LIMITS:?}]\n{more}\n",
-            engine()
-        )
-    };
-    let extra = handler("disks", "empty_dir = \"disk\"\nempty_dir_mib = 32") + &handler("shares", "");
+    let allowed = format!("{SMALL}allowed_annotations = [{LIMITS:?}]\n");
+    let disks = handler("disks", &format!("{allowed}empty_dir = \"disk\"\nempty_dir_mib = 32\n"));
+    let extra = disks + &handler("shares", &allowed);
     Node::with(Options { extra, ..Options::default() })
 }
 

@@ -1,7 +1,7 @@
 //! Owns: emptyDir volumes of medium Memory and HugePages, and limits of huge pages, with the test in kubelet's place: in a machine they are its own memory.
 
 use nacelle_e2e::crictl::RunningPod;
-use nacelle_e2e::node::{Options, engine};
+use nacelle_e2e::node::{Options, engine, handler};
 use nacelle_e2e::run::{ask, call};
 use nacelle_e2e::{Container, Image, Node, Pod};
 use nacelle_proto::cri;
@@ -208,11 +208,7 @@ fn a_huge_page_can_be_a_gibibyte_where_the_processor_has_such() {
         println!("skipped: without a guest huge pages are the node's");
         return;
     }
-    let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(nacelle_e2e::part);
-    let extra = format!(
-        "[handlers.large]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nmemory_mib = 2304\nscratch_mib = 512\n",
-        engine()
-    );
+    let extra = handler("large", "memory_mib = 2304\nscratch_mib = 512\n");
     let node = Node::with(Options { extra, ..Options::default() });
     let image = node.image(&Image::busybox(), "busybox:1");
     let volume = Mounted::new(&node, "giant", "hugetlbfs", "pagesize=1G");

@@ -1,7 +1,7 @@
 //! Owns: pods of containers whose machine is shaped by annotations, as containers see it: processors, memory, the kernel and its words;
 //! and what is refused before anything exists.
 
-use nacelle_e2e::node::{Options, engine};
+use nacelle_e2e::node::{Options, SMALL, engine, handler};
 use nacelle_e2e::{Container, Image, Node, Pod};
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,14 +11,9 @@ fn key(name: &str) -> String {
 }
 
 fn node() -> Node {
-    let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(nacelle_e2e::part);
     let allowed =
         ["cpus", "cpu-model", "cpu-pinning", "memory", "kernel-image", "kernel", "kernel-args", "spec"].map(key);
-    let extra = format!(
-        "[handlers.shaped]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nmemory_mib = 128\nscratch_mib = 512\n\
-         allowed_annotations = {allowed:?}\n",
-        engine()
-    );
+    let extra = handler("shaped", &format!("{SMALL}allowed_annotations = {allowed:?}\n"));
     Node::with(Options { extra, ..Options::default() })
 }
 

@@ -1,6 +1,6 @@
 //! Owns: limits that change while a container runs, as its guest has them.
 
-use nacelle_e2e::node::{Options, engine};
+use nacelle_e2e::node::{Options, SMALL, engine, handler};
 use nacelle_e2e::run::ask;
 use nacelle_e2e::{Container, Image, Node, Pod, eventually};
 use nacelle_proto::cri;
@@ -113,12 +113,7 @@ fn a_machine_has_the_processors_that_its_pod_may_use() {
         println!("skipped: without a machine processors are the node's");
         return;
     }
-    let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(nacelle_e2e::part);
-    let extra = format!(
-        "[handlers.grows]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nmemory_mib = 128\nscratch_mib = 512\n\
-         max_vcpus = 3\n",
-        engine()
-    );
+    let extra = handler("grows", &format!("{SMALL}max_vcpus = 3\n"));
     let mut node = Node::with(Options { extra, ..Options::default() });
     let image = node.image(&Image::busybox(), "busybox:1");
     let limits = json!({"resources": {"cpu_period": 100_000, "cpu_quota": 100_000}});
@@ -195,12 +190,7 @@ fn a_machine_has_the_memory_that_its_pod_may_use() {
         println!("skipped: without a machine memory is the node's");
         return;
     }
-    let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(nacelle_e2e::part);
-    let extra = format!(
-        "[handlers.grows]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nmemory_mib = 128\nscratch_mib = 512\n\
-         max_memory_mib = 704\n",
-        engine()
-    );
+    let extra = handler("grows", &format!("{SMALL}max_memory_mib = 704\n"));
     let mut node = Node::with(Options { extra, ..Options::default() });
     let image = node.image(&Image::busybox(), "busybox:1");
     let limits = json!({"resources": {"memory_limit_in_bytes": 64 << 20}});
@@ -272,11 +262,7 @@ fn memory_that_was_needed_once_goes_back_to_the_node() {
         println!("skipped: without a machine memory is the node's");
         return;
     }
-    let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(nacelle_e2e::part);
-    let extra = format!(
-        "[handlers.large]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nmemory_mib = 1280\nscratch_mib = 512\n",
-        engine()
-    );
+    let extra = handler("large", "memory_mib = 1280\nscratch_mib = 512\n");
     let node = Node::with(Options { extra, ..Options::default() });
     let image = node.image(&Image::busybox(), "busybox:1");
     let pod = node.crictl.run_pod_of("large", Pod::new("large", node.folder()));

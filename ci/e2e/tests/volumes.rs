@@ -253,6 +253,67 @@ fn folders_and_files_of_the_node_are_volumes() {
 }
 
 #[test]
+fn what_is_there_already_is_opened_and_not_made() {
+    let node = Node::with(asking_each_time());
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let folder = node.folder().join("shared");
+    let mode =
+        |path: &Path, mode: u32| fs::set_permissions(path, fs::Permissions::from_mode(mode)).expect("it is ours");
+    let write = |name: &str, bits: u32| {
+        fs::write(folder.join(name), "of the node\n").expect("the node's folder is writable");
+        mode(&folder.join(name), bits);
+    };
+    let text = |name: &str| fs::read_to_string(folder.join(name)).expect("it is there");
+    fs::create_dir_all(folder.join("closed")).expect("the node's folder is writable");
+    mode(&folder, 0o777);
+    for (name, bits) in [("secret", 0o600), ("open", 0o666), ("closed/open", 0o666)] {
+        write(name, bits);
+    }
+    std::os::unix::fs::symlink("target", folder.join("dangling")).expect("the node's folder is writable");
+    let pod = node.crictl.run_pod(Pod::new("created", node.folder()));
+    let mounts = json!([
+        {"host_path": folder, "container_path": "/all"}, {"host_path": folder, "container_path": "/ro", "readonly": true},
+    ]);
+    let user = json!({"security_context": {"run_as_user": {"value": 1000}, "run_as_group": {"value": 1000}}});
+    let sleeps = Container::sh("c", &image, "sleep 600").set("mounts", mounts).set("linux", user);
+    let container = pod.start(sleeps);
+    // The shell opens with O_CREAT, and with O_EXCL too after `set -C`.
+    for (script, why) in [
+        ("echo x >>/all/secret", "Permission denied"),
+        ("echo x >/all/closed/new", "Permission denied"),
+        ("set -C; echo x >/all/open", "File exists"),
+        ("echo x >/all/closed", "Is a directory"),
+        ("echo x >>/ro/open", "Read-only file system"),
+        ("echo x >/ro/new", "Read-only file system"),
+        ("echo x >/all/none/new", "No such file"),
+    ] {
+        let refused = container.exec(script).err().replace("nonexistent directory", "No such file");
+        assert!(refused.contains(why), "{script}: {refused}");
+    }
+    assert_eq!((text("secret"), text("open")), ("of the node\n".to_owned(), "of the node\n".to_owned()));
+    container
+        .exec("echo more >>/all/open; echo more >>/all/closed/open; echo y >/all/dangling; set -C; echo x >/all/made")
+        .ok();
+    assert_eq!(
+        (text("open"), text("closed/open")),
+        ("of the node\nmore\n".to_owned(), "of the node\nmore\n".to_owned())
+    );
+    assert_eq!((text("made"), text("target")), ("x\n".to_owned(), "y\n".to_owned()));
+    assert_eq!(fs::metadata(folder.join("target")).expect("it was made").uid(), 1000);
+    // What was not there a moment ago, and what is there again.
+    container.exec("test ! -e /all/later").ok();
+    write("later", 0o666);
+    container.exec("echo more >>/all/later && rm /all/later && echo last >>/all/later").ok();
+    assert_eq!(text("later"), "last\n");
+    // Who may do what follows the node, also while files are made.
+    container.exec("echo 1 >/all/one").ok();
+    mode(&folder, 0o755);
+    assert!(container.exec("echo 2 >/all/two").err().contains("Permission denied"));
+    pod.remove();
+    assert_eq!(node.left(), Vec::<String>::new());
+}
+
+#[test]
 fn mount_options_take_away() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");

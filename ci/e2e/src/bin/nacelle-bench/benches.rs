@@ -4,7 +4,7 @@ use crate::Measured;
 use crate::containerd::Containerd;
 use crate::cri::{Cri, Pod};
 use crate::{guests, microvm};
-use nacelle_e2e::node::Options;
+use nacelle_e2e::node::{Options, handler};
 use nacelle_e2e::{Image, Node};
 use std::fs;
 use std::time::{Duration, Instant};
@@ -42,12 +42,7 @@ fn shrink(runs: usize) -> Measured {
 
 /// Machines that get and then lose a processor and a block of memory; the first or the second is measured.
 fn resizes(runs: usize, which: usize) -> Measured {
-    let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(nacelle_e2e::part);
-    let extra = format!(
-        "[handlers.grows]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nmemory_mib = 128\nmax_vcpus = 2\n\
-         max_memory_mib = 256\n",
-        nacelle_e2e::node::engine()
-    );
+    let extra = handler("grows", "memory_mib = 128\nmax_vcpus = 2\nmax_memory_mib = 256\n");
     let node = Node::with(Options { ipv6: false, extra, ..Options::default() });
     let mut cri = ours(&node);
     let mut measured = Measured::new("ms", "a new pod");

@@ -8,7 +8,7 @@ use nacelle_e2e::node::{Options, engine};
 use nacelle_e2e::{Image, Node, census};
 use serde_json::{Value, json};
 use std::process::Child;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Who can be measured.
 pub const WHO: [&str; 4] = ["nacelle", "containerd", "qemu", "accounts"];
@@ -58,7 +58,9 @@ fn stages<P>(
     let (mut pods, mut rows) = (Vec::new(), Vec::new());
     for wanted in stages {
         while pods.len() < *wanted {
+            let started = Instant::now();
             pods.push(start());
+            eprintln!("{runtime}: pod {} after {:.1} s", pods.len(), started.elapsed().as_secs_f32());
         }
         std::thread::sleep(SETTLED);
         let each = |bytes: f64| bytes / MIB / *wanted as f64;

@@ -4,7 +4,7 @@
 use crate::containerd::Containerd;
 use crate::cri::Cri;
 use crate::median;
-use nacelle_e2e::node::{Options, engine};
+use nacelle_e2e::node::{Options, engine, handler};
 use nacelle_e2e::run::call;
 use nacelle_e2e::{Image, Node, eventually, part};
 use serde_json::{Value, json};
@@ -152,11 +152,7 @@ fn image(files: &[PathBuf]) -> Image {
 
 /// The configuration of [`DISKS`].
 fn disks() -> String {
-    let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(part);
-    format!(
-        "[handlers.{DISKS}]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nempty_dir = \"disk\"\nempty_dir_mib = 512\n",
-        engine()
-    )
+    handler(DISKS, "empty_dir = \"disk\"\nempty_dir_mib = 512\n")
 }
 
 /// A loop device with a file system. Dropping it lets go of it.
@@ -176,7 +172,7 @@ impl Drop for Disk {
     }
 }
 
-/// A plain QEMU microvm that runs the jobs on a folder of the node over Debian's virtiofsd, once for each start.
+/// A plain QEMU microvm, with a kernel without our changes, that runs the jobs on a folder of the node over Debian's virtiofsd, once for each start.
 struct Guest {
     folder: PathBuf,
     shared: PathBuf,
@@ -245,7 +241,7 @@ impl Guest {
         machine.arg("-drive").arg(format!("id=disk,file={},format=raw,if=none", self.folder.join("disk").display()));
         machine.args(["-device", "virtio-blk-device,drive=disk", "-append"]);
         machine.arg("console=ttyS0 quiet reboot=t panic=-1 root=/dev/vda rw init=/init");
-        machine.arg("-kernel").arg(part("NACELLE_KERNEL"));
+        machine.arg("-kernel").arg(part("NACELLE_PLAIN_KERNEL"));
         machine.stdin(Stdio::null()).stdout(log("console")).stderr(log("qemu.err"));
         let mut machine = Ended(machine.spawn().expect("QEMU is installed"));
         let start = Instant::now();

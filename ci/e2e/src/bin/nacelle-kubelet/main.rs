@@ -5,6 +5,7 @@
 
 mod cases;
 mod cluster;
+mod disk;
 mod kubelet;
 mod pods;
 mod websocket;

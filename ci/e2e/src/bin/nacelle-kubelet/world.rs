@@ -3,7 +3,7 @@
 use crate::cluster::Cluster;
 use crate::kubelet::Kubelet;
 use crate::pods::{condition, wait};
-use nacelle_e2e::node::Options;
+use nacelle_e2e::node::{Options, handler};
 use nacelle_e2e::{Image, Node, eventually};
 use std::fs;
 use std::path::PathBuf;
@@ -29,22 +29,14 @@ impl World {
     pub fn new() -> Self {
         let mirror = |host: &str| format!("[images.registries.{host:?}]\nmirrors = [\"http://127.0.0.1:5000\"]\n\n");
         let policy = "[sandbox]\nhost_namespaces = \"run-on-host\"\n\n";
-        let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(nacelle_e2e::part);
-        let disks = format!(
-            "[handlers.disks]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nmemory_mib = 128\nempty_dir = \"disk\"\n\
-             allowed_annotations = [\"vm.nacelle.dev/empty-dir-limits\", \"vm.nacelle.dev/spec\", \"vm.nacelle.dev/applied\"]\n\n",
-            nacelle_e2e::node::engine()
+        let disks = handler(
+            "disks",
+            "memory_mib = 128\nempty_dir = \"disk\"\n\
+             allowed_annotations = [\"vm.nacelle.dev/empty-dir-limits\", \"vm.nacelle.dev/spec\", \"vm.nacelle.dev/applied\"]\n",
         );
         let allowed: Vec<String> = ANNOTATIONS.iter().map(|name| format!("vm.nacelle.dev/{name}")).collect();
-        let machines = format!(
-            "[handlers.machines]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nallowed_annotations = {allowed:?}\n\n",
-            nacelle_e2e::node::engine()
-        );
-        let growing = format!(
-            "[handlers.growing]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\nmemory_mib = 128\nmax_vcpus = 3\n\
-             max_memory_mib = 448\n\n",
-            nacelle_e2e::node::engine()
-        );
+        let machines = handler("machines", &format!("allowed_annotations = {allowed:?}\n"));
+        let growing = handler("growing", "memory_mib = 128\nmax_vcpus = 3\nmax_memory_mib = 448\n");
         let extra =
             [policy.to_owned(), disks, machines, growing, mirror("docker.io"), mirror("registry.k8s.io")].concat();
         let node = Node::with(Options { extra, ipv6: false, ..Options::default() });

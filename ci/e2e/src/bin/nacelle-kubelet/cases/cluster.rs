@@ -3,6 +3,7 @@
 use super::Outcome;
 use super::runs::waiting;
 use crate::cluster::Cluster;
+use crate::disk::Disk;
 use crate::kubelet::ADDRESS;
 use crate::pods::{container, example, wait};
 use crate::world::World;
@@ -11,7 +12,7 @@ use nacelle_e2e::run::{call, feed};
 use serde_json::{Value, json};
 use std::process::Stdio;
 
-fn cluster(world: &World) -> &Cluster {
+pub(super) fn cluster(world: &World) -> &Cluster {
     world.cluster.as_ref().expect("the node has joined")
 }
 
@@ -82,7 +83,7 @@ pub fn two_handlers_side_by_side(world: &World) -> Outcome {
 }
 
 /// A PersistentVolume and a claim that are each other's, as the controller would have made them.
-fn claim(cluster: &Cluster, manifest: &str, name: &str) {
+pub(super) fn claim(cluster: &Cluster, manifest: &str, name: &str) {
     cluster.apply(manifest);
     let patch = |kind: &str, patch: Value, further: &[&str]| {
         let patch = patch.to_string();
@@ -124,23 +125,18 @@ pub fn a_database_with_a_claim(world: &World) -> Outcome {
 
 pub fn a_raw_block_volume(world: &World) -> Outcome {
     let cluster = cluster(world);
-    let disk = world.node.folder().join("disk.raw");
-    call("truncate", ["--size=16M".as_ref(), disk.as_os_str()]).ok();
-    let device = call("losetup", ["--find".as_ref(), "--show".as_ref(), disk.as_os_str()]).ok();
+    let disk = Disk::new(world, "disk", 16);
     let (pod, others) = documents("block");
-    claim(cluster, &others.replace("/dev/the-disk", &device), "disk");
+    claim(cluster, &others.replace("/dev/the-disk", disk.device()), "disk");
     let pod = cluster.pod("block", &pod);
     pod.ready();
     pod.shell("echo written by the pod | dd of=/dev/data conv=notrunc,fsync");
     // The page cache of a file and that of a loop device over it are two.
-    let written = call("head", ["-c", "18", &device]).stdout;
+    let written = call("head", ["-c", "18", disk.device()]).stdout;
     assert_eq!(written, "written by the pod");
     pod.delete();
     cluster.kubectl(&["delete", "pvc,pv", "disk", "--wait=false"]).ok();
-    wait("kubelet has let go of the device", || {
-        call("losetup", ["--detach", &device]);
-        (!call("losetup", ["--associated".as_ref(), disk.as_os_str()]).stdout.contains(&device)).then_some(())
-    });
+    disk.detach();
     Outcome::Passed
 }
 

@@ -2,6 +2,7 @@
 
 mod admission;
 mod cluster;
+mod driven;
 mod ends;
 mod machines;
 mod restarts;
@@ -60,6 +61,7 @@ pub const CLUSTER: &[Shared] = &[
     ("what the node says", cluster::what_the_node_says),
     ("two handlers side by side", cluster::two_handlers_side_by_side),
     ("a raw block volume", cluster::a_raw_block_volume),
+    ("volumes of a driver", driven::volumes_of_a_driver),
     ("an ephemeral container", cluster::an_ephemeral_container),
     ("kubectl by hand", cluster::kubectl_by_hand),
     ("a size that changes", cluster::a_size_that_changes),

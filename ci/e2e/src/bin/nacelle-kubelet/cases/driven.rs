@@ -1,0 +1,157 @@
+//! Owns: the case of volumes that a driver of the Container Storage Interface has, and the process that is the driver
+//! (`ci/kubelet.d/driver`).
+
+use super::Outcome;
+use super::cluster::{claim, cluster};
+use super::runs::waiting;
+use crate::cluster::Cluster;
+use crate::disk::Disk;
+use crate::kubelet::NODE;
+use crate::pods::wait;
+use crate::world::World;
+use nacelle_e2e::part;
+use nacelle_e2e::run::call;
+use serde_json::{Value, json};
+use std::fs::{self, File};
+use std::path::Path;
+use std::process::{Child, Command};
+
+/// Its name: kubelet keeps volumes apart by it.
+const DRIVER: &str = "disks.example";
+
+/// What an administrator says of the driver: that no volume has to be attached to the node first, and that its volumes grow.
+const REGISTERED: &str = "apiVersion: storage.k8s.io/v1\nkind: CSIDriver\nmetadata: {name: disks.example}\n\
+    spec: {attachRequired: false, podInfoOnMount: false, fsGroupPolicy: File, volumeLifecycleModes: [Persistent]}\n\
+    ---\napiVersion: storage.k8s.io/v1\nkind: StorageClass\nmetadata: {name: driven}\n\
+    provisioner: disks.example\nallowVolumeExpansion: true\n";
+
+/// The driver, until this is dropped.
+struct Driver(Child);
+
+impl Driver {
+    /// Starts one that has these volumes; kubelet finds it by itself.
+    fn start(volumes: &[(&str, &Disk)], log: &Path) -> Self {
+        let log = File::create(log).expect("the node's folder is writable");
+        let pairs = volumes.iter().map(|(name, disk)| format!("{name}={}", disk.device()));
+        Self(Command::new(part("CSI_DRIVER")).arg(DRIVER).args(pairs).stderr(log).spawn().expect("ci/kubelet built it"))
+    }
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        self.0.kill().expect("the driver is our child");
+        self.0.wait().expect("the driver is our child");
+        // kubelet forgets a plugin whose socket is gone.
+        let _ = fs::remove_file(Path::new("/var/lib/kubelet/plugins_registry").join(format!("{DRIVER}-reg.sock")));
+    }
+}
+
+/// A volume of the driver's and a claim to it.
+fn volume(name: &str, mode: &str) -> String {
+    let common = "accessModes: [ReadWriteOnce], storageClassName: driven";
+    format!(
+        "apiVersion: v1\nkind: PersistentVolume\nmetadata: {{name: {name}}}\n\
+         spec: {{capacity: {{storage: 32Mi}}, {common}, volumeMode: {mode}, persistentVolumeReclaimPolicy: Retain, \
+         claimRef: {{namespace: default, name: {name}}}, csi: {{driver: {DRIVER}, volumeHandle: {name}}}}}\n\
+         ---\napiVersion: v1\nkind: PersistentVolumeClaim\nmetadata: {{name: {name}, namespace: default}}\n\
+         spec: {{{common}, volumeMode: {mode}, volumeName: {name}, resources: {{requests: {{storage: 32Mi}}}}}}\n"
+    )
+}
+
+/// Asks for 64 MiB, and says, in the place of who makes volumes larger, that they are there and the node has to follow.
+fn ask_for_more(cluster: &Cluster, name: &str) {
+    let patch = |kind: &str, patch: Value, further: &[&str]| {
+        let patch = patch.to_string();
+        cluster.kubectl(&[&["patch", kind, name, "--type=merge", "-p", &patch][..], further].concat()).ok();
+    };
+    let size = json!({"storage": "64Mi"});
+    patch("pvc", json!({"spec": {"resources": {"requests": size}}}), &[]);
+    patch("pv", json!({"spec": {"capacity": size}}), &[]);
+    let pending = json!({"type": "FileSystemResizePending", "status": "True"});
+    let status = json!({
+        "conditions": [pending], "allocatedResources": size, "allocatedResourceStatuses": {"storage": "NodeResizePending"},
+    });
+    patch("pvc", json!({"status": status}), &["--subresource=status"]);
+}
+
+/// Whether there is `CAP_SYS_RESOURCE`, which ext4 wants of who resizes it while it is mounted (fs/ext4/ioctl.c).
+fn may_grow_ext4() -> bool {
+    let status = fs::read_to_string("/proc/self/status").expect("proc is mounted");
+    let set = status.lines().find_map(|line| line.strip_prefix("CapEff:")).expect("it has capabilities");
+    u64::from_str_radix(set.trim(), 16).expect("a number in base 16") & (1 << 24) != 0
+}
+
+/// What kubelet says of the bytes of the pod's volume.
+fn figures(cluster: &Cluster, pod: &str, volume: &str) -> Option<Value> {
+    let summary = cluster.kubectl(&["get", "--raw", "/api/v1/nodes/node/proxy/stats/summary"]).ok();
+    let summary: Value = serde_json::from_str(&summary).expect("kubelet answers in JSON");
+    let pods = summary["pods"].as_array()?.iter().find(|one| one["podRef"]["name"] == pod)?;
+    pods["volume"].as_array()?.iter().find(|one| one["name"] == volume).cloned()
+}
+
+pub fn volumes_of_a_driver(world: &World) -> Outcome {
+    let cluster = cluster(world);
+    let [files, disk] = ["driven-files", "driven-disk"].map(|name| Disk::new(world, name, 32));
+    call("mkfs.ext4", ["-q", files.device()]).ok();
+    let volumes = [("driven-files", &files), ("driven-disk", &disk)];
+    let driver = Driver::start(&volumes, &world.node.folder().join("driver.log"));
+    cluster.apply(REGISTERED);
+    wait("kubelet knows the driver", || {
+        let node = cluster.object(&format!("/apis/storage.k8s.io/v1/csinodes/{NODE}"))?;
+        node["spec"]["drivers"].as_array()?.iter().any(|one| one["name"] == DRIVER).then_some(())
+    });
+    claim(cluster, &volume("driven-files", "Filesystem"), "driven-files");
+    claim(cluster, &volume("driven-disk", "Block"), "driven-disk");
+    let spec = "  securityContext: {fsGroup: 2000}\n  volumes:\n\
+                \x20 - {name: files, persistentVolumeClaim: {claimName: driven-files}}\n\
+                \x20 - {name: disk, persistentVolumeClaim: {claimName: driven-disk}}\n";
+    let main = "    volumeMounts:\n    - {name: files, mountPath: /files}\n    - {name: files, mountPath: /part, subPath: part}\n\
+                \x20   - {name: files, mountPath: /seen, readOnly: true}\n\
+                \x20   volumeDevices: [{name: disk, devicePath: /dev/data}]\n";
+    let sizes = "df -k /files | awk 'NR == 2 {print $2}'; blockdev --getsize64 /dev/data";
+    let sizes_of = |text: &str| {
+        let mut lines = text.lines().map(|line| line.parse::<u64>().expect("a size"));
+        (lines.next().expect("of the files"), lines.next().expect("of the disk"))
+    };
+
+    let pod = cluster.pod("driven", &waiting("driven", spec, main));
+    pod.ready();
+    pod.shell("echo first >/part/file; echo first | dd of=/dev/data conv=notrunc,fsync");
+    assert_eq!(pod.shell("cat /seen/part/file; stat -c '%a %g' /files"), "first\n2775 2000");
+    assert_ne!(pod.try_shell("touch /seen/other").code, 0);
+    let (room, size) = sizes_of(&pod.shell(sizes));
+    assert!(room < 32 << 10 && size == 32 << 20, "{room} {size}");
+    // What kubelet warns and evicts by.
+    let said = wait("kubelet has asked the driver", || figures(cluster, "driven", "files")?["capacityBytes"].as_u64());
+    assert_eq!(said, room << 10);
+
+    // Both grow while the pod runs; where the kernel lets nobody grow a mounted ext4, only the disk.
+    let grow = &volumes[usize::from(!may_grow_ext4())..];
+    for (name, disk) in grow {
+        disk.grow(64);
+        ask_for_more(cluster, name);
+    }
+    wait("the pod sees what has grown", || {
+        let (now, size) = sizes_of(&pod.shell(sizes));
+        ((now > room + (16 << 10) || !may_grow_ext4()) && size == 64 << 20).then_some(())
+    });
+    for (name, _) in grow {
+        wait("the claim says so", || {
+            let claim = cluster.object(&format!("/api/v1/namespaces/default/persistentvolumeclaims/{name}"))?;
+            (claim["status"]["capacity"]["storage"] == "64Mi").then_some(())
+        });
+    }
+    pod.delete();
+
+    // Another pod finds what the first one left.
+    let pod = cluster.pod("driven-again", &waiting("driven-again", spec, main));
+    pod.ready();
+    assert_eq!(pod.shell("cat /part/file; head -c 5 /dev/data"), "first\nfirst");
+    pod.delete();
+    cluster.kubectl(&["delete", "pvc,pv", "driven-files", "driven-disk", "--wait=false"]).ok();
+    files.detach();
+    disk.detach();
+    cluster.kubectl(&["delete", "csidriver,storageclass", DRIVER, "driven", "--ignore-not-found", "--wait=false"]).ok();
+    drop(driver);
+    Outcome::Passed
+}
