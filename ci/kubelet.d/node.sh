@@ -3,35 +3,11 @@ set -euo pipefail
 endpoint=unix:///run/nacelle/nacelle.sock
 export HOME=/root
 bin=/usr/local/bin
+. "$(dirname "$0")/steps.sh"
 units="nacelle kubelet"
-step() { echo "== $(date +%T) $*"; }
-fail() {
-    echo "error: $*"
-    kubectl get pods -A -o wide || true
-    crictl pods || true
-    crictl ps -a || true
-    kubectl get events -A --sort-by=.lastTimestamp | tail -n 20 || true
-    for unit in $units; do
-        echo "--- $unit"
-        journalctl --no-pager -o cat -u "$unit" | cut -c1-300 | tail -n 25
-    done
-    if [ -e /var/lib/before ]; then
-        echo "--- before the power cut"
-        cat /var/lib/before
-    fi
-    exit 1
-}
-is() { [ "$2" = "$3" ] || fail "$1: \"$2\", not \"$3\""; }
-# eventually WHAT COMMAND...
-eventually() {
-    local what=$1 end=$((SECONDS + ${patience:-420}))
-    shift
-    until "$@" >/dev/null 2>&1; do
-        [ $SECONDS -lt $end ] || fail "waited in vain: $what"
-        sleep 2
-    done
-    echo "   $(date +%T) $what"
-}
+places="/run/netns /run/nacelle/pods /var/lib/nacelle/cni"
+kubelet_here=
+log_of() { journalctl --no-pager -o cat -u "$1"; }
 leases() { find /var/lib/cni/leases -name '10.88.*' | wc -l; }
 
 # nacelle_from PACKAGE IMAGE...: as docs/kubernetes.md has it, with these images.

@@ -3,8 +3,8 @@
 
 use libcontainer::capabilities::CapabilityExt;
 use libcontainer::oci_spec::runtime::{
-    Capabilities, LinuxNamespace, LinuxNamespaceBuilder, LinuxNamespaceType, Mount, MountBuilder, Process, RootBuilder,
-    Spec, User,
+    Capabilities, Capability, LinuxNamespace, LinuxNamespaceBuilder, LinuxNamespaceType, Mount, MountBuilder, Process,
+    RootBuilder, Spec, User,
 };
 use std::path::{Path, PathBuf};
 
@@ -75,8 +75,32 @@ pub struct Place<'a> {
     pub volumes: Vec<Mount>,
     /// The capabilities that the agent has to give, a bit each.
     pub capabilities: u64,
+    /// The agent's own `oom_score_adj`.
+    pub oom_score_adj: i32,
     /// The pod has a user namespace of its own; true: its network namespace belongs to it.
     pub users: Option<bool>,
+}
+
+/// This process's own `oom_score_adj`; that of most processes if the kernel does not tell it.
+pub fn own_oom_score_adj() -> i32 {
+    let text = std::fs::read_to_string("/proc/self/oom_score_adj").unwrap_or_default();
+    text.trim().parse().unwrap_or(0)
+}
+
+/// What the kernel lets the agent give of what is asked for: less than it has itself only with CAP_SYS_RESOURCE
+/// (`proc_pid_oom_score_adj(5)`). Nodes that are containers themselves are without it, and kubelet asks for -997 for a node's own pods.
+fn oom_score_adj(place: &Place, asked: i32) -> i32 {
+    let least = place.oom_score_adj.min(0);
+    if asked >= least || place.capabilities >> CapabilityExt::to_cap(&Capability::SysResource).index() & 1 == 1 {
+        return asked;
+    }
+    tracing::warn!(
+        id = place.id,
+        asked,
+        given = least,
+        "oom_score_adj can be no lower here: CAP_SYS_RESOURCE is missing"
+    );
+    least
 }
 
 /// The capabilities that this process can give: its bounding set, as the kernel tells it; all of them if it does not.
@@ -229,7 +253,7 @@ fn adjust_process(mut process: Process, place: &Place) -> Result<Process, SpecEr
         process.set_capabilities(Some(sets));
     }
     // The agent's own value must not be inherited.
-    process.set_oom_score_adj(Some(process.oom_score_adj().unwrap_or(0)));
+    process.set_oom_score_adj(Some(oom_score_adj(place, process.oom_score_adj().unwrap_or(0))));
     // The guest's kernel has neither.
     process.set_apparmor_profile(None).set_selinux_label(None);
     Ok(process)
@@ -276,6 +300,7 @@ mod tests {
             groups: &[6, 7],
             volumes: vec![],
             capabilities: 1 << 12 | 1 << 5,
+            oom_score_adj: -3,
             users,
         };
         adjust(parse(json.to_string().as_bytes()).unwrap(), place).unwrap()
@@ -319,6 +344,32 @@ mod tests {
                 (Some(kind), options.len())
             );
             assert!(options.iter().all(|option| sysfs.options().as_ref().unwrap().iter().any(|o| o == option)));
+        }
+    }
+
+    #[test]
+    fn what_the_agent_may_not_lower_is_as_low_as_its_own() {
+        let user = Found { uid: 0, gid: 0, name: None, home: None };
+        let place = |own: i32, capabilities: u64| Place {
+            id: "c1",
+            root: Path::new("/r"),
+            pid: PidNamespace::Own,
+            user: &user,
+            groups: &[],
+            volumes: vec![],
+            capabilities,
+            oom_score_adj: own,
+            users: None,
+        };
+        for (own, capabilities, asked, given) in [
+            (-3, 1 << 12, -997, -3),
+            (-3, 1 << 24, -997, -997),
+            (-998, 1 << 12, -997, -997),
+            (500, 1 << 12, -997, 0),
+            (500, 1 << 12, 0, 0),
+            (0, 0, 1000, 1000),
+        ] {
+            assert_eq!(oom_score_adj(&place(own, capabilities), asked), given, "{own} {asked}");
         }
     }
 

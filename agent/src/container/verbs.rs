@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::OnceCell;
 
 use super::devices::{self, Device};
-use super::spec::{PidNamespace, Place, adjust, exec_process, own_capabilities, parse};
+use super::spec::{PidNamespace, Place, adjust, exec_process, own_capabilities, own_oom_score_adj, parse};
 use super::volumes::{self, Volume};
 use super::{Container, Pod, PodError, Process, cgroup, check_id, limits, root, shown, user};
 use crate::empty_dirs::Place as Own;
@@ -509,8 +509,17 @@ fn prepare(pod: &Pod, options: &CreateOptions, pid: PidNamespace) -> Result<Prep
     let spec = own_volumes(pod, id, spec, &options.empty_dirs)?;
     let capabilities = own_capabilities();
     let in_users = users.map(|users| users.network);
-    let place =
-        Place { id, root: &root, pid, user: &user, groups: &groups, volumes: mounts, capabilities, users: in_users };
+    let place = Place {
+        id,
+        root: &root,
+        pid,
+        user: &user,
+        groups: &groups,
+        volumes: mounts,
+        capabilities,
+        oom_score_adj: own_oom_score_adj(),
+        users: in_users,
+    };
     let mut spec = adjust(spec, place).map_err(in_spec)?;
     if let (Some(users), Some(mounts)) = (users, spec.mounts_mut()) {
         shown::of_mounts(id, users, mounts).map_err(in_root)?;
