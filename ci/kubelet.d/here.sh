@@ -10,12 +10,14 @@ group=/nacelle-kubeadm-${work##*.}
 trees() { if [ -e /sys/fs/cgroup/cgroup.controllers ]; then echo /sys/fs/cgroup; else find /sys/fs/cgroup -mindepth 1 -maxdepth 1 -type d; fi; }
 kubelet_here="failCgroupV1: false
 cgroupRoot: $group"
-export CONTAINER_RUNTIME_ENDPOINT=unix://$work/nacelle.sock
-endpoint=$CONTAINER_RUNTIME_ENDPOINT
+endpoint=unix://$work/nacelle.sock
+export CRI_CONFIG_FILE=$work/crictl.yaml
+echo "runtime-endpoint: $endpoint" >"$CRI_CONFIG_FILE"
 mkdir "$work/bin"
 for program in KUBELET KUBECTL KUBEADM CRICTL; do ln -s "${!program}" "$work/bin/${program,,}"; done
 PATH=$work/bin:$PATH
 log_of() { cat "$work/$1.log"; }
+groups_of_pods() { find /sys/fs/cgroup -type d -path "*$group/*" -name 'nacelle-*' | wc -l; }
 leases() { find "$work/leases" -name '10.88.*' | wc -l; }
 
 # nacelle_here --here FOLDER IMAGE...: a daemon with these images, and a kubelet as soon as kubeadm has written what it reads.
@@ -58,4 +60,14 @@ END
         fi
         sleep 0.5
     done >"$work/kubelet.log" 2>&1 &
+    keeper=$!
+}
+
+# What `kubeadm reset` has systemd do.
+stop_kubelet() {
+    local children
+    children=$(pgrep -P "$keeper")
+    # Some words.
+    kill "$keeper" $children
+    wait "$keeper" || true
 }
