@@ -2,6 +2,7 @@
 //! files (`nacelle-fs`), and the daemon's hand, which puts volumes into that process's mount namespace and takes them out.
 //! May use: `base`, `jail`, `proto` (the pieces of a pushed volume), virtiofsd. Knows no pod and no engine. docs/devices/fs.md is the map.
 
+mod ends;
 mod error;
 mod names;
 mod pusher;

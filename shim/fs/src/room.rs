@@ -2,6 +2,7 @@
 //! place for volumes, answering until the pod process ends.
 //! Threads: one.
 
+use crate::ends::Ends;
 use crate::error::ShareError;
 use crate::pusher::Pusher;
 use crate::queue::Served;
@@ -26,6 +27,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 /// Where the volumes are mounted: the share's root, which cannot be written.
@@ -150,10 +152,12 @@ fn live(
     let fds =
         open("/proc/self/fd", OFlag::O_PATH | OFlag::O_CLOEXEC, FileMode::empty()).map_err(step("find its files"))?;
     let places = build(scaffold).map_err(step("leave the node's files"))?;
+    let ends = Ends::new(&fds).map_err(|source| ShareError::Step { what: "find its mounts", source })?;
     nacelle_jail::confine(seccomp, CAPABILITIES)?;
     let (files, _) = getrlimit(Resource::RLIMIT_NOFILE).map_err(step("find its limits"))?;
     let serve = |source| ShareError::Step { what: "serve", source };
-    let maker = Maker { fds: File::from(fds), files: files / u64::try_from(shown.shares()).unwrap_or(u64::MAX), cache };
+    let files = files / u64::try_from(shown.shares()).unwrap_or(u64::MAX);
+    let maker = Maker { fds: File::from(fds), files, cache, ends: Rc::new(ends) };
     let mut shares = Vec::with_capacity(streams.len());
     for streams in streams {
         let server = match shown {
@@ -230,11 +234,12 @@ struct Maker {
     /// How many each may have open.
     files: u64,
     cache: Duration,
+    ends: Rc<Ends>,
 }
 
 impl Maker {
     fn server(&self, root: &str) -> io::Result<Server> {
-        Server::new(root, self.fds.try_clone()?, self.files, self.cache)
+        Server::new(root, self.fds.try_clone()?, self.files, self.cache, self.ends.clone())
     }
 
     /// One that shows a part: a volume of a container, which is a folder.

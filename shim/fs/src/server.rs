@@ -2,10 +2,12 @@
 //! into memory of this process, which is a part of the guest's as far as it knows, and so is what is looked at of a request.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
+use crate::ends::Ends;
 use crate::names;
 use nacelle_base::share::MAX_MESSAGE;
 use std::fs::File;
 use std::io::{self, Write};
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 use vhost_user_backend_of_virtiofsd::bitmap::BitmapMmapRegion;
@@ -44,11 +46,15 @@ const OPCODE: std::ops::Range<usize> = 4..8;
 /// `FUSE_WRITE`, and what stands before its data: `struct fuse_in_header`, `struct fuse_write_in`.
 const FUSE_WRITE: [u8; 4] = 16u32.to_le_bytes();
 const WRITE_HEAD: usize = 40 + 40;
-/// `FUSE_OPEN`, where it has the file's flags, the bytes of its answer, and where this has `FOPEN_NOFLUSH`.
+/// `FUSE_OPEN` and `FUSE_CREATE`, and where they have the file's flags.
 const FUSE_OPEN: [u8; 4] = 14u32.to_le_bytes();
+const FUSE_CREATE: [u8; 4] = 35u32.to_le_bytes();
 const OPEN_FLAGS: std::ops::Range<usize> = 40..44;
-const OPENED: u32 = 16 + 16;
-const FLAGS_AT: u64 = 16 + 8;
+/// `struct fuse_entry_out`, which an answer to `FUSE_CREATE` has before `struct fuse_open_out`; of that the bytes, and where it
+/// has `FOPEN_NOFLUSH`.
+const ENTRY: u32 = 40 + 88;
+const OPENED: u32 = 16;
+const FLAGS_AT: u32 = 8;
 const NO_FLUSH: u32 = 1 << 5;
 
 /// The files below a folder, as a guest asks for them.
@@ -58,6 +64,7 @@ pub(crate) struct Server {
     memory: Memory,
     queue: Queue,
     asked: u16,
+    ends: Rc<Ends>,
     /// What is looked at of a request before virtiofsd sees it; kept, to have the room.
     head: Vec<u8>,
 }
@@ -68,8 +75,8 @@ pub(crate) type Piece = (u64, u32);
 impl Server {
     /// A server of the folder `root`. `own_fds` is this process's `/proc/self/fd`, `files` how many it may have open,
     /// `cache` how long the guest may believe what it was told of names and attributes: somebody on the node may change
-    /// any file at any time.
-    pub fn new(root: &str, own_fds: File, files: u64, cache: Duration) -> io::Result<Server> {
+    /// any file at any time. `ends` says which ends of files it need not ask for.
+    pub fn new(root: &str, own_fds: File, files: u64, cache: Duration, ends: Rc<Ends>) -> io::Result<Server> {
         let config = Config {
             root_dir: root.to_owned(),
             proc_sfd_rawfd: Some(own_fds),
@@ -94,7 +101,7 @@ impl Server {
         queue.try_set_avail_ring_address(GuestAddress(AVAILABLE)).map_err(io::Error::other)?;
         queue.try_set_used_ring_address(GuestAddress(USED)).map_err(io::Error::other)?;
         queue.set_ready(true);
-        Ok(Server { fuse, own, memory, queue, asked: 0, head: Vec::new() })
+        Ok(Server { fuse, own, memory, queue, asked: 0, ends, head: Vec::new() })
     }
 
     /// This process's own memory, to be a part of the memory of a guest whose requests are answered where they lie.
@@ -150,7 +157,7 @@ impl Server {
         let error = if names::stay(head) {
             match self.pass(memory, readable, writable) {
                 Ok(written) => {
-                    spare_flush(memory, head, writable, written);
+                    self.spare_flush(memory, head, writable, written);
                     return written;
                 }
                 Err(error) => {
@@ -172,6 +179,32 @@ impl Server {
         let written = self.fuse.handle_message(reader, writer, None::<&mut ()>).map_err(bad)?;
         let room = writable.iter().fold(0u32, |room, (_, length)| room.saturating_add(*length));
         Ok(u32::try_from(written).unwrap_or(u32::MAX).min(room))
+    }
+
+    /// Linux need not ask when a file is closed that was opened to be read, since nothing was written by it, nor where the node
+    /// has nothing to do then.
+    fn spare_flush(&self, memory: &Memory, head: &[u8], writable: &[Piece], written: u32) {
+        let before = match head.get(OPCODE) {
+            Some(opcode) if opcode == FUSE_OPEN => OUT_HEADER as u32,
+            Some(opcode) if opcode == FUSE_CREATE => OUT_HEADER as u32 + ENTRY,
+            _ => return,
+        };
+        let flags = head.get(OPEN_FLAGS).and_then(|bytes| bytes.try_into().ok()).map(i32::from_le_bytes);
+        let read_only = flags.is_some_and(|flags| flags & libc::O_ACCMODE == libc::O_RDONLY);
+        if written != before + OPENED || !(read_only || self.ends.are_nothing()) {
+            return;
+        }
+        let (flags_at, mut before) = (u64::from(before + FLAGS_AT), 0);
+        for (address, length) in writable {
+            let end = before + u64::from(*length);
+            // Where they lie in two pieces they stay as they are.
+            if before <= flags_at && flags_at + size_of::<u32>() as u64 <= end {
+                let at = GuestAddress(address.saturating_add(flags_at - before));
+                let flags = memory.read_obj::<u32>(at).map(u32::from_le);
+                let _ = flags.and_then(|flags| memory.write_obj((flags | NO_FLUSH).to_le(), at));
+            }
+            before = end;
+        }
     }
 
     /// The answer that is an error, if there is room for one.
@@ -204,26 +237,6 @@ impl Server {
         memory.write_obj(0u16, GuestAddress(slot)).map_err(bad)?;
         memory.write_obj(self.asked.to_le(), GuestAddress(AVAILABLE + 2)).map_err(bad)?;
         self.queue.pop_descriptor_chain(memory).ok_or_else(|| io::ErrorKind::InvalidData.into())
-    }
-}
-
-/// Nothing was written by a file that was opened to be read: Linux need not ask when it is closed.
-fn spare_flush(memory: &Memory, head: &[u8], writable: &[Piece], written: u32) {
-    let flags = head.get(OPEN_FLAGS).and_then(|bytes| bytes.try_into().ok()).map(i32::from_le_bytes);
-    let read_only = flags.is_some_and(|flags| flags & libc::O_ACCMODE == libc::O_RDONLY);
-    if head.get(OPCODE) != Some(&FUSE_OPEN) || !read_only || written != OPENED {
-        return;
-    }
-    let mut before = 0;
-    for (address, length) in writable {
-        let end = before + u64::from(*length);
-        // Where they lie in two pieces they stay as they are.
-        if before <= FLAGS_AT && FLAGS_AT + size_of::<u32>() as u64 <= end {
-            let at = GuestAddress(address.saturating_add(FLAGS_AT - before));
-            let flags = memory.read_obj::<u32>(at).map(u32::from_le);
-            let _ = flags.and_then(|flags| memory.write_obj((flags | NO_FLUSH).to_le(), at));
-        }
-        before = end;
     }
 }
 

@@ -57,14 +57,6 @@ fn folders_and_files(mut guest: Guest) {
     guest.attach("c", &[volume(&folder), read_only, volume(&folder.join("file"))]).unwrap();
     assert_eq!(guest.read("c/0/file").unwrap(), "of the node");
     assert_eq!(guest.read("c/2").unwrap(), "of the node");
-    // FOPEN_NOFLUSH, for those that nothing is written by.
-    let node = guest.find("c/0/file").unwrap();
-    for (flags, told) in
-        [(libc::O_RDONLY, 1 << 5), (libc::O_WRONLY, 0), (libc::O_RDWR, 0), (libc::O_RDONLY | libc::O_TRUNC, 1 << 5)]
-    {
-        assert_eq!(guest.opened(node, flags).unwrap().1, told, "{flags:#x}");
-    }
-    fs::write(folder.join("file"), "of the node").unwrap();
     (guest.user, guest.group) = (1234, 1234);
     fs::set_permissions(&folder, std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
     let node = guest.find("c/0").unwrap();
@@ -88,6 +80,48 @@ fn folders_and_files(mut guest: Guest) {
     guest.attach("c", &[volume(&folder)]).unwrap();
     assert_eq!(guest.read("c/0/file").unwrap(), "of the node");
     drop(guest);
+    umount2(dir.path(), MntFlags::empty()).unwrap();
+}
+
+fn the_end_of_a_file_is_asked_for_only_where_it_does_something() {
+    for guest in [Guest::new, Guest::lent] {
+        ends_of_files(guest());
+    }
+}
+
+fn ends_of_files(mut guest: Guest) {
+    const NO_FLUSH: u32 = 1 << 5; // FOPEN_NOFLUSH
+    let (dir, folder) = folder();
+    let below = folder.join("below");
+    fs::create_dir(&below).unwrap();
+    guest.attach("c", &[Volume { propagation: Propagation::FromNode, ..volume(&folder) }]).unwrap();
+    let (root, node) = (guest.find("c/0").unwrap(), guest.find("c/0/file").unwrap());
+    let mut number = 0;
+    let mut asks_of_writers = |told: u32| {
+        for (flags, told) in [
+            (libc::O_RDONLY, NO_FLUSH),
+            (libc::O_RDONLY | libc::O_TRUNC, NO_FLUSH),
+            (libc::O_WRONLY, told),
+            (libc::O_RDWR, told),
+        ] {
+            assert_eq!(guest.opened(node, flags).unwrap().1, told, "{flags:#x}");
+        }
+        number += 1;
+        assert_eq!(guest.created(root, &format!("made {number}")).unwrap().1, told);
+    };
+    // A file system in memory, for one.
+    asks_of_writers(NO_FLUSH);
+    // Any of the mounts may be where the next file lies, and this one is of no kind that is known.
+    let ramfs = || mount(Some("test"), &below, Some("ramfs"), MsFlags::empty(), None::<&str>).unwrap();
+    ramfs();
+    asks_of_writers(0);
+    umount2(&below, MntFlags::empty()).unwrap();
+    asks_of_writers(NO_FLUSH);
+    ramfs();
+    asks_of_writers(0);
+    asks_of_writers(0);
+    drop(guest);
+    umount2(&below, MntFlags::empty()).unwrap();
     umount2(dir.path(), MntFlags::empty()).unwrap();
 }
 
@@ -539,8 +573,12 @@ fn it_ends_with_the_pod_process() {
 }
 
 fn main() -> ExitCode {
-    let tests: [(&str, fn()); 17] = [
+    let tests: [(&str, fn()); 18] = [
         ("folders_and_files_are_shared_as_asked", folders_and_files_are_shared_as_asked),
+        (
+            "the_end_of_a_file_is_asked_for_only_where_it_does_something",
+            the_end_of_a_file_is_asked_for_only_where_it_does_something,
+        ),
         (
             "what_is_pushed_is_read_and_watched_and_out_of_the_guests_reach",
             what_is_pushed_is_read_and_watched_and_out_of_the_guests_reach,

@@ -269,6 +269,13 @@ impl Guest {
         Ok(String::from_utf8(self.ask(READ, node, &body)?).unwrap())
     }
 
+    /// The number of a new file that is open, and what Linux is told of it: behind `fuse_entry_out`, 128 bytes.
+    pub fn created(&mut self, folder: u64, name: &str) -> Result<(u64, u32), i32> {
+        let answer = self.create(folder, name)?;
+        let told = u32::from_le_bytes(answer[136..140].try_into().unwrap());
+        Ok((u64::from_le_bytes(answer[128..136].try_into().unwrap()), told))
+    }
+
     pub fn create(&mut self, folder: u64, name: &str) -> Result<Vec<u8>, i32> {
         let mut body = [libc::O_RDWR as u32, 0o100644, 0, 0].map(u32::to_le_bytes).concat();
         body.extend(CString::new(name).unwrap().as_bytes_with_nul());

@@ -128,23 +128,21 @@ fn figures(said: &str) -> Vec<f64> {
     answers.into_iter().zip(&JOBS).map(figure).collect()
 }
 
-/// fio and the libraries it needs, as paths on this machine.
-fn fio() -> Vec<PathBuf> {
-    let said = call("ldd", ["/usr/bin/fio"]).ok();
-    let libraries = said.split_whitespace().filter(|word| word.starts_with('/')).map(PathBuf::from);
-    let mut files: Vec<PathBuf> = libraries.collect();
-    files.push("/usr/bin/fio".into());
-    files
+/// fio and the libraries it needs: where each lies in a root, and what is in it. `NACELLE_FIO` is a folder with such a root.
+fn fio() -> Vec<(String, Vec<u8>)> {
+    let root = part("NACELLE_FIO");
+    let found = call("find", [root.as_os_str(), "-type".as_ref(), "f".as_ref()]).ok();
+    let files = found.lines().map(|file| {
+        let path = Path::new(file).strip_prefix(&root).expect("it lies there");
+        (path.to_str().expect("UTF-8").to_owned(), fs::read(file).expect("it can be read"))
+    });
+    files.collect()
 }
 
-fn relative(path: &Path) -> &str {
-    path.to_str().and_then(|path| path.strip_prefix('/')).expect("an absolute path in UTF-8")
-}
-
-fn image(files: &[PathBuf]) -> Image {
+fn image(files: &[(String, Vec<u8>)]) -> Image {
     Image::busybox().layer(|layer| {
-        for path in files {
-            layer.file(relative(path), &fs::read(path).expect("fio is installed"), 0o755);
+        for (path, bytes) in files {
+            layer.file(path, bytes, 0o755);
         }
         layer.symlink("bin/fio", "/usr/bin/fio");
     })
@@ -179,7 +177,7 @@ struct Guest {
 }
 
 impl Guest {
-    fn new(node: &Node, files: &[PathBuf], shared: &Path) -> Guest {
+    fn new(node: &Node, files: &[(String, Vec<u8>)], shared: &Path) -> Guest {
         let folder = node.folder().join("qemu");
         let root = folder.join("root");
         let write = |path: &str, bytes: &[u8]| {
@@ -188,8 +186,8 @@ impl Guest {
             fs::write(&path, bytes).expect("the node's folder is writable");
             fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("it is ours");
         };
-        for path in files {
-            write(relative(path), &fs::read(path).expect("fio is installed"));
+        for (path, bytes) in files {
+            write(path, bytes);
         }
         write("bin/busybox", &fs::read("/bin/busybox").expect("busybox-static is installed"));
         for folder in ["proc", "sys", "dev", "tmp", "shared"] {
