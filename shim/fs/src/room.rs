@@ -9,7 +9,7 @@ use crate::queue::Served;
 use crate::server::Server;
 use crate::sys;
 use nacelle_base::Chain;
-use nacelle_base::share::{ANSWER_HEADER, HEADER, LEND, Lent, MAX_LENT, MAX_MESSAGE, MAX_PART, QUEUES, RETURN, SHOW};
+use nacelle_base::share::{HEADER, LEND, Lent, MAX_LENT, MAX_MESSAGE, MAX_PART, QUEUES, RETURN, SHOW};
 use nacelle_jail::Mode;
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, open};
@@ -341,13 +341,7 @@ fn answer(share: &mut Guest, queue: usize, maker: &Maker) -> io::Result<()> {
         (_, None) if length as usize <= MAX_MESSAGE => {}
         _ => return Err(bad()),
     }
-    let mut request = vec![0; length as usize];
-    way.stream.read_exact(&mut request)?;
-    let mut answer = vec![0; ANSWER_HEADER];
-    server.answer(&request, room, &mut answer);
-    let length = u32::try_from(answer.len() - ANSWER_HEADER).unwrap_or(0); // at most MAX_MESSAGE
-    answer.iter_mut().zip(length.to_le_bytes()).for_each(|(byte, length)| *byte = length);
-    way.stream.write_all(&answer)
+    server.answer(&mut way.stream, length as usize, room)
 }
 
 /// What is lent, in so many bytes, and the descriptors that come with them.

@@ -4,24 +4,29 @@
 
 use crate::ends::Ends;
 use crate::names;
-use nacelle_base::share::MAX_MESSAGE;
+use nacelle_base::share::{ANSWER_HEADER, MAX_MESSAGE};
 use std::fs::File;
 use std::io::{self, Write};
+use std::os::unix::net::UnixStream;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
-use vhost_user_backend_of_virtiofsd::bitmap::BitmapMmapRegion;
+use vhost_user_backend_of_virtiofsd::bitmap::BitmapMmapRegion as Bitmap;
 use virtio_queue_of_virtiofsd::desc::split::Descriptor;
 use virtio_queue_of_virtiofsd::{DescriptorChain, Queue, QueueT};
 use virtiofsd::descriptor_utils::{Reader, Writer};
 use virtiofsd::passthrough::{CachePolicy, Config, PassthroughFs};
 use virtiofsd::server::Server as Fuse;
-use vm_memory_of_virtiofsd::{Bytes, GuestAddress, GuestMemoryMmap, GuestRegionMmap, MmapRegion};
+use vm_memory_of_virtiofsd::bitmap::BS;
+use vm_memory_of_virtiofsd::{
+    Bytes, GuestAddress, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap, MemoryRegionAddress, MmapRegion,
+    ReadVolatile, VolatileMemoryError, VolatileSlice, WriteVolatile,
+};
 
 /// Memory as virtiofsd sees it.
-pub(crate) type Memory = GuestMemoryMmap<BitmapMmapRegion>;
+pub(crate) type Memory = GuestMemoryMmap<Bitmap>;
 /// A region of it.
-pub(crate) type Region = GuestRegionMmap<BitmapMmapRegion>;
+pub(crate) type Region = GuestRegionMmap<Bitmap>;
 
 /// Where this process's own memory lies, behind all that a guest can have: a table of descriptors, and rings for it; then a
 /// request, then an answer.
@@ -30,8 +35,9 @@ const DESCRIPTORS: u64 = OWN;
 const AVAILABLE: u64 = OWN + 0x2000;
 const USED: u64 = OWN + 0x3000;
 const REQUEST: u64 = OWN + 0x5000;
-const ANSWER: u64 = REQUEST + MAX_MESSAGE as u64;
-const BYTES: usize = 0x5000 + 2 * MAX_MESSAGE;
+/// Before it there is room for what stands before an answer on a stream.
+const ANSWER: u64 = REQUEST + MAX_MESSAGE as u64 + 0x10;
+const BYTES: usize = 0x5000 + 2 * MAX_MESSAGE + 0x10;
 /// The number of descriptors: the most pieces of a request and its answer.
 pub(crate) const SIZE: u16 = 512;
 /// `VIRTQ_DESC_F_NEXT`, `VIRTQ_DESC_F_WRITE`.
@@ -109,24 +115,35 @@ impl Server {
         self.own.clone()
     }
 
-    /// Appends the answer to a request, of at most `room` bytes; some have none.
-    pub fn answer(&mut self, request: &[u8], room: usize, answer: &mut Vec<u8>) {
+    /// Takes a request of `length` bytes, at most [`MAX_MESSAGE`], from a stream, and puts its answer there: its bytes, at most
+    /// `room`, as 32 bits, and then the answer; some have none. Only what is looked at of a request is copied once more.
+    pub fn answer(&mut self, stream: &mut UnixStream, length: usize, room: usize) -> io::Result<()> {
         let room = u32::try_from(room.min(MAX_MESSAGE)).unwrap_or(0);
         let memory = self.memory.clone();
-        let (Ok(length), true) = (u32::try_from(request.len()), request.len() <= MAX_MESSAGE) else { return };
+        stream.read_exact_volatile(&mut self.place(REQUEST, length)?).map_err(stream_error)?;
         // An answer that an earlier one left there is none.
-        let laid = memory
-            .write_slice(&[0; OUT_HEADER], GuestAddress(ANSWER))
-            .and_then(|()| memory.write_slice(request, GuestAddress(REQUEST)));
+        memory.write_slice(&[0; OUT_HEADER], GuestAddress(ANSWER)).map_err(bad)?;
+        let request = [(REQUEST, u32::try_from(length).unwrap_or(0))]; // all of it was read, so it is not longer than REQUEST
         let writable = [(ANSWER, room)];
         let writable = if room == 0 { &[] } else { writable.as_slice() };
-        let written = if laid.is_ok() { self.ask(&memory, request, &[(REQUEST, length)], writable) } else { 0 };
-        let start = answer.len();
-        answer.resize(start + written.min(room) as usize, 0);
-        let bytes = answer.get_mut(start..).unwrap_or_default();
-        if memory.read_slice(bytes, GuestAddress(ANSWER)).is_err() {
-            answer.truncate(start);
-        }
+        let mut head = std::mem::take(&mut self.head);
+        head.clear();
+        let looked_at =
+            |length: usize, opcode: &[u8]| if opcode == FUSE_WRITE { length.min(WRITE_HEAD) } else { length };
+        head.resize(length.min(OPCODE.end), 0);
+        memory.read_slice(&mut head, GuestAddress(REQUEST)).map_err(bad)?;
+        head.resize(looked_at(length, head.get(OPCODE).unwrap_or_default()), 0);
+        memory.read_slice(&mut head, GuestAddress(REQUEST)).map_err(bad)?;
+        let written = self.ask(&memory, &head, &request, writable).min(room);
+        self.keep(head);
+        let at = ANSWER - ANSWER_HEADER as u64;
+        memory.write_obj(written.to_le(), GuestAddress(at)).map_err(bad)?;
+        stream.write_all_volatile(&self.place(at, ANSWER_HEADER + written as usize)?).map_err(stream_error)
+    }
+
+    /// A part of this process's own memory.
+    fn place(&self, at: u64, length: usize) -> io::Result<VolatileSlice<'_, BS<'_, Bitmap>>> {
+        self.own.get_slice(MemoryRegionAddress(at - OWN), length).map_err(bad)
     }
 
     /// Answers a request that lies in `memory`, with [`own`](Server::own); returns the bytes of the answer. All the pieces are
@@ -145,11 +162,15 @@ impl Server {
                 self.refuse(memory, &head, writable, libc::EIO).unwrap_or(0)
             }
         };
-        // What is kept between two requests is what small ones need.
+        self.keep(head);
+        written
+    }
+
+    /// What is kept between two requests is what small ones need.
+    fn keep(&mut self, mut head: Vec<u8>) {
         head.clear();
         head.shrink_to(64 << 10);
         self.head = head;
-        written
     }
 
     /// Has a request answered whose beginning, `head`, was looked at and can be changed by nobody.
@@ -237,6 +258,14 @@ impl Server {
         memory.write_obj(0u16, GuestAddress(slot)).map_err(bad)?;
         memory.write_obj(self.asked.to_le(), GuestAddress(AVAILABLE + 2)).map_err(bad)?;
         self.queue.pop_descriptor_chain(memory).ok_or_else(|| io::ErrorKind::InvalidData.into())
+    }
+}
+
+/// What a stream said, and not what memory says of that.
+fn stream_error(error: VolatileMemoryError) -> io::Error {
+    match error {
+        VolatileMemoryError::IOError(error) => error,
+        other => bad(other),
     }
 }
 

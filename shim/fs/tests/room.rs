@@ -458,6 +458,28 @@ fn data_of_a_queue_that_is_lent_go_where_they_belong() {
     umount2(dir.path(), MntFlags::empty()).unwrap();
 }
 
+fn a_large_request_arrives_whole_over_a_stream() {
+    let (dir, folder) = folder();
+    let mut guest = Guest::new();
+    guest.attach("c", &[volume(&folder)]).unwrap();
+    let node = guest.find("c/0/file").unwrap();
+    let file = guest.open(node, libc::O_RDWR).unwrap();
+    // More than a stream takes at once, and the most that virtiofsd writes.
+    for length in [300_000u32, 1 << 20] {
+        let data: Vec<u8> = (0..length).map(|number| (number / 3) as u8).collect();
+        let written = guest.ask(WRITE, node, &[transfer(file, 0, length), data.clone()].concat()).unwrap();
+        assert_eq!(written[..4], length.to_le_bytes());
+        assert!(fs::read(folder.join("file")).unwrap() == data, "{length}");
+        // As Linux asks: there is room for that and no more.
+        assert!(
+            guest.ask(READ, node, &transfer(file, 10, guest::ROOM - 16)).unwrap()
+                == data[10..][..guest::ROOM as usize - 16]
+        );
+    }
+    drop(guest);
+    umount2(dir.path(), MntFlags::empty()).unwrap();
+}
+
 fn a_queue_is_lent_taken_back_and_lent_again() {
     let (dir, folder) = folder();
     let mut guest = Guest::lent();
@@ -573,7 +595,7 @@ fn it_ends_with_the_pod_process() {
 }
 
 fn main() -> ExitCode {
-    let tests: [(&str, fn()); 18] = [
+    let tests: [(&str, fn()); 19] = [
         ("folders_and_files_are_shared_as_asked", folders_and_files_are_shared_as_asked),
         (
             "the_end_of_a_file_is_asked_for_only_where_it_does_something",
@@ -599,6 +621,7 @@ fn main() -> ExitCode {
         ("what_cannot_be_shared_is_not_shared_in_part", what_cannot_be_shared_is_not_shared_in_part),
         ("bytes_that_are_no_requests_harm_nobody", bytes_that_are_no_requests_harm_nobody),
         ("data_of_a_queue_that_is_lent_go_where_they_belong", data_of_a_queue_that_is_lent_go_where_they_belong),
+        ("a_large_request_arrives_whole_over_a_stream", a_large_request_arrives_whole_over_a_stream),
         ("a_queue_is_lent_taken_back_and_lent_again", a_queue_is_lent_taken_back_and_lent_again),
         ("what_is_no_chain_of_a_lent_queue_harms_nobody", what_is_no_chain_of_a_lent_queue_harms_nobody),
         (

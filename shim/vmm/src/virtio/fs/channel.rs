@@ -4,7 +4,8 @@
 use super::Metrics;
 use super::lend::{Loan, hold};
 use crate::guest_warn;
-use crate::virtio::pieces::Buffers;
+use crate::sys;
+use crate::virtio::pieces::{Buffers, Pieces};
 use crate::virtio::queue_thread::Stop;
 use crate::virtio::{Memory, Ring};
 use nacelle_base::share::{ANSWER_HEADER, HEADER, MAX_MESSAGE};
@@ -17,6 +18,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
+use vm_memory::{Permissions, VolatileSlice};
 
 /// How long a queue that is to stop waits for the answer to the request in flight: the node's file system may hang.
 const LAST_ANSWER: Duration = Duration::from_secs(5);
@@ -30,6 +32,8 @@ const SHORT: usize = 8 << 10;
 /// Bytes of such requests that are on their way: the stream takes them at once, also while the other process waits until an
 /// answer is taken from it.
 const AHEAD: usize = 32 << 10;
+/// The most slices of memory in one call.
+const MAX_SLICES: usize = 1024;
 
 /// The way to the process that has the files. Requests are passed on, and their answers taken, in the order of their
 /// [`begin`](Channel::begin)s; short ones are passed on while earlier answers are still to come.
@@ -37,7 +41,6 @@ const AHEAD: usize = 32 << 10;
 pub(super) struct Channel {
     /// None: it is given up.
     stream: Option<UnixStream>,
-    buffer: Vec<u8>,
     /// The requests that were begun and are not finished.
     begun: VecDeque<Begun>,
     metrics: Arc<Metrics>,
@@ -56,7 +59,7 @@ impl Channel {
     /// A channel over a connected stream.
     pub fn new(stream: UnixStream, metrics: Arc<Metrics>) -> io::Result<Channel> {
         stream.set_nonblocking(true)?;
-        Ok(Channel { stream: Some(stream), buffer: Vec::new(), begun: VecDeque::new(), metrics })
+        Ok(Channel { stream: Some(stream), begun: VecDeque::new(), metrics })
     }
 
     /// Lends the queue to the other process, if its memory can be shared. No request is begun.
@@ -102,8 +105,10 @@ impl Channel {
         if length > SHORT || under_way + length > AHEAD {
             return None;
         }
-        self.fill(memory, buffers).ok()?;
-        let sent = nix::unistd::write(self.stream.as_ref()?, &self.buffer).ok()?;
+        let mut header = header(buffers).ok()?;
+        let request = message(memory, &mut header, &buffers.readable, Permissions::Read).ok()?;
+        let sent =
+            sys::write_stream(self.stream.as_ref()?.as_fd(), request.get(..MAX_SLICES).unwrap_or(&request)).ok()?;
         Some(if sent == length { Begun::Asked(length) } else { Begun::Rest(sent) })
     }
 
@@ -113,8 +118,7 @@ impl Channel {
         let written = match self.ask(begun, memory, buffers, stop) {
             Ok(answer) => {
                 self.metrics.requests.fetch_add(1, Ordering::Relaxed);
-                let answer = self.buffer.get(..answer).unwrap_or_default();
-                buffers.writable.write(memory, answer).map_err(io::Error::other)
+                Ok(answer)
             }
             Err(error) => {
                 self.metrics.failed.fetch_add(1, Ordering::Relaxed);
@@ -124,50 +128,25 @@ impl Channel {
                 self.refuse(memory, buffers)
             }
         };
-        // What the queue keeps between two requests is what small ones need.
-        if self.buffer.capacity() > 64 << 10 {
-            self.buffer = Vec::new();
-        }
         written.ok().and_then(|written| u32::try_from(written).ok()).unwrap_or(0)
     }
 
-    /// Lays a request into the buffer, as it is passed on.
-    fn fill(&mut self, memory: &Memory, buffers: &Buffers) -> io::Result<()> {
-        let length = buffers.readable.len();
-        if length > MAX_MESSAGE {
-            guest_warn!(length, "the guest sent a file-system request that is too long");
-            return Err(io::ErrorKind::InvalidInput.into());
-        }
-        self.buffer.clear();
-        for number in [length, room(buffers)] {
-            self.buffer.extend(u32::try_from(number).unwrap_or(0).to_le_bytes()); // checked above, and MAX_MESSAGE
-        }
-        self.buffer.resize(HEADER + length, 0);
-        let bytes = self.buffer.get_mut(HEADER..).unwrap_or_default();
-        buffers.readable.read(memory, bytes).map_err(|bad| io::Error::new(io::ErrorKind::InvalidInput, bad))?;
-        Ok(())
-    }
-
-    /// The bytes of the answer, which lies at the start of the buffer.
+    /// The bytes of the answer, which the guest has then.
     fn ask(&mut self, begun: Begun, memory: &Memory, buffers: &Buffers, stop: &Stop) -> io::Result<usize> {
-        if let Begun::Rest(sent) = begun {
-            // Half a request ends the stream.
-            self.fill(memory, buffers).map_err(|bad| if sent == 0 { bad } else { io::Error::other(bad) })?;
-        }
-        let stream = self.stream.as_mut().ok_or(io::ErrorKind::NotConnected)?;
+        let stream = self.stream.as_ref().ok_or(io::ErrorKind::NotConnected);
         let mut waiting = Waiting::new(stop);
         if let Begun::Rest(sent) = begun {
-            waiting.send(stream, self.buffer.get(sent..).unwrap_or_default())?;
+            // Half a request ends the stream.
+            let or_end = |bad| if sent == 0 { bad } else { io::Error::other(bad) };
+            let mut header = header(buffers).map_err(or_end)?;
+            let request = message(memory, &mut header, &buffers.readable, Permissions::Read).map_err(or_end)?;
+            waiting.send_slices(stream?, &request, sent)?;
         }
         let mut header = [0; ANSWER_HEADER];
-        waiting.receive(stream, &mut header)?;
-        let answer = usize::try_from(u32::from_le_bytes(header)).unwrap_or(usize::MAX);
-        if answer > room(buffers) {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "an answer without room"));
-        }
-        self.buffer.resize(answer, 0);
-        waiting.receive(stream, &mut self.buffer)?;
-        Ok(answer)
+        let answer = message(memory, &mut header, &buffers.writable, Permissions::Write).map_err(io::Error::other)?;
+        // Nothing else can come, so it can be taken at once.
+        let alone = self.begun.is_empty();
+        waiting.receive_message(stream?, &answer, room(buffers), alone)
     }
 
     /// Tells the guest of an I/O error, if it left room for that.
@@ -183,6 +162,42 @@ impl Channel {
         answer.extend(request.get(UNIQUE).unwrap_or_default());
         buffers.writable.write(memory, &answer).map_err(io::Error::other)
     }
+}
+
+/// What stands before a request on the stream.
+fn header(buffers: &Buffers) -> io::Result<[u8; HEADER]> {
+    let length = buffers.readable.len();
+    if length > MAX_MESSAGE {
+        guest_warn!(length, "the guest sent a file-system request that is too long");
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    let [length, room] = [length, room(buffers)].map(|number| u32::try_from(number).unwrap_or(0)); // at most MAX_MESSAGE
+    Ok((u64::from(length) | u64::from(room) << 32).to_le_bytes())
+}
+
+/// A header, and the guest's memory where the bytes behind it are or will be.
+fn message<'m>(
+    memory: &'m Memory,
+    header: &'m mut [u8],
+    pieces: &Pieces,
+    access: Permissions,
+) -> io::Result<Vec<VolatileSlice<'m>>> {
+    let mut slices = vec![VolatileSlice::from(header)];
+    let added = pieces.add_slices(memory, access, &mut slices);
+    added.map_err(|bad| io::Error::new(io::ErrorKind::InvalidInput, bad))?;
+    Ok(slices)
+}
+
+/// The bytes `from` to `to` of some slices, or the first of them: no more than one call takes.
+fn window<'m>(slices: &[VolatileSlice<'m>], from: usize, to: usize) -> Vec<VolatileSlice<'m>> {
+    let mut start = 0;
+    let cut = slices.iter().filter_map(|slice| {
+        let (begin, end) = (from.max(start), to.min(start.saturating_add(slice.len())));
+        let part = (begin < end).then(|| slice.subslice(begin - start, end - begin).ok()).flatten();
+        start = start.saturating_add(slice.len());
+        part
+    });
+    cut.take(MAX_SLICES).collect()
 }
 
 /// The room for an answer.
@@ -210,6 +225,60 @@ impl<'a> Waiting<'a> {
             }
         }
         Ok(())
+    }
+
+    /// Sends what is behind the first `sent` bytes of these slices.
+    fn send_slices(&mut self, stream: &UnixStream, slices: &[VolatileSlice<'_>], mut sent: usize) -> io::Result<()> {
+        loop {
+            let rest = window(slices, sent, usize::MAX);
+            if rest.is_empty() {
+                return Ok(());
+            }
+            match sys::write_stream(stream.as_fd(), &rest) {
+                Ok(now) => sent = sent.saturating_add(now),
+                Err(error) => self.or_wait(errno(&error), stream, PollFlags::POLLOUT)?,
+            }
+        }
+    }
+
+    /// Receives a header and what is behind it, of at most `room` bytes, and returns how many these are. `alone`: nothing else is
+    /// on its way.
+    fn receive_message(
+        &mut self,
+        stream: &UnixStream,
+        slices: &[VolatileSlice<'_>],
+        room: usize,
+        alone: bool,
+    ) -> io::Result<usize> {
+        let wrong = |what| io::Error::new(io::ErrorKind::InvalidData, what);
+        let (mut got, mut length) = (0, None);
+        if alone {
+            // Nobody answers as fast as that.
+            self.or_wait(Errno::EAGAIN, stream, PollFlags::POLLIN)?;
+        }
+        loop {
+            if length.is_none() && got >= ANSWER_HEADER {
+                let mut header = [0; ANSWER_HEADER];
+                slices.first().ok_or(io::ErrorKind::InvalidData)?.copy_to(&mut header);
+                let answer = usize::try_from(u32::from_le_bytes(header)).unwrap_or(usize::MAX);
+                if answer > room {
+                    return Err(wrong("an answer without room"));
+                }
+                length = Some(answer);
+            }
+            let until = match length {
+                Some(length) if got == ANSWER_HEADER + length => return Ok(length),
+                Some(length) if got > ANSWER_HEADER + length => return Err(wrong("more than an answer")),
+                Some(length) => ANSWER_HEADER + length,
+                None if alone => ANSWER_HEADER + room,
+                None => ANSWER_HEADER,
+            };
+            match sys::read_stream(stream.as_fd(), &window(slices, got, until)) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(now) => got = got.saturating_add(now),
+                Err(error) => self.or_wait(errno(&error), stream, PollFlags::POLLIN)?,
+            }
+        }
     }
 
     pub fn receive(&mut self, stream: &UnixStream, mut bytes: &mut [u8]) -> io::Result<()> {
@@ -254,4 +323,8 @@ impl<'a> Waiting<'a> {
         }
         Ok(())
     }
+}
+
+fn errno(error: &io::Error) -> Errno {
+    error.raw_os_error().map_or(Errno::EIO, Errno::from_raw)
 }

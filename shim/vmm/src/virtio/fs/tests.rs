@@ -215,7 +215,9 @@ proptest! {
         let refusal = if room < 16 { 0 } else { 16 };
         // The device may hang up at a length that it refuses, before the bytes are sent.
         prop_assert!(sent.is_ok() || !whole, "{:?}", sent);
-        prop_assert_eq!(written, if whole { length } else { refusal });
+        // What is more than the answer is seen if it comes with it, and else spoils the next one.
+        let more = bytes.len() > length as usize;
+        prop_assert!(if whole { written == length || more && written == refusal } else { written == refusal }, "{}", written);
         let mut behind = [0; 300];
         machine.memory.read_slice(&mut behind, GuestAddress(ROOM + u64::from(room))).unwrap();
         prop_assert!(behind.iter().all(|byte| *byte == 0));
