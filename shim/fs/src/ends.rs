@@ -11,7 +11,7 @@ use std::io::{self, Read, Seek};
 use std::os::fd::AsFd;
 
 /// Those of Linux 6.12 that are known to do nothing then.
-const NOTHING_TO_DO: [&str; 7] = ["ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "tmpfs"];
+const NOTHING_TO_DO: [&str; 6] = ["ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs"];
 /// A table that is longer is not looked at: some 64k mounts.
 const MAX_TABLE: u64 = 16 << 20;
 
