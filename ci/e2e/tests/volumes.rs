@@ -252,6 +252,54 @@ fn folders_and_files_of_the_node_are_volumes() {
     assert_eq!(node.left(), Vec::<String>::new());
 }
 
+/// The open files of a process by this name; those that only stand for a name are none.
+fn open_files(pid: i32, name: &str) -> usize {
+    const O_PATH: u32 = 0o10_000_000;
+    let all = fs::read_dir(format!("/proc/{pid}/fd")).expect("it lives").flatten();
+    let is_open = |number: &str| {
+        let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}")).ok()?;
+        let flags = info.lines().find_map(|line| line.strip_prefix("flags:"))?;
+        Some(u32::from_str_radix(flags.trim(), 8).ok()? & O_PATH == 0)
+    };
+    let open = all.filter(|entry| fs::read_link(entry.path()).is_ok_and(|to| to.ends_with(name)));
+    open.filter(|entry| entry.file_name().to_str().and_then(is_open) == Some(true)).count()
+}
+
+#[test]
+fn who_has_the_files_closes_them_and_sees_of_the_guest_what_it_needs() {
+    let node = Node::new();
+    if engine() == "host" {
+        return; // there is no such process
+    }
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let folder = node.folder().join("shared");
+    fs::create_dir(&folder).expect("the node's folder is writable");
+    let pod = node.crictl.run_pod(Pod::new("seen", node.folder()));
+    let mounts = json!([{"host_path": folder, "container_path": "/rw"}]);
+    let script =
+        "exec 3>/rw/held; echo opened; while [ ! -e /rw/go ]; do sleep 0.2; done; exec 3>&-; echo closed; sleep 600";
+    let container = pod.start(Container::sh("c", &image, script).set("mounts", mounts));
+    container.says("opened");
+    let share = node.processes("nacelle-fs ").first().copied().expect("it is there");
+    assert_eq!(open_files(share, "held"), 1);
+    fs::write(folder.join("go"), "").expect("the node's folder is writable");
+    container.says("closed");
+    // Nobody waits for that.
+    nacelle_e2e::eventually("it is closed here, too", || (open_files(share, "held") == 0).then_some(()));
+    // Its queues are answered where they lie: in the memory of a guest of QEMU, else in some that is there for nothing else.
+    let maps = fs::read_to_string(format!("/proc/{share}/maps")).expect("it lives");
+    let address = |text: &str| u64::from_str_radix(text, 16).expect("an address");
+    let guests =
+        maps.lines().filter(|line| line.contains("/memfd:")).filter_map(|line| line.split_once(' ')?.0.split_once('-'));
+    let sizes: Vec<u64> = guests.map(|(start, end)| address(end) - address(start)).collect();
+    assert!(!sizes.is_empty(), "{maps}");
+    if engine() == "kvm" {
+        assert!(sizes.iter().all(|size| *size == 2 << 20), "{maps}");
+    }
+    pod.remove();
+    assert_eq!(node.left(), Vec::<String>::new());
+}
+
 #[test]
 fn what_is_there_already_is_opened_and_not_made() {
     let node = Node::with(asking_each_time());

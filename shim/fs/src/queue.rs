@@ -2,7 +2,7 @@
 //! the guest's memory, in their order. The guest may change all of that at any time; what it breaks is its own.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-use crate::server::{Memory, Piece, Region, SIZE, Server};
+use crate::server::{Answered, Memory, Piece, Region, SIZE, Server};
 use nacelle_base::share::Lent;
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
@@ -102,31 +102,45 @@ impl Served {
             return Ok(false);
         }
         self.queue.disable_notification(&self.guest)?;
+        let mut untold = false;
         for _ in 0..BATCH {
             let Some(chain) = self.queue.iter(&self.guest)?.next() else {
+                if untold {
+                    self.tell()?;
+                }
                 return self.queue.enable_notification(&self.guest);
             };
             let head = chain.head_index();
-            let written = match collect(&self.guest, chain) {
+            let answered = match collect(&self.guest, chain) {
                 Some(Buffers { readable, writable }) => server.answer_there(&self.all, &readable, &writable),
                 None => {
                     tracing::debug!("the guest sent a chain of descriptors that makes no sense");
-                    0
+                    Answered { bytes: 0, awaited: true }
                 }
             };
-            self.queue.add_used(&self.guest, head, written)?;
-            if self.queue.needs_notification(&self.guest)? {
-                self.call();
+            self.queue.add_used(&self.guest, head, answered.bytes)?;
+            // What nobody waits for is told with what comes next.
+            untold = !answered.awaited;
+            if answered.awaited {
+                self.tell()?;
             }
+        }
+        if untold {
+            self.tell()?;
         }
         Ok(true)
     }
 
-    fn call(&self) {
+    /// Tells the guest of what was given back, if it wants to know.
+    fn tell(&mut self) -> Result<(), Error> {
+        if !self.queue.needs_notification(&self.guest)? {
+            return Ok(());
+        }
         match nix::unistd::write(&self.call, &1u64.to_ne_bytes()) {
             Ok(_) | Err(Errno::EAGAIN) => {} // EAGAIN: a call is pending already
             Err(error) => tracing::error!("cannot interrupt the guest: {error}"),
         }
+        Ok(())
     }
 
     /// The queue is served no more.

@@ -75,6 +75,18 @@ pub(crate) struct Server {
     head: Vec<u8>,
 }
 
+/// `FUSE_FORGET`, `FUSE_RELEASE`, `FUSE_RELEASEDIR`, `FUSE_BATCH_FORGET`: nobody in the guest waits for their end.
+const UNAWAITED: [[u8; 4]; 4] = [2u32.to_le_bytes(), 18u32.to_le_bytes(), 29u32.to_le_bytes(), 42u32.to_le_bytes()];
+
+/// What became of a request.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Answered {
+    /// The bytes of the answer.
+    pub bytes: u32,
+    /// Whether somebody in the guest may wait for it.
+    pub awaited: bool,
+}
+
 /// A part of memory: where, and how many bytes.
 pub(crate) type Piece = (u64, u32);
 
@@ -146,11 +158,11 @@ impl Server {
         self.own.get_slice(MemoryRegionAddress(at - OWN), length).map_err(bad)
     }
 
-    /// Answers a request that lies in `memory`, with [`own`](Server::own); returns the bytes of the answer. All the pieces are
+    /// Answers a request that lies in `memory`, with [`own`](Server::own). All the pieces are
     /// the guest's, who may change what is in them at any time: what is looked at is copied before; data of files are not.
-    pub fn answer_there(&mut self, memory: &Memory, readable: &[Piece], writable: &[Piece]) -> u32 {
+    pub fn answer_there(&mut self, memory: &Memory, readable: &[Piece], writable: &[Piece]) -> Answered {
         let mut head = std::mem::take(&mut self.head);
-        let written = match lay(memory, readable, &mut head) {
+        let bytes = match lay(memory, readable, &mut head) {
             Ok(rest) => {
                 let length = u32::try_from(head.len()).unwrap_or(0); // at most MAX_MESSAGE
                 let mut readable = vec![(REQUEST, length)];
@@ -162,8 +174,9 @@ impl Server {
                 self.refuse(memory, &head, writable, libc::EIO).unwrap_or(0)
             }
         };
+        let awaited = !head.get(OPCODE).is_some_and(|opcode| UNAWAITED.iter().any(|other| other == opcode));
         self.keep(head);
-        written
+        Answered { bytes, awaited }
     }
 
     /// What is kept between two requests is what small ones need.

@@ -22,7 +22,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 mod guest;
 
-use guest::{GETATTR, Guest, INIT, READ, ROOT, UNLINK, WRITE};
+use guest::{GETATTR, Guest, INIT, Queue, READ, RELEASE, ROOT, UNLINK, WRITE, eventually};
 
 /// With it and a folder this program is what an agent without a guest is to its volumes.
 const AS_AGENT: &str = "--as-agent";
@@ -503,6 +503,42 @@ fn a_queue_is_lent_taken_back_and_lent_again() {
     umount2(dir.path(), MntFlags::empty()).unwrap();
 }
 
+fn what_nobody_waits_for_is_told_all_the_same() {
+    let (dir, folder) = folder();
+    let mut guest = Guest::lent();
+    guest.attach("c", &[volume(&folder)]).unwrap();
+    let node = guest.find("c/0/file").unwrap();
+    let [first, second] = [0, 1].map(|_| guest.open(node, libc::O_RDONLY).unwrap());
+    let open = || fs::read_dir(format!("/proc/{}/fd", guest.pid)).unwrap().count();
+    let before = open();
+    let release = |handle: u64| guest.request(RELEASE, node, &[handle.to_le_bytes().as_slice(), &[0; 16]].concat());
+    let (alone, with, other) = (release(first), release(second), guest.request(GETATTR, node, &[0; 16]));
+    let machine = guest.machine.as_mut().unwrap();
+    let place = |number: u64| guest.room + 4096 * number;
+    // One alone, then one before a question, with one kick: an interrupt for each kick.
+    for requests in [&[alone][..], &[with, other]] {
+        let Queue { driver, kick, call } = &mut machine.queues[1];
+        let _ = call.read(); // of what was before
+        driver.want_interrupt();
+        for (number, request) in (0..).step_by(2).zip(requests) {
+            machine.memory.write_slice(request, GuestAddress(place(number))).unwrap();
+            driver.submit(&[(place(number), request.len() as u32, false), (place(number + 1), 200, true)]);
+        }
+        kick.write(1).unwrap();
+        let mut called = 0;
+        eventually("an interrupt", || {
+            called = call.read().unwrap_or(0);
+            called > 0
+        });
+        assert_eq!(called, 1);
+        let used = std::iter::from_fn(|| driver.take_used()).map(|(_, written)| written).collect::<Vec<_>>();
+        assert_eq!(used, [16, 120][..requests.len()]);
+    }
+    assert_eq!(before - open(), 2);
+    drop(guest);
+    umount2(dir.path(), MntFlags::empty()).unwrap();
+}
+
 fn what_is_no_chain_of_a_lent_queue_harms_nobody() {
     let (dir, folder) = folder();
     let mut guest = Guest::lent();
@@ -595,7 +631,7 @@ fn it_ends_with_the_pod_process() {
 }
 
 fn main() -> ExitCode {
-    let tests: [(&str, fn()); 19] = [
+    let tests: [(&str, fn()); 20] = [
         ("folders_and_files_are_shared_as_asked", folders_and_files_are_shared_as_asked),
         (
             "the_end_of_a_file_is_asked_for_only_where_it_does_something",
@@ -623,6 +659,7 @@ fn main() -> ExitCode {
         ("data_of_a_queue_that_is_lent_go_where_they_belong", data_of_a_queue_that_is_lent_go_where_they_belong),
         ("a_large_request_arrives_whole_over_a_stream", a_large_request_arrives_whole_over_a_stream),
         ("a_queue_is_lent_taken_back_and_lent_again", a_queue_is_lent_taken_back_and_lent_again),
+        ("what_nobody_waits_for_is_told_all_the_same", what_nobody_waits_for_is_told_all_the_same),
         ("what_is_no_chain_of_a_lent_queue_harms_nobody", what_is_no_chain_of_a_lent_queue_harms_nobody),
         (
             "without_the_process_a_lent_queue_is_answered_with_errors",

@@ -15,6 +15,8 @@ pub enum ThreadKind {
     Vcpu,
     /// Serves queues of a device: block, net, rng, balloon, console.
     Queue,
+    /// Serves a queue of the file-system device, or lends it to the process that has the files.
+    Share,
     /// Serves the control queue of a network device: which queues of its tap take part, and who serves them.
     NetControl,
     /// Serves the vsock device.
@@ -29,12 +31,13 @@ pub enum ThreadKind {
 
 impl ThreadKind {
     /// All kinds.
-    pub const ALL: [ThreadKind; 10] = [
+    pub const ALL: [ThreadKind; 11] = [
         ThreadKind::Main,
         ThreadKind::Blocking,
         ThreadKind::Machine,
         ThreadKind::Vcpu,
         ThreadKind::Queue,
+        ThreadKind::Share,
         ThreadKind::NetControl,
         ThreadKind::Vsock,
         ThreadKind::VhostUser,

@@ -213,6 +213,16 @@ const CONSOLE: &[Allow] = &[
     always(c::SYS_statx, "the length of that half"),
 ];
 
+/// A queue of the guest in the hands of another process.
+const LENDING: &[Allow] = &[
+    always(c::SYS_sendmsg, "its descriptors are sent"),
+    Allow {
+        syscall: c::SYS_fcntl,
+        only: Only::Arg(1, &[c::F_DUPFD_CLOEXEC as u64]),
+        why: "a copy of its interrupt for the other process",
+    },
+];
+
 /// The guest memory of another program, as a descriptor.
 const MEMORY: &[Allow] = &[
     always(c::SYS_fstat, "how large it is"),
@@ -310,6 +320,7 @@ pub fn table(kind: ThreadKind) -> impl Iterator<Item = &'static Allow> {
         ThreadKind::Machine => &[LIFE, WAIT, SPAWN, DATA, STREAM, SOCKET, FILES, NETWORK, MACHINE, VCPU],
         ThreadKind::Vcpu => &[LIFE, VCPU, QUEUES, NETWORK, CONSOLE],
         ThreadKind::Queue => &[LIFE, WAIT, DATA, CONSOLE],
+        ThreadKind::Share => &[LIFE, WAIT, DATA, LENDING],
         ThreadKind::NetControl => &[LIFE, WAIT, NETWORK],
         ThreadKind::Vsock => &[LIFE, WAIT, STREAM, SOCKET],
         ThreadKind::VhostUser => &[LIFE, WAIT, SPAWN, DATA, STREAM, SOCKET, MEMORY],

@@ -194,7 +194,7 @@ fn devices(spec: MachineSpec, slots: &[Slot], vsock: Box<dyn Device>) -> Result<
     devices.extend([vsock, Rng::new().device()]);
     if let Some(streams) = spec.shares.into_iter().next() {
         let no_share = |source| EngineError::Resources { what: "the way to the volumes of the node", source };
-        devices.push(Fs::new(streams).map_err(no_share)?.device());
+        devices.push(Fs::new(streams).map_err(no_share)?.lending().device());
     }
     // A huge page that was given back may be another's when the guest wants it again, and then the process is killed.
     if spec.memory_pages == MemoryPages::Transparent {

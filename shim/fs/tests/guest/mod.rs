@@ -4,7 +4,7 @@
 #[allow(dead_code, reason = "written for other tests")]
 mod front;
 
-use front::Machine;
+pub use front::{Machine, Queue, eventually};
 use nacelle_base::push::{Ask, Told};
 use nacelle_fs::{Share, ShareError, Shown, Taker, Volume, Ways, attach, detach};
 use nacelle_jail::Mode;
@@ -27,6 +27,7 @@ pub const UNLINK: u32 = 10;
 const OPEN: u32 = 14;
 pub const READ: u32 = 15;
 pub const WRITE: u32 = 16;
+pub const RELEASE: u32 = 18;
 pub const INIT: u32 = 26;
 const CREATE: u32 = 35;
 /// The share's root.

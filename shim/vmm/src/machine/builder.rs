@@ -4,7 +4,7 @@ use super::bus::Bus;
 use super::genid::GenerationId;
 use super::kernel::{self, Entry};
 use super::legacy::{self, Keyboard, SerialPort};
-use super::memory::GuestMemory;
+use super::memory::{self, GuestMemory};
 use super::state::{self, MachineState};
 use super::vcpu::{Control, Vcpu, prepare_signal};
 use super::{Config, Console, Error, Exit, MAX_VCPUS, Machine, boot, cpuid, layout, mptable};
@@ -18,7 +18,7 @@ use kvm_ioctls::{Cap, IoEventAddress, Kvm, VcpuFd, VmFd};
 use std::fs::File;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
-use vm_memory::{Bytes, GuestAddress};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryRegion, GuestRegionMmap};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 /// A machine that is being made: its memory is there and devices are attached; nothing runs.
@@ -30,6 +30,8 @@ pub struct Builder {
     windows: Bus,
     transports: Vec<Arc<Transport>>,
     serial: Option<Arc<SerialPort>>,
+    /// What devices share with their drivers.
+    shared: Vec<Arc<GuestRegionMmap<()>>>,
     /// Takes what the guest writes and nobody needs to know.
     unheard: EventFd,
     vm: Arc<VmFd>,
@@ -85,6 +87,7 @@ impl Builder {
             windows,
             transports: Vec::new(),
             serial: None,
+            shared: Vec::new(),
             unheard,
             vm: Arc::new(vm),
             memory,
@@ -114,7 +117,8 @@ impl Builder {
         let attach = |source| Error::Attach { device: kind, source };
         let irq = EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK).map_err(attach)?;
         self.vm.register_irqfd(&irq, gsi).map_err(Error::call("take an interrupt"))?;
-        let transport = Transport::new(device, self.memory().clone(), irq).map_err(attach)?;
+        let shared = self.share(device.shared_memory())?;
+        let transport = Transport::sharing(device, self.memory().clone(), irq, shared).map_err(attach)?;
         let notify = IoEventAddress::Mmio(address + mmio::QUEUE_NOTIFY);
         for (queue, kick) in (0u32..).zip(transport.kicks()) {
             self.vm.register_ioevent(kick, &notify, queue).map_err(Error::call("take a notification"))?;
@@ -127,6 +131,24 @@ impl Builder {
         self.windows.insert(address, layout::WINDOW_SIZE, transport.clone());
         self.transports.push(transport.clone());
         Ok(transport)
+    }
+
+    /// Memory that a device shares with its driver, behind that of the others.
+    fn share(&mut self, size: u64) -> Result<Option<Arc<GuestRegionMmap<()>>>, Error> {
+        if size == 0 {
+            return Ok(None);
+        }
+        let end = |last: &Arc<GuestRegionMmap<()>>| {
+            last.last_addr().0.saturating_add(1).next_multiple_of(layout::SHARED_UNIT)
+        };
+        let address = self.shared.last().map_or(layout::SHARED.start, end);
+        if address.checked_add(size).is_none_or(|end| end > layout::SHARED.end) {
+            return Err(Error::Devices { max: layout::MAX_DEVICES });
+        }
+        let shared = memory::shared(address, size).map_err(|source| Error::Memory { mib: 0, source })?;
+        self.memory.give_shared(&self.vm, self.shared.len(), &shared).map_err(Error::call("take memory"))?;
+        self.shared.push(shared.clone());
+        Ok(Some(shared))
     }
 
     /// Loads the kernel and lets the machine run.

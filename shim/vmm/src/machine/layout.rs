@@ -23,6 +23,11 @@ pub(super) const GSIS: u32 = 24;
 /// The most devices of a machine.
 pub const MAX_DEVICES: usize = (GSIS - FIRST_GSI) as usize;
 
+/// The place for memory that devices share with their drivers.
+pub(super) const SHARED: Range<u64> = 0xd800_0000..0xe000_0000;
+/// Each device's begins at a multiple of this: a large page of the guest's.
+pub(super) const SHARED_UNIT: u64 = 2 << 20;
+
 /// Where Intel processors keep a task state segment (three pages) and an identity-mapping page table for a guest in
 /// real mode; KVM wants a place that the guest does not use.
 pub(super) const IDENTITY_MAP: u64 = 0xfffb_c000;

@@ -210,19 +210,43 @@ impl GuestMemory {
 
     /// Gives the memory to a machine. The caller drops the machine (all its descriptors) before this.
     pub fn give_to(&self, vm: &VmFd) -> Result<(), kvm_ioctls::Error> {
-        for (slot, region) in self.memory.iter().enumerate() {
-            let region = kvm_userspace_memory_region {
-                slot: slot as u32, // two regions at most
-                guest_phys_addr: region.start_addr().0,
-                memory_size: region.len(),
-                userspace_addr: region.as_ptr().addr() as u64,
-                flags: 0,
-            };
+        for (slot, region) in (0..).zip(self.memory.iter()) {
+            let region = slot_of(slot, region);
             // SAFETY: the region is mapped, and stays so as long as the machine can run.
             unsafe { vm.set_user_memory_region(region) }?;
         }
         Ok(())
     }
+
+    /// Gives the machine memory that a device shares, the `number`th of such.
+    pub fn give_shared(&self, vm: &VmFd, number: usize, shared: &GuestRegionMmap<()>) -> Result<(), kvm_ioctls::Error> {
+        let slot = self.memory.num_regions().saturating_add(number);
+        let region = slot_of(u32::try_from(slot).unwrap_or(u32::MAX), shared); // KVM refuses what it has no slot for
+        // SAFETY: the region is mapped, and the device's transport, which the caller holds as long as the machine can run, keeps it.
+        unsafe { vm.set_user_memory_region(region) }
+    }
+}
+
+fn slot_of(slot: u32, region: &GuestRegionMmap<()>) -> kvm_userspace_memory_region {
+    kvm_userspace_memory_region {
+        slot,
+        guest_phys_addr: region.start_addr().0,
+        memory_size: region.len(),
+        userspace_addr: region.as_ptr().addr() as u64,
+        flags: 0,
+    }
+}
+
+/// Memory that can be shared with other processes, for a place in the guest outside of [`GuestMemory`].
+pub(super) fn shared(address: u64, size: u64) -> Result<Arc<GuestRegionMmap<()>>, MemoryError> {
+    let file = memfd(size).map_err(|source| MemoryError::File { what: "made", source })?;
+    let length = usize::try_from(size).map_err(|_huge| MemoryError::Map { source: Errno::ENOMEM })?;
+    let region = MmapRegion::from_file(FileOffset::new(file, 0), length)
+        .map_err(|_refused| MemoryError::Map { source: Errno::last() })?;
+    if let Some(start) = NonNull::new(region.as_ptr().cast()) {
+        advise(start, length, false);
+    }
+    GuestRegionMmap::new(region, GuestAddress(address)).map(Arc::new).ok_or(MemoryError::Regions)
 }
 
 /// Reserves address space for `size` bytes at an address aligned to huge pages, with nothing around it.

@@ -34,6 +34,9 @@ pub type Memory = vm_memory::GuestMemoryMmap<()>;
 /// `VIRTIO_RING_F_INDIRECT_DESC`, `VIRTIO_RING_F_EVENT_IDX` and `VIRTIO_F_VERSION_1`: what every device offers.
 pub const COMMON_FEATURES: u64 = 1 << 28 | 1 << 29 | 1 << 32;
 
+/// The number of the memory that a device shares with its driver, if it does; 0 would be a window to files (VIRTIO 1.2, 5.11.4).
+pub const SHARED_ID: u32 = 1;
+
 /// The kind of a device; the number is its virtio id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
@@ -146,6 +149,13 @@ pub trait Device: Send {
 
     /// The largest size of each of its queues, a power of two.
     fn queue_sizes(&self) -> &[u16];
+
+    /// The bytes of memory, apart from the guest's own, that it would share with its driver (VIRTIO 1.2, section 2.10): a
+    /// driver that knows of it puts queues and buffers there, and others need not see more of the guest than that. 0: none. A
+    /// transport may have none to give.
+    fn shared_memory(&self) -> u64 {
+        0
+    }
 
     /// Reads the configuration space from byte `offset`; bytes beyond its end are 0.
     fn read_config(&self, offset: u32, data: &mut [u8]);

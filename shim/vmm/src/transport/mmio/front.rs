@@ -5,6 +5,7 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::line::Line;
+use super::shared::Shared;
 use super::state::{QueueRegisters, Registers, RestoreError, TransportState};
 use super::{CONFIG_BYTES, reg};
 use crate::virtio::{Device, DeviceKind, Interrupt, Memory, Ring, StartError};
@@ -34,6 +35,7 @@ pub(super) struct Front {
     kind: DeviceKind,
     device: Box<dyn Device>,
     memory: Arc<Memory>,
+    shared: Shared,
     kicks: Arc<[EventFd]>,
     line: Arc<Line>,
     registers: Registers,
@@ -47,12 +49,19 @@ pub(super) struct Front {
 }
 
 impl Front {
-    pub(super) fn new(device: Box<dyn Device>, memory: Arc<Memory>, kicks: Arc<[EventFd]>, line: Arc<Line>) -> Front {
+    pub(super) fn new(
+        device: Box<dyn Device>,
+        memory: Arc<Memory>,
+        shared: Shared,
+        kicks: Arc<[EventFd]>,
+        line: Arc<Line>,
+    ) -> Front {
         let count = device.queue_sizes().len();
         let mut front = Front {
             kind: device.kind(),
             device,
             memory,
+            shared,
             kicks,
             line,
             registers: Registers::default(),
@@ -84,8 +93,9 @@ impl Front {
             }
             reg::QUEUE_READY => self.selected().is_some_and(|(_, queue)| queue.ready).into(),
             reg::STATUS => self.status(),
-            // There is no shared memory: its length and address are -1.
-            reg::SHM_LEN_LOW | reg::SHM_LEN_HIGH | reg::SHM_BASE_LOW | reg::SHM_BASE_HIGH => u32::MAX,
+            reg::SHM_LEN_LOW | reg::SHM_LEN_HIGH | reg::SHM_BASE_LOW | reg::SHM_BASE_HIGH => {
+                self.shared.read(register, self.registers.shared_select)
+            }
             reg::CONFIG_GENERATION => {
                 self.look_at_config();
                 self.line.generation()
@@ -109,7 +119,7 @@ impl Front {
             reg::QUEUE_DEVICE_LOW => self.set_up(|queue| set_low(&mut queue.used, value)),
             reg::QUEUE_DEVICE_HIGH => self.set_up(|queue| set_high(&mut queue.used, value)),
             reg::STATUS => self.set_status(value),
-            reg::SHM_SEL => {} // none exists, whichever is selected
+            reg::SHM_SEL => self.registers.shared_select = value,
             _ => self.refuse("a write to a register that cannot be written", register),
         }
     }
@@ -150,6 +160,7 @@ impl Front {
             generation: self.line.generation(),
             config: self.config.clone(),
             config_untold: self.untold,
+            shared: self.shared.save(),
             device: self.device.save(),
         }
     }
@@ -158,11 +169,12 @@ impl Front {
     pub(super) fn restore(&mut self, state: &TransportState) -> Result<(), RestoreError> {
         self.reset();
         self.paused = true;
-        let TransportState { registers, interrupts, generation, config, config_untold, device } = state;
+        let TransportState { registers, interrupts, generation, config, config_untold, shared, device } = state;
         self.check(registers)?;
         if config.len() > CONFIG_BYTES {
             return Err(self.invalid("a configuration space of bytes", config.len() as u64));
         }
+        self.shared.restore(shared).map_err(|page| self.invalid("shared memory, of it a page", page))?;
         self.device.restore(device.clone())?;
         self.registers = Registers { status: registers.status & !NEEDS_RESET, ..registers.clone() };
         self.config = config.clone();

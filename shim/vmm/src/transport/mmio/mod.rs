@@ -10,21 +10,27 @@ mod front;
 #[allow(dead_code, reason = "the tests use the rest")]
 pub(crate) mod harness;
 mod line;
+mod shared;
 mod state;
 
 #[cfg(test)]
 mod hostile;
 #[cfg(test)]
+mod sharing;
+#[cfg(test)]
 mod tests;
 
+pub use shared::SharedPage;
 pub use state::{QueueRegisters, Registers, RestoreError, TransportState};
 
 use crate::guest_warn;
 use crate::virtio::{Device, DeviceKind, Memory, StartError};
 use front::Front;
 use line::Line;
+use shared::{Shared, overlaps};
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};
+use vm_memory::GuestRegionMmap;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 /// Where the driver writes the number of a queue that it has added buffers to; the place for ioeventfds.
@@ -82,12 +88,25 @@ impl Transport {
     /// Puts `device` behind registers. Its queues lie in `memory`; each write to `irq` is to become one (edge)
     /// interrupt of the guest.
     pub fn new(device: Box<dyn Device>, memory: Arc<Memory>, irq: EventFd) -> io::Result<Arc<Transport>> {
+        Transport::sharing(device, memory, irq, None)
+    }
+
+    /// The same, with memory that the device shares with its driver, which the guest has beside its own: queues and
+    /// buffers may lie there, too.
+    pub fn sharing(
+        device: Box<dyn Device>,
+        memory: Arc<Memory>,
+        irq: EventFd,
+        shared: Option<Arc<GuestRegionMmap<()>>>,
+    ) -> io::Result<Arc<Transport>> {
+        let shared = Shared::new(shared);
+        let memory = shared.beside(memory).ok_or_else(overlaps)?;
         let queues = device.queue_sizes().len();
         let kicks =
             (0..queues).map(|_| EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK)).collect::<io::Result<Arc<[EventFd]>>>()?;
         let line = Arc::new(Line::new(irq));
         let kind = device.kind();
-        let front = Mutex::new(Front::new(device, memory, kicks.clone(), line.clone()));
+        let front = Mutex::new(Front::new(device, memory, shared, kicks.clone(), line.clone()));
         Ok(Arc::new(Transport { kind, kicks, line, front }))
     }
 

@@ -1,5 +1,6 @@
 //! Owns: what a transport keeps over a save and restore, and why it cannot go on from it.
 
+use super::shared::SharedPage;
 use crate::virtio::{DeviceKind, DeviceState, StateError};
 use nacelle_base::{Classify, Kind};
 use serde::{Deserialize, Serialize};
@@ -17,6 +18,9 @@ pub struct TransportState {
     pub config: Vec<u8>,
     /// The configuration space has changed since the driver read it, and the driver was not told.
     pub config_untold: bool,
+    /// What is in the memory that the device shares with its driver.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub shared: Vec<SharedPage>,
     /// The device's own.
     pub device: DeviceState,
 }
@@ -36,8 +40,15 @@ pub struct Registers {
     pub driver_features_select: u32,
     /// QueueSel.
     pub queue_select: u32,
+    /// SHMSel.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub shared_select: u32,
     /// Each queue's.
     pub queues: Vec<QueueRegisters>,
+}
+
+fn is_zero(number: &u32) -> bool {
+    *number == 0
 }
 
 /// What the driver has written for one queue, and how far the device has come with it.

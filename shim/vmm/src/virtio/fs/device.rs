@@ -18,6 +18,8 @@ use virtio_queue::QueueState;
 
 /// The bytes that the configuration space has for the tag; the number of request queues follows.
 const TAG_ROOM: usize = 36;
+/// What it shares with its driver: the least that our guests' kernel takes, some requests of 496 KiB and many small ones.
+const SHARED_BYTES: u64 = 2 << 20;
 
 /// The file-system device. Its queues are for requests of high priority, and for the others.
 #[derive(Debug)]
@@ -47,8 +49,8 @@ impl Fs {
         Fs::new(streams)
     }
 
-    /// The same; if the guest's memory is shared with others anyway, the process at the other ends gets it, too, and serves
-    /// the queues itself. Only for a transport whose threads may send descriptors.
+    /// The same; queues that lie in memory that can be shared, the guest's own or the device's ([`Device::shared_memory`]), are
+    /// served by the process at the other ends itself, which gets that memory, too.
     pub fn lending(mut self) -> Fs {
         self.lends = true;
         self
@@ -78,6 +80,10 @@ impl Device for Fs {
         &[QUEUE_SIZE; QUEUES]
     }
 
+    fn shared_memory(&self) -> u64 {
+        if self.lends { SHARED_BYTES } else { 0 }
+    }
+
     fn read_config(&self, offset: u32, data: &mut [u8]) {
         let mut config = TAG.as_bytes().to_vec();
         config.resize(TAG_ROOM, 0);
@@ -93,10 +99,10 @@ impl Device for Fs {
             return Err(StartError::Running { device, index });
         }
         let channel = Arc::clone(channel);
-        let lent = self.lends && channel.lock().unwrap_or_else(PoisonError::into_inner).lend(&ring);
+        let lends = self.lends;
         let work = move |mut ring, stop: &_| {
             let mut channel = channel.lock().unwrap_or_else(PoisonError::into_inner);
-            if lent {
+            if lends && channel.lend(&ring) {
                 channel.hold(&mut ring, stop);
             }
             let channel = RefCell::new(channel);
@@ -107,7 +113,7 @@ impl Device for Fs {
             serve(ring, stop, begin, |memory, request| channel.borrow_mut().finish(memory, &request.buffers, stop))
         };
         let name = if index == 0 { "fs-first" } else { "fs" };
-        let started = QueueThread::run(name, ThreadKind::Queue, ring, work);
+        let started = QueueThread::run(name, ThreadKind::Share, ring, work);
         *thread = Some(started.map_err(|source| StartError::Thread { device, index, source })?);
         Ok(())
     }

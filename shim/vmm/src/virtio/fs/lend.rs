@@ -23,20 +23,22 @@ pub(super) struct Loan<'r> {
 }
 
 impl<'r> Loan<'r> {
-    /// None: others cannot reach this memory, or cannot interrupt the guest.
+    /// None: others cannot reach the memory in which it lies, or cannot interrupt the guest.
     pub fn of(ring: &'r Ring) -> Option<Loan<'r>> {
-        let call = ring.interrupt().eventfd(ring.index())?;
         let (mut regions, mut files) = (Vec::new(), Vec::new());
-        for region in ring.memory().iter() {
-            let file = region.file_offset().filter(|_| region.flags() & libc::MAP_SHARED != 0)?;
+        for region in ring.memory().iter().filter(|region| region.flags() & libc::MAP_SHARED != 0) {
+            let Some(file) = region.file_offset() else { continue };
             files.push(file.file().as_raw_fd());
             let (address, length) = (region.start_addr().raw_value(), region.len());
             regions.push(Region { address, length, offset: file.start() });
         }
-        if regions.len() > MAX_REGIONS {
+        let state = ring.state();
+        let inside =
+            |at: &u64| regions.iter().any(|region| (region.address..region.address + region.length).contains(at));
+        if regions.len() > MAX_REGIONS || ![state.desc_table, state.avail_ring, state.used_ring].iter().all(inside) {
             return None;
         }
-        let state = ring.state();
+        let call = ring.interrupt().eventfd(ring.index())?;
         let lent = Lent {
             size: state.size,
             event_idx: state.event_idx_enabled,

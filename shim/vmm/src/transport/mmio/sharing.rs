@@ -1,0 +1,155 @@
+//! Owns: tests of memory that a device shares with its driver: that it is found, that a queue in it is lent with it and nothing
+//! else of the guest, and that it comes back after a restore.
+
+use super::harness::{Guest, MEMORY};
+use super::{RestoreError, SharedPage, Transport, reg};
+use crate::transport::vhost_user::harness::memfd;
+use crate::virtio::fs::Fs;
+use crate::virtio::rng::Rng;
+use crate::virtio::{Device, Memory, SHARED_ID};
+use nacelle_base::share::{HEADER, LEND, Lent, RETURN, Region};
+use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
+use std::io::{IoSliceMut, Read, Write};
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::thread;
+use vm_memory::{Bytes, FileOffset, GuestAddress, GuestRegionMmap, MmapRegion};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+const BYTES: usize = 2 << 20;
+/// Where the other of the two memories lies: queues lie at 0.
+const FAR: u64 = 1 << 32;
+
+fn region(address: u64) -> Arc<GuestRegionMmap<()>> {
+    let mapped = MmapRegion::from_file(FileOffset::new(memfd(BYTES as u64), 0), BYTES).unwrap();
+    Arc::new(GuestRegionMmap::new(mapped, GuestAddress(address)).unwrap())
+}
+
+/// A guest whose own memory begins at `own`, with a device that shares memory at `shared`.
+fn guest(device: Box<dyn Device>, own: u64, shared: u64) -> Guest {
+    let memory = Arc::new(Memory::from_ranges(&[(GuestAddress(own), MEMORY)]).unwrap());
+    let region = region(shared);
+    let irq = EventFd::new(EFD_NONBLOCK).unwrap();
+    let ours = irq.try_clone().unwrap();
+    let transport = Transport::sharing(device, memory.clone(), ours, Some(region.clone())).unwrap();
+    Guest { memory: Arc::new(memory.insert_region(region).unwrap()), transport, irq, queues: Vec::new() }
+}
+
+/// A device for files, and the other ends of its streams.
+fn files() -> (Box<dyn Device>, [UnixStream; 2]) {
+    let (first, its) = UnixStream::pair().unwrap();
+    let (second, theirs) = UnixStream::pair().unwrap();
+    (Fs::new([first, second]).unwrap().lending().device(), [its, theirs])
+}
+
+/// The next two numbers.
+fn header(stream: &mut UnixStream) -> [u32; 2] {
+    let mut header = [0; HEADER];
+    stream.read_exact(&mut header).unwrap();
+    [0, 4].map(|at| u32::from_le_bytes(header[at..at + 4].try_into().unwrap()))
+}
+
+/// Takes a queue that is lent: what is said of it, and how many descriptors come with it.
+fn take(stream: &mut UnixStream) -> (Lent, usize) {
+    let [word, length] = header(stream);
+    assert_eq!(word, LEND);
+    let mut bytes = vec![0; length as usize];
+    let mut parts = [IoSliceMut::new(&mut bytes)];
+    let mut control = nix::cmsg_space!([RawFd; 32]);
+    let got = recvmsg::<()>(stream.as_raw_fd(), &mut parts, Some(&mut control), MsgFlags::empty()).unwrap();
+    let fds = got.cmsgs().unwrap().map(|message| match message {
+        ControlMessageOwned::ScmRights(fds) => fds.len(),
+        _ => 0,
+    });
+    let fds = fds.sum();
+    (Lent::decode(&bytes).unwrap(), fds)
+}
+
+#[test]
+fn a_driver_finds_it_by_its_number() {
+    let guest = guest(Rng::new().device(), 0, FAR + 0x20_0000);
+    let read = |select| {
+        guest.set(reg::SHM_SEL, select);
+        [reg::SHM_LEN_LOW, reg::SHM_LEN_HIGH, reg::SHM_BASE_LOW, reg::SHM_BASE_HIGH].map(|register| guest.get(register))
+    };
+    assert_eq!(read(SHARED_ID), [BYTES as u32, 0, 0x20_0000, 1]);
+    assert_eq!([0, 2, u32::MAX].map(read), [[u32::MAX; 4]; 3]);
+}
+
+#[test]
+fn it_does_not_overlap_the_guests_own() {
+    let memory = Arc::new(Memory::from_ranges(&[(GuestAddress(0), MEMORY)]).unwrap());
+    let irq = EventFd::new(EFD_NONBLOCK).unwrap();
+    assert!(Transport::sharing(Rng::new().device(), memory, irq, Some(region(MEMORY as u64 - 4096))).is_err());
+}
+
+#[test]
+fn a_queue_in_it_is_lent_and_nothing_else_of_the_guest() {
+    let (device, [mut its, mut theirs]) = files();
+    let mut guest = guest(device, FAR, 0);
+    guest.start();
+    for (index, stream) in [&mut its, &mut theirs].into_iter().enumerate() {
+        let (lent, fds) = take(stream);
+        let (descriptors, available, used) = guest.queues[index].addresses();
+        let regions = vec![Region { address: 0, length: BYTES as u64, offset: 0 }];
+        assert_eq!(lent, Lent { size: 128, event_idx: true, next_avail: 0, descriptors, available, used, regions });
+        // Its kick, its interrupt, and the memory.
+        assert_eq!(fds, 3);
+    }
+    let back = thread::spawn(move || {
+        for stream in [&mut its, &mut theirs] {
+            assert_eq!(header(stream), [RETURN, 0]);
+            stream.write_all(&7u32.to_le_bytes()).unwrap();
+        }
+    });
+    let state = guest.transport.save();
+    back.join().unwrap();
+    assert_eq!([0, 1].map(|index| state.registers.queues[index].next_available), [7, 7]);
+}
+
+#[test]
+fn a_driver_that_does_not_know_of_it_is_served_over_the_stream() {
+    let (device, [_its, mut theirs]) = files();
+    let mut guest = guest(device, 0, FAR);
+    guest.start();
+    guest.memory.write_obj(7u64, GuestAddress(0x8_0000 + 8)).unwrap();
+    guest.queues[1].submit(&[(0x8_0000, 40, false), (0x9_0000, 20, true)]);
+    guest.kick(1);
+    assert_eq!(header(&mut theirs), [40, 20]);
+    let mut request = [0; 40];
+    theirs.read_exact(&mut request).unwrap();
+    assert_eq!(request[8], 7);
+    theirs.write_all(&[3, 0, 0, 0, 1, 2, 3]).unwrap();
+    assert_eq!(guest.wait_used(1).1, 3);
+}
+
+#[test]
+fn what_is_in_it_comes_back() {
+    let there = guest(Rng::new().device(), 0, FAR);
+    let at = |page: u64| GuestAddress(FAR + page * 4096 + 5);
+    let last = BYTES as u64 / 4096 - 1;
+    [1, last].into_iter().for_each(|page| there.memory.write_obj(0x1234_5678u32, at(page)).unwrap());
+    let state = there.transport.save();
+    assert_eq!(state.shared.iter().map(|page| u64::from(page.number)).collect::<Vec<_>>(), [1, last]);
+    let written = serde_json::to_vec(&state).unwrap();
+    let state: super::TransportState = serde_json::from_slice(&written).unwrap();
+
+    let here = guest(Rng::new().device(), 0, FAR);
+    here.transport.restore(&state).unwrap();
+    assert_eq!([0, 1, last].map(|page| here.memory.read_obj::<u32>(at(page)).unwrap()), [0, 0x1234_5678, 0x1234_5678]);
+
+    let with = |page| super::TransportState { shared: vec![page], ..state.clone() };
+    let bytes = vec![1; 4096];
+    for wrong in [
+        SharedPage { number: last as u32 + 1, bytes: bytes.clone() },
+        SharedPage { number: u32::MAX, bytes: bytes.clone() },
+        SharedPage { number: 0, bytes: vec![1; 4097] },
+    ] {
+        let error = here.transport.restore(&with(wrong)).unwrap_err();
+        assert!(matches!(error, RestoreError::Invalid { .. }), "{error}");
+    }
+    // A device that shares nothing has no place for it.
+    let none = Guest::new(Rng::new().device());
+    assert!(none.transport.restore(&with(SharedPage { number: 0, bytes })).is_err());
+}
