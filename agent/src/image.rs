@@ -322,6 +322,10 @@ impl Disks {
                 .and_then(|()| Ok(mount(Some(share::TAG), folder, Some("virtiofs"), MsFlags::MS_NODEV, None::<&str>)?))
                 .map_err(at("mount the volumes of the node at", folder))?;
             *mounted = true;
+            // They can be read without it.
+            if let Err(error) = read_ahead(folder) {
+                tracing::debug!(%error, "volumes of the node are read ahead as the kernel likes");
+            }
         }
         Ok(())
     }
@@ -339,6 +343,13 @@ impl Disks {
         }
         Ok(())
     }
+}
+
+/// Has the file system that is mounted there, and those within it, read ahead by requests of the largest size.
+fn read_ahead(folder: &Path) -> io::Result<()> {
+    let device = fs::metadata(folder)?.dev();
+    let (major, minor) = (nix::sys::stat::major(device), nix::sys::stat::minor(device));
+    fs::write(format!("/sys/class/bdi/{major}:{minor}/read_ahead_kb"), share::READ_AHEAD_KIB.to_string())
 }
 
 /// Mounts the partition of an image. Nothing runs from this mount itself: containers see it through an overlay.

@@ -282,6 +282,8 @@ fn who_has_the_files_closes_them_and_sees_of_the_guest_what_it_needs() {
     container.says("opened");
     let share = node.processes("nacelle-fs ").first().copied().expect("it is there");
     assert_eq!(open_files(share, "held"), 1);
+    let ahead = container.exec("cat /sys/class/bdi/*/read_ahead_kb").ok();
+    assert!(ahead.lines().any(|kib| kib == "496"), "{ahead}");
     fs::write(folder.join("go"), "").expect("the node's folder is writable");
     container.says("closed");
     // Nobody waits for that.

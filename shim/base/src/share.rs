@@ -9,6 +9,9 @@ pub const FOLDER: &str = "/run/nacelle/volumes";
 pub const QUEUES: usize = 2;
 /// The descriptors of a queue. Linux makes no request that does not fit into one: less than half a MiB of data.
 pub const QUEUE_SIZE: u16 = 128;
+/// What the guest reads ahead of a program that reads on and on, in KiB: the largest request that Linux makes on such a queue (but
+/// for four descriptors one for each page).
+pub const READ_AHEAD_KIB: u32 = (QUEUE_SIZE as u32 - 4) * 4;
 /// The most bytes of a request, and of an answer.
 pub const MAX_MESSAGE: usize = (1 << 20) + (64 << 10);
 /// Before each request on a stream: its bytes, and the bytes of the largest answer, both as little-endian 32 bits. Before
