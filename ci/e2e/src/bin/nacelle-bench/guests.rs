@@ -228,18 +228,20 @@ pub fn memory(runs: usize) -> Measured {
     measured
 }
 
-/// Resident MiB of a process outside of its largest mapping, which is guest memory; and those that are not pages of
-/// files, which all pods share.
+/// Resident MiB of a process outside of guest memory, which is its largest mapping and what a device shares with the guest; and
+/// those that are not pages of files, which all pods share.
 fn beside_guest(pid: i32) -> (f64, f64) {
     let text = fs::read_to_string(format!("/proc/{pid}/smaps")).expect("the pod process runs");
-    let (mut all, mut guest, mut largest, mut size) = ([0; 2], [0; 2], 0, 0);
+    let (mut all, mut guest, mut largest, mut size, mut shared) = ([0; 2], [0; 2], 0, 0, false);
     let fields = ["Rss:", "Anonymous:"];
     for line in text.lines() {
         let kilobytes = || line.split_whitespace().nth(1).and_then(|word| word.parse::<u64>().ok()).unwrap_or(0);
         if line.starts_with("Size:") {
             size = kilobytes();
+        } else if line.split_once(' ').is_some_and(|(range, _)| range.contains('-')) {
+            shared = line.contains("/memfd:nacelle-guest");
         }
-        if let Some(n) = fields.iter().position(|field| line.starts_with(field)) {
+        if let Some(n) = fields.iter().position(|field| line.starts_with(field)).filter(|_| !shared) {
             all[n] += kilobytes();
             if size >= largest {
                 (largest, guest[n]) = (size, kilobytes());
