@@ -75,7 +75,8 @@ pub(crate) struct Server {
     head: Vec<u8>,
 }
 
-/// `FUSE_FORGET`, `FUSE_RELEASE`, `FUSE_RELEASEDIR`, `FUSE_BATCH_FORGET`: nobody in the guest waits for their end.
+/// `FUSE_FORGET`, `FUSE_RELEASE`, `FUSE_RELEASEDIR`, `FUSE_BATCH_FORGET`: nobody in our guests waits for their end. (In one with
+/// another kernel whoever closes a file does, then for the request behind it, too, if one is there already.)
 const UNAWAITED: [[u8; 4]; 4] = [2u32.to_le_bytes(), 18u32.to_le_bytes(), 29u32.to_le_bytes(), 42u32.to_le_bytes()];
 
 /// What became of a request.
@@ -158,8 +159,7 @@ impl Server {
         self.own.get_slice(MemoryRegionAddress(at - OWN), length).map_err(bad)
     }
 
-    /// Answers a request that lies in `memory`, with [`own`](Server::own). All the pieces are
-    /// the guest's, who may change what is in them at any time: what is looked at is copied before; data of files are not.
+    /// Answers a request that lies in `memory`, with [`own`](Server::own). All the pieces are the guest's, who may change what is in them at any time: what is looked at is copied before; data of files are not.
     pub fn answer_there(&mut self, memory: &Memory, readable: &[Piece], writable: &[Piece]) -> Answered {
         let mut head = std::mem::take(&mut self.head);
         let bytes = match lay(memory, readable, &mut head) {

@@ -1,15 +1,16 @@
 //! Owns: tests of queues of the file-system device that are lent: what the process that has the files is told, and what
 //! becomes of a queue if that one does not give it back. That it is served: shim/fs/tests/room.rs.
 
+#[path = "../src/virtio/fs/borrower.rs"]
+mod borrower;
 #[allow(dead_code, reason = "each test file uses a part of it")]
 mod guest;
 
+use borrower::{header, take};
 use guest::{Machine, REGION, SECOND};
-use nacelle_base::share::{HEADER, LEND, Lent, RETURN, Region};
+use nacelle_base::share::{Lent, RETURN, Region};
 use nacelle_vmm::fs::Fs;
-use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
-use std::io::{IoSliceMut, Read, Write};
-use std::os::fd::{AsRawFd, RawFd};
+use std::io::Write;
 use std::os::unix::net::UnixStream;
 use std::thread;
 use vhost::VhostBackend;
@@ -20,30 +21,6 @@ fn lending() -> (Machine, [UnixStream; 2]) {
     let (first, its) = UnixStream::pair().unwrap();
     let (second, theirs) = UnixStream::pair().unwrap();
     (Machine::new(Fs::new([first, second]).unwrap().lending().device(), 2), [its, theirs])
-}
-
-/// The next two numbers; none at the end.
-fn header(stream: &mut UnixStream) -> Option<[u32; 2]> {
-    let mut header = [0; HEADER];
-    stream.read_exact(&mut header).ok()?;
-    Some([0, 4].map(|at| u32::from_le_bytes(header[at..at + 4].try_into().unwrap())))
-}
-
-/// Takes a queue: what is said of it, and how many descriptors come with it. None at the end.
-fn take(stream: &mut UnixStream) -> Option<(Lent, usize)> {
-    let [word, length] = header(stream)?;
-    assert_eq!(word, LEND);
-    let mut bytes = vec![0; length as usize];
-    let mut parts = [IoSliceMut::new(&mut bytes)];
-    let mut control = nix::cmsg_space!([RawFd; 32]);
-    let got = recvmsg::<()>(stream.as_raw_fd(), &mut parts, Some(&mut control), MsgFlags::empty()).unwrap();
-    let fds = got.cmsgs().unwrap().map(|message| match message {
-        ControlMessageOwned::ScmRights(fds) => fds.len(),
-        _ => 0,
-    });
-    let (got, fds) = (got.bytes, fds.sum());
-    assert_eq!(got, bytes.len());
-    Some((Lent::decode(&bytes).unwrap(), fds))
 }
 
 #[test]

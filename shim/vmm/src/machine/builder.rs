@@ -145,7 +145,8 @@ impl Builder {
         if address.checked_add(size).is_none_or(|end| end > layout::SHARED.end) {
             return Err(Error::Devices { max: layout::MAX_DEVICES });
         }
-        let shared = memory::shared(address, size).map_err(|source| Error::Memory { mib: 0, source })?;
+        let shared = memory::shared(address, size)
+            .map_err(|source| Error::Memory { mib: u32::try_from(size / layout::MIB).unwrap_or(u32::MAX), source })?;
         self.memory.give_shared(&self.vm, self.shared.len(), &shared).map_err(Error::call("take memory"))?;
         self.shared.push(shared.clone());
         Ok(Some(shared))

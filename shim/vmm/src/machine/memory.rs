@@ -55,7 +55,7 @@ pub enum MemoryError {
     /// The file for shared memory, or of saved memory, cannot be used.
     #[error("its file cannot be {what}")]
     File {
-        /// "made", "measured", "duplicated".
+        /// "made", "measured", "mapped", "duplicated".
         what: &'static str,
         /// Why not.
         source: io::Error,
@@ -242,7 +242,7 @@ pub(super) fn shared(address: u64, size: u64) -> Result<Arc<GuestRegionMmap<()>>
     let file = memfd(size).map_err(|source| MemoryError::File { what: "made", source })?;
     let length = usize::try_from(size).map_err(|_huge| MemoryError::Map { source: Errno::ENOMEM })?;
     let region = MmapRegion::from_file(FileOffset::new(file, 0), length)
-        .map_err(|_refused| MemoryError::Map { source: Errno::last() })?;
+        .map_err(|source| MemoryError::File { what: "mapped", source: io::Error::other(source) })?;
     if let Some(start) = NonNull::new(region.as_ptr().cast()) {
         advise(start, length, false);
     }

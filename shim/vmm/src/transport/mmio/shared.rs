@@ -72,9 +72,10 @@ impl Shared {
         (0..pages).filter_map(page).collect()
     }
 
-    /// Puts back what was in it; the number of a page that it has no place for.
+    /// Puts back what was in it, and nothing else; the number of a page that it has no place for.
     pub fn restore(&self, pages: &[SharedPage]) -> Result<(), u64> {
-        for SharedPage { number, bytes } in pages {
+        let before = self.save().into_iter().map(|page| SharedPage { bytes: vec![0; PAGE], ..page });
+        for SharedPage { number, bytes } in before.collect::<Vec<_>>().iter().chain(pages) {
             let wrong = u64::from(*number);
             let region = self.0.as_ref().filter(|_| bytes.len() == PAGE).ok_or(wrong)?;
             let at = MemoryRegionAddress(wrong * PAGE as u64);

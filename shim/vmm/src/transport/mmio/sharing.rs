@@ -5,12 +5,11 @@ use super::harness::{Guest, MEMORY};
 use super::{RestoreError, SharedPage, Transport, reg};
 use crate::transport::vhost_user::harness::memfd;
 use crate::virtio::fs::Fs;
+use crate::virtio::fs::borrower::{header, take};
 use crate::virtio::rng::Rng;
 use crate::virtio::{Device, Memory, SHARED_ID};
-use nacelle_base::share::{HEADER, LEND, Lent, RETURN, Region};
-use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
-use std::io::{IoSliceMut, Read, Write};
-use std::os::fd::{AsRawFd, RawFd};
+use nacelle_base::share::{Lent, RETURN, Region};
+use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::thread;
@@ -43,29 +42,6 @@ fn files() -> (Box<dyn Device>, [UnixStream; 2]) {
     (Fs::new([first, second]).unwrap().lending().device(), [its, theirs])
 }
 
-/// The next two numbers.
-fn header(stream: &mut UnixStream) -> [u32; 2] {
-    let mut header = [0; HEADER];
-    stream.read_exact(&mut header).unwrap();
-    [0, 4].map(|at| u32::from_le_bytes(header[at..at + 4].try_into().unwrap()))
-}
-
-/// Takes a queue that is lent: what is said of it, and how many descriptors come with it.
-fn take(stream: &mut UnixStream) -> (Lent, usize) {
-    let [word, length] = header(stream);
-    assert_eq!(word, LEND);
-    let mut bytes = vec![0; length as usize];
-    let mut parts = [IoSliceMut::new(&mut bytes)];
-    let mut control = nix::cmsg_space!([RawFd; 32]);
-    let got = recvmsg::<()>(stream.as_raw_fd(), &mut parts, Some(&mut control), MsgFlags::empty()).unwrap();
-    let fds = got.cmsgs().unwrap().map(|message| match message {
-        ControlMessageOwned::ScmRights(fds) => fds.len(),
-        _ => 0,
-    });
-    let fds = fds.sum();
-    (Lent::decode(&bytes).unwrap(), fds)
-}
-
 #[test]
 fn a_driver_finds_it_by_its_number() {
     let guest = guest(Rng::new().device(), 0, FAR + 0x20_0000);
@@ -90,7 +66,7 @@ fn a_queue_in_it_is_lent_and_nothing_else_of_the_guest() {
     let mut guest = guest(device, FAR, 0);
     guest.start();
     for (index, stream) in [&mut its, &mut theirs].into_iter().enumerate() {
-        let (lent, fds) = take(stream);
+        let (lent, fds) = take(stream).unwrap();
         let (descriptors, available, used) = guest.queues[index].addresses();
         let regions = vec![Region { address: 0, length: BYTES as u64, offset: 0 }];
         assert_eq!(lent, Lent { size: 128, event_idx: true, next_avail: 0, descriptors, available, used, regions });
@@ -99,7 +75,7 @@ fn a_queue_in_it_is_lent_and_nothing_else_of_the_guest() {
     }
     let back = thread::spawn(move || {
         for stream in [&mut its, &mut theirs] {
-            assert_eq!(header(stream), [RETURN, 0]);
+            assert_eq!(header(stream), Some([RETURN, 0]));
             stream.write_all(&7u32.to_le_bytes()).unwrap();
         }
     });
@@ -116,7 +92,7 @@ fn a_driver_that_does_not_know_of_it_is_served_over_the_stream() {
     guest.memory.write_obj(7u64, GuestAddress(0x8_0000 + 8)).unwrap();
     guest.queues[1].submit(&[(0x8_0000, 40, false), (0x9_0000, 20, true)]);
     guest.kick(1);
-    assert_eq!(header(&mut theirs), [40, 20]);
+    assert_eq!(header(&mut theirs), Some([40, 20]));
     let mut request = [0; 40];
     theirs.read_exact(&mut request).unwrap();
     assert_eq!(request[8], 7);
@@ -136,6 +112,7 @@ fn what_is_in_it_comes_back() {
     let state: super::TransportState = serde_json::from_slice(&written).unwrap();
 
     let here = guest(Rng::new().device(), 0, FAR);
+    here.memory.write_obj(9u32, at(0)).unwrap();
     here.transport.restore(&state).unwrap();
     assert_eq!([0, 1, last].map(|page| here.memory.read_obj::<u32>(at(page)).unwrap()), [0, 0x1234_5678, 0x1234_5678]);
 

@@ -3,6 +3,8 @@
 //! it. Here is nothing that opens a file. docs/devices/fs.md.
 //! Threads: one a queue. Requests are answered one after the other; short ones are passed on ahead of that.
 
+#[cfg(test)]
+pub(crate) mod borrower;
 mod channel;
 mod device;
 mod lend;

@@ -1,0 +1,31 @@
+//! Owns: for tests: what the process that has the files is told over a stream when it is lent a queue.
+
+use nacelle_base::share::{HEADER, LEND, Lent};
+use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
+use std::io::{IoSliceMut, Read};
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::net::UnixStream;
+
+/// The next two numbers; none at the end.
+pub fn header(stream: &mut UnixStream) -> Option<[u32; 2]> {
+    let mut header = [0; HEADER];
+    stream.read_exact(&mut header).ok()?;
+    Some([0, 4].map(|at| u32::from_le_bytes(header[at..at + 4].try_into().unwrap())))
+}
+
+/// Takes a queue: what is said of it, and how many descriptors come with it. None at the end.
+pub fn take(stream: &mut UnixStream) -> Option<(Lent, usize)> {
+    let [word, length] = header(stream)?;
+    assert_eq!(word, LEND);
+    let mut bytes = vec![0; length as usize];
+    let mut parts = [IoSliceMut::new(&mut bytes)];
+    let mut control = nix::cmsg_space!([RawFd; 32]);
+    let got = recvmsg::<()>(stream.as_raw_fd(), &mut parts, Some(&mut control), MsgFlags::empty()).unwrap();
+    let fds = got.cmsgs().unwrap().map(|message| match message {
+        ControlMessageOwned::ScmRights(fds) => fds.len(),
+        _ => 0,
+    });
+    let (got, fds) = (got.bytes, fds.sum());
+    assert_eq!(got, bytes.len());
+    Some((Lent::decode(&bytes).unwrap(), fds))
+}
