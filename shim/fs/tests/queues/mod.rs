@@ -1,0 +1,160 @@
+//! Owns: tests of queues that are lent to the process that has the volumes, and of large requests over a stream.
+
+use super::guest::{GETATTR, Guest, Queue, READ, RELEASE, ROOM, ROOT, WRITE, eventually};
+use super::{folder, volume};
+use nix::mount::{MntFlags, umount2};
+use nix::sys::signal::{Signal, kill};
+use std::fs;
+use vhost::VhostBackend;
+use vm_memory::{Bytes, GuestAddress};
+use vmm_sys_util::eventfd::EventFd;
+
+/// `struct fuse_read_in`, and the beginning of `struct fuse_write_in`.
+fn transfer(handle: u64, at: u64, bytes: u32) -> Vec<u8> {
+    let mut body = [handle, at].map(u64::to_le_bytes).concat();
+    body.extend([bytes, 0].map(u32::to_le_bytes).concat());
+    body.extend([0; 16]);
+    body
+}
+
+pub fn data_of_a_queue_that_is_lent_go_where_they_belong() {
+    let (dir, folder) = folder();
+    let mut guest = Guest::lent();
+    guest.attach("c", &[volume(&folder)]).unwrap();
+    let node = guest.find("c/0/file").unwrap();
+    let handle = guest.open(node, libc::O_RDWR).unwrap();
+    let data: Vec<u8> = (0..50_000u32).map(|number| (number / 7) as u8).collect();
+    // However request and answer are cut.
+    for (round, cuts) in [&[][..], &[40, 80], &[1, 2, 3, 15, 16, 17, 79, 81, 4096], &[40_000]].into_iter().enumerate() {
+        let at = round as u64 * 100_000;
+        let body = [transfer(handle, at, 50_000), data.clone()].concat();
+        let request = guest.request(WRITE, node, &body);
+        let answer = guest.there(&request, cuts);
+        assert_eq!((answer.len(), &answer[16..20]), (24, &50_000u32.to_le_bytes()[..]));
+        let request = guest.request(READ, node, &transfer(handle, at, 50_000));
+        assert!(guest.there(&request, cuts)[16..] == data, "{cuts:?}");
+        assert!(fs::read(folder.join("file")).unwrap()[at as usize..] == data, "{cuts:?}");
+    }
+    drop(guest);
+    umount2(dir.path(), MntFlags::empty()).unwrap();
+}
+
+pub fn a_large_request_arrives_whole_over_a_stream() {
+    let (dir, folder) = folder();
+    let mut guest = Guest::new();
+    guest.attach("c", &[volume(&folder)]).unwrap();
+    let node = guest.find("c/0/file").unwrap();
+    let file = guest.open(node, libc::O_RDWR).unwrap();
+    // More than a stream takes at once, and the most that virtiofsd writes.
+    for length in [300_000u32, 1 << 20] {
+        let data: Vec<u8> = (0..length).map(|number| (number / 3) as u8).collect();
+        let written = guest.ask(WRITE, node, &[transfer(file, 0, length), data.clone()].concat()).unwrap();
+        assert_eq!(written[..4], length.to_le_bytes());
+        assert!(fs::read(folder.join("file")).unwrap() == data, "{length}");
+        // As Linux asks: there is room for that and no more.
+        assert!(guest.ask(READ, node, &transfer(file, 10, ROOM - 16)).unwrap() == data[10..][..ROOM as usize - 16]);
+    }
+    drop(guest);
+    umount2(dir.path(), MntFlags::empty()).unwrap();
+}
+
+pub fn a_queue_is_lent_taken_back_and_lent_again() {
+    let (dir, folder) = folder();
+    let mut guest = Guest::lent();
+    guest.attach("c", &[volume(&folder)]).unwrap();
+    for round in 0..3 {
+        assert_eq!(guest.read("c/0/file").unwrap(), "of the node");
+        let machine = guest.machine.as_mut().unwrap();
+        if round == 0 {
+            // Another interrupt, while it runs.
+            machine.queues[1].call = EventFd::new(libc::EFD_NONBLOCK).unwrap();
+            machine.front.set_vring_call(1, &machine.queues[1].call).unwrap();
+        } else {
+            let base = u16::try_from(machine.front.get_vring_base(1).unwrap()).unwrap();
+            assert_eq!(base, machine.queues[1].driver.taken());
+            let queue = machine.queues.remove(1);
+            machine.start(1, &queue, base);
+            machine.queues.push(queue);
+        }
+    }
+    drop(guest);
+    umount2(dir.path(), MntFlags::empty()).unwrap();
+}
+
+pub fn what_nobody_waits_for_is_told_all_the_same() {
+    let (dir, folder) = folder();
+    let mut guest = Guest::lent();
+    guest.attach("c", &[volume(&folder)]).unwrap();
+    let node = guest.find("c/0/file").unwrap();
+    let [first, second] = [0, 1].map(|_| guest.open(node, libc::O_RDONLY).unwrap());
+    let open = || fs::read_dir(format!("/proc/{}/fd", guest.pid)).unwrap().count();
+    let before = open();
+    let release = |handle: u64| guest.request(RELEASE, node, &[handle.to_le_bytes().as_slice(), &[0; 16]].concat());
+    let (alone, with, other) = (release(first), release(second), guest.request(GETATTR, node, &[0; 16]));
+    let machine = guest.machine.as_mut().unwrap();
+    let place = |number: u64| guest.room + 4096 * number;
+    // One alone, then one before a question, with one kick: an interrupt for each kick.
+    for requests in [&[alone][..], &[with, other]] {
+        let Queue { driver, kick, call } = &mut machine.queues[1];
+        let _ = call.read(); // of what was before
+        driver.want_interrupt();
+        for (number, request) in (0..).step_by(2).zip(requests) {
+            machine.memory.write_slice(request, GuestAddress(place(number))).unwrap();
+            driver.submit(&[(place(number), request.len() as u32, false), (place(number + 1), 200, true)]);
+        }
+        kick.write(1).unwrap();
+        let mut called = 0;
+        eventually("an interrupt", || {
+            called = call.read().unwrap_or(0);
+            called > 0
+        });
+        assert_eq!(called, 1);
+        let used = std::iter::from_fn(|| driver.take_used()).map(|(_, written)| written).collect::<Vec<_>>();
+        assert_eq!(used, [16, 120][..requests.len()]);
+    }
+    assert_eq!(before - open(), 2);
+    drop(guest);
+    umount2(dir.path(), MntFlags::empty()).unwrap();
+}
+
+pub fn what_is_no_chain_of_a_lent_queue_harms_nobody() {
+    let (dir, folder) = folder();
+    let mut guest = Guest::lent();
+    guest.attach("c", &[volume(&folder)]).unwrap();
+    let (own, at) = (1u64 << 60, guest.room);
+    let request = guest.request(GETATTR, ROOT, &[0; 16]);
+    guest.machine.as_ref().unwrap().memory.write_slice(&request, GuestAddress(at)).unwrap();
+    // Outside the guest's memory, at its end, in this process's own; to be read behind what is to be written; without room.
+    let long = request.len() as u32;
+    for (buffers, written) in [
+        (vec![(1 << 40, long, false), (at + 4096, 200, true)], 0),
+        (vec![((8 << 20) - 1, long, false), (at + 4096, 200, true)], 0),
+        (vec![(own + 0x5000, long, false), (at + 4096, 200, true)], 0),
+        (vec![(at, long, false), (own, 200, true)], 0),
+        (vec![(at + 4096, 200, true), (at, long, false)], 0),
+        (vec![(at, long, false)], 0),
+        (vec![(at, 0, false), (at + 4096, 200, true)], 0),
+        (vec![(at, 39, false), (at + 4096, 200, true)], 16),
+        (vec![(at, 2 << 20, false), (at + 4096, 200, true)], 16),
+        (vec![(at, long, false), (at + 4096, 200, true)], 120),
+    ] {
+        assert_eq!(guest.chain(&buffers), written, "{buffers:x?}");
+    }
+    // A ring that makes no sense is served no more; the process and the other queue live.
+    let machine = guest.machine.as_mut().unwrap();
+    machine.queues[1].driver.set_available(20_000);
+    machine.queues[1].kick();
+    machine.queues.swap(0, 1);
+    assert_eq!(guest.read("c/0/file").unwrap(), "of the node");
+    drop(guest);
+    umount2(dir.path(), MntFlags::empty()).unwrap();
+}
+
+pub fn without_the_process_a_lent_queue_is_answered_with_errors() {
+    let mut guest = Guest::lent();
+    guest.find("c").unwrap_err();
+    kill(guest.pid, Signal::SIGKILL).unwrap();
+    for _ in 0..3 {
+        assert_eq!(guest.find("c"), Err(libc::EIO));
+    }
+}
