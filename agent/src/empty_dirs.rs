@@ -4,6 +4,7 @@
 //! with a disk, which is the kernel's to judge: what it cannot mount is refused.
 
 use nacelle_base::mounts;
+use nacelle_base::retry::retry_transient;
 use nacelle_base::{Classify, Kind};
 use nacelle_proto::agent::EmptyDir;
 use nix::errno::Errno;
@@ -182,7 +183,7 @@ fn begin(asked: &EmptyDir, point: &Path) -> Result<(), EmptyDirError> {
 fn open(at: &OwnedFd, name: &OsStr) -> nix::Result<OwnedFd> {
     let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
     let resolve = ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS | ResolveFlag::RESOLVE_NO_XDEV;
-    openat2(at, name, OpenHow::new().flags(flags).resolve(resolve))
+    retry_transient(|| openat2(at, name, OpenHow::new().flags(flags).resolve(resolve)))
 }
 
 /// A folder of the volume, made like that of the node where it is missing.

@@ -1,11 +1,15 @@
-//! Owns: the frames of the boot handshake, of stream preambles and of the zygote: a little-endian u32 length, at
-//! most 1 MiB, and that many bytes.
+//! Owns: the frames of the boot handshake, of stream preambles and of the zygote: a little-endian u32 length, which is limited, and
+//! that many bytes.
 
+use nacelle_proto::wire::{self, Shaped, WireError};
 use prost::Message;
 use std::io::{self, Read, Write};
 
-/// The longest payload of a frame, in bytes.
+/// The longest payload of a frame between the pod process and the agent, in bytes.
 pub const MAX: u32 = 1 << 20;
+/// The longest payload of a frame between the agent and its zygote, in bytes: arguments and environment of a program as JSON, which come
+/// with a request of at most that size.
+pub const MAX_ZYGOTE: u32 = wire::LARGE as u32;
 
 /// Why a frame could not be read or written.
 #[derive(Debug, thiserror::Error)]
@@ -19,17 +23,16 @@ pub enum FrameError {
         source: io::Error,
     },
     /// The length is beyond the limit.
-    #[error("a frame of {length} bytes is longer than {MAX}")]
+    #[error("a frame of {length} bytes is longer than {max}")]
     TooLong {
         /// The length said or needed.
         length: usize,
+        /// The limit.
+        max: u32,
     },
     /// The payload is not the message expected.
     #[error("a frame does not hold the message expected")]
-    Decode {
-        /// Why.
-        source: prost::DecodeError,
-    },
+    Decode(#[from] WireError),
 }
 
 impl FrameError {
@@ -49,16 +52,16 @@ fn io_error(what: &'static str) -> impl FnOnce(io::Error) -> FrameError {
 }
 
 /// The length that a frame's first four bytes say, if it is allowed.
-pub fn length(head: [u8; 4]) -> Result<usize, FrameError> {
+pub fn length(head: [u8; 4], max: u32) -> Result<usize, FrameError> {
     let length = u32::from_le_bytes(head);
     let size = usize::try_from(length).unwrap_or(usize::MAX);
-    if length > MAX { Err(FrameError::TooLong { length: size }) } else { Ok(size) }
+    if length > max { Err(FrameError::TooLong { length: size, max }) } else { Ok(size) }
 }
 
 /// The bytes of a frame with this payload.
-pub fn frame(payload: &[u8]) -> Result<Vec<u8>, FrameError> {
-    let length = u32::try_from(payload.len()).ok().filter(|length| *length <= MAX);
-    let length = length.ok_or(FrameError::TooLong { length: payload.len() })?;
+pub fn frame(payload: &[u8], max: u32) -> Result<Vec<u8>, FrameError> {
+    let length = u32::try_from(payload.len()).ok().filter(|length| *length <= max);
+    let length = length.ok_or(FrameError::TooLong { length: payload.len(), max })?;
     let mut bytes = Vec::with_capacity(payload.len() + 4);
     bytes.extend_from_slice(&length.to_le_bytes());
     bytes.extend_from_slice(payload);
@@ -66,37 +69,39 @@ pub fn frame(payload: &[u8]) -> Result<Vec<u8>, FrameError> {
 }
 
 /// Reads one frame's payload.
-pub fn read_bytes(from: &mut impl Read) -> Result<Vec<u8>, FrameError> {
+pub fn read_bytes(from: &mut impl Read, max: u32) -> Result<Vec<u8>, FrameError> {
     let mut head = [0; 4];
     from.read_exact(&mut head).map_err(io_error("read"))?;
-    let mut payload = vec![0; length(head)?];
+    let mut payload = vec![0; length(head, max)?];
     from.read_exact(&mut payload).map_err(io_error("read"))?;
     Ok(payload)
 }
 
 /// Reads one framed message.
-pub fn read<M: Message + Default>(from: &mut impl Read) -> Result<M, FrameError> {
-    M::decode(read_bytes(from)?.as_slice()).map_err(|source| FrameError::Decode { source })
+pub fn read<M: Message + Shaped + Default>(from: &mut impl Read) -> Result<M, FrameError> {
+    Ok(wire::decode(&read_bytes(from, MAX)?)?)
 }
 
 /// Writes one frame.
-pub fn write_bytes(to: &mut impl Write, payload: &[u8]) -> Result<(), FrameError> {
-    to.write_all(&frame(payload)?).map_err(io_error("write"))
+pub fn write_bytes(to: &mut impl Write, payload: &[u8], max: u32) -> Result<(), FrameError> {
+    to.write_all(&frame(payload, max)?).map_err(io_error("write"))
 }
 
 /// Writes one framed message.
 pub fn write<M: Message>(to: &mut impl Write, message: &M) -> Result<(), FrameError> {
-    write_bytes(to, &message.encode_to_vec())
+    write_bytes(to, &message.encode_to_vec(), MAX)
 }
 
 /// Reads one framed message from an asynchronous stream.
-pub async fn read_async<M: Message + Default>(from: &mut (impl tokio::io::AsyncRead + Unpin)) -> Result<M, FrameError> {
+pub async fn read_async<M: Message + Shaped + Default>(
+    from: &mut (impl tokio::io::AsyncRead + Unpin),
+) -> Result<M, FrameError> {
     use tokio::io::AsyncReadExt;
     let mut head = [0; 4];
     from.read_exact(&mut head).await.map_err(io_error("read"))?;
-    let mut payload = vec![0; length(head)?];
+    let mut payload = vec![0; length(head, MAX)?];
     from.read_exact(&mut payload).await.map_err(io_error("read"))?;
-    M::decode(payload.as_slice()).map_err(|source| FrameError::Decode { source })
+    Ok(wire::decode(&payload)?)
 }
 
 #[cfg(test)]
@@ -131,9 +136,9 @@ mod tests {
 
     #[test]
     fn too_long_is_refused_before_memory_is_taken() {
-        let error = read_bytes(&mut [0xff_u8; 8].as_slice()).unwrap_err();
+        let error = read_bytes(&mut [0xff_u8; 8].as_slice(), MAX_ZYGOTE).unwrap_err();
         assert!(matches!(error, FrameError::TooLong { .. }), "{error}");
-        assert!(frame(&vec![0; 1 << 21]).is_err());
+        assert!(frame(&vec![0; 1 << 21], MAX).is_err());
     }
 
     proptest! {

@@ -312,8 +312,9 @@ impl Disks {
         Ok((number(nix::sys::stat::major(rdev)), number(nix::sys::stat::minor(rdev))))
     }
 
-    /// Mounts the volumes of the node, once: those of all containers, also of later ones. Each is a file system of its own
-    /// in it, mounted by the kernel when somebody enters it. Their devices are the node's, not this machine's.
+    /// Mounts the volumes of the node, once: those of all containers, also of later ones. The kernel mounts each of them in it
+    /// when a process enters it; those of one device of the node are one file system. Device files there are the node's, not this
+    /// machine's.
     pub fn share(&self) -> Result<(), DiskError> {
         let mut mounted = self.share_mounted.lock().unwrap_or_else(PoisonError::into_inner);
         if !*mounted {

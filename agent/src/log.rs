@@ -1,16 +1,21 @@
 //! Owns: the agent's log: warnings and errors, a line each, to the kernel's log, which the console shows. A few lines
 //! of our own instead of a subscriber library, for each page of code costs boot time.
 
+use nacelle_base::retry::retry_interrupted;
 use std::fmt::Write as _;
 use std::fs::{File, OpenOptions};
 use std::io::Write as _;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::OnceLock;
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
 
 /// The longest line, in bytes; /dev/kmsg refuses lines of more than about 1,000.
 const MAX_LINE: usize = 900;
+
+/// Where libcontainer's errors go besides.
+static COPY: OnceLock<OwnedFd> = OnceLock::new();
 
 struct Log(File);
 
@@ -41,9 +46,15 @@ impl Subscriber for Log {
 
     fn event(&self, event: &Event<'_>) {
         let level = if *event.metadata().level() == Level::ERROR { 3 } else { 4 };
-        let mut line = Line(format!("<{level}>nacelle-agent:"));
+        let mut line = Line(String::new());
         event.record(&mut line);
-        let mut text = line.0.replace('\n', " ");
+        let line = line.0.replace('\n', " ");
+        if let Some(copy) = COPY.get().filter(|_| level == 3 && event.metadata().target().starts_with("libcontainer")) {
+            // The reader has the outermost error without it.
+            let cause = format!("{}\n", line.trim_start());
+            let _ = retry_interrupted(|| nix::unistd::write(copy, cause.as_bytes()));
+        }
+        let mut text = format!("<{level}>nacelle-agent:{line}");
         while text.len() > MAX_LINE {
             text.pop();
         }
@@ -55,6 +66,13 @@ impl Subscriber for Log {
     fn enter(&self, _: &Id) {}
 
     fn exit(&self, _: &Id) {}
+}
+
+/// Copies the errors that libcontainer logs in this process, and in those that it forks, to a pipe, a line each: the errors
+/// that it returns from another process have lost their causes. Once in a process.
+pub fn copy_errors_of_libcontainer(pipe: OwnedFd) {
+    // Set before, it stays.
+    let _ = COPY.set(pipe);
 }
 
 /// Sends this process's warnings and errors to the kernel's log.

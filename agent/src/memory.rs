@@ -233,9 +233,13 @@ pub(crate) fn write(path: &Path, text: &str) -> io::Result<()> {
 fn free(state: &Path, deadline: Instant) -> io::Result<()> {
     loop {
         let done = free_once(state, deadline);
-        let again = |error: &io::Error| matches!(error.raw_os_error(), Some(libc::EBUSY | libc::EAGAIN));
+        // Any signal to that thread interrupts the kernel, not only the one that ends it at the deadline.
+        let again = |error: &io::Error| matches!(error.raw_os_error(), Some(libc::EBUSY | libc::EAGAIN | libc::EINTR));
         if !done.as_ref().err().is_some_and(again) || Instant::now() + MOMENT > deadline {
-            return done;
+            return done.map_err(|error| match error.kind() {
+                io::ErrorKind::Interrupted => io::ErrorKind::TimedOut.into(),
+                _ => error,
+            });
         }
         std::thread::sleep(MOMENT);
     }
@@ -372,7 +376,7 @@ mod tests {
         // A pipe that nobody reads.
         while full.write(&[0; 4096]).is_ok() {}
         let error = free(&path, Instant::now() + Duration::from_millis(10)).unwrap_err();
-        assert_eq!(error.kind(), io::ErrorKind::Interrupted);
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
     }
 
     #[test]

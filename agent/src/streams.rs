@@ -89,7 +89,7 @@ async fn forward(mut connection: Connection, port: u32) -> io::Result<()> {
     let dialled = tokio::time::timeout(DIAL, dial(port)).await;
     let dialled = dialled.unwrap_or_else(|_late| Err(io::ErrorKind::TimedOut.into()));
     let error = dialled.as_ref().err().map_or_else(String::new, ToString::to_string);
-    let answer = frame::frame(&StreamOpened { error }.encode_to_vec()).map_err(io::Error::other)?;
+    let answer = frame::frame(&StreamOpened { error }.encode_to_vec(), frame::MAX).map_err(io::Error::other)?;
     connection.write_all(&answer).await?;
     let mut port = dialled?;
     tokio::io::copy_bidirectional_with_sizes(&mut connection, &mut port, BUFFER, BUFFER).await.map(drop)

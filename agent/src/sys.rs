@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code, reason = "ioctls, bpf and fork have no safe wrapper")]
 
+use nacelle_base::retry::{retry_interrupted, retry_transient};
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::fs::File;
 use std::io;
@@ -42,9 +43,9 @@ pub fn add_entropy(random: impl AsFd, bytes: &[u8]) -> io::Result<()> {
         info.bits += 8;
     }
     // SAFETY: the kernel reads `size` bytes of `info.bytes`, which has at least that many.
-    check(unsafe { libc::ioctl(random.as_fd().as_raw_fd(), RNDADDENTROPY, &raw const info) })?;
+    retry_interrupted(|| check(unsafe { libc::ioctl(random.as_fd().as_raw_fd(), RNDADDENTROPY, &raw const info) }))?;
     // SAFETY: the request takes no argument.
-    match check(unsafe { libc::ioctl(random.as_fd().as_raw_fd(), RNDRESEEDCRNG) }) {
+    match retry_interrupted(|| check(unsafe { libc::ioctl(random.as_fd().as_raw_fd(), RNDRESEEDCRNG) })) {
         // The generator has no key yet: its first one will be of this pool.
         Err(error) if error.raw_os_error() == Some(libc::ENODATA) => Ok(()),
         result => result.map(drop),
@@ -77,7 +78,7 @@ fn blkpg(disk: impl AsFd, operation: c_int, start: i64, length: i64, number: u8)
         data: (&raw mut partition).cast::<c_void>(),
     };
     // SAFETY: `argument` points to a partition record that lives until the call returns.
-    check(unsafe { libc::ioctl(disk.as_fd().as_raw_fd(), BLKPG, &raw const argument) }).map(drop)
+    retry_interrupted(|| check(unsafe { libc::ioctl(disk.as_fd().as_raw_fd(), BLKPG, &raw const argument) })).map(drop)
 }
 
 /// Adds a partition (bytes from the start of the disk, bytes) to an open disk.
@@ -99,14 +100,15 @@ pub fn resize_partition(disk: impl AsFd, number: u8, start: i64, length: i64) ->
 pub fn set_read_only(device: impl AsFd, read_only: bool) -> io::Result<()> {
     let flag = c_int::from(read_only);
     // SAFETY: the kernel reads one number, which lives until the call returns.
-    check(unsafe { libc::ioctl(device.as_fd().as_raw_fd(), BLKROSET, &raw const flag) }).map(drop)
+    retry_interrupted(|| check(unsafe { libc::ioctl(device.as_fd().as_raw_fd(), BLKROSET, &raw const flag) })).map(drop)
 }
 
 /// Sets a terminal's size.
 pub fn set_window_size(terminal: impl AsFd, columns: u16, rows: u16) -> io::Result<()> {
     let size = libc::winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
     // SAFETY: the kernel reads one winsize.
-    check(unsafe { libc::ioctl(terminal.as_fd().as_raw_fd(), libc::TIOCSWINSZ, &raw const size) }).map(drop)
+    retry_interrupted(|| check(unsafe { libc::ioctl(terminal.as_fd().as_raw_fd(), libc::TIOCSWINSZ, &raw const size) }))
+        .map(drop)
 }
 
 /// Unlocks a pseudoterminal's slave and opens it, without using its path.
@@ -114,9 +116,11 @@ pub fn open_pty_peer(master: impl AsFd) -> io::Result<OwnedFd> {
     let unlocked: c_int = 0;
     let raw = master.as_fd().as_raw_fd();
     // SAFETY: the kernel reads one int.
-    check(unsafe { libc::ioctl(raw, libc::TIOCSPTLCK, &raw const unlocked) })?;
-    // SAFETY: takes flags, returns a new descriptor.
-    let fd = check(unsafe { libc::ioctl(raw, TIOCGPTPEER, libc::O_RDWR | libc::O_NOCTTY | libc::O_CLOEXEC) })?;
+    retry_interrupted(|| check(unsafe { libc::ioctl(raw, libc::TIOCSPTLCK, &raw const unlocked) }))?;
+    let fd = retry_interrupted(|| {
+        // SAFETY: takes flags, returns a new descriptor.
+        check(unsafe { libc::ioctl(raw, TIOCGPTPEER, libc::O_RDWR | libc::O_NOCTTY | libc::O_CLOEXEC) })
+    })?;
     // SAFETY: the descriptor is new and nobody else's.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
@@ -124,14 +128,36 @@ pub fn open_pty_peer(master: impl AsFd) -> io::Result<OwnedFd> {
 /// Makes the terminal on descriptor 0 the controlling one of the caller's session.
 pub fn take_terminal() -> io::Result<()> {
     // SAFETY: no memory is passed.
-    check(unsafe { libc::ioctl(0, libc::TIOCSCTTY, 0) }).map(drop)
+    retry_interrupted(|| check(unsafe { libc::ioctl(0, libc::TIOCSCTTY, 0) })).map(drop)
 }
 
-/// Marks every descriptor from 3 up to be closed by the next exec.
-pub fn close_all_on_exec() -> io::Result<()> {
-    // SAFETY: no memory is passed.
-    let result = unsafe { libc::syscall(libc::SYS_close_range, 3u32, u32::MAX, libc::CLOSE_RANGE_CLOEXEC) };
-    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+/// Closes every descriptor from 3 up but these.
+pub fn close_all_but(keep: &[c_int]) -> io::Result<()> {
+    let mut keep: Vec<u32> = keep.iter().filter_map(|fd| u32::try_from(*fd).ok()).filter(|fd| *fd > 2).collect();
+    keep.sort_unstable();
+    let mut first = 3;
+    for fd in keep.into_iter().chain([u32::MAX]) {
+        let last = if fd == u32::MAX { fd } else { fd.saturating_sub(1) };
+        if first <= last {
+            // SAFETY: no memory is passed; the caller, which never returns from where it calls this, uses none of them again.
+            let result = unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) };
+            if result < 0 {
+                return Err(io::Error::last_os_error());
+            }
+        }
+        first = fd.saturating_add(1);
+    }
+    Ok(())
+}
+
+/// Whether the working directory lies beneath this thread's root. The kernel says so by the mounts on the way up. The C
+/// library's getcwd does not say it: for one outside it looks for the root by device and inode, and finds it elsewhere.
+pub fn is_beneath_root() -> io::Result<bool> {
+    let mut path = [0_u8; libc::PATH_MAX as usize];
+    // SAFETY: the kernel writes at most as many bytes as `path` has.
+    let length = unsafe { libc::syscall(libc::SYS_getcwd, path.as_mut_ptr(), path.len()) };
+    // Outside, the path begins with "(unreachable)".
+    if length < 0 { Err(io::Error::last_os_error()) } else { Ok(path.first() == Some(&b'/')) }
 }
 
 /// Closes every descriptor from `first` up.
@@ -167,8 +193,10 @@ pub fn pidfd_signal(pidfd: impl AsFd, signal: i32) -> io::Result<()> {
 pub fn reap_one() -> Option<(i32, c_int)> {
     let mut status = 0;
     // SAFETY: the kernel writes one int.
-    let pid = unsafe { libc::waitpid(-1, &raw mut status, libc::WNOHANG) };
-    (pid > 0).then_some((pid, status))
+    let pid = retry_interrupted(|| check(unsafe { libc::waitpid(-1, &raw mut status, libc::WNOHANG) }))
+        .ok()
+        .filter(|pid| *pid > 0)?;
+    Some((pid, status))
 }
 
 /// Forks. `Ok(None)` in the child. Only for a process that has one thread.
@@ -270,22 +298,26 @@ pub fn attach_device_program(cgroup: impl AsFd, program: &[[u8; 8]]) -> io::Resu
         license: c"Apache-2.0".as_ptr() as u64,
         ..Load::default()
     };
-    // SAFETY: `load` says the true number of instructions, and everything it points to outlives the call.
-    let fd = unsafe { libc::syscall(libc::SYS_bpf, PROG_LOAD, &raw const load, size_of::<Load>()) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the descriptor is new and nobody else's; the kernel's descriptors fit an int.
-    let loaded = unsafe { OwnedFd::from_raw_fd(fd as c_int) };
+    let loaded = retry_transient(|| {
+        // SAFETY: `load` says the true number of instructions, and everything it points to outlives the call.
+        let fd = unsafe { libc::syscall(libc::SYS_bpf, PROG_LOAD, &raw const load, size_of::<Load>()) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the descriptor is new and nobody else's; the kernel's descriptors fit an int.
+        Ok(unsafe { OwnedFd::from_raw_fd(fd as c_int) })
+    })?;
     let attach = Attach {
         target: cgroup.as_fd().as_raw_fd() as u32,
         program: loaded.as_raw_fd() as u32,
         kind: ATTACH_CGROUP_DEVICE,
         flags: ALLOW_MULTI,
     };
-    // SAFETY: the kernel reads `attach` only.
-    let result = unsafe { libc::syscall(libc::SYS_bpf, PROG_ATTACH, &raw const attach, size_of::<Attach>()) };
-    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    retry_transient(|| {
+        // SAFETY: the kernel reads `attach` only.
+        let result = unsafe { libc::syscall(libc::SYS_bpf, PROG_ATTACH, &raw const attach, size_of::<Attach>()) };
+        if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    })
 }
 
 /// The descriptors that a received message carried, or that this process was started with, now ours.
@@ -343,4 +375,44 @@ pub fn mount_erofs(tree: &Path, layers: &[PathBuf], point: &Path) -> io::Result<
 
 fn c_path(path: &Path) -> io::Result<CString> {
     CString::new(path.as_os_str().as_bytes()).map_err(|_zero| io::ErrorKind::InvalidInput.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nix::mount::{MsFlags, mount};
+    use nix::sched::{CloneFlags, unshare};
+    use nix::unistd::{chdir, chroot, getcwd};
+
+    #[test]
+    fn a_working_directory_outside_the_root_is_known() {
+        if !nix::unistd::geteuid().is_root() {
+            println!("skipped: only root can change its root");
+            return;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let inside = folder.path().join("root/below");
+        std::fs::create_dir_all(&inside).unwrap();
+        let path = folder.path().to_owned();
+        let thread = std::thread::spawn(move || {
+            // Root, working directory and mounts of this thread alone.
+            unshare(CloneFlags::CLONE_NEWNS).unwrap();
+            let none = None::<&str>;
+            mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).unwrap();
+            let (root, again) = (path.join("root"), path.join("again"));
+            std::fs::create_dir(&again).unwrap();
+            mount(Some(&root), &again, none, MsFlags::MS_BIND, none).unwrap();
+            chdir(&again.join("below")).unwrap();
+            assert!(is_beneath_root().unwrap());
+            chroot(&root).unwrap();
+            assert!(!is_beneath_root().unwrap());
+            // Why the C library is not asked.
+            assert_eq!(getcwd().unwrap(), Path::new("/below"));
+            chdir("/below").unwrap();
+            assert!(is_beneath_root().unwrap());
+            std::fs::remove_dir("/below").unwrap();
+            assert_eq!(is_beneath_root().unwrap_err().raw_os_error(), Some(libc::ENOENT));
+        });
+        thread.join().unwrap();
+    }
 }

@@ -2,6 +2,7 @@
 //! May use: `sys`, `paths`.
 //! Threads: `make` and `as_root` are for a process with one thread.
 
+use nacelle_base::retry::retry_interrupted;
 use nacelle_proto::agent::{IdRange, UserNamespace};
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, unshare};
@@ -72,7 +73,7 @@ impl UserNs {
             Ok((UserNs { file: open("user")?, users, groups, network }, others))
         })();
         drop(ours);
-        waitpid(Pid::from_raw(holder), None)?;
+        retry_interrupted(|| waitpid(Pid::from_raw(holder), None))?;
         made
     }
 
@@ -146,7 +147,7 @@ fn hold(mut agent: UnixStream, with: CloneFlags) -> ! {
             let code = made.err().map_or(0, |error| error as i32);
             agent.write_all(&code.to_ne_bytes())?;
             // The agent's word to go on, or its end of the connection.
-            if made.is_err() || agent.read(&mut [0])? == 0 {
+            if made.is_err() || retry_interrupted(|| agent.read(&mut [0]))? == 0 {
                 break;
             }
         }

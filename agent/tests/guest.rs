@@ -372,12 +372,13 @@ fn the_network_is_as_told() {
             mac: vec![2, 0, 0, 0, 0, mac],
             mtu: 1400,
             addresses: addresses.iter().map(|address| (*address).to_owned()).collect(),
+            ..Interface::default()
         };
         let route = |destination: &str, gateway: &str, interface: &str| Route {
             destination: destination.into(),
             gateway: gateway.into(),
             interface: interface.into(),
-            metric: None,
+            ..Route::default()
         };
         let change = |config: &mut BootConfig| {
             config.interfaces = vec![interface("eth1", 9, &["10.1.0.2/24", "fd00::2/64"]), interface("eth0", 2, &["10.2.0.2/32"])];

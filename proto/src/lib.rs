@@ -1,5 +1,5 @@
-//! Owns: the contracts as Rust: generated code only, one module per package. The documentation of messages and
-//! fields is in the `.proto` files beside this crate.
+//! The contracts as Rust: generated code, one module per package, and the bounded decoder of its messages. The documentation of
+//! messages and fields is in the `.proto` files beside this crate.
 
 #![allow(missing_docs, reason = "generated from the .proto files, which carry the documentation")]
 #![allow(clippy::all, reason = "generated")]
@@ -28,6 +28,8 @@ pub mod node {
 pub mod vm {
     tonic::include_proto!("nacelle.vm.v1");
 }
+
+pub mod wire;
 
 /// The compiled descriptors (a `FileDescriptorSet`) of all of them.
 pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/descriptors.bin"));

@@ -1,7 +1,7 @@
 //! Owns: making a `BootConfig` true: clock, random pool, user namespace, host name, network, sysctls, the pod's files in /etc.
 
 use ipnet::IpNet;
-use nacelle_proto::agent::{BootConfig, Dns, Interface, Route, UserNamespace};
+use nacelle_proto::agent::{BootConfig, Dns, Interface, Neighbour, Route, UserNamespace};
 use nix::sched::{CloneFlags, setns};
 use std::fs;
 use std::net::IpAddr;
@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 
 use super::BootError;
-use super::netlink::{Link, LinkChange, Netlink, add_address, add_route, get_links, set_link};
+use super::netlink::{Link, LinkChange, Netlink, NewRoute, add_address, add_neighbour, add_route, get_links, set_link};
 use crate::userns::UserNs;
 
 /// Applies all of it that readiness needs; in the order in which later steps depend on earlier ones.
@@ -140,8 +140,10 @@ fn network(interfaces: &[Interface], routes: &[Route]) -> Result<(), BootError> 
         let destination = parse("route", &route.destination)?;
         let gateway: Option<IpAddr> =
             if route.gateway.is_empty() { None } else { Some(parse("gateway", &route.gateway)?) };
+        let source = if route.source.is_empty() { None } else { Some(parse("source", &route.source)?) };
+        let mtu = Some(route.mtu).filter(|mtu| *mtu != 0);
         netlink
-            .ask(&add_route(nic.index, destination, gateway, route.metric))
+            .ask(&add_route(nic.index, NewRoute { destination, gateway, metric: route.metric, source, mtu }))
             .map_err(failed(format!("add the route to {} by {}", route.destination, route.gateway)))?;
     }
     Ok(())
@@ -162,6 +164,10 @@ fn set_up(netlink: &Netlink, nic: &Link, interface: &Interface) -> Result<(), Bo
         let net: IpNet = parse("address", address)?;
         let request = add_address(nic.index, net);
         netlink.ask(&request).map_err(failed(format!("add {address} to {}", interface.name)))?;
+    }
+    for Neighbour { address, mac } in &interface.neighbours {
+        let request = add_neighbour(nic.index, parse("neighbour", address)?, mac);
+        netlink.ask(&request).map_err(failed(format!("add the neighbour {address} to {}", interface.name)))?;
     }
     Ok(())
 }

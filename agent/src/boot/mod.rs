@@ -8,6 +8,7 @@ pub mod mounts;
 pub mod netlink;
 
 use nacelle_base::Chain;
+use nacelle_base::retry::retry_interrupted;
 use nacelle_proto::agent::{AgentHello, BootConfig, BootReport};
 use nix::sys::socket::{
     AddressFamily, Backlog, SockFlag, SockType, VsockAddr, bind, connect, listen, setsockopt, socket, sockopt,
@@ -198,7 +199,8 @@ fn connect_to_host(deadline: Instant) -> Result<OwnedFd, BootError> {
                 sockopt::ReceiveTimeout,
                 &nix::sys::time::TimeVal::new(PATIENCE.as_secs().cast_signed(), 0),
             )?;
-            connect(fd.as_raw_fd(), &VsockAddr::new(libc::VMADDR_CID_HOST, HANDSHAKE_PORT))?;
+            let host = VsockAddr::new(libc::VMADDR_CID_HOST, HANDSHAKE_PORT);
+            retry_interrupted(|| connect(fd.as_raw_fd(), &host))?;
             Ok(fd)
         });
         match connected {

@@ -2,6 +2,7 @@
 //! May use: nothing of ours; it does not know what a pod is.
 
 use ipnet::IpNet;
+use nacelle_base::retry::retry_interrupted;
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, recv, send, socket};
 use std::io;
 use std::net::IpAddr;
@@ -13,6 +14,7 @@ const RTM_NEWLINK: u16 = 16;
 const RTM_GETLINK: u16 = 18;
 const RTM_NEWADDR: u16 = 20;
 const RTM_NEWROUTE: u16 = 24;
+const RTM_NEWNEIGH: u16 = 28;
 const REQUEST_ACK: u16 = 1 | 4;
 const CREATE_REPLACE: u16 = 0x400 | 0x100;
 const DUMP: u16 = 0x300;
@@ -92,8 +94,8 @@ fn octets(address: IpAddr) -> Vec<u8> {
     }
 }
 
-fn family(net: &IpNet) -> u8 {
-    if net.addr().is_ipv4() { 2 } else { 10 }
+fn family(address: IpAddr) -> u8 {
+    if address.is_ipv4() { 2 } else { 10 }
 }
 
 /// Asks for all links.
@@ -123,7 +125,7 @@ pub fn set_link(index: u32, change: &LinkChange) -> Vec<u8> {
 pub fn add_address(index: u32, net: IpNet) -> Vec<u8> {
     const NODAD: u8 = 2;
     let flags = if net.addr().is_ipv6() { NODAD } else { 0 };
-    let header = [&[family(&net), net.prefix_len(), flags, 0][..], &index.to_ne_bytes()].concat();
+    let header = [&[family(net.addr()), net.prefix_len(), flags, 0][..], &index.to_ne_bytes()].concat();
     let address = octets(net.addr());
     let mut message = Message::new(RTM_NEWADDR, REQUEST_ACK | CREATE_REPLACE, &header);
     message = message.attribute(2, &address).attribute(1, &address);
@@ -135,8 +137,33 @@ pub fn add_address(index: u32, net: IpNet) -> Vec<u8> {
     message.finish()
 }
 
-/// Adds a route; its gateway counts as reachable on the link even if no address covers it.
-pub fn add_route(index: u32, destination: IpNet, gateway: Option<IpAddr>, metric: Option<u32>) -> Vec<u8> {
+/// Adds a permanent entry to a link's neighbour table.
+pub fn add_neighbour(index: u32, address: IpAddr, mac: &[u8]) -> Vec<u8> {
+    const PERMANENT: u16 = 0x80;
+    const UNICAST: u8 = 1;
+    let head = [&[family(address), 0, 0, 0][..], &index.to_ne_bytes(), &PERMANENT.to_ne_bytes(), &[0, UNICAST]];
+    let message = Message::new(RTM_NEWNEIGH, REQUEST_ACK | CREATE_REPLACE, &head.concat());
+    message.attribute(1, &octets(address)).attribute(2, mac).finish()
+}
+
+/// A route of the guest.
+#[derive(Clone, Copy, Debug)]
+pub struct NewRoute {
+    /// Where it leads.
+    pub destination: IpNet,
+    /// Its gateway, which counts as reachable on the link even if no address covers it.
+    pub gateway: Option<IpAddr>,
+    /// Its metric (priority).
+    pub metric: Option<u32>,
+    /// Its preferred source address.
+    pub source: Option<IpAddr>,
+    /// The MTU of what goes this way.
+    pub mtu: Option<u32>,
+}
+
+/// Adds a route.
+pub fn add_route(index: u32, route: NewRoute) -> Vec<u8> {
+    let NewRoute { destination, gateway, metric, source, mtu } = route;
     const TABLE_MAIN: u8 = 254;
     const PROTOCOL_STATIC: u8 = 4;
     const SCOPE_LINK: u8 = 253;
@@ -148,7 +175,7 @@ pub fn add_route(index: u32, destination: IpNet, gateway: Option<IpAddr>, metric
         Some(_) => (0, ONLINK),
     };
     let prefix = destination.prefix_len();
-    let head = [family(&destination), prefix, 0, 0, TABLE_MAIN, PROTOCOL_STATIC, scope, UNICAST];
+    let head = [family(destination.addr()), prefix, 0, 0, TABLE_MAIN, PROTOCOL_STATIC, scope, UNICAST];
     let header = [&head[..], &flags.to_ne_bytes()].concat();
     let mut message = Message::new(RTM_NEWROUTE, REQUEST_ACK | CREATE_REPLACE, &header);
     if prefix > 0 {
@@ -159,6 +186,13 @@ pub fn add_route(index: u32, destination: IpNet, gateway: Option<IpAddr>, metric
     }
     if let Some(metric) = metric {
         message = message.attribute(6, &metric.to_ne_bytes());
+    }
+    if let Some(source) = source {
+        message = message.attribute(7, &octets(source));
+    }
+    if let Some(mtu) = mtu {
+        // RTA_METRICS with RTAX_MTU in it.
+        message = message.attribute(8, &[&8_u16.to_ne_bytes()[..], &2_u16.to_ne_bytes(), &mtu.to_ne_bytes()].concat());
     }
     message.attribute(4, &index.to_ne_bytes()).finish()
 }
@@ -233,11 +267,11 @@ impl Netlink {
 
     /// Sends a request and returns the links in the answer.
     pub fn ask(&self, request: &[u8]) -> io::Result<Vec<Link>> {
-        send(self.0.as_raw_fd(), request, MsgFlags::empty())?;
+        retry_interrupted(|| send(self.0.as_raw_fd(), request, MsgFlags::empty()))?;
         let mut links = Vec::new();
         let mut datagram = vec![0; 32 << 10];
         loop {
-            let length = recv(self.0.as_raw_fd(), &mut datagram, MsgFlags::empty())?;
+            let length = retry_interrupted(|| recv(self.0.as_raw_fd(), &mut datagram, MsgFlags::empty()))?;
             let answers = read_answers(datagram.get(..length).unwrap_or_default());
             links.extend(answers.links);
             match answers.end {
@@ -267,10 +301,24 @@ mod tests {
 
     #[test]
     fn a_default_route_has_no_destination() {
-        let bytes = add_route(3, "0.0.0.0/0".parse().unwrap(), Some("10.0.0.1".parse().unwrap()), Some(5));
+        let gateway = Some("10.0.0.1".parse().unwrap());
+        let destination = "0.0.0.0/0".parse().unwrap();
+        let route = NewRoute { destination, gateway, metric: Some(5), source: None, mtu: None };
+        let kinds =
+            |bytes: &[u8]| -> Vec<u16> { pieces(&bytes[28..], 2, 4).filter_map(|piece| u16_at(piece, 2)).collect() };
+        let bytes = add_route(3, route);
         assert_eq!(bytes[16..28], [2, 0, 0, 0, 254, 4, 0, 1, 4, 0, 0, 0]);
-        let kinds: Vec<u16> = pieces(&bytes[28..], 2, 4).filter_map(|piece| u16_at(piece, 2)).collect();
-        assert_eq!(kinds, [5, 6, 4]);
+        assert_eq!(kinds(&bytes), [5, 6, 4]);
+        let bytes = add_route(3, NewRoute { source: Some("10.0.0.2".parse().unwrap()), mtu: Some(1400), ..route });
+        assert_eq!(kinds(&bytes), [5, 6, 7, 8, 4]);
+    }
+
+    #[test]
+    fn a_neighbour_is_permanent() {
+        let bytes = add_neighbour(3, "169.254.1.1".parse().unwrap(), &[2, 0, 0, 0, 0, 1]);
+        assert_eq!(bytes[16..28], [2, 0, 0, 0, 3, 0, 0, 0, 0x80, 0, 0, 1]);
+        assert_eq!(bytes[28..46], [8, 0, 1, 0, 169, 254, 1, 1, 10, 0, 2, 0, 2, 0, 0, 0, 0, 1]);
+        assert_eq!(bytes.len(), 48);
     }
 
     #[test]

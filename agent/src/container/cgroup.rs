@@ -61,6 +61,48 @@ fn below(text: &str, cgroup: &Path) -> Option<String> {
     (plain && path != cgroup && path.starts_with(cgroup)).then(|| path.display().to_string())
 }
 
+/// Cgroups whose processes do not run until this is dropped.
+#[derive(Debug, Default)]
+pub struct Frozen(Vec<PathBuf>);
+
+impl Frozen {
+    /// Freezes these; waits at most `limit` until all their processes stand still. One that is gone needs none.
+    pub async fn new(cgroups: Vec<PathBuf>, limit: Duration) -> io::Result<Frozen> {
+        let mut frozen = Frozen::default();
+        for cgroup in cgroups {
+            match fs::write(cgroup.join("cgroup.freeze"), "1") {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                other => other?,
+            }
+            frozen.0.push(cgroup);
+        }
+        let deadline = Instant::now() + limit;
+        for cgroup in &frozen.0 {
+            // What cannot be read any more has no processes.
+            while fs::read_to_string(cgroup.join("cgroup.events")).is_ok_and(|text| figure(&text, "frozen") == 0) {
+                if Instant::now() >= deadline {
+                    return Err(io::ErrorKind::TimedOut.into());
+                }
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        }
+        Ok(frozen)
+    }
+}
+
+impl Drop for Frozen {
+    fn drop(&mut self) {
+        for cgroup in &self.0 {
+            match fs::write(cgroup.join("cgroup.freeze"), "0") {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                    tracing::error!(cgroup = %cgroup.display(), %error, "cannot let a container run on");
+                }
+                _ => {}
+            }
+        }
+    }
+}
+
 /// Kills every process in it and below it.
 pub fn kill(cgroup: &Path) -> io::Result<()> {
     match fs::write(cgroup.join("cgroup.kill"), "1") {

@@ -75,8 +75,8 @@ pub fn change(
             return Err(LimitError::Name { file: file.chars().take(100).collect() });
         }
         let controller = file.split('.').next().unwrap_or(file);
-        let none = file.starts_with("hugetlb.") && value == "0";
-        let missing = |has: &&String| !none && !has.split_whitespace().any(|one| one == controller);
+        let missing =
+            |has: &&String| !holds_without(file, value) && !has.split_whitespace().any(|one| one == controller);
         if let Some(has) = has.as_ref().filter(missing).filter(|_| CONTROLLERS.contains(&controller)) {
             return Err(LimitError::NoController { file: file.clone(), has: has.trim().to_owned() });
         }
@@ -118,8 +118,7 @@ fn change_each(
     };
     for (file, value) in limits {
         let path = cgroup.join(file);
-        // None of huge pages of a size that there is none of: so it is.
-        if !(file.starts_with("hugetlb.") && value == "0" && !path.exists()) {
+        if !holds_without(file, value) || path.exists() {
             set(path, value)?;
         }
     }
@@ -133,6 +132,12 @@ fn change_each(
         }
     }
     Ok(())
+}
+
+/// Whether a limit holds where its file is missing: "max" limits nothing, and of huge pages of a size that the kernel does not
+/// have, a container can have none.
+fn holds_without(file: &str, value: &str) -> bool {
+    value == "max" || value.starts_with("max ") || (file.starts_with("hugetlb.") && value == "0")
 }
 
 /// The process has ended meanwhile.
@@ -316,5 +321,8 @@ mod tests {
         let error = change(&cgroup, &proc, &limits(&[("memry.max", "1")]), None).unwrap_err();
         assert_eq!(error.kind(), Kind::Invalid, "{error}");
         change(&cgroup, &proc, &limits(&[("cpu.max", "5 10"), ("hugetlb.2MB.max", "0")]), None).unwrap();
+        // No limit is what there is without the controller.
+        fs::remove_file(cgroup.join("memory.max")).unwrap();
+        change(&cgroup, &proc, &limits(&[("memory.max", "max"), ("pids.max", "max")]), None).unwrap();
     }
 }

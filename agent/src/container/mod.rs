@@ -6,25 +6,28 @@
 pub mod cgroup;
 pub mod devices;
 pub mod limits;
+pub mod places;
 pub mod root;
 pub mod shown;
 pub mod spec;
+pub mod targets;
 pub mod user;
 mod verbs;
 pub mod volumes;
 
 pub use verbs::{CreateOptions, ExecOptions};
 
-use libcontainer::oci_spec::runtime::{LinuxSeccomp, Process as SpecProcess};
-use nacelle_base::{Classify, Kind};
+use libcontainer::oci_spec::runtime::{Capability, LinuxSeccomp, Process as SpecProcess};
+use nacelle_base::{Classify, Kind, retry};
 use nacelle_proto::agent::{ContainerState, CreateContainerResponse, Exit};
+use nix::poll::{PollFd, PollFlags};
 use std::collections::HashMap;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::{OnceCell, watch};
 
 use crate::empty_dirs::{EmptyDirError, EmptyDirs};
@@ -37,7 +40,7 @@ use crate::stats::Layers;
 use crate::stdio::Stdio;
 use crate::sys;
 use crate::userns::UserNs;
-use crate::zygote::{Zygote, ZygoteError};
+use crate::zygote::{NewProcess, Zygote, ZygoteError};
 
 /// Why a verb failed.
 #[derive(Debug, thiserror::Error)]
@@ -49,6 +52,8 @@ pub enum PodError {
     NoContainer { id: String },
     #[error("container {id} has no process {exec_id}")]
     NoExec { id: String, exec_id: String },
+    #[error("command {exec_id} of container {id} was killed before it started")]
+    Killed { id: String, exec_id: String },
     #[error("container {id} is not running")]
     NotRunning { id: String },
     #[error("{signal} is no signal")]
@@ -71,6 +76,10 @@ pub enum PodError {
     HugePages { id: String, source: HugePagesError },
     #[error("cannot prepare the root of container {id}")]
     Root { id: String, source: root::RootError },
+    #[error("cannot mount what container {id} asks for")]
+    Mount { id: String, source: places::PlaceError },
+    #[error("the image of container {id} cannot be used as the specification asks")]
+    Target { id: String, source: targets::TargetError },
     #[error("cannot mount a volume of container {id}")]
     Volume { id: String, source: volumes::VolumeError },
     #[error("cannot start a process of container {id}")]
@@ -106,7 +115,7 @@ impl Classify for PodError {
             | PodError::User { .. }
             | PodError::Numbers { .. } => Kind::Invalid,
             PodError::NoContainer { .. } | PodError::NoExec { .. } => Kind::NotFound,
-            PodError::NotRunning { .. } | PodError::NoTerminal { .. } => Kind::Conflict,
+            PodError::NotRunning { .. } | PodError::Killed { .. } | PodError::NoTerminal { .. } => Kind::Conflict,
             PodError::Spec { source: spec::SpecError::Unsupported { .. }, .. } => Kind::Unsupported,
             PodError::Spec { .. } => Kind::Invalid,
             PodError::StillAlive { .. } => Kind::Timeout,
@@ -114,6 +123,8 @@ impl Classify for PodError {
                 Kind::Exhausted => Kind::Exhausted,
                 _ => Kind::Internal,
             },
+            PodError::Mount { source, .. } => source.kind(),
+            PodError::Target { source, .. } => source.kind(),
             PodError::Volume { source, .. } => source.kind(),
             PodError::Limits { source, .. } => source.kind(),
             PodError::HugePages { source, .. } => source.kind(),
@@ -195,7 +206,25 @@ fn now() -> i64 {
     i64::try_from(since.as_nanos()).unwrap_or(i64::MAX)
 }
 
-type Execs = HashMap<String, (u64, Arc<OnceCell<Arc<Process>>>)>;
+/// A further process of a container, from the first word of it on.
+#[derive(Debug)]
+struct ExecEntry {
+    /// Grows with each entry.
+    count: u64,
+    /// The process, once it is made.
+    process: OnceCell<Arc<Process>>,
+    /// It was to be killed, perhaps before it was made.
+    killed: AtomicBool,
+}
+
+impl ExecEntry {
+    /// Nothing of it runs or will.
+    fn is_over(&self) -> bool {
+        self.process.get().map_or(self.killed.load(Ordering::SeqCst), |process| process.exit().is_some())
+    }
+}
+
+type Execs = HashMap<String, Arc<ExecEntry>>;
 
 /// A container that was created.
 #[derive(Debug)]
@@ -204,6 +233,7 @@ pub struct Container {
     process: SpecProcess,
     seccomp: Option<LinuxSeccomp>,
     cgroup_namespace: bool,
+    pid_namespace: spec::PidNamespace,
     cgroup: PathBuf,
     created: CreateContainerResponse,
     init: Arc<Process>,
@@ -239,7 +269,35 @@ pub struct Pod {
     node_pid: bool,
     users: Option<UserNs>,
     pause: OnceCell<i32>,
+    /// Held while a container is made that others see: for writing if one of them may trace it and is frozen, and while one that may
+    /// trace starts. Held for reading while an exec's process is made: its container must not be frozen then.
+    unseen: tokio::sync::RwLock<()>,
     state: Mutex<State>,
+}
+
+impl Container {
+    /// Its processes see this PID namespace.
+    fn is_in(&self, namespace: &spec::PidNamespace) -> bool {
+        match namespace {
+            spec::PidNamespace::Of(pid) if self.init.pid == *pid => true,
+            spec::PidNamespace::Own => false,
+            _ => self.pid_namespace == *namespace,
+        }
+    }
+
+    /// The PID namespace that its processes are in, as another container joins it.
+    fn processes_namespace(&self) -> spec::PidNamespace {
+        match &self.pid_namespace {
+            spec::PidNamespace::Own => spec::PidNamespace::Of(self.init.pid),
+            shared => shared.clone(),
+        }
+    }
+
+    /// Its processes may look into those that they see, whatever these may do.
+    fn may_trace(&self) -> bool {
+        let bounding = self.process.capabilities().as_ref().and_then(|sets| sets.bounding().as_ref());
+        self.init.exit().is_none() && bounding.is_none_or(|set| set.contains(&Capability::SysPtrace))
+    }
 }
 
 /// While one is held, ends of unknown processes are remembered.
@@ -277,6 +335,7 @@ impl Pod {
             node_pid,
             users,
             pause: OnceCell::new(),
+            unseen: tokio::sync::RwLock::default(),
             state: Mutex::default(),
         })
     }
@@ -308,10 +367,11 @@ impl Pod {
     }
 
     /// Makes a process known. The caller holds a `Making` since before it was made.
-    fn know(&self, pid: i32, stdio: Stdio, cgroup: PathBuf, last: bool) -> Arc<Process> {
+    fn know(&self, made: NewProcess, stdio: Stdio, cgroup: PathBuf, last: bool) -> Arc<Process> {
         let mut state = self.lock();
-        let stray = state.strays.remove(&pid);
-        let pidfd = if stray.is_none() { sys::pidfd_open(pid).ok() } else { None };
+        let (pid, pidfd) = made.keep();
+        // An end may be that of a process that had this number before.
+        let stray = state.strays.remove(&pid).filter(|_| pidfd.as_ref().is_none_or(has_ended));
         let process = Arc::new(Process { pid, pidfd, exit: watch::Sender::new(None), stdio, cgroup, last });
         match stray {
             Some(status) => process.ended(status),
@@ -332,7 +392,7 @@ impl Pod {
             return Ok(Arc::clone(&container.init));
         }
         let execs = container.execs.lock().unwrap_or_else(PoisonError::into_inner);
-        let found = execs.get(exec_id).and_then(|(_, cell)| cell.get()).cloned();
+        let found = execs.get(exec_id).and_then(|entry| entry.process.get()).cloned();
         found.ok_or_else(|| PodError::NoExec { id: id.to_owned(), exec_id: exec_id.to_owned() })
     }
 
@@ -346,6 +406,13 @@ impl Pod {
         };
         state.containers.values().map(describe).collect()
     }
+}
+
+/// Whether a process has ended, reaped or not: its pidfd is readable (pidfd_open(2)).
+fn has_ended(pidfd: &OwnedFd) -> bool {
+    let mut fds = [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)];
+    // What cannot be asked counts as the number says.
+    retry::poll(&mut fds, Some(Instant::now())).map_or(true, |ready| ready > 0)
 }
 
 /// May this be an id of a container or an exec? It becomes the name of folders and of a cgroup.

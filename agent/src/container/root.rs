@@ -1,16 +1,17 @@
-//! Owns: a container's root file system: the overlay of image and scratch, and the few files that the agent reads or
-//! makes inside, always resolved within the root.
+//! A container's root file system: the overlay of image and scratch, and the few files that the agent reads inside, always
+//! resolved within the root.
 
+use nacelle_base::retry::{retry_interrupted, retry_transient};
 use nix::errno::Errno;
-use nix::fcntl::{AtFlags, OFlag, OpenHow, ResolveFlag, open, openat, openat2, readlinkat};
+use nix::fcntl::{AtFlags, OFlag, OpenHow, ResolveFlag, open, openat2};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
-use nix::sys::stat::{Mode, mkdirat};
+use nix::sys::stat::Mode;
 use nix::unistd::{Gid, Uid, fchownat};
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 
 use super::shown;
 use crate::paths;
@@ -18,13 +19,11 @@ use crate::userns::UserNs;
 
 /// No file that the agent reads in an image is longer.
 const MAX_FILE: u64 = 1 << 20;
-/// Links that are followed from one to the next.
-const MAX_LINKS: usize = 40;
 
 /// Whose is what the agent makes inside a root; none: the agent's own.
 pub type Owner = Option<(Uid, Gid)>;
 
-fn give(parent: &OwnedFd, name: &OsStr, owner: Owner) -> nix::Result<()> {
+pub(super) fn give(parent: &OwnedFd, name: &OsStr, owner: Owner) -> nix::Result<()> {
     let Some((uid, gid)) = owner else { return Ok(()) };
     fchownat(parent, name, Some(uid), Some(gid), AtFlags::AT_SYMLINK_NOFOLLOW)
 }
@@ -108,15 +107,17 @@ pub(super) fn unmount(path: &Path) -> Result<(), RootError> {
     }
 }
 
-fn open_in(root: &OwnedFd, path: &Path, flags: OFlag) -> nix::Result<OwnedFd> {
+/// Opens a path beneath a root, whatever links on the way to it say; a link of /proc to another process's is refused.
+pub(crate) fn open_in(root: &OwnedFd, path: &Path, flags: OFlag) -> nix::Result<OwnedFd> {
     let how = OpenHow::new()
         .flags(flags | OFlag::O_CLOEXEC)
         .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
-    openat2(root, path, how)
+    retry_transient(|| openat2(root, path, how))
 }
 
-fn open_root(root: &Path) -> Result<OwnedFd, RootError> {
-    open(root, OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty()).map_err(at("open", root))
+pub(crate) fn open_root(root: &Path) -> Result<OwnedFd, RootError> {
+    let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
+    retry_interrupted(|| open(root, flags, Mode::empty())).map_err(at("open", root))
 }
 
 /// The text of a file inside the root; empty if there is none or it is no plain file. At most 1 MiB of it.
@@ -152,68 +153,6 @@ pub fn find(root: &Path, path: &Path) -> Result<Option<(PathBuf, bool)>, RootErr
     Ok(Some((whole, folder)))
 }
 
-/// Makes a folder and its parents inside the root, where missing, as this owner's.
-pub fn make_folder(root: &Path, path: &Path, owner: Owner) -> Result<(), RootError> {
-    let directory = open_root(root)?;
-    let mut done = PathBuf::from("/");
-    for part in path.components() {
-        let name = match part {
-            Component::Normal(name) => name,
-            Component::ParentDir => {
-                done.pop();
-                continue;
-            }
-            _ => continue,
-        };
-        let next = done.join(name);
-        match open_in(&directory, &next, OFlag::O_PATH | OFlag::O_DIRECTORY) {
-            Ok(_) => {}
-            Err(Errno::ENOENT) => {
-                let parent =
-                    open_in(&directory, &done, OFlag::O_PATH | OFlag::O_DIRECTORY).map_err(at("open", &done))?;
-                mkdirat(&parent, name, Mode::from_bits_truncate(0o755))
-                    .and_then(|()| give(&parent, name, owner))
-                    .map_err(at("make", &next))?;
-            }
-            Err(error) => return Err(at("open", &next)(error)),
-        }
-        done = next;
-    }
-    Ok(())
-}
-
-/// Makes what a link inside the root leads to, if it leads to nothing, so that something can be mounted there: images
-/// have /etc/resolv.conf as a link into an empty /run. What is no such link is left alone.
-pub fn make_target(root: &Path, path: &Path, folder: bool, owner: Owner) -> Result<(), RootError> {
-    let directory = open_root(root)?;
-    let mut path = path.to_owned();
-    for links in 0..MAX_LINKS {
-        let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else { return Ok(()) };
-        let found = match open_in(&directory, parent, OFlag::O_PATH | OFlag::O_DIRECTORY) {
-            Err(Errno::ENOENT) if links > 0 => {
-                make_folder(root, parent, owner)?;
-                open_in(&directory, parent, OFlag::O_PATH | OFlag::O_DIRECTORY)
-            }
-            other => other,
-        };
-        let Ok(found) = found else { return Ok(()) };
-        match readlinkat(&found, name) {
-            Ok(target) => path = parent.join(target),
-            Err(Errno::ENOENT) if links > 0 => {
-                let flags = OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-                let made = if folder {
-                    mkdirat(&found, name, Mode::from_bits_truncate(0o755))
-                } else {
-                    openat(&found, name, flags, Mode::from_bits_truncate(0o644)).map(drop)
-                };
-                return made.and_then(|()| give(&found, name, owner)).map_err(at("make", &path));
-            }
-            _ => return Ok(()),
-        }
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -234,45 +173,5 @@ mod tests {
         for missing in ["/etc/group", "/etc/loop", "/etc/none", "/etc", "/etc/fifo", "/etc/real/x"] {
             assert_eq!(read_file(&root, missing).unwrap(), "", "{missing}");
         }
-    }
-
-    #[test]
-    fn folders_are_made_inside_the_root_only() {
-        let folder = tempfile::tempdir().unwrap();
-        let root = folder.path().join("root");
-        fs::create_dir_all(&root).unwrap();
-        symlink("/data", root.join("link")).unwrap();
-        make_folder(&root, Path::new("/a/b/c"), None).unwrap();
-        assert!(root.join("a/b/c").is_dir());
-        make_folder(&root, Path::new("/a/b/c"), None).unwrap();
-        make_folder(&root, Path::new("/../../x"), None).unwrap();
-        assert!(root.join("x").is_dir());
-        assert!(!folder.path().join("x").exists());
-        fs::write(root.join("file"), "").unwrap();
-        assert!(make_folder(&root, Path::new("/file/y"), None).is_err());
-        fs::create_dir(root.join("data")).unwrap();
-        make_folder(&root, Path::new("/link/z"), None).unwrap();
-        assert!(root.join("data/z").is_dir());
-    }
-    #[test]
-    fn what_links_lead_to_is_made_inside_the_root_only() {
-        let folder = tempfile::tempdir().unwrap();
-        let root = folder.path().join("root");
-        fs::create_dir_all(root.join("etc")).unwrap();
-        symlink("../run/systemd/stub.conf", root.join("etc/resolv.conf")).unwrap();
-        symlink("../../../outside", root.join("etc/hosts")).unwrap();
-        symlink("/etc/second", root.join("etc/first")).unwrap();
-        symlink("third", root.join("etc/second")).unwrap();
-        symlink("loop", root.join("etc/loop")).unwrap();
-        fs::write(root.join("etc/there"), "there").unwrap();
-        for name in ["resolv.conf", "hosts", "first", "loop", "there", "none", "none/below"] {
-            make_target(&root, &Path::new("/etc").join(name), name == "first", None).unwrap();
-        }
-        for made in ["run/systemd/stub.conf", "outside"] {
-            assert!(root.join(made).is_file(), "{made}");
-        }
-        assert!(root.join("etc/third").is_dir());
-        assert!(!folder.path().join("outside").exists() && !root.join("etc/none").exists());
-        assert_eq!(fs::read(root.join("etc/there")).unwrap(), b"there");
     }
 }

@@ -1,6 +1,7 @@
 //! Owns: the verbs on containers, each of which may be said twice: create, start, signal, exec, resize, remove.
 
 use libcontainer::oci_spec::runtime::{LinuxNamespaceType, Mount, Spec};
+use nacelle_base::retry::retry_interrupted;
 use nacelle_base::share;
 use nacelle_base::undo::UndoStack;
 use nacelle_proto::agent::{CreateContainerResponse, EmptyDir, PidMode, UpdateContainerRequest};
@@ -16,17 +17,20 @@ use tokio::sync::OnceCell;
 
 use super::devices::{self, Device};
 use super::spec::{PidNamespace, Place, adjust, exec_process, own_capabilities, own_oom_score_adj, parse};
+use super::targets::{Shape, TargetError, Targets};
 use super::volumes::{self, Volume};
-use super::{Container, Pod, PodError, Process, cgroup, check_id, limits, root, shown, user};
+use super::{Container, ExecEntry, Pod, PodError, Process, cgroup, check_id, limits, places, root, shown, user};
 use crate::empty_dirs::Place as Own;
 use crate::huge_pages::{self, Limits};
 use crate::stdio::Stdio;
 use crate::userns::{self, UserNs};
-use crate::zygote::{Create, Exec, Made, Request, ZygoteError};
+use crate::zygote::{Create, Exec, NewProcess, Request, ZygoteError};
 use crate::{paths, sys};
 
 /// How long killed processes may take to be gone.
 const DEATH: Duration = Duration::from_secs(30);
+/// How long the processes that are frozen while a container is made may take to stand still.
+const FREEZE: Duration = Duration::from_secs(10);
 /// How many execs of a container that have ended are remembered.
 const REMEMBERED: usize = 256;
 
@@ -74,9 +78,25 @@ pub struct ExecOptions {
     pub size: (u16, u16),
 }
 
+/// While one is held, no process that could trace it sees how a container is made.
+struct Unseen<'a> {
+    // Thawed before the next one freezes.
+    _frozen: Option<cgroup::Frozen>,
+    _turn: Turn<'a>,
+}
+
+/// Several containers are made at once only where none of those that see them may trace.
+#[expect(dead_code, reason = "the guards are held, not read")]
+enum Turn<'a> {
+    Shared(tokio::sync::RwLockReadGuard<'a, ()>),
+    Alone(tokio::sync::RwLockWriteGuard<'a, ()>),
+}
+
 /// What was prepared for a container before libcontainer sees it.
 struct Prepared {
     spec: Spec,
+    /// What is mounted when libcontainer is done.
+    late: Vec<Mount>,
     response: CreateContainerResponse,
 }
 
@@ -89,10 +109,8 @@ impl Pod {
             work.await
         };
         let mut state = self.lock();
-        // The table's and ours: nobody waits for it.
-        if Arc::strong_count(&turn) == 2 && !state.containers.contains_key(id) {
-            state.turns.remove(id);
-        }
+        let there = state.containers.contains_key(id);
+        release_entry(&mut state.turns, id, turn, |_| there);
         result
     }
 
@@ -109,7 +127,9 @@ impl Pod {
         }
         let id = options.id.clone();
         let pid = self.pid_namespace(&options).await?;
-        let shares_pid = pid != PidNamespace::Own;
+        let namespace = pid.clone();
+        // Dropped after the rest: what is left of a failed attempt has the agent's rights until it is killed.
+        let mut unseen = None;
         let mut undo = UndoStack::new();
         undo.push("root", {
             let id = id.clone();
@@ -127,7 +147,8 @@ impl Pod {
         let stdin = options.stdin;
         let made = async {
             let prepared = tokio::task::spawn_blocking(move || prepare(&pod, &options, pid)).await??;
-            let made = self.make(&id, prepared, stdin, shares_pid).await?;
+            unseen = self.freeze_tracers(&id, &namespace).await?;
+            let made = self.make(&id, prepared, stdin, namespace).await?;
             // It has mounted what it was shown; what is of others is not held longer.
             let shown = id.clone();
             let cleared = tokio::task::spawn_blocking(move || shown::clear(&shown)).await?;
@@ -143,9 +164,36 @@ impl Pod {
             }
         };
         undo.keep();
+        drop(unseen);
         let response = container.created.clone();
         self.lock().containers.insert(id, Arc::new(container));
         Ok(response)
+    }
+
+    /// The cgroups of the containers that may trace the processes of this PID namespace.
+    fn tracers(&self, namespace: &PidNamespace) -> Vec<PathBuf> {
+        let state = self.lock();
+        let tracers = state.containers.values().filter(|container| container.is_in(namespace) && container.may_trace());
+        tracers.map(|container| container.cgroup.clone()).collect()
+    }
+
+    /// Freezes the containers that may trace the processes of this PID namespace: until it has the container's root and
+    /// rights, the first process of a container has the agent's.
+    async fn freeze_tracers(&self, id: &str, namespace: &PidNamespace) -> Result<Option<Unseen<'_>>, PodError> {
+        if matches!(namespace, PidNamespace::Own | PidNamespace::Node) {
+            return Ok(None);
+        }
+        let shared = self.unseen.read().await;
+        if self.tracers(namespace).is_empty() {
+            return Ok(Some(Unseen { _turn: Turn::Shared(shared), _frozen: None }));
+        }
+        drop(shared);
+        let turn = Turn::Alone(self.unseen.write().await);
+        let cgroups = self.tracers(namespace);
+        let what = "freeze the containers with CAP_SYS_PTRACE that would see the first process";
+        let frozen = cgroup::Frozen::new(cgroups, FREEZE).await;
+        let frozen = frozen.map_err(|source| PodError::Io { what, id: id.to_owned(), source })?;
+        Ok(Some(Unseen { _turn: turn, _frozen: Some(frozen) }))
     }
 
     async fn make(
@@ -153,10 +201,10 @@ impl Pod {
         id: &str,
         prepared: Prepared,
         stdin: bool,
-        last: bool,
+        namespace: PidNamespace,
     ) -> Result<Container, PodError> {
         let failed = |what| move |source| PodError::Io { what, id: id.to_owned(), source };
-        let Prepared { spec, response } = prepared;
+        let Prepared { spec, late, response } = prepared;
         let missing = |part| PodError::Spec { id: id.to_owned(), source: super::spec::SpecError::Missing { part } };
         let process = spec.process().clone().ok_or_else(|| missing("process"))?;
         let linux = spec.linux().clone().ok_or_else(|| missing("linux"))?;
@@ -164,9 +212,10 @@ impl Pod {
         let path = cgroup::path(id);
 
         let making = self.making();
-        let request = Request::Create(Create { id: id.to_owned(), tty });
+        let in_proc = places::in_proc(&spec);
+        let request = Request::Create(Create { id: id.to_owned(), tty, in_proc, late });
         let (made, stdio) = self.make_process(id, request, vec![], tty, stdin, (response.uid, response.gid)).await?;
-        let init = self.know(made.pid, stdio, path.clone(), last);
+        let init = self.know(made, stdio, path.clone(), namespace != PidNamespace::Own);
         drop(making);
         let rules = linux.resources().as_ref().and_then(|resources| resources.devices().clone()).unwrap_or_default();
         devices::attach(&path, &rules).map_err(failed("limit the devices"))?;
@@ -181,6 +230,7 @@ impl Pod {
             process,
             seccomp: linux.seccomp().clone(),
             cgroup_namespace: namespaces.iter().any(|namespace| namespace.typ() == LinuxNamespaceType::Cgroup),
+            pid_namespace: namespace,
             cgroup: path,
             created: response,
             init,
@@ -198,7 +248,7 @@ impl Pod {
         tty: bool,
         stdin: bool,
         (uid, gid): (u32, u32),
-    ) -> Result<(Made, Stdio), PodError> {
+    ) -> Result<(NewProcess, Stdio), PodError> {
         let failed = |source| PodError::Io { what: "set up the streams", id: id.to_owned(), source };
         let mut stdio = Stdio::default();
         let (uid, gid) = self.users.as_ref().map_or((uid, gid), |users| users.outside(uid, gid));
@@ -223,7 +273,7 @@ impl Pod {
             if target.init.exit().is_some() {
                 return Err(PodError::NotRunning { id: options.pid_of.clone() });
             }
-            return Ok(PidNamespace::Of(target.init.pid));
+            return Ok(target.processes_namespace());
         }
         if self.node_pid && options.pid_mode == PidMode::Pod {
             return Ok(PidNamespace::Node);
@@ -236,16 +286,17 @@ impl Pod {
             let pod = Arc::clone(self);
             let user_namespace = self.users.is_some();
             let hold = move || pod.zygote.call(&Request::Pause { user_namespace }, &[]);
-            let pid = tokio::task::spawn_blocking(hold).await?.map_err(failed)?.pid;
+            let holder = tokio::task::spawn_blocking(hold).await?.map_err(failed)?;
             if user_namespace {
-                let named = userns::name(&format!("/proc/{pid}/ns/pid"), paths::PID_NAMESPACE);
+                let named = userns::name(&format!("/proc/{}/ns/pid", holder.pid), paths::PID_NAMESPACE);
                 named.map_err(|source| PodError::Io {
                     what: "name the PID namespace",
                     id: options.id.clone(),
                     source,
                 })?;
             }
-            Ok::<i32, PodError>(pid)
+            // It lives as long as the agent, which never signals it.
+            Ok::<i32, PodError>(holder.keep().0)
         });
         let holder = *holder.await?;
         Ok(if self.users.is_some() { PidNamespace::Named } else { PidNamespace::Of(holder) })
@@ -262,9 +313,11 @@ impl Pod {
                 return Err(PodError::NotRunning { id: id.clone() });
             }
             let failed = |source| PodError::Io { what: "start the first process", id: id.clone(), source };
+            // Not while a container is made from which this one, not frozen, could take the agent's rights.
+            let _unseen = if container.may_trace() { Some(self.unseen.write().await) } else { None };
             // A socket of libcontainer's, whose listener is the container's first process: connecting does not wait.
             let path = Path::new(paths::CONTAINERS).join(&id).join("notify.sock");
-            let mut socket = UnixStream::connect(path).map_err(failed)?;
+            let mut socket = retry_interrupted(|| UnixStream::connect(&path)).map_err(failed)?;
             socket.write_all(b"start container").map_err(failed)?;
             container.started.store(true, Ordering::Release);
             Ok(())
@@ -292,6 +345,13 @@ impl Pod {
                 Err(_) => Ok(()),
             };
         }
+        if number == libc::SIGKILL
+            && check_id(exec_id).is_ok()
+            && let Ok(container) = self.container(id)
+        {
+            // Before it looks for the process: one that is being made, or is asked for later, sees this.
+            self.exec_entry(&container, exec_id).killed.store(true, Ordering::SeqCst);
+        }
         match self.process(id, exec_id) {
             Ok(process) => process.signal(number).map_err(failed),
             // Gone, or never there: nothing to signal.
@@ -309,35 +369,47 @@ impl Pod {
         if !container.started.load(Ordering::Acquire) || container.init.exit().is_some() {
             return Err(PodError::NotRunning { id: options.id });
         }
-        let cell = self.exec_cell(&container, &options.exec_id);
+        let entry = self.exec_entry(&container, &options.exec_id);
         let exec_id = options.exec_id.clone();
-        let result = cell.get_or_try_init(|| self.make_exec(&container, options)).await.map(drop);
-        if result.is_err() {
-            let mut execs = container.execs.lock().unwrap_or_else(PoisonError::into_inner);
-            if execs.get(&exec_id).is_some_and(|(_, cell)| !cell.initialized()) {
-                execs.remove(&exec_id);
+        let made = entry.process.get_or_try_init(|| async {
+            // The caller has given it up already: its signal was faster than its request.
+            if entry.killed.load(Ordering::SeqCst) {
+                return Err(PodError::Killed { id: options.id.clone(), exec_id: exec_id.clone() });
+            }
+            self.make_exec(&container, options).await
+        });
+        match made.await {
+            Ok(process) if entry.killed.load(Ordering::SeqCst) => {
+                let failed = |source| PodError::Io { what: "kill a command", id: container.id.clone(), source };
+                process.signal(libc::SIGKILL).map_err(failed)
+            }
+            Ok(_) => Ok(()),
+            Err(error) => {
+                let mut execs = container.execs.lock().unwrap_or_else(PoisonError::into_inner);
+                // A repeated request may be making the process now: later requests must find it.
+                release_entry(&mut execs, &exec_id, entry, |entry| entry.process.initialized());
+                Err(error)
             }
         }
-        result
     }
 
-    /// The place for an exec; forgets the oldest that ended long ago.
-    fn exec_cell(&self, container: &Container, exec_id: &str) -> Arc<OnceCell<Arc<Process>>> {
+    /// The entry of an exec; forgets the oldest that ended long ago.
+    fn exec_entry(&self, container: &Container, exec_id: &str) -> Arc<ExecEntry> {
         let count = {
             let mut state = self.lock();
             state.exec_count += 1;
             state.exec_count
         };
         let mut execs = container.execs.lock().unwrap_or_else(PoisonError::into_inner);
-        let ended = |cell: &OnceCell<Arc<Process>>| cell.get().is_some_and(|process| process.exit().is_some());
         let over: Vec<(u64, String)> =
-            execs.iter().filter(|(_, (_, cell))| ended(cell)).map(|(id, (count, _))| (*count, id.clone())).collect();
+            execs.iter().filter(|(_, entry)| entry.is_over()).map(|(id, entry)| (entry.count, id.clone())).collect();
         if over.len() > REMEMBERED
             && let Some((_, oldest)) = over.iter().min()
         {
             execs.remove(oldest);
         }
-        Arc::clone(&execs.entry(exec_id.to_owned()).or_insert_with(|| (count, Arc::default())).1)
+        let new = || Arc::new(ExecEntry { count, process: OnceCell::new(), killed: AtomicBool::new(false) });
+        Arc::clone(execs.entry(exec_id.to_owned()).or_insert_with(new))
     }
 
     async fn make_exec(
@@ -351,9 +423,12 @@ impl Pod {
         let pidfd = pidfd.try_clone().map_err(failed)?;
         let process = exec_process(&container.process, options.args, options.tty);
         let owner = (process.user().uid(), process.user().gid());
+        // Until the program runs, no container is frozen that this process joins, and none begins that may trace it.
+        let _unseen = self.unseen.read().await;
         let request = Request::Exec(Box::new(Exec {
             process,
             seccomp: container.seccomp.clone(),
+            may_be_traced: !self.tracers(&container.processes_namespace()).is_empty(),
             user_namespace: self.users.is_some(),
             cgroup_namespace: container.cgroup_namespace,
             cgroup: container.cgroup.display().to_string(),
@@ -364,7 +439,7 @@ impl Pod {
         let made = self.make_process(&options.id, request, vec![pidfd], options.tty, options.stdin, owner).await;
         // It ended meanwhile: that is the reason, whatever the zygote saw of it.
         let (made, stdio) = made.map_err(|error| if container.init.exit().is_some() { gone() } else { error })?;
-        Ok(self.know(made.pid, stdio, container.cgroup.clone(), false))
+        Ok(self.know(made, stdio, container.cgroup.clone(), false))
     }
 
     /// Changes the limits of a container that has not ended.
@@ -441,6 +516,14 @@ impl Pod {
     /// Kills every container. For the end of the machine.
     pub fn kill_everything(&self) -> std::io::Result<()> {
         cgroup::kill(&PathBuf::from(format!("{}{}", paths::CGROUP, paths::POD_CGROUP)))
+    }
+}
+
+/// Releases a handle on an entry of a table, and removes the entry if the table has the last handle and `keep` is false for it.
+fn release_entry<T>(table: &mut HashMap<String, Arc<T>>, key: &str, handle: Arc<T>, keep: impl FnOnce(&T) -> bool) {
+    drop(handle);
+    if table.get(key).is_some_and(|entry| Arc::strong_count(entry) == 1 && !keep(entry)) {
+        table.remove(key);
     }
 }
 
@@ -530,20 +613,31 @@ fn prepare(pod: &Pod, options: &CreateOptions, pid: PidNamespace) -> Result<Prep
     }
     let controllers = Path::new(paths::CGROUP).join("cgroup.controllers");
     limits::leave_out(&mut spec, &std::fs::read_to_string(controllers).unwrap_or_default(), &huge_pages::sizes());
-    if let Some(process) = spec.process() {
-        root::make_folder(&root, process.cwd(), owner).map_err(in_root)?;
-    }
-    for mount in spec.mounts().iter().flatten() {
-        let bind = |option: &String| option == "bind" || option == "rbind";
-        if mount.typ().as_deref() == Some("bind") || mount.options().iter().flatten().any(bind) {
-            let folder = mount.source().as_ref().is_some_and(|source| source.is_dir());
-            root::make_target(&root, mount.destination(), folder, owner).map_err(in_root)?;
-        }
-    }
+    places::check(&root, spec.mounts().as_deref().unwrap_or_default(), Path::new(shown::SYS))
+        .map_err(|source| PodError::Mount { id: id.clone(), source })?;
+    let late = places::take_late(&mut spec);
+    prepare_targets(&root, &mut spec, owner).map_err(|source| PodError::Target { id: id.clone(), source })?;
     let path = Path::new(paths::BUNDLES).join(id).join("config.json");
     let json = serde_json::to_vec(&spec).map_err(|source| in_spec(source.into()))?;
     std::fs::write(path, json).map_err(|source| PodError::Io { what: "write the bundle", id: id.clone(), source })?;
-    Ok(Prepared { spec, response })
+    Ok(Prepared { spec, late, response })
+}
+
+/// Finds the mounts and the working directory in the root, and makes what is missing. libcontainer gets paths without links.
+fn prepare_targets(root: &Path, spec: &mut Spec, owner: root::Owner) -> Result<(), TargetError> {
+    let mut targets = Targets::open(root, owner)?;
+    targets.check_plain()?;
+    for mount in spec.mounts_mut().iter_mut().flatten() {
+        let of_file = places::is_bind(mount) && mount.source().as_ref().is_some_and(|source| !source.is_dir());
+        let shape = if of_file { Shape::File } else { Shape::Directory };
+        let destination = targets.mount(mount.destination(), shape)?;
+        mount.set_destination(destination);
+    }
+    if let Some(process) = spec.process() {
+        targets.prepare("working directory", process.cwd(), Shape::Directory)?;
+    }
+    let devices = spec.linux().as_ref().and_then(|linux| linux.devices().as_ref());
+    devices.into_iter().flatten().try_for_each(|device| targets.device(device.path()))
 }
 
 /// The specification with its volumes that are the machine's own: each mount comes from where the volume, or its part, is.
@@ -562,4 +656,24 @@ fn own_volumes(pod: &Pod, id: &str, mut spec: Spec, volumes: &[EmptyDir]) -> Res
         }
     }
     Ok(spec)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_entry_stays_while_another_handle_is_held() {
+        let mut table = HashMap::from([("a".to_owned(), Arc::new(()))]);
+        let (first, second) = (Arc::clone(&table["a"]), Arc::clone(&table["a"]));
+        release_entry(&mut table, "a", first, |()| false);
+        assert!(table.contains_key("a"));
+        let kept = Arc::clone(&second);
+        release_entry(&mut table, "a", second, |()| true);
+        release_entry(&mut table, "a", kept, |()| true);
+        assert!(table.contains_key("a"));
+        let last = Arc::clone(&table["a"]);
+        release_entry(&mut table, "a", last, |()| false);
+        assert!(table.is_empty());
+    }
 }

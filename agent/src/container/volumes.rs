@@ -1,6 +1,6 @@
 //! Owns: image volumes: which folder of an image a container sees, and the place in the container where it does. Both
 //! are resolved here, inside the image and inside the root; libcontainer only mounts what was found.
-//! May use: `root`. The image cannot change, and the root has no process yet.
+//! May use: `root`, `targets`. The image cannot change, and the root has no process yet.
 
 use libcontainer::oci_spec::runtime::{Mount, MountBuilder};
 use nacelle_base::{Classify, Kind};
@@ -8,7 +8,8 @@ use std::ffi::OsStr;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::root::{self, Owner, RootError};
+use super::root::{self, Owner};
+use super::targets::{Shape, TargetError, Targets};
 
 /// File systems of the container's own that a link must not lead a volume into.
 const RESERVED: [&str; 2] = ["proc", "sys"];
@@ -42,23 +43,20 @@ pub enum VolumeError {
     #[error("ImageVolumeMountFailed: {} is no path below / for a volume", at.display())]
     Path { at: PathBuf },
     #[error("ImageVolumeMountFailed: the container's {} is not a folder, or leads to none", at.display())]
-    Occupied { at: PathBuf },
+    Occupied { at: PathBuf, source: Box<TargetError> },
+    #[error("ImageVolumeMountFailed: cannot make the container's {}", at.display())]
+    Place { at: PathBuf, source: Box<TargetError> },
     #[error("ImageVolumeMountFailed: {} leads to {}, a file system of the container's own", at.display(), to.display())]
     Reserved { at: PathBuf, to: PathBuf },
     #[error("ImageVolumeMountFailed: cannot look at {sub_path:?} in the image of the volume at {}", at.display())]
     Look { at: PathBuf, sub_path: String, source: io::Error },
-    #[error("ImageVolumeMountFailed: cannot prepare the container's {}", at.display())]
-    Root { at: PathBuf, source: RootError },
 }
 
 impl Classify for VolumeError {
     fn kind(&self) -> Kind {
         match self {
             VolumeError::Look { .. } => Kind::Internal,
-            VolumeError::Root { source, .. } => match Kind::from(source.source.kind()) {
-                Kind::Exhausted => Kind::Exhausted,
-                _ => Kind::Internal,
-            },
+            VolumeError::Place { source, .. } => source.kind(),
             _ => Kind::Invalid,
         }
     }
@@ -97,14 +95,12 @@ fn make_place(root: &Path, at: &Path, owner: Owner) -> Result<(), VolumeError> {
     if !plain || at.components().any(|part| part.as_os_str() == OsStr::new("..")) {
         return Err(VolumeError::Path { at: at.to_owned() });
     }
-    let made = root::make_target(root, at, true, owner).and_then(|()| root::make_folder(root, at, owner));
-    made.map_err(|source| match source.source.raw_os_error() {
-        Some(libc::ENOTDIR | libc::EEXIST | libc::ELOOP) => VolumeError::Occupied { at: at.to_owned() },
-        _ => VolumeError::Root { at: at.to_owned(), source },
+    let place = Targets::open(root, owner).and_then(|root| root.prepare("mount target", at, Shape::Directory));
+    let place = place.map_err(|source| match source.kind() {
+        Kind::Invalid => VolumeError::Occupied { at: at.to_owned(), source: Box::new(source) },
+        _ => VolumeError::Place { at: at.to_owned(), source: Box::new(source) },
     })?;
-    let found = root::find(root, at).map_err(|source| VolumeError::Root { at: at.to_owned(), source })?;
-    let Some((found, true)) = found else { return Err(VolumeError::Occupied { at: at.to_owned() }) };
-    let inside = found.strip_prefix(root).unwrap_or(&found);
+    let inside = place.strip_prefix("/").unwrap_or(&place);
     if inside.as_os_str().is_empty() || RESERVED.iter().any(|reserved| inside.starts_with(reserved)) {
         return Err(VolumeError::Reserved { at: at.to_owned(), to: Path::new("/").join(inside) });
     }

@@ -6,6 +6,7 @@
 
 use super::{PushError, Turn};
 use nacelle_base::push::{DATA, MAX_BYTES, MAX_DEPTH, MAX_ENTRIES, MAX_PATH};
+use nacelle_base::retry::{retry_interrupted, retry_transient};
 use nacelle_proto::agent::TreeEntry;
 use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, AtFlags, OFlag, OpenHow, ResolveFlag, open, openat2, readlinkat, renameat};
@@ -69,11 +70,12 @@ fn beneath(folder: &OwnedFd, path: &[u8], flags: OFlag, mode: u32) -> nix::Resul
     let resolve = ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS | ResolveFlag::RESOLVE_NO_XDEV;
     let how = OpenHow::new().flags(flags | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW).resolve(resolve);
     let how = if flags.contains(OFlag::O_CREAT) { how.mode(Mode::from_bits_truncate(mode)) } else { how };
-    openat2(folder, OsStr::from_bytes(path), how)
+    retry_transient(|| openat2(folder, OsStr::from_bytes(path), how))
 }
 
 fn folder(path: &Path) -> nix::Result<OwnedFd> {
-    open(path, OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_RDONLY, Mode::empty())
+    let flags = OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_RDONLY;
+    retry_interrupted(|| open(path, flags, Mode::empty()))
 }
 
 /// Removes what is there, whatever it is; nothing is no failure.

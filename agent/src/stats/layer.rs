@@ -2,6 +2,7 @@
 //! A tree that is too big or too deep to be walked counts as the whole disk: hiding makes a container's figure bigger.
 //! Threads: one walk at a time, on a blocking thread; the figures are behind a lock that is held for look-ups only.
 
+use nacelle_base::retry::retry_interrupted;
 use nix::dir::Dir;
 use nix::fcntl::{AtFlags, OFlag, open, openat};
 use nix::sys::stat::{FileStat, Mode, fstat, fstatat};
@@ -109,7 +110,7 @@ pub async fn renew_within(layers: &Arc<Layers>, ids: Vec<String>, limit: Duratio
 /// The size of a folder with all that is in it; links are not followed, and a file with several names counts once.
 fn size(folder: &Path) -> io::Result<Size> {
     let mut walk = Walk { size: Size::default(), seen: HashSet::new() };
-    let root = open(folder, FOLDER, Mode::empty())?;
+    let root = retry_interrupted(|| open(folder, FOLDER, Mode::empty()))?;
     walk.add(&fstat(&root)?);
     if walk.all_below(root)? {
         return Ok(walk.size);
@@ -157,7 +158,7 @@ impl Walk {
                 return Ok(false);
             }
             if is_folder(&found)
-                && let Ok(below) = openat(&*folder, name, FOLDER, Mode::empty())
+                && let Ok(below) = retry_interrupted(|| openat(&*folder, name, FOLDER, Mode::empty()))
             {
                 if open.len() == MAX_DEPTH {
                     return Ok(false);

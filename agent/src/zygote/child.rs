@@ -2,16 +2,22 @@
 //! Threads: one per process, always.
 
 use nacelle_base::Chain;
+use nacelle_base::retry::Timed;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::CloneFlags;
+use nix::sys::socket::MsgFlags;
 use nix::unistd::{Gid, Uid, chdir};
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use std::time::Duration;
 
-use super::{Answer, Made, Refusal, Request, Why, answer, create, exec, receive_with};
+use super::{Answer, Made, Refusal, Request, Why, answer, create, exec, hand_over, receive_with};
 use crate::{frame, paths, sys};
+
+/// How long the zygote itself, which does nothing else meanwhile, waits for a request that it has to refuse.
+const UNANSWERED: Duration = Duration::from_secs(1);
 
 /// Serves until the agent is gone.
 pub(super) fn run(control: OwnedFd) -> ! {
@@ -22,7 +28,17 @@ pub(super) fn run(control: OwnedFd) -> ! {
     if let Err(error) = set {
         tracing::error!(%error, "the zygote cannot set up its signals");
     }
-    while let Ok((_, fds)) = receive_with(&control) {
+    // Forks inherit it: until it runs a program, no process of a container may look into one of ours.
+    if let Err(error) = nix::sys::prctl::set_dumpable(false) {
+        tracing::error!(%error, "the zygote cannot hide from containers");
+        std::process::exit(1);
+    }
+    loop {
+        // Nothing is received when the agent has ended.
+        let fds = match receive_with(&control, MsgFlags::empty()) {
+            Ok((bytes, fds)) if !bytes.is_empty() => fds,
+            _ => std::process::exit(0),
+        };
         match sys::fork() {
             Ok(None) => {
                 // What enters a container must not have it.
@@ -31,10 +47,24 @@ pub(super) fn run(control: OwnedFd) -> ! {
                 std::process::exit(code);
             }
             Ok(Some(_)) => {}
-            Err(error) => tracing::error!(%error, "the zygote cannot fork"),
+            Err(error) => refuse(fds, &error),
         }
     }
-    std::process::exit(0);
+}
+
+/// Answers a request for which there is no child.
+pub(super) fn refuse(fds: Vec<OwnedFd>, error: &io::Error) {
+    let refusal = cannot_fork("fork a child of the zygote", error);
+    tracing::error!("{refusal}");
+    let Some(peer) = fds.into_iter().next() else { return };
+    let mut peer = UnixStream::from(peer);
+    // With its request unread, the agent would learn only that its writing has failed. It has begun to write.
+    if let Err(error) = frame::read_bytes(&mut Timed::new(&peer, UNANSWERED), frame::MAX_ZYGOTE) {
+        tracing::warn!(error = %Chain(&error), "a request that is refused cannot be read");
+    }
+    if let Err(error) = answer(&mut peer, &Answer::Refused(refusal), &[]) {
+        tracing::warn!(error = %Chain(&error), "the refusal does not reach the agent");
+    }
 }
 
 fn serve(fds: Vec<OwnedFd>) -> Result<(), super::ZygoteError> {
@@ -44,21 +74,32 @@ fn serve(fds: Vec<OwnedFd>) -> Result<(), super::ZygoteError> {
     let mut fds = fds.into_iter();
     let Some(peer) = fds.next() else { return Ok(()) };
     let mut peer = UnixStream::from(peer);
-    let request = serde_json::from_slice(&frame::read_bytes(&mut peer)?)?;
+    let request = serde_json::from_slice(&frame::read_bytes(&mut peer, frame::MAX_ZYGOTE)?)?;
     let made = match request {
         Request::Create(request) => create::create(&request, fds.collect()),
         Request::Exec(request) => exec::exec(&request, fds.collect()),
         Request::Pause { user_namespace } => pause(user_namespace),
     };
     match made {
-        Ok(Made { pid, terminal }) => answer(&mut peer, &Answer::Made(pid), terminal.as_ref()),
-        Err(refusal) => answer(&mut peer, &Answer::Refused(refusal), None),
+        Ok(made) => hand_over(&mut peer, &made),
+        Err(refusal) => answer(&mut peer, &Answer::Refused(refusal), &[]),
     }
 }
 
 /// A refusal for a step that should not fail.
 pub(super) fn defect(what: &str, error: &dyn std::error::Error) -> Refusal {
     Refusal { message: format!("cannot {what}: {}", Chain(error)), why: Why::Defect }
+}
+
+/// A refusal for a fork that failed. EAGAIN: a limit on processes is reached, which no repetition lifts.
+pub(super) fn cannot_fork(what: &str, error: &io::Error) -> Refusal {
+    let mut refusal = defect(what, error);
+    if error.raw_os_error() == Some(libc::EAGAIN) {
+        refusal.why = Why::Exhausted;
+        refusal.message +=
+            "; there may be no more processes: pids.max of the container, the pod or the node, or RLIMIT_NPROC";
+    }
+    refusal
 }
 
 /// Holds a PID namespace: its first process, which has nothing to do but let the kernel reap what is orphaned to it.
@@ -74,11 +115,12 @@ fn pause(user_namespace: bool) -> Result<Made, Refusal> {
     nix::sched::unshare(CloneFlags::CLONE_NEWPID | CloneFlags::CLONE_NEWNS)
         .map_err(|error| defect("make the pod's PID namespace", &error))?;
     empty_root().map_err(|error| defect("give the pod's PID namespace an empty root", &error))?;
-    match sys::fork().map_err(|error| defect("fork the holder of the pod's PID namespace", &error))? {
-        Some(pid) => Ok(Made { pid, terminal: None }),
+    // Before there is a process that containers could see.
+    become_nobody().map_err(|error| defect("give up the rights of the holder of the pod's PID namespace", &error))?;
+    match sys::fork().map_err(|error| cannot_fork("fork the holder of the pod's PID namespace", &error))? {
+        Some(pid) => Ok(Made { pid, pidfd: sys::pidfd_open(pid).ok(), terminal: None }),
         None => {
-            let quiet =
-                sys::set_signal(libc::SIGCHLD, true).and_then(|()| sys::close_all(0)).and_then(|()| become_nobody());
+            let quiet = sys::set_signal(libc::SIGCHLD, true).and_then(|()| sys::close_all(0));
             if quiet.is_err() {
                 std::process::exit(1);
             }
@@ -115,5 +157,7 @@ fn become_nobody() -> io::Result<()> {
     nix::unistd::setgroups(&[])?;
     nix::unistd::setresgid(gid, gid, gid)?;
     nix::unistd::setresuid(uid, uid, uid)?;
+    // With another user comes the node's `fs.suid_dumpable`, which may be any.
+    nix::sys::prctl::set_dumpable(false)?;
     Ok(nix::sys::prctl::set_no_new_privs()?)
 }

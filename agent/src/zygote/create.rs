@@ -3,25 +3,39 @@
 
 use libcontainer::container::builder::ContainerBuilder;
 use libcontainer::syscall::syscall::SyscallType;
+use nacelle_base::retry::retry_interrupted;
+use nix::sys::socket::MsgFlags;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::child::defect;
 use super::executor::Program;
-use super::{Create, Made, Refusal, Why, receive_with};
-use crate::paths;
+use super::{Create, Made, Refusal, Why, late, receive_with};
+use crate::container::places;
+use crate::{log, paths, sys};
+
+/// How much of what libcontainer says of a failure is passed on, in bytes. The innermost cause comes first.
+const MAX_CAUSE: usize = 1024;
 
 pub(super) fn create(request: &Create, stdio: Vec<OwnedFd>) -> Result<Made, Refusal> {
     let (reason, report) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC | nix::fcntl::OFlag::O_NONBLOCK)
         .map_err(|error| defect("make a pipe", &error))?;
+    let (causes, copy) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC | nix::fcntl::OFlag::O_NONBLOCK)
+        .map_err(|error| defect("make a pipe", &error))?;
+    log::copy_errors_of_libcontainer(copy);
     let bundle = Path::new(paths::BUNDLES).join(&request.id);
     let failed = |error: libcontainer::error::LibcontainerError| {
         let mut refusal = defect("make the container", &error);
+        let mut text = [0; MAX_CAUSE];
+        if let Ok(length @ 1..) = retry_interrupted(|| nix::unistd::read(&causes, &mut text)) {
+            let text = String::from_utf8_lossy(text.get(..length).unwrap_or_default());
+            refusal.message = format!("{}; libcontainer: {}", refusal.message, text.trim_end().replace('\n', "; "));
+        }
         let mut code = [0];
-        if nix::unistd::read(&reason, &mut code) == Ok(1) {
+        if retry_interrupted(|| nix::unistd::read(&reason, &mut code)) == Ok(1) {
             refusal.why = match code[0] {
                 code if code == Why::NoSuchProgram as u8 => Why::NoSuchProgram,
                 code if code == Why::Unusable as u8 => Why::Unusable,
@@ -52,11 +66,22 @@ pub(super) fn create(request: &Create, stdio: Vec<OwnedFd>) -> Result<Made, Refu
     })?;
     let terminal = console.map(receive_terminal).transpose();
     let terminal = terminal.map_err(|error| defect("receive the container's terminal", &error))?;
-    Ok(Made { pid, terminal })
+    check_proc(pid, &request.in_proc)?;
+    late::mount_all(pid, &request.late).map_err(|error| defect("mount over the container's /dev", &error))?;
+    // Its number is its own as long as this process, its parent, has not reaped it.
+    Ok(Made { pid, pidfd: sys::pidfd_open(pid).ok(), terminal })
+}
+
+/// Looks at what libcontainer has mounted, before the container's program starts.
+fn check_proc(pid: i32, allowed: &[PathBuf]) -> Result<(), Refusal> {
+    let read = std::fs::read_to_string(format!("/proc/{pid}/mountinfo"));
+    let mountinfo = read.map_err(|error| defect("read the container's mounts", &error))?;
+    places::check_proc(&mountinfo, allowed)
+        .map_err(|error| Refusal { message: format!("cannot make the container: {error}"), why: Why::Unusable })
 }
 
 fn receive_terminal(console: UnixListener) -> io::Result<OwnedFd> {
     // The container's first process has connected and sent before `build` returned.
     let (peer, _) = console.accept()?;
-    receive_with(&peer)?.1.pop().ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
+    receive_with(&peer, MsgFlags::empty())?.1.pop().ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
 }

@@ -1,97 +1,392 @@
-//! Owns: starting a further process in a container, in a child of the zygote: cgroup, namespaces, terminal, limits,
-//! user, capabilities, seccomp, exec. The container's own filter and limits hold for it too.
+//! Starts a further process in a container: cgroup, namespaces, terminal, limits, user, capabilities, seccomp, exec.
+//!
+//! Three processes take part. The child of the zygote stays where the agent is and waits, with a deadline. The *step* enters
+//! the container with the agent's rights, which no process of the container can see: it is still in the agent's PID
+//! namespace. It resolves what lies in the container, gives up all rights and forks the *program's process*, the only one in
+//! the container's PID namespace, which from its first instant has the container's root, user and capabilities and nothing
+//! of the agent's. A container may stop or kill it; then the exec fails. One right more it has for a moment if a filter can only be
+//! loaded by it ([`Loader::Program`]), and never where a container could trace it then.
 
-use libcontainer::oci_spec::runtime::{PosixRlimitType, Process};
+use libcontainer::oci_spec::runtime::{Capability, LinuxCapabilities, PosixRlimitType, Process};
 use libcontainer::syscall::syscall::create_syscall;
 use libcontainer::{capabilities, seccomp};
+use nacelle_base::retry::{Timed, retry_interrupted};
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
+use nix::poll::PollFlags;
 use nix::sched::CloneFlags;
-use nix::unistd::{Gid, Uid};
+use nix::sys::prctl;
+use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, socketpair};
+use nix::unistd::{Gid, Pid, Uid};
+use std::convert::Infallible;
 use std::fs;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::path::Path;
+use std::time::{Duration, Instant};
 
-use super::child::{become_root, defect};
+use super::child::{become_root, cannot_fork, defect};
 use super::executor::{c_strings, find, why};
-use super::{Exec, Made, Refusal, Why};
+use super::{Exec, Made, Refusal, Why, receive_with, send_with};
+use crate::container::root;
 use crate::sys;
 
-/// What failed in the process to be, as it comes through the pipe: a step and an error number.
-const STEPS: [&str; 9] = [
-    "make a session with the terminal",
-    "set the resource limits",
-    "enter the working directory",
-    "set the groups and the user",
-    "set no_new_privs",
-    "load the seccomp filter",
-    "set the capabilities",
-    "find the program",
-    "run the program",
-];
+/// How long a new process may take until its program runs: less than the agent waits for the zygote's answer.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// What the program's process waits for.
+const GO: [u8; 1] = *b"!";
+
+/// What the step and the program's process do, in order; in a message, its number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Task {
+    Cgroup,
+    Namespaces,
+    Terminal,
+    Stdio,
+    Limits,
+    Directory,
+    User,
+    NoNewPrivileges,
+    Filter,
+    Capabilities,
+    Fork,
+    Session,
+    Find,
+    Run,
+}
+
+impl Task {
+    const ALL: [Task; 14] = [
+        Task::Cgroup,
+        Task::Namespaces,
+        Task::Terminal,
+        Task::Stdio,
+        Task::Limits,
+        Task::Directory,
+        Task::User,
+        Task::NoNewPrivileges,
+        Task::Filter,
+        Task::Capabilities,
+        Task::Fork,
+        Task::Session,
+        Task::Find,
+        Task::Run,
+    ];
+
+    fn text(self) -> &'static str {
+        match self {
+            Task::Cgroup => "enter the container's cgroup to run",
+            Task::Namespaces => "enter the container's namespaces to run",
+            Task::Terminal => "open a terminal for",
+            Task::Stdio => "connect the streams of",
+            Task::Limits => "set the resource limits of",
+            Task::Directory => "enter the working directory",
+            Task::User => "set the groups and the user of",
+            Task::NoNewPrivileges => "set no_new_privs for",
+            Task::Filter => "load the seccomp filter of",
+            Task::Capabilities => "set the capabilities of",
+            Task::Fork => "fork the process of",
+            Task::Session => "make a session for",
+            Task::Find => "find the program",
+            Task::Run => "run the program",
+        }
+    }
+}
+
+type Failed = (Task, Errno);
+
+/// A message of four bytes, so that one write is one message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Message {
+    /// The master of the terminal comes with it.
+    Terminal,
+    /// The program's process has this number in the agent's PID namespace.
+    Process(i32),
+    /// The program's process has its session and its terminal.
+    Session,
+    /// This failed.
+    Failed(Task, Errno),
+}
+
+impl Message {
+    fn bytes(self) -> [u8; 4] {
+        let (kind, number) = match self {
+            Message::Terminal => (0, 0),
+            // The kernel's largest number has 22 bits.
+            Message::Process(pid) => (1, pid),
+            Message::Session => (2, 0),
+            Message::Failed(task, error) => (3 + task as u8, error as i32),
+        };
+        let [a, b, c, _] = number.to_le_bytes();
+        [kind, a, b, c]
+    }
+
+    fn parse(bytes: &[u8]) -> Option<Message> {
+        let [kind, a, b, c]: [u8; 4] = bytes.try_into().ok()?;
+        let number = i32::from_le_bytes([a, b, c, 0]);
+        match kind {
+            0 => Some(Message::Terminal),
+            1 => Some(Message::Process(number)),
+            2 => Some(Message::Session),
+            kind => {
+                let task = Task::ALL.get(usize::from(kind.checked_sub(3)?)).copied()?;
+                Some(Message::Failed(task, Errno::from_raw(number)))
+            }
+        }
+    }
+}
+
+/// Which process loads the container's seccomp filter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Loader {
+    /// The step: the program's process never has CAP_SYS_ADMIN, which loading takes without no_new_privs.
+    Step,
+    /// The program's process: it has no_new_privs, or the filter does not let the step fork, or its child wait or make a session.
+    Program,
+}
+
+/// Why an attempt made no process.
+enum Missed {
+    /// The container's filter may be what did not let the step fork, or its child wait for its turn and make a session.
+    Filtered(Refusal),
+    /// The step was killed: by the filter, or by something else that no further attempt changes.
+    Killed(Refusal),
+    Other(Refusal),
+}
 
 pub(super) fn exec(request: &Exec, fds: Vec<OwnedFd>) -> Result<Made, Refusal> {
     let mut fds = fds.into_iter();
     let pidfd = fds.next().ok_or_else(|| defect("enter the container", &Errno::EBADF))?;
-    let mut stdio: Vec<OwnedFd> = fds.collect();
-    let score = request.process.oom_score_adj().unwrap_or(0);
-    fs::write("/proc/self/oom_score_adj", score.to_string()).map_err(|error| defect("set oom_score_adj", &error))?;
-    let join = |cgroup: &str| fs::write(format!("{cgroup}/cgroup.procs"), "0");
-    let joined = match (join(&request.cgroup), &request.init_cgroup) {
-        (Err(error), Some(cgroup)) if error.raw_os_error() == Some(libc::EBUSY) => join(cgroup),
-        (joined, _) => joined,
+    let stdio: Vec<OwnedFd> = fds.collect();
+    let by_step = loads_with_capability(request);
+    let made = match attempt(request, &pidfd, &stdio, if by_step { Loader::Step } else { Loader::Program }) {
+        Err(Missed::Filtered(refusal)) if by_step && request.may_be_traced => {
+            let hint = "the container's seccomp profile lets no process be made once it is loaded, and a container with CAP_SYS_PTRACE \
+                        could take the right to load it later; allow fork, read and setsid in the profile, or set no_new_privs";
+            let message = format!("{}; {hint}", refusal.message);
+            Err(Missed::Other(Refusal { message, why: Why::Unusable }))
+        }
+        Err(Missed::Filtered(_)) if by_step => attempt(request, &pidfd, &stdio, Loader::Program),
+        made => made,
     };
-    joined.map_err(|error| defect("enter the container's cgroup", &error))?;
+    made.map_err(|(Missed::Filtered(refusal) | Missed::Killed(refusal) | Missed::Other(refusal))| refusal)
+}
+
+fn attempt(request: &Exec, pidfd: &OwnedFd, stdio: &[OwnedFd], loader: Loader) -> Result<Made, Missed> {
+    let refused = |what, error: &dyn std::error::Error| Missed::Other(defect(what, error));
+    let pair = || socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC);
+    let (from_step, of_step) = pair().map_err(|error| refused("make a socket", &error))?;
+    let (from_program, of_program) = pair().map_err(|error| refused("make a socket", &error))?;
+    let step = match sys::fork().map_err(|error| Missed::Other(cannot_fork("fork", &error)))? {
+        Some(pid) => pid,
+        None => {
+            let Err((task, error)) = enter(request, pidfd, stdio, (&of_step, of_program), loader);
+            say(&of_step, Message::Failed(task, error));
+            std::process::exit(1);
+        }
+    };
+    drop((of_step, of_program));
+    let deadline = Instant::now() + PATIENCE;
+    let mut child = None;
+    let made = await_program(request, &from_step, &from_program, deadline, &mut child);
+    let missed = match made {
+        Ok(made) => {
+            // It has nothing more to do. The agent would take the end of an orphan for that of a process which later has its number.
+            let _ = retry_interrupted(|| nix::sys::wait::waitpid(Pid::from_raw(step), None));
+            return Ok(made);
+        }
+        Err(missed) => missed,
+    };
+    // What is left of the attempt: the step is this process's child, so its number is no other's. The program's process ends when
+    // its socket does, unless it runs already.
+    let _ = nix::sys::signal::kill(Pid::from_raw(step), nix::sys::signal::Signal::SIGKILL);
+    if let Some(child) = child {
+        let _ = sys::pidfd_signal(child, libc::SIGKILL);
+    }
+    let status = retry_interrupted(|| nix::sys::wait::waitpid(Pid::from_raw(step), None));
+    let by_filter = matches!(status, Ok(nix::sys::wait::WaitStatus::Signaled(_, nix::sys::signal::Signal::SIGSYS, _)));
+    Err(match missed {
+        Missed::Killed(refusal) if by_filter => Missed::Filtered(refusal),
+        Missed::Killed(refusal) => Missed::Other(refusal),
+        missed => missed,
+    })
+}
+
+/// Waits for the end of the step, then for the program to run, which closes its process's socket.
+fn await_program(
+    request: &Exec,
+    from_step: &OwnedFd,
+    from_program: &OwnedFd,
+    deadline: Instant,
+    child: &mut Option<OwnedFd>,
+) -> Result<Made, Missed> {
+    let (mut pid, mut terminal) = (None, None);
+    let lost = |error: io::Error| {
+        let name = request.process.args().iter().flatten().next().cloned().unwrap_or_default();
+        let message = match error.kind() {
+            io::ErrorKind::TimedOut => format!(
+                "cannot run the program {name:?}: its process did not start the program within {} s; a process of the container \
+                 may have stopped it",
+                PATIENCE.as_secs()
+            ),
+            _ => format!("cannot learn whether the program {name:?} runs: {error}"),
+        };
+        Missed::Other(Refusal { message, why: Why::Defect })
+    };
+    while let Some((message, fds)) = next(from_step, deadline).map_err(lost)? {
+        match message {
+            Message::Terminal => terminal = fds.into_iter().next(),
+            Message::Process(number) => {
+                *child = sys::pidfd_open(number).ok();
+                pid = Some(number);
+            }
+            // EAGAIN and ENOMEM are no answers of a filter: there is no room for a process.
+            Message::Failed(Task::Fork, error) if !matches!(error, Errno::EAGAIN | Errno::ENOMEM) => {
+                return Err(Missed::Filtered(refusal(request, Task::Fork, error)));
+            }
+            Message::Failed(task, error) => return Err(Missed::Other(refusal(request, task, error))),
+            Message::Session => return Err(lost(io::ErrorKind::InvalidData.into())),
+        }
+    }
+    // Without a message: the filter killed the step, or the end of the container did.
+    let killed = || Missed::Killed(defect("run a process in the container: it was killed before", &Errno::ESRCH));
+    let pid = pid.ok_or_else(killed)?;
+    if child.is_none() {
+        return Err(Missed::Filtered(defect("hold the process in the container: it has ended", &Errno::ESRCH)));
+    }
+    // From now on it can be ended. Until then it does nothing. If it has ended already, its message or its exit code says why.
+    let _ = send_with(from_program, &GO, &[], MsgFlags::empty());
+    let first = match next(from_program, deadline) {
+        // It has ended without having read that it may begin.
+        Err(error) if error.kind() == io::ErrorKind::ConnectionReset => None,
+        first => first.map_err(lost)?,
+    };
+    match first {
+        Some((Message::Session, _)) => {}
+        Some((Message::Failed(Task::Session, error), _)) => {
+            return Err(Missed::Filtered(refusal(request, Task::Session, error)));
+        }
+        Some((Message::Failed(task, error), _)) => return Err(Missed::Other(refusal(request, task, error))),
+        Some(_) => return Err(lost(io::ErrorKind::InvalidData.into())),
+        None => {
+            let killed = defect("make a session for a process in the container: it was killed before", &Errno::ESRCH);
+            return Err(Missed::Filtered(killed));
+        }
+    }
+    match next(from_program, deadline).map_err(lost)? {
+        None => Ok(Made { pid, pidfd: child.take(), terminal }),
+        Some((Message::Failed(task, error), _)) => Err(Missed::Other(refusal(request, task, error))),
+        Some(_) => Err(lost(io::ErrorKind::InvalidData.into())),
+    }
+}
+
+/// The next message, or none at the end of all that could send one.
+fn next(from: &OwnedFd, deadline: Instant) -> io::Result<Option<(Message, Vec<OwnedFd>)>> {
+    let socket = Timed::new(from, deadline.saturating_duration_since(Instant::now()));
+    let (bytes, fds) = socket.when_ready(PollFlags::POLLIN, || receive_with(from, MsgFlags::MSG_DONTWAIT))?;
+    if bytes.is_empty() {
+        return Ok(None);
+    }
+    let message = Message::parse(&bytes).ok_or(io::ErrorKind::InvalidData)?;
+    Ok(Some((message, fds)))
+}
+
+fn say(to: &OwnedFd, message: Message) {
+    // A plain write: filters let that pass. If it is lost, the end of the socket is the message.
+    let _ = retry_interrupted(|| nix::unistd::write(to, &message.bytes()));
+}
+
+fn refusal(request: &Exec, task: Task, error: Errno) -> Refusal {
+    let process = &request.process;
+    let name = match task {
+        Task::Directory => process.cwd().display().to_string(),
+        _ => process.args().iter().flatten().next().cloned().unwrap_or_default(),
+    };
+    let why = match task {
+        Task::Fork if error == Errno::EAGAIN => Why::Exhausted,
+        Task::Cgroup | Task::Namespaces | Task::Terminal | Task::Stdio | Task::Fork | Task::Session => Why::Defect,
+        _ => why(error),
+    };
+    let hint = match (task, error) {
+        (Task::Directory, Errno::EXDEV) => "it leads out of the container's root",
+        (Task::Directory, Errno::ELOOP) => "a loop of links, or a link of /proc to the files of a process",
+        (Task::Fork, Errno::EAGAIN) => {
+            "there may be no more processes: pids.max of the container, the pod or the node, or RLIMIT_NPROC"
+        }
+        _ => error.desc(),
+    };
+    Refusal { message: format!("cannot {} {name:?}: {hint}", task.text()), why }
+}
+
+fn errno(error: io::Error) -> Errno {
+    Errno::from_raw(error.raw_os_error().unwrap_or(libc::EIO))
+}
+
+/// The step. Ends the process when the program's process exists; returns only what failed.
+fn enter(
+    request: &Exec,
+    pidfd: &OwnedFd,
+    stdio: &[OwnedFd],
+    (of_step, of_program): (&OwnedFd, OwnedFd),
+    loader: Loader,
+) -> Result<Infallible, Failed> {
+    let process = &request.process;
+    let score = process.oom_score_adj().unwrap_or(0);
+    fs::write("/proc/self/oom_score_adj", score.to_string()).map_err(|error| (Task::Limits, errno(error)))?;
+    enter_cgroup(request).map_err(|error| (Task::Cgroup, errno(error)))?;
     let mut namespaces = CloneFlags::CLONE_NEWNS | CloneFlags::CLONE_NEWPID;
     namespaces.set(CloneFlags::CLONE_NEWCGROUP, request.cgroup_namespace);
     namespaces.set(CloneFlags::CLONE_NEWUSER, request.user_namespace);
-    nix::sched::setns(&pidfd, namespaces).map_err(|error| defect("enter the container's namespaces", &error))?;
+    nix::sched::setns(pidfd, namespaces).map_err(|error| (Task::Namespaces, error))?;
     if request.user_namespace {
-        become_root().map_err(|error| defect("become root in the container's user namespace", &error))?;
+        become_root().map_err(|error| (Task::Namespaces, errno(error)))?;
     }
-    drop(pidfd);
-    // Until it runs the program, nobody in the container may look into it; exec ends that.
-    nix::sys::prctl::set_dumpable(false).map_err(|error| defect("hide from the container", &error))?;
-
-    let mut terminal = None;
-    if request.process.terminal().unwrap_or(false) {
-        let (master, slave) = open_terminal(request).map_err(|error| defect("open a terminal", &error))?;
-        terminal = Some(master);
-        stdio = vec![slave];
+    let tty = process.terminal().unwrap_or(false);
+    if tty {
+        let (master, slave) = open_terminal(request).map_err(|error| (Task::Terminal, errno(error)))?;
+        send_with(of_step, &Message::Terminal.bytes(), &[master.as_raw_fd()], MsgFlags::empty())
+            .map_err(|error| (Task::Terminal, error))?;
+        connect_stdio(&[slave]).map_err(|error| (Task::Stdio, errno(error)))?;
+    } else {
+        connect_stdio(stdio).map_err(|error| (Task::Stdio, errno(error)))?;
     }
-    let (reason, report) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(|error| defect("make a pipe", &error))?;
-    let pid = match sys::fork().map_err(|error| defect("fork", &error))? {
-        Some(pid) => pid,
+    // The program's process has none of the others: the agent's connection, its log, the other ends of these. The caller,
+    // which owns some, ends this process and does not drop them.
+    sys::close_all_but(&[of_step.as_raw_fd(), of_program.as_raw_fd()]).map_err(|error| (Task::Stdio, errno(error)))?;
+    give_up_rights(request, loader)?;
+    match sys::fork().map_err(|error| (Task::Fork, errno(error)))? {
+        Some(pid) => {
+            say(of_step, Message::Process(pid));
+            std::process::exit(0)
+        }
         None => {
-            let (step, error) = become_program(request, &stdio, terminal.is_some());
-            let code = (error as i32).to_le_bytes();
-            // The parent takes silence for success, but then it sees the exit code.
-            let _ = nix::unistd::write(&report, &[&[step][..], &code].concat());
+            // Only the step says which process it is.
+            let _ = nix::unistd::close(of_step.as_raw_fd());
+            let mut word = [0; GO.len()];
+            if retry_interrupted(|| nix::unistd::read(&of_program, &mut word)) != Ok(GO.len()) {
+                std::process::exit(126);
+            }
+            let (task, error) = become_program(request, tty, loader, &of_program);
+            say(&of_program, Message::Failed(task, error));
             std::process::exit(if why(error) == Why::NoSuchProgram { 127 } else { 126 });
         }
-    };
-    drop(report);
-    let mut bytes = [0; 5];
-    match nix::unistd::read(&reason, &mut bytes) {
-        Ok(0) => Ok(Made { pid, terminal }),
-        Ok(_) => {
-            let [step, a, b, c, d] = bytes;
-            let error = Errno::from_raw(i32::from_le_bytes([a, b, c, d]));
-            let what = STEPS.get(usize::from(step)).copied().unwrap_or("start");
-            let name = request.process.args().iter().flatten().next().cloned().unwrap_or_default();
-            Err(Refusal { message: format!("cannot {what} {name:?}: {}", error.desc()), why: why(error) })
-        }
-        Err(error) => Err(defect("learn whether the program runs", &error)),
+    }
+}
+
+fn enter_cgroup(request: &Exec) -> io::Result<()> {
+    let join = |cgroup: &str| fs::write(format!("{cgroup}/cgroup.procs"), "0");
+    match (join(&request.cgroup), &request.init_cgroup) {
+        (Err(error), Some(cgroup)) if error.raw_os_error() == Some(libc::EBUSY) => join(cgroup),
+        (joined, _) => joined,
     }
 }
 
 /// A new terminal of the container's own devpts: its master and its slave.
 fn open_terminal(request: &Exec) -> io::Result<(OwnedFd, OwnedFd)> {
-    let master = nix::fcntl::open(
-        "/dev/pts/ptmx",
-        OFlag::O_RDWR | OFlag::O_NOCTTY | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW,
-        nix::sys::stat::Mode::empty(),
-    )?;
+    let path = Path::new("/dev/pts/ptmx");
+    let flags = OFlag::O_RDWR | OFlag::O_NOCTTY | OFlag::O_NOFOLLOW;
+    let master = root::open_in(&open_root()?, path, flags)?;
     let devpts = nix::sys::statfs::FsType(0x1cd1);
     if nix::sys::statfs::fstatfs(&master)?.filesystem_type() != devpts {
         return Err(io::Error::from(Errno::ENOTTY));
@@ -105,74 +400,111 @@ fn open_terminal(request: &Exec) -> io::Result<(OwnedFd, OwnedFd)> {
     Ok((master, slave))
 }
 
-/// Turns this process into the program; returns only with the step (of `STEPS`) and the error.
-fn become_program(request: &Exec, stdio: &[OwnedFd], terminal: bool) -> (u8, Errno) {
-    let process = &request.process;
-    match prepare(request, stdio, terminal) {
-        Err(failed) => failed,
-        Ok(()) => {
-            let env = process.env().as_deref().unwrap_or_default();
-            let args = process.args().as_deref().unwrap_or_default();
-            let name = args.first().map(String::as_str).unwrap_or_default();
-            let found = find(name, env).and_then(|path| Ok((path, c_strings(args)?, c_strings(env)?)));
-            match found {
-                Err(error) => (7, error),
-                Ok((path, args, env)) => (8, sys::execve(&path, &args, &env)),
-            }
-        }
-    }
+fn open_root() -> nix::Result<OwnedFd> {
+    let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
+    retry_interrupted(|| nix::fcntl::open("/", flags, nix::sys::stat::Mode::empty()))
 }
 
-fn prepare(request: &Exec, stdio: &[OwnedFd], terminal: bool) -> Result<(), (u8, Errno)> {
+/// Enters a directory beneath the root: no link of /proc leads to another process's.
+fn enter_directory(path: &Path) -> nix::Result<()> {
+    let directory = root::open_in(&open_root()?, path, OFlag::O_PATH | OFlag::O_DIRECTORY)?;
+    nix::unistd::fchdir(&directory)
+}
+
+/// Everything that takes rights, down to the container's own. Nothing of the container's is resolved afterwards.
+fn give_up_rights(request: &Exec, loader: Loader) -> Result<(), Failed> {
     let process = &request.process;
-    let io_error = |step| move |error: io::Error| (step, Errno::from_raw(error.raw_os_error().unwrap_or(libc::EIO)));
-    let at = |step| move |error: Errno| (step, error);
-    connect_stdio(stdio, terminal).map_err(io_error(0))?;
-    set_limits(process).map_err(io_error(1))?;
-    // As whoever may enter it: the agent before the user is set, the user after.
-    let entered = nix::unistd::chdir(process.cwd());
+    let at = |task| move |error: Errno| (task, error);
+    let refused = |_: libcontainer::syscall::SyscallError| (Task::Capabilities, Errno::last());
+    let syscall = create_syscall();
+    set_limits(process).map_err(|error| (Task::Limits, errno(error)))?;
+    // By whichever of the two may enter it: the agent before the user is set, the user after.
+    let mut entered = enter_directory(process.cwd());
     if let Some(umask) = process.user().umask() {
         nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(umask));
     }
-    let no_new_privs = process.no_new_privileges().unwrap_or(false);
-    if no_new_privs {
-        nix::sys::prctl::set_no_new_privs().map_err(at(4))?;
+    if process.no_new_privileges().unwrap_or(false) {
+        prctl::set_no_new_privs().map_err(at(Task::NoNewPrivileges))?;
     }
-    let filter = || match &request.seccomp {
-        Some(filter) => seccomp::initialize_seccomp(filter).map(drop).map_err(|error| {
-            tracing::error!(%error, "cannot load the seccomp filter of an exec");
-            (5, Errno::EINVAL)
-        }),
-        None => Ok(()),
-    };
-    let syscall = create_syscall();
     let groups: Vec<Gid> = process.user().additional_gids().iter().flatten().map(|gid| Gid::from_raw(*gid)).collect();
-    nix::unistd::setgroups(&groups).map_err(at(3))?;
-    let refused = |step| move |_: libcontainer::syscall::SyscallError| (step, Errno::last());
+    nix::unistd::setgroups(&groups).map_err(at(Task::User))?;
     let (uid, gid) = (Uid::from_raw(process.user().uid()), Gid::from_raw(process.user().gid()));
-    nix::sys::prctl::set_keepcaps(true).map_err(at(3))?;
-    nix::unistd::setresgid(gid, gid, gid).map_err(at(3))?;
-    nix::unistd::setresuid(uid, uid, uid).map_err(at(3))?;
-    nix::sys::prctl::set_keepcaps(false).map_err(at(3))?;
-    capabilities::reset_effective(syscall.as_ref()).map_err(refused(6))?;
-    if !no_new_privs {
-        // Loading a filter takes privileges, which go with the next step.
-        filter()?;
+    prctl::set_keepcaps(true).map_err(at(Task::User))?;
+    nix::unistd::setresgid(gid, gid, gid).map_err(at(Task::User))?;
+    nix::unistd::setresuid(uid, uid, uid).map_err(at(Task::User))?;
+    prctl::set_keepcaps(false).map_err(at(Task::User))?;
+    // With another user comes the node's `fs.suid_dumpable`, which may be any.
+    prctl::set_dumpable(false).map_err(at(Task::User))?;
+    if entered.is_err() {
+        // A user that is not root has no effective capabilities now.
+        entered = enter_directory(process.cwd());
+    }
+    entered.map_err(at(Task::Directory))?;
+    match sys::is_beneath_root() {
+        Ok(true) => {}
+        Ok(false) => return Err((Task::Directory, Errno::EXDEV)),
+        Err(error) => return Err((Task::Directory, errno(error))),
+    }
+    capabilities::reset_effective(syscall.as_ref()).map_err(refused)?;
+    if loader == Loader::Step {
+        load_filter(request)?;
     }
     if let Some(wanted) = process.capabilities() {
-        capabilities::drop_privileges(wanted, syscall.as_ref()).map_err(refused(6))?;
-    }
-    if entered.is_err() {
-        nix::unistd::chdir(process.cwd()).map_err(at(2))?;
-    }
-    if no_new_privs {
-        filter()?;
+        let to_load = loader == Loader::Program && loads_with_capability(request);
+        let kept = if to_load { with_sys_admin(wanted) } else { wanted.clone() };
+        capabilities::drop_privileges(&kept, syscall.as_ref()).map_err(refused)?;
     }
     Ok(())
 }
 
-fn connect_stdio(stdio: &[OwnedFd], terminal: bool) -> io::Result<()> {
-    nix::unistd::setsid()?;
+fn loads_with_capability(request: &Exec) -> bool {
+    request.seccomp.is_some() && !request.process.no_new_privileges().unwrap_or(false)
+}
+
+/// These capabilities, and the one that loading a filter takes.
+fn with_sys_admin(wanted: &LinuxCapabilities) -> LinuxCapabilities {
+    let mut kept = wanted.clone();
+    let and_admin = |set: &Option<std::collections::HashSet<Capability>>| {
+        Some(set.iter().flatten().copied().chain([Capability::SysAdmin]).collect())
+    };
+    kept.set_effective(and_admin(wanted.effective())).set_permitted(and_admin(wanted.permitted()));
+    kept
+}
+
+fn load_filter(request: &Exec) -> Result<(), Failed> {
+    let Some(filter) = &request.seccomp else { return Ok(()) };
+    seccomp::initialize_seccomp(filter).map(drop).map_err(|_no_number| (Task::Filter, Errno::EINVAL))
+}
+
+/// Turns this process, which has the container's rights, into the program; returns only what failed.
+fn become_program(request: &Exec, tty: bool, loader: Loader, of_program: &OwnedFd) -> Failed {
+    let process = &request.process;
+    let prepared = || {
+        nix::unistd::setsid().map_err(|error| (Task::Session, error))?;
+        if tty {
+            sys::take_terminal().map_err(|error| (Task::Session, errno(error)))?;
+        }
+        say(of_program, Message::Session);
+        if loader == Loader::Program {
+            load_filter(request)?;
+            if let Some(wanted) = process.capabilities().as_ref().filter(|_| loads_with_capability(request)) {
+                let refused = |_: libcontainer::syscall::SyscallError| (Task::Capabilities, Errno::last());
+                capabilities::drop_privileges(wanted, create_syscall().as_ref()).map_err(refused)?;
+            }
+        }
+        let env = process.env().as_deref().unwrap_or_default();
+        let args = process.args().as_deref().unwrap_or_default();
+        let name = args.first().map(String::as_str).unwrap_or_default();
+        let found = find(name, env).and_then(|path| Ok((path, c_strings(args)?, c_strings(env)?)));
+        found.map_err(|error| (Task::Find, error))
+    };
+    match prepared() {
+        Err(failed) => failed,
+        Ok((path, args, env)) => (Task::Run, sys::execve(&path, &args, &env)),
+    }
+}
+
+fn connect_stdio(stdio: &[OwnedFd]) -> io::Result<()> {
     for target in 0..3_usize {
         let source = stdio.get(target).or(stdio.last());
         let source = source.map(AsFd::as_fd).ok_or(Errno::EBADF)?;
@@ -182,10 +514,7 @@ fn connect_stdio(stdio: &[OwnedFd], terminal: bool) -> io::Result<()> {
             _ => nix::unistd::dup2_stderr(source)?,
         }
     }
-    if terminal {
-        sys::take_terminal()?;
-    }
-    sys::close_all_on_exec()
+    Ok(())
 }
 
 fn set_limits(process: &Process) -> io::Result<()> {
@@ -213,5 +542,99 @@ fn rlimit_number(kind: PosixRlimitType) -> u32 {
         PosixRlimitType::RlimitNice => libc::RLIMIT_NICE,
         PosixRlimitType::RlimitRtprio => libc::RLIMIT_RTPRIO,
         PosixRlimitType::RlimitRttime => libc::RLIMIT_RTTIME,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request() -> Exec {
+        let process = serde_json::json!({ "args": ["/bin/x"], "cwd": "/w", "user": { "uid": 0, "gid": 0 } });
+        Exec {
+            process: serde_json::from_value(process).unwrap(),
+            seccomp: None,
+            may_be_traced: false,
+            user_namespace: false,
+            cgroup_namespace: false,
+            cgroup: String::new(),
+            init_cgroup: None,
+            size: (0, 0),
+        }
+    }
+
+    fn pair() -> (OwnedFd, OwnedFd) {
+        socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).unwrap()
+    }
+
+    #[test]
+    fn messages_are_read_as_they_were_written() {
+        let failures = Task::ALL.map(|task| Message::Failed(task, Errno::ENAMETOOLONG));
+        let others = [Message::Terminal, Message::Process(1), Message::Process(0x003f_ffff), Message::Session];
+        for message in others.iter().chain(&failures) {
+            assert_eq!(Message::parse(&message.bytes()), Some(*message));
+        }
+        for other in [&[0; 3][..], &[0; 5], &[250, 0, 0, 0], &[]] {
+            assert_eq!(Message::parse(other), None, "{other:?}");
+        }
+    }
+
+    /// `program`: what the program's process sends before it closes its socket; none: it keeps that open.
+    fn awaited(step: &[Message], program: Option<&[Message]>) -> Result<Made, Missed> {
+        let ((from_step, of_step), (from_program, of_program)) = (pair(), pair());
+        step.iter().for_each(|message| say(&of_step, *message));
+        drop(of_step);
+        let stopped = match program {
+            None => Some(of_program),
+            Some(messages) => {
+                messages.iter().for_each(|message| say(&of_program, *message));
+                drop(of_program);
+                None
+            }
+        };
+        let deadline = Instant::now() + Duration::from_millis(50);
+        let made = await_program(&request(), &from_step, &from_program, deadline, &mut None);
+        drop(stopped);
+        made
+    }
+
+    fn message(made: Result<Made, Missed>) -> String {
+        match made {
+            Err(Missed::Other(refusal)) => refusal.message,
+            Err(Missed::Filtered(refusal)) => format!("filtered: {}", refusal.message),
+            Err(Missed::Killed(refusal)) => format!("killed: {}", refusal.message),
+            Ok(made) => made.pid.to_string(),
+        }
+    }
+
+    #[test]
+    fn what_becomes_of_an_exec_is_reported() {
+        let own = i32::try_from(std::process::id()).unwrap();
+        let process = Message::Process(own);
+        assert_eq!(message(awaited(&[process], Some(&[Message::Session]))), own.to_string());
+        // A process that cannot be ended any more is not begun.
+        let gone = Message::Process(0x003f_ffff);
+        assert!(message(awaited(&[gone], Some(&[]))).contains("it has ended"));
+        let missing = Message::Failed(Task::Find, Errno::ENOENT);
+        let said = message(awaited(&[process], Some(&[Message::Session, missing])));
+        assert_eq!(said, "cannot find the program \"/bin/x\": No such file or directory");
+        let outside = Message::Failed(Task::Directory, Errno::ELOOP);
+        assert!(message(awaited(&[outside], Some(&[]))).contains("the working directory \"/w\": "));
+        // A process that was stopped holds its socket open.
+        assert!(message(awaited(&[process], None)).contains("may have stopped it"));
+        assert!(message(awaited(&[], Some(&[]))).starts_with("killed: "));
+        let full = message(awaited(&[Message::Failed(Task::Fork, Errno::EAGAIN)], Some(&[])));
+        assert!(full.starts_with("cannot fork") && full.contains("no more processes"), "{full}");
+        let said = message(awaited(&[Message::Failed(Task::Fork, Errno::EPERM)], Some(&[])));
+        assert_eq!(said, "filtered: cannot fork the process of \"/bin/x\": Operation not permitted");
+        // Only the step says which process it is.
+        for wrong in [&[Message::Process(1)][..], &[Message::Session, Message::Session]] {
+            assert!(message(awaited(&[process], Some(wrong))).contains("cannot learn"));
+        }
+        assert!(message(awaited(&[Message::Session], Some(&[]))).contains("cannot learn"));
+        // A filter that does not let it make a session answers so, or kills it.
+        let said = message(awaited(&[process], Some(&[Message::Failed(Task::Session, Errno::EPERM)])));
+        assert_eq!(said, "filtered: cannot make a session for \"/bin/x\": Operation not permitted");
+        assert!(message(awaited(&[process], Some(&[]))).starts_with("filtered: "));
     }
 }

@@ -3,6 +3,7 @@
 
 use libcontainer::oci_spec::runtime::Spec;
 use libcontainer::workload::{Executor, ExecutorError, ExecutorValidationError};
+use nacelle_base::retry::retry_interrupted;
 use nix::errno::Errno;
 use std::ffi::CString;
 use std::os::fd::OwnedFd;
@@ -31,6 +32,8 @@ pub(super) fn why(error: Errno) -> Why {
         | Errno::EINVAL
         | Errno::E2BIG
         | Errno::ETXTBSY => Why::Unusable,
+        // execve(2): the user has as many processes as RLIMIT_NPROC allows.
+        Errno::EAGAIN => Why::Exhausted,
         _ => Why::Defect,
     }
 }
@@ -84,12 +87,24 @@ impl Executor for Program {
     fn validate(&self, spec: &Spec) -> Result<(), ExecutorValidationError> {
         let (args, env) = args_and_env(spec);
         let name = args.first().map(String::as_str).unwrap_or_default();
-        find(name, env).map(drop).map_err(|error| {
-            let code = [why(error) as u8];
+        let refused = |why: Why, message: String| {
             // If the reason is lost, the text still says it.
-            let _ = nix::unistd::write(&self.report, &code);
-            ExecutorValidationError::ArgValidationError(format!("cannot run {name:?}: {}", error.desc()))
-        })
+            let _ = retry_interrupted(|| nix::unistd::write(&self.report, &[why as u8]));
+            ExecutorValidationError::ArgValidationError(message)
+        };
+        // libcontainer has entered it with all rights, and has asked only the C library where it is.
+        let cwd = spec.process().as_ref().map(|process| process.cwd().display().to_string()).unwrap_or_default();
+        match sys::is_beneath_root() {
+            Ok(true) => {}
+            Ok(false) => {
+                let message = format!("the working directory {cwd:?} leads out of the container's root");
+                return Err(refused(Why::Unusable, message));
+            }
+            Err(error) => {
+                return Err(refused(Why::Unusable, format!("cannot verify the working directory {cwd:?}: {error}")));
+            }
+        }
+        find(name, env).map(drop).map_err(|error| refused(why(error), format!("cannot run {name:?}: {}", error.desc())))
     }
 
     fn exec(&self, spec: &Spec) -> Result<(), ExecutorError> {

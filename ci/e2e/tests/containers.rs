@@ -208,6 +208,39 @@ fn a_seccomp_profile_of_the_node_holds_for_every_process_of_its_container() {
     let again = script.replace("/x", "/y");
     assert_eq!(one.exec(&again).ok(), expected);
 
+    // A filter does not keep a command from being started, only what the command itself calls.
+    for (name, call, action) in [
+        ("refused", "setsid", "SCMP_ACT_ERRNO"),
+        ("killed", "setsid", "SCMP_ACT_KILL_PROCESS"),
+        ("unread", "read", "SCMP_ACT_ERRNO"),
+    ] {
+        let profile = json!({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": [{"names": [call], "action": action}]});
+        let file = write(&format!("{name}.json"), profile);
+        let container = Container::sh(name, &image, "").set("command", json!(["sleep", "600"])).set("args", json!([]));
+        let container = pod.start(container.set("linux", linux(&file)));
+        for _ in 0..5 {
+            assert_eq!(container.exec("echo runs").ok(), "runs", "{name}");
+        }
+    }
+    // One that can be loaded only by the command's own process is not, where a container could trace that meanwhile.
+    let no_fork = json!({"names": ["fork", "vfork", "clone", "clone3"], "action": "SCMP_ACT_ERRNO"});
+    let no_fork = write("no-fork.json", json!({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": [no_fork]}));
+    for (name, capabilities, traced) in [("untraced", json!([]), false), ("traced", json!(["SYS_PTRACE"]), true)] {
+        let security = json!({
+            "seccomp": {"profile_type": 2, "localhost_ref": no_fork},
+            "capabilities": {"add_capabilities": capabilities},
+        });
+        let container = Container::sh(name, &image, "")
+            .set("command", json!(["sleep", "600"]))
+            .set("args", json!([]))
+            .set("linux", json!({"security_context": security}));
+        let done = pod.start(container).exec("grep Seccomp: /proc/self/status");
+        match traced {
+            false => assert_eq!(done.ok(), "Seccomp:\t2"),
+            true => assert!(done.code != 0 && done.stderr.contains("CAP_SYS_PTRACE"), "{done:?}"),
+        }
+    }
+
     let notify = write("notify.json", json!({"defaultAction": "SCMP_ACT_NOTIFY"}));
     let broken = write("broken.json", json!(["no profile"]));
     for (file, code, words) in [
@@ -220,6 +253,17 @@ fn a_seccomp_profile_of_the_node_holds_for_every_process_of_its_container() {
         let refused = pod.try_create(Container::sh("two", &image, "true").set("linux", linux(file))).err();
         assert!(refused.contains(code) && refused.contains(words), "{code}, {words}: {refused}");
     }
+    pod.remove();
+}
+
+#[test]
+fn commands_run_beside_a_large_environment() {
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(Pod::new("large", node.folder()));
+    let envs: Vec<Value> = (0..7000).map(|n| json!({"key": format!("V{n}"), "value": "x".repeat(150)})).collect();
+    let one = pod.start(Container::sh("one", &image, "sleep 600").set("envs", json!(envs)));
+    assert_eq!(one.exec("echo ${#V6999}").ok(), "150");
     pod.remove();
 }
 
@@ -373,5 +417,125 @@ fn cdi_devices_bring_what_their_specifications_say() {
     let lines: Vec<&str> = said.lines().collect();
     assert_eq!(lines[..2], ["a=b", "of the driver"], "{said}");
     assert!(lines[2].split(' ').any(|group| group == "4444") && said.contains("Read-only"), "{said}");
+    pod.remove();
+}
+
+#[test]
+fn programs_that_are_not_root_may_use_low_ports_and_ping() {
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(Pod::new("ports", node.folder()));
+    let user = json!({"security_context": {"run_as_user": {"value": 1000}, "run_as_group": {"value": 1000}}});
+    let container = pod.start(Container::sh("c", &image, "sleep 600").set("linux", user));
+    let said = |script: &str| container.exec(script).ok();
+    assert_eq!(said("cd /proc/sys/net/ipv4; cat ip_unprivileged_port_start"), "0");
+    assert_eq!(said("cat /proc/sys/net/ipv4/ping_group_range | tr '\\t' ' '"), "0 2147483647");
+    // The client tries again until the server listens.
+    let client =
+        "n=0; until nc 127.0.0.1 80 </dev/null 2>/dev/null; do n=$((n + 1)); [ $n -lt 300 ] || exit 1; sleep 0.2; done";
+    assert_eq!(said(&format!("id -u; (echo hello | nc -l -p 80 &); {client}")), "1000\nhello");
+    pod.remove();
+}
+
+#[test]
+fn mounts_and_the_working_directory_go_where_the_images_links_lead() {
+    let node = Node::new();
+    let image = node.image(
+        &Image::busybox().layer(|layer| {
+            // All of them lead to nothing in the image.
+            layer.symlink("var/run", "/run");
+            layer.symlink("etc/resolv.conf", "../run/systemd/resolve/stub-resolv.conf");
+            layer.symlink("etc/hosts", "/etc/second");
+            layer.symlink("etc/second", "../../../third");
+            layer.symlink("work", "/opt/app/work");
+            layer.symlink("conf", "/run/conf");
+        }),
+        "links:1",
+    );
+    let volume = node.folder().join("volume");
+    fs::create_dir(&volume).unwrap();
+    fs::write(volume.join("token"), "secret").unwrap();
+    let mount = |at: &str, from: &Path| json!({"container_path": at, "host_path": from});
+    let mounts = json!([
+        mount("/var/run/secrets/kubernetes.io/serviceaccount", &volume),
+        mount("/conf", &volume.join("token")),
+        mount("/work/deep", &volume),
+    ]);
+    let pod = node.crictl.run_pod(Pod::new("links", node.folder()));
+    let script = "pwd -P; cat /var/run/secrets/kubernetes.io/serviceaccount/token /run/conf /opt/app/work/deep/token; echo; \
+                  grep -c localhost /etc/hosts /third; readlink /var/run; readlink /etc/hosts; test -s /run/systemd/resolve/stub-resolv.conf";
+    let container =
+        Container::sh("links", &image, "sleep 600").set("mounts", mounts).set("working_dir", json!("/work"));
+    let container = pod.start(container);
+    let said = container.exec(script).ok();
+    let lines: Vec<&str> = said.lines().collect();
+    assert_eq!(lines.first().copied(), Some("/opt/app/work"), "{said}");
+    assert_eq!(lines.get(1).copied(), Some("secretsecretsecret"), "{said}");
+    assert!(lines.iter().skip(2).take(2).all(|line| !line.ends_with(":0")), "{said}");
+    assert_eq!(lines.get(4..), Some(&["/run", "/etc/second"][..]), "{said}");
+    pod.remove();
+}
+
+#[test]
+fn what_is_in_the_way_of_a_mount_is_named() {
+    let node = Node::new();
+    let stolen = node.folder().join("stolen");
+    fs::create_dir(&stolen).unwrap();
+    let image = node.image(
+        &Image::busybox().layer(|layer| {
+            layer.file("file", b"", 0o644);
+            layer.folder("directory", 0o755);
+            layer.symlink("loop", "loop");
+            layer.symlink("to-root", "/");
+        }),
+        "way:1",
+    );
+    let volume = node.folder().join("volume");
+    fs::create_dir(&volume).unwrap();
+    fs::write(volume.join("inside"), "").unwrap();
+    let mount = |at: &str, from: &Path| json!({"container_path": at, "host_path": from});
+    let pod = node.crictl.run_pod(Pod::new("way", node.folder()));
+    let refused = |name: &str, image: &str, mounts: Value, cwd: &str| {
+        let container = Container::sh(name, image, "true").set("mounts", mounts).set("working_dir", json!(cwd));
+        let made = pod.try_create(container);
+        if made.code != 0 {
+            return made.stderr;
+        }
+        node.crictl.try_call(["start", &made.stdout]).err()
+    };
+    let long = format!("/directory/{}", "n".repeat(300));
+    for (name, at, from, errno) in [
+        ("over-file", "/file", &volume, "Not a directory"),
+        ("below-file", "/file/x", &volume, "Not a directory"),
+        ("over-directory", "/directory", &volume.join("inside"), "Is a directory"),
+        ("loop", "/loop/x", &volume, "Too many levels of symbolic links"),
+        ("long", long.as_str(), &volume, "File name too long"),
+        ("root", "/to-root", &volume, "Invalid argument"),
+    ] {
+        let said = refused(name, &image, json!([mount(at, from)]), "/");
+        assert!(said.contains("InvalidArgument"), "{name}: {said}");
+        assert!(said.contains("mount target") && said.contains(at) && said.contains(errno), "{name}: {said}");
+    }
+    let said = refused("cwd", &image, json!([]), "/file/x");
+    assert!(said.contains("InvalidArgument") && said.contains("working directory /file/x"), "{said}");
+    // What only libcontainer can see keeps its cause.
+    let said = refused("nested", &image, json!([mount("/v", &volume), mount("/v/inside", &volume)]), "/");
+    assert!(said.contains("/v/inside") && said.contains("with O_DIRECTORY"), "{said}");
+    // A link that another container has put into the volume does not lead the next one over what protects /proc.
+    std::os::unix::fs::symlink("/proc/sys", volume.join("to-proc")).unwrap();
+    let said = refused("to-proc", &image, json!([mount("/v", &volume), mount("/v/to-proc", &volume)]), "/");
+    assert!(said.contains("InvalidArgument") && said.contains("/proc/sys"), "{said}");
+    // libcontainer fills /dev by path, from the agent's root.
+    let to = format!("/node{}", stolen.display());
+    let image = node.image(
+        &Image::busybox().layer(|layer| {
+            layer.folder(to.trim_start_matches('/'), 0o755);
+            layer.symlink("dev", &to);
+        }),
+        "dev:1",
+    );
+    let said = refused("dev", &image, json!([]), "/");
+    assert_eq!(fs::read_dir(&stolen).unwrap().count(), 0, "the node's files are as they were");
+    assert!(said.contains("InvalidArgument") && said.contains("/dev") && said.contains("Not a directory"), "{said}");
     pod.remove();
 }

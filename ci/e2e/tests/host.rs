@@ -233,6 +233,54 @@ fn mounts_below_a_volume_go_both_ways_where_that_is_asked() {
 }
 
 #[test]
+fn volumes_of_the_node_lie_over_dev_and_in_sys() {
+    if !possible() {
+        return;
+    }
+    let node = Node::new();
+    let image = node.image(&Image::busybox().layer(|layer| layer.symlink("to-proc", "/proc")), "busybox:1");
+    let pod = node.crictl.run_pod_of("host", privileged_pod(&node, "over-dev"));
+    let log = node.folder().join("termination-log");
+    fs::write(&log, "from the node").expect("written");
+    let mount = |at: &str, of: &Path| json!({"container_path": at, "host_path": of.display().to_string()});
+    // What a CSI driver has, with kubelet's file for the last words of a container; and what a CNI plugin has.
+    let last_words = format!("/dev/nacelle-e2e-{}", std::process::id());
+    let mounts = [mount("/dev", Path::new("/dev")), mount(&last_words, &log), mount("/sys", Path::new("/sys"))];
+    let driver = Container::sh("driver", &image, "trap 'exit 0' TERM; echo up; while :; do sleep 1; done");
+    let driver = pod.start(driver.set("mounts", json!(mounts)).set("linux", privileged()).set("tty", json!(true)));
+    driver.says("up");
+    let said = |script: &str| driver.exec(script).ok();
+    assert_eq!(said("stat -c %d /dev"), call("stat", ["-c", "%d", "/dev"]).ok(), "it is the node's");
+    assert_eq!(said(&format!("cat {last_words} && echo . >/dev/null")), "from the node");
+    assert_eq!(said("ls /dev | sort"), call("sh", ["-c", "ls /dev | sort"]).ok());
+    let node_ptmx = call("stat", ["-c", "%F %t:%T", "/dev/ptmx"]).ok();
+    let terminal =
+        node.crictl.in_terminal(["exec", "-it", &driver.id, "/bin/sh", "-c", "echo at a terminal; tty"]).ok();
+    assert!(terminal.contains("at a terminal"), "{terminal}");
+
+    let mounts = [mount("/sys/fs", Path::new("/sys/fs")), mount("/sys/kernel", node.folder())];
+    let agent = Container::sh("agent", &image, "echo up; sleep 600").set("mounts", json!(mounts));
+    let agent = pod.start(agent);
+    agent.says("up");
+    let found = agent.exec("stat -c %d /sys/fs/cgroup; stat -c %d /sys/kernel").ok();
+    let expected = call("stat", ["-c", "%d", "/sys/fs/cgroup", &node.folder().display().to_string()]).ok();
+    assert_eq!(found, expected);
+
+    let wrong = |at: &str| Container::sh("wrong", &image, "true").set("mounts", json!([mount(at, node.folder())]));
+    for (at, why) in [("/proc/sys", "only a few of its files"), ("/sys/none-such", "in which nothing can be made")] {
+        let refused = pod.try_create(wrong(at)).err();
+        assert!(refused.contains("InvalidArgument") && refused.contains(why), "{at}: {refused}");
+    }
+    // What links of the image lead to is known when the container is made, beside the caller.
+    let linked = pod.create(wrong("/to-proc/sys"));
+    let refused = node.crictl.try_call(["start", &linked.id]).err();
+    assert!(refused.contains("InvalidArgument") && refused.contains("leads to /proc/sys"), "{refused}");
+    pod.remove();
+    assert_eq!(call("stat", ["-c", "%F %t:%T", "/dev/ptmx"]).ok(), node_ptmx, "the node's devices are as they were");
+    fs::remove_file(&last_words).expect("the place of a mount in the node's /dev stays, as with other runtimes");
+}
+
+#[test]
 fn volumes_that_fail_or_lose_their_pod_leave_no_mounts() {
     if !possible() {
         return;

@@ -1,9 +1,12 @@
 //! Owns: what the process of a pod has and has not, on a node with a real machine, and what is left when it dies.
 
+use nacelle_e2e::node::engine;
 use nacelle_e2e::{Container, Image, Node, Pod, eventually};
+use serde_json::json;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 /// The fields of a status file of /proc.
 fn status(path: &Path) -> BTreeMap<String, String> {
@@ -79,4 +82,62 @@ fn a_process_that_its_filter_kills_is_reported_as_such_and_leaves_nothing() {
     });
     assert!(!process.exists());
     // The node's census, when it is dropped, finds what is left: processes, taps, mounts, control groups, files.
+}
+
+/// A control group of the node that may use a hundredth of a CPU, in the tree that counts CPUs, as kubelet makes one for a pod.
+struct SmallGroup(PathBuf);
+
+impl SmallGroup {
+    fn new(name: &str) -> SmallGroup {
+        let root = Path::new("/sys/fs/cgroup");
+        let v2 = root.join("cgroup.controllers").exists();
+        let group = if v2 { root.join(name) } else { root.join("cpu").join(name) };
+        fs::create_dir(&group).expect("the node's control groups are writable");
+        let group = SmallGroup(group);
+        let (file, quota) = if v2 { ("cpu.max", "1000 100000") } else { ("cpu.cfs_quota_us", "1000") };
+        if v2 {
+            fs::write(root.join("cgroup.subtree_control"), "+cpu").expect("the node has the controller");
+        }
+        fs::write(group.0.join(file), quota).expect("a quota");
+        group
+    }
+}
+
+impl Drop for SmallGroup {
+    fn drop(&mut self) {
+        if let Err(error) = fs::remove_dir(&self.0) {
+            eprintln!("cannot remove {}: {error}", self.0.display());
+        }
+    }
+}
+
+#[test]
+fn a_vm_boots_beside_a_control_group_whose_cpu_quota_would_throttle_it() {
+    if engine() == "host" {
+        println!("skipped: engine host has no VM that boots");
+        return;
+    }
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let timed = |pod: Pod| {
+        let begin = Instant::now();
+        let pod = node.crictl.run_pod(pod);
+        (pod, begin.elapsed())
+    };
+    let (plain, usual) = timed(Pod::new("plain", node.folder()));
+    plain.remove();
+    let group = SmallGroup::new(&format!("e2e-small-{}", std::process::id()));
+    let name = group.0.file_name().expect("a name").to_string_lossy().into_owned();
+    let resources = json!({"cpu_period": 100_000, "cpu_quota": 1000, "cpu_shares": 10});
+    let linux = json!({"cgroup_parent": format!("/{name}"), "resources": resources});
+    let (pod, took) = timed(Pod::new("small", node.folder()).set("linux", linux));
+    println!("without a quota: {usual:?}, with one: {took:?}");
+    // With a hundredth of a CPU a boot takes about a hundred times as long. Other work on the node makes less of a difference than ten.
+    assert!(took < usual * 10, "{took:?} instead of {usual:?}");
+    assert!(node.log().contains("CPU: 10 of 1000 thousandths"), "the log says why");
+    // The guest's kernel keeps the container to its limit.
+    let limited = Container::sh("c", &image, "sleep 600").set("linux", json!({"resources": resources}));
+    let container = pod.start(limited);
+    assert_eq!(container.exec("cat /sys/fs/cgroup/cpu.max").ok(), "1000 100000");
+    pod.remove();
 }

@@ -70,3 +70,82 @@ fn pods_see_the_sysctls_and_the_name_they_asked_for() {
     assert!(said.starts_with("settings-host\nsettings-host\n81\n1\n"), "{said}");
     pod.remove();
 }
+
+/// Replaces the node's CNI configuration.
+fn configure(node: &Node, plugins: serde_json::Value) {
+    let text = json!({"cniVersion": "1.0.0", "name": "own", "plugins": plugins}).to_string();
+    std::fs::write(node.folder().join("cni/10-e2e.conflist"), text).unwrap();
+}
+
+#[test]
+fn a_pod_goes_without_its_plugin_whose_del_is_owed() {
+    let mut node = Node::new();
+    let folder = node.folder().to_owned();
+    let bridge = json!({
+        "type": "bridge", "bridge": "cni0", "isGateway": true,
+        "ipam": {"type": "host-local", "dataDir": folder.join("leases"), "ranges": [[{"subnet": "10.88.0.0/24"}]]},
+    });
+    configure(&node, json!([bridge, {"type": "nacelle-fake", "dir": folder, "tag": "fake", "del": "broken"}]));
+    std::fs::write(folder.join("broken"), "").unwrap();
+    let pod = node.crictl.run_pod(Pod::new("owing", &folder));
+    pod.remove();
+    // All that the node had of it is gone; only the plugins are asked again.
+    eventually("nothing is left", || node.left().is_empty().then_some(()));
+    let check = |node: &Node| {
+        let config = folder.join("config.toml").display().to_string();
+        let bin = nacelle_e2e::part("NACELLE_BIN").display().to_string();
+        ["check", "pods"].map(|command| node.run(&bin, &[command, "--config", &config]).stdout)
+    };
+    for said in check(&node) {
+        assert!(said.contains("its CNI DEL from network \"own\" has failed"), "{said}");
+    }
+    assert!(node.log().contains("the CNI DEL of the pod is owed"), "{}", node.log());
+    // The next daemon starts all the same, and knows of it.
+    node.kill();
+    node.start();
+    eventually("the plugin is asked again", || check(&node)[1].contains(" times, goes on)").then_some(()));
+    std::fs::remove_file(folder.join("broken")).unwrap();
+    std::fs::write(folder.join("cni/20-other.conf"), "").unwrap();
+    eventually("the plugin has given back what it had", || {
+        let left = std::fs::read_dir(folder.join("root/cni")).unwrap().count();
+        (left == 0).then_some(())
+    });
+    assert!(!check(&node)[1].contains("CNI DEL"));
+}
+
+#[test]
+fn permanent_neighbours_and_host_routes_reach_the_guest() {
+    let node = Node::new();
+    configure(&node, json!([{"type": "nacelle-routed", "mtu": 65535}]));
+    for address in ["10.80.9.9/32", "fd80:9::9/128"] {
+        node.run("ip", &["addr", "add", address, "dev", "lo"]).ok();
+    }
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(Pod::new("routed", node.folder()));
+    assert_eq!(pod.ip(), "10.80.7.5");
+    let shell = pod.start(Container::sh("shell", &image, "sleep 600"));
+    let neighbours = shell.exec("ip neigh show").ok();
+    let permanent = |ip: &str| neighbours.lines().any(|line| line.starts_with(ip) && line.ends_with("PERMANENT"));
+    assert!(permanent("169.254.1.1 ") && permanent("fe80::1 "), "{neighbours}");
+    for address in ["10.80.9.9", "fd80:9::9"] {
+        let answer = shell.exec(&format!("ping -c 2 -W 30 {address}"));
+        assert!(answer.stdout.contains("2 packets received"), "{address}: {answer:?}");
+    }
+    let routes = shell.exec("ip route show").ok();
+    let far = routes.lines().find(|line| line.starts_with("10.81.0.0/16")).unwrap_or_default();
+    for part in ["via 169.254.1.1", "metric 7", "src 10.80.7.5"] {
+        assert!(far.contains(part), "{part}: {routes}");
+    }
+    let mtu = shell.exec("cat /sys/class/net/eth0/mtu").ok();
+    if nacelle_e2e::node::engine() == "host" {
+        assert_eq!(mtu, "65535");
+    } else {
+        // The largest that a tap has, and the log has both numbers.
+        assert_eq!(mtu, "65521");
+        let log = node.log();
+        let warned = log.lines().any(|line| line.contains("mtu=65535") && line.contains("guest_mtu=65521"));
+        assert!(warned, "{log}");
+    }
+    drop(shell);
+    pod.remove();
+}

@@ -202,3 +202,64 @@ fn a_hundred_requests_at_once_are_answered() {
     assert_eq!(json!(pod.id), pod.inspect()["status"]["id"]);
     pod.remove();
 }
+
+/// The processes of the node whose command line has this word.
+fn with_word(word: &str) -> Vec<String> {
+    let processes = std::fs::read_dir("/proc").expect("/proc is mounted").flatten();
+    let line = |entry: std::fs::DirEntry| std::fs::read_to_string(entry.path().join("cmdline")).ok();
+    processes.filter_map(line).filter(|line| line.contains(word)).collect()
+}
+
+/// Removes what lies below the node's run directory, as a tmpfs that is mounted anew has lost it.
+fn lose_run(node: &Node) {
+    for entry in std::fs::read_dir(node.folder().join("run")).expect("the run directory").flatten() {
+        nacelle_e2e::run::call("rm", ["-rf", &entry.path().display().to_string()]);
+    }
+}
+
+#[test]
+fn what_runs_is_ended_if_run_is_lost_while_there_is_no_daemon() {
+    let mut node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    // A number that no other test sleeps for: without a guest the process is the node's.
+    let (pod_id, container) = {
+        let pod = node.crictl.run_pod(Pod::new("lost", node.folder()));
+        let container = pod.start(Container::sh("sleeper", &image, "sleep 604857"));
+        (pod.id.clone(), container.id.clone())
+    };
+    assert!(!node.processes("nacelle-pod ").is_empty() && !node.machines().is_empty());
+    node.kill();
+    lose_run(&node);
+    node.start();
+    // The daemon serves when its pods are in order.
+    assert_eq!(node.processes(""), Vec::<i32>::new(), "processes of a pod that is said to be lost run on");
+    assert_eq!(with_word("604857"), Vec::<String>::new(), "a container of a pod that is said to be lost runs on");
+    assert_eq!(status_of(&node, &container)["state"], "CONTAINER_EXITED");
+    assert_eq!(node.crictl.call(["pods", "-q", "--state", "Ready"]), "");
+    node.crictl.call(["rmp", &pod_id]);
+    eventually("nothing is left", || node.left().is_empty().then_some(()));
+}
+
+#[test]
+fn a_pod_whose_run_directory_is_lost_says_so_at_once_and_can_be_removed() {
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let (pod, container) = pod_with_sleeper(&node, &image, "lost");
+    lose_run(&node);
+    let begun = std::time::Instant::now();
+    // The agent is reached through sockets there; the devices of a machine have theirs open.
+    if nacelle_e2e::node::engine() == "host" {
+        let refused = container.exec("true").err();
+        assert!(refused.contains("run directory"), "{refused}");
+        let created = pod.try_create(Container::sh("late", &image, "true"));
+        let refused = match created.code {
+            0 => node.crictl.try_call(["start", created.ok().trim()]).err(),
+            _ => created.err(),
+        };
+        assert!(begun.elapsed() < Duration::from_secs(30), "{:?}: {refused}", begun.elapsed());
+        assert!(refused.contains("run directory"), "{refused}");
+    }
+    pod.remove();
+    assert_eq!(node.processes(""), Vec::<i32>::new());
+    eventually("nothing is left", || node.left().is_empty().then_some(()));
+}

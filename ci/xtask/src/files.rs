@@ -1,5 +1,5 @@
-//! Owns: what every Rust file must have: a first line that says what it owns, and no `unsafe` unless it is
-//! listed in `ci/unsafe.txt`.
+//! Checks what every Rust file must have: a first line that says what the module does, and no `unsafe` unless the
+//! file is listed in `ci/unsafe.txt`.
 
 use crate::Finding;
 use std::collections::BTreeSet;
@@ -9,21 +9,28 @@ use std::path::{Path, PathBuf};
 
 const FOLDERS: [&str; 5] = ["proto", "shim", "agent", "guest", "ci"];
 
-pub fn check(root: &Path) -> Result<Vec<Finding>, Box<dyn Error>> {
+/// All Rust files: their places below `root` and their texts.
+pub fn all(root: &Path) -> Result<Vec<(String, String)>, Box<dyn Error>> {
+    let mut paths = Vec::new();
+    for folder in FOLDERS {
+        collect(&root.join(folder), &mut paths)?;
+    }
+    paths.sort();
+    let read = |path: PathBuf| {
+        let place = path.strip_prefix(root)?.to_string_lossy().into_owned();
+        Ok((place, fs::read_to_string(&path)?))
+    };
+    paths.into_iter().map(read).collect()
+}
+
+pub fn check(root: &Path, files: &[(String, String)]) -> Result<Vec<Finding>, Box<dyn Error>> {
     let list = fs::read_to_string(root.join("ci/unsafe.txt"))?;
     let mut listed: BTreeSet<&str> = list.lines().filter(|line| !line.is_empty() && !line.starts_with('#')).collect();
-    let mut files = Vec::new();
-    for folder in FOLDERS {
-        collect(&root.join(folder), &mut files)?;
-    }
-    files.sort();
     let mut found = Vec::new();
-    for path in files {
-        let place = path.strip_prefix(root)?.to_string_lossy().into_owned();
-        let text = fs::read_to_string(&path)?;
-        found.extend(header(&text).map(|rule| Finding { place: place.clone(), rule: rule.to_owned() }));
+    for (place, text) in files {
+        found.extend(header(text).map(|rule| Finding { place: place.clone(), rule: rule.to_owned() }));
         let allowed = listed.remove(place.as_str());
-        found.extend(unsafety(&text, allowed).map(|rule| Finding { place: place.clone(), rule: rule.to_owned() }));
+        found.extend(unsafety(text, allowed).map(|rule| Finding { place: place.clone(), rule: rule.to_owned() }));
     }
     found.extend(listed.into_iter().map(|place| Finding {
         place: place.to_owned(),
@@ -47,7 +54,7 @@ fn collect(folder: &Path, files: &mut Vec<PathBuf>) -> Result<(), Box<dyn Error>
 }
 
 fn header(text: &str) -> Option<&'static str> {
-    (!text.starts_with("//! Owns: ")).then_some("does not open with `//! Owns: ...`")
+    (!text.starts_with("//! ")).then_some("does not open with `//!` and a sentence that says what the module does")
 }
 
 fn unsafety(text: &str, listed: bool) -> Option<&'static str> {
@@ -69,8 +76,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_says_what_it_owns() {
-        assert_eq!(header("//! Owns: x\n"), None);
+    fn a_file_says_what_it_does() {
+        assert_eq!(header("//! Forwards frames.\n"), None);
         assert!(header("use std::fs;\n").is_some());
     }
 

@@ -1,6 +1,9 @@
 //! Owns: the house rules that a machine can check: `cargo xtask rules`.
 
+mod calls;
+mod decoders;
 mod files;
+mod jailed;
 mod layers;
 
 use std::path::{Path, PathBuf};
@@ -25,7 +28,11 @@ fn main() -> ExitCode {
     }
     let root = root();
     match layers::check(&root).and_then(|mut found| {
-        found.extend(files::check(&root)?);
+        let files = files::all(&root)?;
+        found.extend(files::check(&root, &files)?);
+        found.extend(calls::check(&files));
+        found.extend(decoders::check(&root, &files)?);
+        found.extend(jailed::check(&root, &files)?);
         Ok(found)
     }) {
         Ok(found) if found.is_empty() => {

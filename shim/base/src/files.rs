@@ -1,10 +1,14 @@
-//! Owns: writing a file whole or not at all.
+//! Writes a file whole or not at all, and removes files and trees, which a jailed process or a container may have filled.
 
-use std::fs::{self, File, OpenOptions};
+use crate::draft::Draft;
+use crate::retry::retry_interrupted;
+use rustix::fs::{AtFlags, CWD, Dir, Mode, OFlags, openat, renameat, unlinkat};
+use rustix::io::Errno;
+use std::ffi::CStr;
+use std::fs;
 use std::io::{self, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A file operation that failed.
 #[derive(Debug, thiserror::Error)]
@@ -36,23 +40,9 @@ pub fn at(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> FileErro
 /// Replaces `path` by a file of mode 0600 with these bytes, durably: after a crash the file has its old or
 /// its new content.
 pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), FileError> {
-    static NEXT: AtomicU64 = AtomicU64::new(0);
-    let temporary = path.with_extension(format!("tmp.{}.{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)));
-    let written = (|| {
-        let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary)?;
-        file.write_all(bytes)?;
-        file.sync_all()?;
-        fs::rename(&temporary, path)?;
-        match path.parent() {
-            Some(folder) if !folder.as_os_str().is_empty() => File::open(folder)?.sync_all(),
-            _ => Ok(()),
-        }
-    })();
-    if written.is_err() {
-        // The error that matters is the first one; a temporary file that stays is removed at the next start.
-        let _ = fs::remove_file(&temporary);
-    }
-    written.map_err(at("write", path))
+    let mut draft = Draft::of(path).map_err(|error| at("write", path)(error.source))?;
+    draft.file.write_all(bytes).map_err(at("write", path))?;
+    draft.keep()
 }
 
 /// Removes a file; one that is not there is no failure.
@@ -63,12 +53,71 @@ pub fn remove_if_there(path: &Path) -> Result<(), FileError> {
     }
 }
 
-/// Removes a folder and what is in it; one that is not there is no failure.
+/// Removes a directory and what is in it; one that is not there is no failure. No link is followed, and neither stack nor open
+/// files grow with the depth of the tree, which a jailed process or a container may have made.
 pub fn remove_tree_if_there(path: &Path) -> Result<(), FileError> {
-    match fs::remove_dir_all(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        other => other.map_err(at("remove", path)),
+    remove_tree(path).map_err(at("remove", path))
+}
+
+const DIRECTORY: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+
+fn remove_tree(path: &Path) -> io::Result<()> {
+    let top = match retry_interrupted(|| openat(CWD, path, DIRECTORY, Mode::empty())) {
+        Err(Errno::NOENT) => return Ok(()),
+        // Something else has its name: that goes.
+        Err(Errno::NOTDIR | Errno::LOOP) => return Ok(unlinkat(CWD, path, AtFlags::empty())?),
+        other => other?,
+    };
+    let mut moved = 0_u64;
+    // What lies deeper is moved up, so that everything is removed from one directory, which is read until it is empty.
+    while remove_entries(&top, |name| {
+        let inner = retry_interrupted(|| openat(&top, name, DIRECTORY, Mode::empty()))?;
+        remove_entries(&inner, |name| {
+            loop {
+                moved += 1;
+                match renameat(&inner, name, &top, format!(".{moved}")) {
+                    // Another entry has this name; an empty directory would have been replaced.
+                    Err(Errno::NOTEMPTY | Errno::EXIST | Errno::NOTDIR) => {}
+                    other => return Ok(other?),
+                }
+            }
+        })?;
+        match unlinkat(&top, name, AtFlags::REMOVEDIR) {
+            Err(Errno::NOENT | Errno::NOTEMPTY) => Ok(()),
+            other => Ok(other?),
+        }
+    })? {}
+    match unlinkat(CWD, path, AtFlags::REMOVEDIR) {
+        Err(Errno::NOENT) => Ok(()),
+        other => Ok(other?),
     }
+}
+
+/// Removes what can be removed at once, and does this with directories that are not empty. False: there was nothing.
+fn remove_entries(dir: &OwnedFd, mut not_empty: impl FnMut(&CStr) -> io::Result<()>) -> io::Result<bool> {
+    let mut any = false;
+    for entry in Dir::read_from(dir)? {
+        let entry = entry?;
+        let name = entry.file_name();
+        if matches!(name.to_bytes(), b"." | b"..") {
+            continue;
+        }
+        any = true;
+        match unlinkat(dir, name, AtFlags::empty()) {
+            Err(Errno::ISDIR) => {}
+            Err(Errno::NOENT) => continue,
+            other => {
+                other?;
+                continue;
+            }
+        }
+        match unlinkat(dir, name, AtFlags::REMOVEDIR) {
+            Err(Errno::NOTEMPTY | Errno::EXIST) => not_empty(name)?,
+            Err(Errno::NOENT) => {}
+            other => other?,
+        }
+    }
+    Ok(any)
 }
 
 #[cfg(test)]
@@ -97,5 +146,34 @@ mod tests {
         remove_if_there(&path).unwrap();
         remove_if_there(&path).unwrap();
         remove_tree_if_there(&folder.path().join("none")).unwrap();
+    }
+
+    #[test]
+    fn a_tree_of_any_depth_and_shape_is_removed_and_nothing_beyond_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let (tree, kept) = (folder.path().join("tree"), folder.path().join("kept"));
+        fs::create_dir(&tree).unwrap();
+        fs::create_dir(&kept).unwrap();
+        fs::write(kept.join("file"), "").unwrap();
+        std::os::unix::fs::symlink(&kept, tree.join("link")).unwrap();
+        // Names that the removal itself uses.
+        for name in [".1/full", ".2", ".4/a/b"] {
+            fs::create_dir_all(tree.join(name)).unwrap();
+        }
+        fs::write(tree.join(".3"), "").unwrap();
+        // Deeper than a path can be long, than files can be open, and than a stack of 2 MiB lets a call per level be.
+        let mut here = openat(CWD, &tree, DIRECTORY, Mode::empty()).unwrap();
+        for _ in 0..20_000 {
+            rustix::fs::mkdirat(&here, "d", Mode::from_raw_mode(0o700)).unwrap();
+            here = openat(&here, "d", DIRECTORY, Mode::empty()).unwrap();
+            rustix::fs::symlinkat("/", &here, "root").unwrap();
+        }
+        drop(here);
+        remove_tree_if_there(&tree).unwrap();
+        assert!(fs::symlink_metadata(&tree).is_err() && kept.join("file").exists());
+        // A link in the place of a tree goes, and not what it leads to.
+        std::os::unix::fs::symlink(&kept, &tree).unwrap();
+        remove_tree_if_there(&tree).unwrap();
+        assert!(fs::symlink_metadata(&tree).is_err() && kept.join("file").exists());
     }
 }

@@ -1,14 +1,19 @@
 //! Owns: the nouns and small tools that every crate of Nacelle shares.
 //! May use: nothing of ours. Knows no CRI, no engine, no guest.
 
+pub mod draft;
 pub mod error;
 pub mod files;
 pub mod id;
+pub mod jailed;
+pub mod json;
+pub mod lock;
 pub mod machine;
 pub mod mounts;
 pub mod net;
 pub mod push;
 pub mod random;
+pub mod retry;
 pub mod share;
 pub mod timeline;
 pub mod undo;

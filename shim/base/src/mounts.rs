@@ -7,6 +7,26 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
+/// The files of a container's proc that may be mounted over: those that programs such as lxcfs show in place of the kernel's.
+const PLACES_IN_PROC: [&str; 10] = [
+    "/proc/cpuinfo",
+    "/proc/diskstats",
+    "/proc/loadavg",
+    "/proc/meminfo",
+    "/proc/slabinfo",
+    "/proc/stat",
+    "/proc/swaps",
+    "/proc/sys/crypto/fips_enabled",
+    "/proc/sys/kernel/ns_last_pid",
+    "/proc/uptime",
+];
+
+/// Whether a path of a container is one of the few in its proc that may be mounted over. All others are refused: who could cover
+/// them could take away what masks and protects the rest.
+pub fn is_place_in_proc(path: &Path) -> bool {
+    PLACES_IN_PROC.iter().any(|place| path == Path::new(place))
+}
+
 /// What is changed of a mount (mount_setattr(2)).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Change<'a> {
@@ -50,4 +70,10 @@ pub fn change(mount: impl AsFd, deep: bool, change: &Change) -> io::Result<()> {
 /// Puts a mount that is nowhere yet at its place.
 pub fn place(mount: impl AsFd, at: &Path) -> io::Result<()> {
     Ok(move_mount(mount, "", CWD, at, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)?)
+}
+
+/// The same on an open directory or file, which no path leads to any more.
+pub fn place_on(mount: impl AsFd, at: impl AsFd) -> io::Result<()> {
+    let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
+    Ok(move_mount(mount, "", at, "", flags)?)
 }

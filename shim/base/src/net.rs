@@ -18,6 +18,17 @@ pub struct Interface {
     pub mtu: u32,
     /// Addresses with their prefix length.
     pub addresses: Vec<IpNet>,
+    /// Permanent entries of its neighbour table (ARP, neighbour discovery).
+    pub neighbours: Vec<Neighbour>,
+}
+
+/// A neighbour whose Ethernet address is not to be asked for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Neighbour {
+    /// Its address.
+    pub ip: IpAddr,
+    /// Its Ethernet address.
+    pub mac: Mac,
 }
 
 /// One route of the pod.
@@ -31,6 +42,10 @@ pub struct Route {
     pub interface: String,
     /// The metric (priority), if one was set.
     pub metric: Option<u32>,
+    /// The preferred source address, if one was set.
+    pub source: Option<IpAddr>,
+    /// The MTU of what goes this way, if one was set.
+    pub mtu: Option<u32>,
 }
 
 /// What the guest's network shall be.

@@ -1,18 +1,15 @@
 //! Owns: random bytes of the kernel. By the system call itself: libraries that look for it at run time do not find it
 //! in a static program (nacelle-pod), and a jailed process has no /dev/random.
 
-use rustix::io::Errno;
+use crate::retry::retry_interrupted;
 use rustix::rand::{GetRandomFlags, getrandom};
 use std::io;
 
 /// Fills `bytes`. Linux gives everybody random bytes once it has booted.
 pub fn fill(mut bytes: &mut [u8]) -> io::Result<()> {
     while !bytes.is_empty() {
-        match getrandom(&mut *bytes, GetRandomFlags::empty()) {
-            Ok(got) => bytes = bytes.get_mut(got..).unwrap_or_default(),
-            Err(Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
-        }
+        let got = retry_interrupted(|| getrandom(&mut *bytes, GetRandomFlags::empty()))?;
+        bytes = bytes.get_mut(got..).unwrap_or_default();
     }
     Ok(())
 }

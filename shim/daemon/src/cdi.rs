@@ -3,6 +3,7 @@
 //! Threads: `find` blocks, on files that others have written.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
+use nacelle_base::json;
 use nacelle_base::{Classify, Kind};
 use serde::Deserialize;
 use serde_json::Value;
@@ -228,7 +229,7 @@ fn read(path: &Path) -> io::Result<Spec> {
     if u64::try_from(text.len()).unwrap_or(u64::MAX) > MAX_FILE {
         return Err(io::Error::other(format!("more than {MAX_FILE} bytes")));
     }
-    Ok(serde_json::from_slice(&text)?)
+    Ok(json::read(&text)?)
 }
 
 fn add(edits: &mut Edits, asked: &ContainerEdits, name: &str, path: &Path) -> Result<(), CdiError> {

@@ -38,7 +38,9 @@ pub fn asked(annotations: &Pairs, namespace: &str) -> Result<Option<Vec<Asked>>,
         return Ok(None);
     };
     let elements = match text.starts_with('[') {
-        true => serde_json::from_str(text).map_err(|_wrong| "a list of objects with a name is expected")?,
+        true => {
+            nacelle_base::json::read(text.as_bytes()).map_err(|_wrong| "a list of objects with a name is expected")?
+        }
         false => text.split(',').map(|one| short(one.trim())).collect::<Vec<Element>>(),
     };
     if elements.len() > MOST {

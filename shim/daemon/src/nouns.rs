@@ -85,6 +85,9 @@ pub struct PodConfig {
     /// What kubelet adds to that in the pod's control group, in bytes: the RuntimeClass's overhead, if it has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub overhead_memory: Option<u64>,
+    /// The same of processors, in thousandths.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub overhead_cpu_milli: Option<u64>,
     /// Processors that all containers together may use, in thousandths, if they are limited.
     pub cpu_limit_milli: Option<u64>,
     /// The control group in which the pod's processes on the node shall be, as kubelet names it.
@@ -151,13 +154,18 @@ pub struct EmptyDirs {
     pub limit: Option<u64>,
 }
 
-/// A container's limits, as CRI writes them; 0 and empty mean "not set".
+/// Of a limit of [`Resources`] in which 0 means "not set": there is none.
+pub const UNLIMITED: i64 = -1;
+/// Of a limit of huge pages: there is none.
+pub const NO_HUGEPAGE_LIMIT: u64 = u64::MAX;
+
+/// Limits of a container or of a pod; 0 and empty mean "not set", [`UNLIMITED`] that there is none.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Resources {
     /// CFS period, µs.
     pub cpu_period: i64,
-    /// CFS quota, µs; negative: none.
+    /// CFS quota, µs.
     pub cpu_quota: i64,
     /// Relative weight, cgroup v1's scale.
     pub cpu_shares: i64,
@@ -167,7 +175,7 @@ pub struct Resources {
     pub memory_swap_limit: i64,
     /// -1000 to 1000.
     pub oom_score_adj: i64,
-    /// Page size ("2MB") and bytes.
+    /// Page size ("2MB") and bytes: 0 keeps the container from them, [`NO_HUGEPAGE_LIMIT`] is no limit.
     pub hugepages: Vec<(String, u64)>,
     /// Files of cgroup v2 and what is written to them.
     pub unified: Pairs,
@@ -333,10 +341,12 @@ pub enum MountOption {
     Noexec,
     /// Reading changes no times.
     Noatime,
+    /// The mark of a read-only volume below which mounts can be written, for a guest's kernel; not to be asked for.
+    Nodiratime,
 }
 
 impl MountOption {
-    /// All.
+    /// All that can be asked for.
     pub const ALL: [MountOption; 4] =
         [MountOption::Nosuid, MountOption::Nodev, MountOption::Noexec, MountOption::Noatime];
 
@@ -347,6 +357,7 @@ impl MountOption {
             MountOption::Nodev => "nodev",
             MountOption::Noexec => "noexec",
             MountOption::Noatime => "noatime",
+            MountOption::Nodiratime => "nodiratime",
         }
     }
 }

@@ -9,6 +9,7 @@ use crate::machine_pod;
 use crate::nouns::NodeVolume;
 use crate::store::ContainerRecord;
 use nacelle_base::files::{FileError, write_whole};
+use nacelle_base::json;
 use nacelle_base::{Chain, ContainerId};
 use nacelle_vmi::annotations::PREFIX;
 use nacelle_vmi::spec::Power;
@@ -160,7 +161,7 @@ impl Follower {
         let read = move || {
             let mut text = Vec::new();
             std::fs::File::open(file).ok()?.take(TOLD_BYTES).read_to_end(&mut text).ok()?;
-            serde_json::from_slice::<Told>(&text).ok()
+            json::read::<Told>(&text).ok()
         };
         let told = spawn_blocking(read).await.ok()??;
         (told.container == self.ids.1.as_str()).then_some(told.power)
@@ -206,7 +207,7 @@ impl Follower {
     }
 
     async fn phase(&self) -> Result<String, PowerError> {
-        let told: Value = serde_json::from_slice(&self.ask("status").await?).unwrap_or_default();
+        let told: Value = json::read(&self.ask("status").await?).unwrap_or_default();
         told.get("phase").and_then(Value::as_str).map(str::to_owned).ok_or(PowerError::Status)
     }
 }

@@ -3,6 +3,7 @@
 //! Threads: `read` blocks, on a file that somebody else names.
 
 use crate::oci::{is_known_capability, normal_capability};
+use nacelle_base::json;
 use nacelle_base::{Classify, Kind};
 use nix::fcntl::OFlag;
 use oci_spec::runtime::{Arch, LinuxSeccompAction, LinuxSeccompFilterFlag, LinuxSeccompOperator};
@@ -146,7 +147,7 @@ pub fn read(path: &Path) -> Result<Profile, ProfileError> {
 
 fn parse(path: &Path, bytes: &[u8]) -> Result<Profile, ProfileError> {
     let mut profile: Profile =
-        serde_json::from_slice(bytes).map_err(|source| ProfileError::Json { path: path.to_owned(), source })?;
+        json::read(bytes).map_err(|source| ProfileError::Json { path: path.to_owned(), source })?;
     let notify = |what| Err(ProfileError::Notify { path: path.to_owned(), what });
     if profile
         .syscalls

@@ -4,27 +4,32 @@
 use crate::config::Config;
 use crate::cri::Cri;
 use crate::deadline::Deadlines;
+use crate::grpc_connection::GrpcConnection;
 use crate::lifecycle::seams::{Networks, Pods};
 use crate::lifecycle::{EngineChoice, Events, Node, Parts};
 use crate::node_service::NodeService;
+use crate::socket::{SocketClaim, SocketError};
 use crate::store::{Observer, Store, StoreError};
 use crate::streaming::Guests;
 use crate::supervision::{SupervisionError, Supervisor};
 use crate::vm_service::VmService;
 use crate::vms::Vms;
 use crate::{credentials, follow, power};
-use nacelle_base::files::{FileError, at, remove_if_there};
-use nacelle_base::{Classify, Kind};
+use nacelle_base::draft;
+use nacelle_base::files::{FileError, at};
+use nacelle_base::lock::{LockError, PathLock};
+use nacelle_base::{Chain, Classify, Kind};
 use nacelle_image::ImageError;
 use nacelle_proto::cri::image_service_server::ImageServiceServer;
 use nacelle_proto::cri::runtime_service_server::RuntimeServiceServer;
 use nacelle_proto::node::node_server::NodeServer;
 use nacelle_proto::vm::machines_server::MachinesServer;
-use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
-use std::path::Path;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, RwLock};
 use std::time::{Duration, Instant};
 use tokio::net::UnixListener;
+use tokio_stream::StreamExt;
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::task::AbortOnDropHandle;
 use tonic::transport::Server;
@@ -34,9 +39,11 @@ const MESSAGE_LIMIT: usize = 40 << 20;
 /// For requests that are under way when the daemon is told to end; what they asked for goes on without it.
 const END_LIMIT: Duration = Duration::from_secs(3);
 
-/// For the lock of the image store.
+/// For locks that a daemon holds which is about to end.
 const LOCK_LIMIT: Duration = Duration::from_secs(10);
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
+/// Between two looks at CNI DELs that are owed.
+const DEBTS_PAUSE: Duration = Duration::from_secs(5);
 
 /// What a daemon is made of.
 pub struct Setup {
@@ -69,6 +76,22 @@ pub enum ServeError {
     /// The streaming server.
     #[error(transparent)]
     Streaming(#[from] nacelle_stream::ServerError),
+    /// The socket.
+    #[error(transparent)]
+    Socket(#[from] SocketError),
+    /// Another daemon uses a directory in which each daemon removes what it does not know.
+    #[error(
+        "cannot use {setting} = {path:?}: another daemon uses that directory, and each would remove what belongs to the other; stop that \
+         one, or set {setting} to another path"
+    )]
+    Shared {
+        /// The setting that names it: "paths.run".
+        setting: &'static str,
+        /// The directory.
+        path: PathBuf,
+        /// Which daemon.
+        source: LockError,
+    },
     /// What the service manager hands over.
     #[error(transparent)]
     Supervision(#[from] SupervisionError),
@@ -96,6 +119,8 @@ impl Classify for ServeError {
             ServeError::Images(error) => error.kind(),
             ServeError::Streaming(error) => error.kind(),
             ServeError::Supervision(error) => error.kind(),
+            ServeError::Socket(error) => error.kind(),
+            ServeError::Shared { source, .. } => source.kind(),
             ServeError::Serve { .. } | ServeError::GivenUp { .. } => Kind::Internal,
         }
     }
@@ -113,13 +138,64 @@ pub async fn open(setup: Setup) -> Result<Node, ServeError> {
         }
         // The state store first: it keeps a second daemon out.
         let (store, contents) = Store::open(&paths.store(), observer)?;
+        let locks = lock_directories(&with)?;
+        // Nothing writes there now but processes that hold the locks of their drafts.
+        if let Err(error) = draft::sweep(&paths.root) {
+            // Jailed processes write in some of the directories: what they leave must not keep the daemon from serving.
+            tracing::warn!(error = %Chain(&error), "not all drafts of killed processes are removed");
+        }
         let images = open_images(&with)?;
         let vms = Vms::open(paths.machines(), store.clone(), contents.vms.clone())?;
-        Ok((store, contents, images, vms))
+        Ok((store, contents, images, vms, locks))
     });
-    let (store, contents, images, vms) = opened.await.map_err(|source| ServeError::GivenUp { source })??;
-    let parts = Parts { config, engine, store, images, vms, pods, networks, cidrs: RwLock::new(Vec::new()), events };
+    let (store, contents, images, vms, locks) = opened.await.map_err(|source| ServeError::GivenUp { source })??;
+    let cidrs = RwLock::new(Vec::new());
+    let parts = Parts { config, engine, store, images, vms, pods, networks, cidrs, events, locks };
     Ok(Node::recover(parts, contents).await)
+}
+
+/// Keeps other daemons out of the directories in which this one removes what it does not know. That of the state store needs
+/// no lock here: the store has its own.
+fn lock_directories(config: &Config) -> Result<Vec<PathLock>, ServeError> {
+    let (run, netns) = (&config.paths.run, &config.network.netns_dir);
+    let held = |setting, path: &Path| {
+        let path = path.to_owned();
+        move |source| ServeError::Shared { setting, path, source }
+    };
+    let of_run = PathLock::take(&run.join("lock"), LOCK_LIMIT).map_err(held("paths.run", run))?;
+    // Other programs have namespaces there, too, and would show the lock file as one.
+    std::fs::create_dir_all(netns).map_err(at("create", netns))?;
+    let beside = PathLock::beside(&netns.canonicalize().map_err(at("find", netns))?);
+    let of_netns = PathLock::take(&beside, LOCK_LIMIT).map_err(held("network.netns_dir", netns))?;
+    Ok(vec![of_run, of_netns])
+}
+
+/// The right to serve.
+#[derive(Debug)]
+pub enum Claim {
+    /// On the socket that the service manager holds open.
+    Handed(std::os::unix::net::UnixListener),
+    /// On the path that the configuration names.
+    Own(SocketClaim),
+}
+
+/// Takes the right to serve; before anything of the node is touched, so that a daemon that cannot serve changes nothing.
+pub async fn claim(config: &Config, supervisor: &mut Supervisor) -> Result<Claim, ServeError> {
+    let path = config.paths.socket.clone();
+    if let Some(listener) = supervisor.take_listener(&path)? {
+        return Ok(Claim::Handed(listener));
+    }
+    let claimed = tokio::task::spawn_blocking(move || SocketClaim::take(&path, LOCK_LIMIT));
+    Ok(Claim::Own(claimed.await.map_err(|source| ServeError::GivenUp { source })??))
+}
+
+/// Tries CNI DELs that are owed again, for as long as the daemon serves.
+async fn settle_debts(node: Node) {
+    loop {
+        tokio::time::sleep(DEBTS_PAUSE).await;
+        let parts = node.parts();
+        parts.networks.settle(parts.teardown_limit()).await;
+    }
 }
 
 /// Opens the image store; a daemon that was killed, or a command, may hold it for a moment longer.
@@ -136,30 +212,31 @@ fn open_images(config: &Config) -> Result<nacelle_image::Store, ImageError> {
 /// Serves the node until `end`, and tells whoever started the daemon.
 pub async fn serve(
     node: Node,
-    mut supervisor: Supervisor,
+    supervisor: Supervisor,
+    claim: Claim,
     end: impl Future<Output = ()> + Send + 'static,
 ) -> Result<(), ServeError> {
     let socket = node.parts().config.paths.socket.clone();
-    let handed = supervisor.take_listener(&socket)?;
-    // A socket of the manager's stays when the daemon ends: clients wait there for the next one.
-    let own = handed.is_none();
-    let listener = match handed {
-        Some(listener) => UnixListener::from_std(listener).map_err(at("listen on", &socket))?,
-        None => listen(&socket)?,
-    };
-    tracing::info!(socket = %socket.display(), handed_over = !own, "serving CRI v1");
-    let (ending, ended) = tokio::sync::oneshot::channel();
     let (streams, streaming) = nacelle_stream::Server::bind(&node.parts().config.streaming_options()).await?;
+    let (listener, own) = match claim {
+        // A socket of the manager's stays when the daemon ends: clients wait there for the next one.
+        Claim::Handed(listener) => (UnixListener::from_std(listener).map_err(at("listen on", &socket))?, None),
+        Claim::Own(claim) => claim.listen().map(|(listener, own)| (listener, Some(own)))?,
+    };
+    tracing::info!(socket = %socket.display(), handed_over = own.is_none(), "serving CRI v1");
+    let (ending, ended) = tokio::sync::oneshot::channel();
     let guests = Arc::new(Guests::new(node.clone()));
     // Streams end with the daemon; the pods do not notice.
     let _streaming = AbortOnDropHandle::new(tokio::spawn(streaming.serve(guests)));
     let _power = AbortOnDropHandle::new(tokio::spawn(follow::all::<power::Annotation>(node.clone())));
     let _credentials = AbortOnDropHandle::new(tokio::spawn(follow::all::<credentials::Secrets>(node.clone())));
+    let _debts = AbortOnDropHandle::new(tokio::spawn(settle_debts(node.clone())));
     let cri = Cri::new(node.clone(), streams);
     let events_of = node.clone();
     let supervisor = Arc::new(supervisor);
     let (watching, watched, watched_socket) = (Arc::clone(&supervisor), node.clone(), socket.clone());
     let watch = AbortOnDropHandle::new(tokio::spawn(async move { watching.watch(&watched_socket, &watched).await }));
+    let connections = UnixListenerStream::new(listener).map(|accepted| accepted.map(GrpcConnection::new));
     let server = Server::builder()
         .layer(Deadlines)
         .add_service(
@@ -170,7 +247,7 @@ pub async fn serve(
         .add_service(ImageServiceServer::new(cri).max_encoding_message_size(MESSAGE_LIMIT))
         .add_service(NodeServer::new(NodeService::new(node.clone())))
         .add_service(MachinesServer::new(VmService::new(node)).max_encoding_message_size(MESSAGE_LIMIT))
-        .serve_with_incoming_shutdown(UnixListenerStream::new(listener), async move {
+        .serve_with_incoming_shutdown(connections, async move {
             end.await;
             drop(watch);
             supervisor.stopping();
@@ -188,21 +265,8 @@ pub async fn serve(
         served = server => served,
         () = limit => Ok(()),
     };
-    if own {
-        remove_if_there(&socket)?;
+    if let Some(own) = own {
+        own.remove()?;
     }
     served.map_err(|source| ServeError::Serve { socket: socket.display().to_string(), source })
-}
-
-/// Listens on the socket, which only root may open from its first moment on. The store has kept a second daemon
-/// out, so what stands there is a leftover.
-fn listen(socket: &Path) -> Result<UnixListener, FileError> {
-    let folder = socket.parent().unwrap_or(Path::new("/"));
-    std::fs::DirBuilder::new().recursive(true).mode(0o755).create(folder).map_err(at("create", folder))?;
-    let new = folder.join(format!(".n{}", std::process::id()));
-    remove_if_there(&new)?;
-    let listener = UnixListener::bind(&new).map_err(at("listen on", &new))?;
-    std::fs::set_permissions(&new, std::fs::Permissions::from_mode(0o600)).map_err(at("set the mode of", &new))?;
-    std::fs::rename(&new, socket).map_err(at("name", socket))?;
-    Ok(listener)
 }

@@ -6,6 +6,7 @@ use crate::lifecycle::Node;
 use crate::sys;
 use hyper_util::rt::TokioIo;
 use nacelle_base::{Chain, Classify, Kind};
+use nacelle_pod::client::connect_unix;
 use nacelle_proto::cri::VersionRequest;
 use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
 use nix::sys::socket::{getsockopt, sockopt};
@@ -227,7 +228,7 @@ async fn ask(socket: &Path) -> Result<(), tonic::Status> {
     let path = socket.to_owned();
     let connector = tower::service_fn(move |_: Uri| {
         let path = path.clone();
-        async move { Ok::<_, io::Error>(TokioIo::new(tokio::net::UnixStream::connect(path).await?)) }
+        async move { Ok::<_, io::Error>(TokioIo::new(connect_unix(&path).await?)) }
     });
     // The address is never looked at: the connector knows where to go.
     let channel = Endpoint::from_static("http://nacelle").connect_with_connector_lazy(connector);

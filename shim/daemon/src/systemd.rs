@@ -6,6 +6,7 @@
 //! them (systemd's "Control Group APIs and Delegation").
 //! May use: D-Bus, nothing else of the daemon.
 
+use nacelle_base::retry::retry_interrupted;
 use nacelle_base::{Classify, Kind, PodId};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -35,7 +36,7 @@ pub(crate) fn runs() -> bool {
 
 /// Whether somebody answers on the system's bus. Blocks.
 pub(crate) fn has_bus() -> bool {
-    std::os::unix::net::UnixStream::connect(BUS).is_ok()
+    retry_interrupted(|| std::os::unix::net::UnixStream::connect(BUS)).is_ok()
 }
 
 /// systemd does not give a pod its scope.

@@ -12,6 +12,7 @@ use crate::store::{ContainerRecord, VmRecord};
 use crate::streaming::Guests;
 use crate::vms;
 use nacelle_base::Kind;
+use nacelle_base::json;
 use nacelle_keeper::spec::RunStrategy;
 use nacelle_proto::vm;
 use serde_json::Value;
@@ -28,6 +29,8 @@ use ways::Way;
 
 /// For a verb that takes no work.
 const VERB: Duration = Duration::from_secs(60);
+/// From the end of a pod process to the end of its containers being known.
+const ENDS: Duration = Duration::from_secs(10);
 /// For all memory of a machine to be written to a disk.
 const SNAPSHOT: Duration = Duration::from_secs(1800);
 /// For a machine to say how it is, where many are asked.
@@ -91,6 +94,17 @@ impl VmService {
 
     async fn done(&self, request: Request<vm::MachineRef>, verb: &'static str) -> Result<Response<vm::Empty>, Status> {
         self.verb(request.into_inner(), &[verb], VERB).await.map(|_| Response::new(vm::Empty {}))
+    }
+
+    /// A verb after which the machine is off. If its pod process ends before it answers, so has the machine.
+    async fn off(&self, request: Request<vm::MachineRef>, verb: &'static str) -> Result<Response<vm::Empty>, Status> {
+        let container = self.find_running(&request.into_inner())?;
+        match self.ask(&container, &[verb], VERB).await {
+            Err(error)
+                if error.code() == tonic::Code::Unavailable && self.node.ends(container.id.as_str(), ENDS).await => {}
+            other => drop(other?),
+        }
+        Ok(Response::new(vm::Empty {}))
     }
 
     async fn snapshot(
@@ -231,7 +245,7 @@ fn word(strategy: RunStrategy) -> &'static str {
 
 /// What a machine says of itself; none: it does not answer. Its keeper is a process of the pod's: its words are cut.
 fn look(machine: &mut vm::Machine, told: Option<&[u8]>) {
-    let told: Value = told.and_then(|text| serde_json::from_slice(text).ok()).unwrap_or_default();
+    let told: Value = told.and_then(|text| json::read(text).ok()).unwrap_or_default();
     let yes = |key: &str| told.get(key).and_then(Value::as_bool).unwrap_or_default();
     let phase = told.get("phase").and_then(Value::as_str).unwrap_or(UNKNOWN);
     machine.phase = phase.chars().filter(|c| c.is_ascii_alphanumeric()).take(32).collect();
@@ -259,7 +273,7 @@ fn check_name(to: &vm::MachineRef) -> Result<(), Status> {
 
 /// Snapshots as a keeper tells of them; what is none is left out.
 fn snapshots(told: &[u8]) -> Vec<vm::SnapshotInfo> {
-    let told: Value = serde_json::from_slice(told).unwrap_or_default();
+    let told: Value = json::read(told).unwrap_or_default();
     let one = |entry: &Value| {
         Some(vm::SnapshotInfo {
             name: entry.get("name")?.as_str()?.chars().filter(|c| !c.is_control()).take(64).collect(),
@@ -272,7 +286,7 @@ fn snapshots(told: &[u8]) -> Vec<vm::SnapshotInfo> {
 
 /// Disks as a keeper tells of them; what is none is left out.
 fn volumes(told: &[u8]) -> Vec<vm::Volume> {
-    let told: Value = serde_json::from_slice(told).unwrap_or_default();
+    let told: Value = json::read(told).unwrap_or_default();
     let one = |entry: &Value| {
         Some(vm::Volume {
             name: entry.get("name")?.as_str()?.chars().filter(|c| !c.is_control()).take(64).collect(),
@@ -303,7 +317,7 @@ impl vm::machines_server::Machines for VmService {
     }
 
     async fn stop(&self, request: Request<vm::MachineRef>) -> Result<Response<vm::Empty>, Status> {
-        self.done(request, "stop").await
+        self.off(request, "stop").await
     }
 
     async fn restart(&self, request: Request<vm::MachineRef>) -> Result<Response<vm::Empty>, Status> {
@@ -311,7 +325,7 @@ impl vm::machines_server::Machines for VmService {
     }
 
     async fn power_off(&self, request: Request<vm::MachineRef>) -> Result<Response<vm::Empty>, Status> {
-        self.done(request, "power-off").await
+        self.off(request, "power-off").await
     }
 
     async fn pause(&self, request: Request<vm::MachineRef>) -> Result<Response<vm::Empty>, Status> {

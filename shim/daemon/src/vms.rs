@@ -3,10 +3,11 @@
 
 use crate::store::{Change, Store, StoreError, VmRecord};
 use nacelle_base::files::{FileError, at, remove_tree_if_there};
+use nacelle_base::jailed::JailedDir;
 use nacelle_base::{Chain, Classify, Kind, random};
 use nacelle_image::ImageId;
 use std::collections::BTreeMap;
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
@@ -314,15 +315,15 @@ pub fn new_record(namespace: &str, name: &str) -> Result<VmRecord, VmError> {
 /// Copies the files of a folder that has no others in it; blocks are shared where the file system can.
 fn copy_folder(from: &Path, to: &Path) -> Result<(), FileError> {
     std::fs::DirBuilder::new().mode(0o700).create(to).map_err(at("create", to))?;
-    for entry in std::fs::read_dir(from).map_err(at("read", from))? {
-        let entry = entry.map_err(at("read", from))?;
-        // The machine's own processes have written there: a link would lead to whatever they like.
-        if !entry.file_type().map_err(at("look at", &entry.path()))?.is_file() {
-            continue;
-        }
-        let copy = to.join(entry.file_name());
-        std::fs::copy(entry.path(), &copy).map_err(at("copy", &entry.path()))?;
-        std::fs::File::open(&copy).and_then(|file| file.sync_all()).map_err(at("write", &copy))?;
+    // The machine's own processes have written there.
+    let from = JailedDir::new(from);
+    for name in from.files()? {
+        let Some(mut source) = from.open(&name)? else { continue };
+        let copy = to.join(name);
+        let made = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&copy);
+        let mut target = made.map_err(at("create", &copy))?;
+        std::io::copy(&mut source, &mut target).map_err(at("copy", &copy))?;
+        target.sync_all().map_err(at("write", &copy))?;
     }
     std::fs::File::open(to).and_then(|folder| folder.sync_all()).map_err(at("write", to))
 }

@@ -24,8 +24,9 @@ fn a_kernel_is_in_the_folder_of_its_pod_until_the_machine_has_it() {
     let pod = world.run(run(&mut daemon, image::NAME, &[("kernel", KERNEL)])).unwrap();
     let folder = world.pods.alive().pop().unwrap();
     let started = world.pods.kernels.lock().unwrap().clone();
-    assert_eq!(started, [(folder.join("kernel"), Some(image::kernel()))]);
-    assert!(!folder.join("kernel").exists(), "the folder is memory");
+    let kernel = nacelle_pod::jail_dir(&folder).join("kernel");
+    assert_eq!(started, [(kernel.clone(), Some(image::kernel()))]);
+    assert!(!kernel.exists(), "the directory is memory");
     let shown = |daemon: &mut Daemon| {
         let request = cri::PodSandboxStatusRequest { pod_sandbox_id: pod.clone(), verbose: true };
         let status = world.run(daemon.cri.pod_sandbox_status(request)).unwrap().into_inner();

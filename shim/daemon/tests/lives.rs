@@ -72,6 +72,24 @@ fn a_pod_and_its_container_from_birth_to_end_with_every_verb_twice() {
 }
 
 #[test]
+fn a_container_is_stopped_after_any_time() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    world.run(async {
+        let pod = daemon.run_pod("web").await.unwrap();
+        for (name, timeout) in [("longest", i64::MAX), ("none", 0), ("negative", i64::MIN)] {
+            let id = daemon.create_named(&pod, name).await.unwrap();
+            daemon.start(&id).await.unwrap();
+            let request = cri::StopContainerRequest { container_id: id.clone(), timeout };
+            daemon.cri.stop_container(request).await.unwrap();
+            assert_eq!(daemon.status(&id).await.unwrap().state(), cri::ContainerState::ContainerExited, "{timeout}");
+        }
+        daemon.remove_pod(&pod).await.unwrap();
+        assert!(daemon.pods().await.is_empty());
+    });
+}
+
+#[test]
 fn removing_a_ready_pod_stops_it_first() {
     let world = World::new();
     let mut daemon = world.daemon();

@@ -75,6 +75,35 @@ fn a_pod_that_died_without_a_daemon_is_told() {
 }
 
 #[test]
+fn a_pod_whose_run_directory_is_lost_is_ended_before_it_is_said_to_be() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    let (pod, container) = world.run(async {
+        let pod = daemon.run_pod("a").await.unwrap();
+        let container = daemon.create(&pod, "a").await.unwrap();
+        daemon.start(&container).await.unwrap();
+        (pod, container)
+    });
+    daemon.kill();
+    let folder = world.pods.alive().pop().unwrap();
+    std::fs::remove_dir_all(&folder).unwrap();
+    let mut daemon = world.daemon();
+    assert_eq!(world.pods.alive(), Vec::<std::path::PathBuf>::new());
+    world.run(async {
+        assert_eq!(daemon.pod_status(&pod).await.unwrap().state(), cri::PodSandboxState::SandboxNotready);
+        assert_eq!(daemon.status(&container).await.unwrap().exit_code, 255);
+        daemon.remove_pod(&pod).await.unwrap();
+    });
+    // Lost while the daemon runs, with the directory around it: the next pod has a place all the same.
+    std::fs::remove_dir_all(folder.parent().unwrap()).unwrap();
+    world.run(async {
+        let next = daemon.run_pod("b").await.unwrap();
+        daemon.remove_pod(&next).await.unwrap();
+    });
+    assert_eq!(world.left(), Vec::<String>::new());
+}
+
+#[test]
 fn a_container_that_the_guest_still_makes_is_made_anew() {
     let world = World::new();
     let mut daemon = world.daemon();

@@ -53,7 +53,7 @@ impl Stranger {
         if to.exists() {
             fs::remove_file(&to).unwrap();
         }
-        pack(&from, &to, &Moved::default()).unwrap()
+        pack(fs::File::open(&from).unwrap(), &from, &to, &Moved::default()).unwrap()
     }
 
     /// An artifact with this document, whose files are these.

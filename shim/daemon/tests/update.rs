@@ -274,8 +274,6 @@ fn what_a_pod_may_have_is_recorded_if_its_machine_holds_it() {
             assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
             assert!(error.message().contains(word) && error.message().contains("make the pod anew"), "{error}");
         }
-        let error = update_pod(&mut daemon, &pod, -1, 0).await.unwrap_err();
-        assert!(error.code() == Code::InvalidArgument && error.message().contains("resources.memory_limit"), "{error}");
         assert_eq!(update_pod(&mut daemon, "ffff", 1, 0).await.unwrap_err().code(), Code::NotFound);
         assert_eq!(said(&mut daemon, &pod).await["resources"], before);
         pod
@@ -289,6 +287,46 @@ fn what_a_pod_may_have_is_recorded_if_its_machine_holds_it() {
         daemon.stop_pod(&pod).await.unwrap();
         assert_eq!(update_pod(&mut daemon, &pod, 1, 0).await.unwrap_err().code(), Code::FailedPrecondition);
     });
+}
+
+#[test]
+fn what_kubelet_reads_from_an_unlimited_control_group_is_no_limit() {
+    // memory.limit_in_bytes of cgroup v1, and what kubelet makes of memory.max of v2; cpu.cfs_quota_us is -1 in both.
+    for unlimited in [9_223_372_036_854_771_712, -1] {
+        let world = World::new();
+        let mut daemon = world.daemon();
+        world.run(async {
+            let pod = daemon.run_pod("a").await.unwrap();
+            let machine = said(&mut daemon, &pod).await["machine"].clone();
+            update_pod(&mut daemon, &pod, machine["memory"].as_i64().unwrap(), 100_000).await.unwrap();
+            update_pod(&mut daemon, &pod, unlimited, -1).await.unwrap();
+            let now = said(&mut daemon, &pod).await;
+            assert_eq!(now["resources"]["containers"]["memory_limit"], -1, "{now}");
+            assert_eq!((&now["machine"]["memory"], &now["machine"]["vcpus"]), (&machine["memory"], &1.into()));
+
+            let limit = |memory_limit_in_bytes| cri::LinuxContainerResources {
+                memory_limit_in_bytes,
+                memory_swap_limit_in_bytes: unlimited,
+                ..Default::default()
+            };
+            let mut config = container_config("c");
+            config.linux.as_mut().unwrap().resources = Some(limit(unlimited));
+            let request =
+                cri::CreateContainerRequest { pod_sandbox_id: pod.clone(), config: Some(config), sandbox_config: None };
+            let id = daemon.cri.create_container(request).await.unwrap().into_inner().container_id;
+            update(&mut daemon, &id, limit(1 << 20)).await.unwrap();
+            update(&mut daemon, &id, limit(unlimited)).await.unwrap();
+            assert_eq!(written(&world), ["memory.max=1048576 None", "memory.max=max None"]);
+            assert_eq!(limits(&mut daemon, &id).await.memory_limit_in_bytes, -1);
+
+            // A pod that comes so is as one that comes without a limit.
+            let mut config = pod_config("b");
+            config.linux.get_or_insert_default().resources = Some(limit(unlimited));
+            let request = cri::RunPodSandboxRequest { config: Some(config), runtime_handler: String::new() };
+            let other = daemon.cri.run_pod_sandbox(request).await.unwrap().into_inner().pod_sandbox_id;
+            assert_eq!(said(&mut daemon, &other).await["machine"], machine);
+        });
+    }
 }
 
 #[test]

@@ -2,6 +2,7 @@
 //! it was started with.
 //! Threads: per machine the warden (`process`).
 
+use nacelle_base::retry::retry_interrupted;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -90,10 +91,15 @@ impl GuestLink for Link {
         living()?;
         let refused = LinkError::Refused { port };
         let Some(path) = self.sockets.path(port) else { return Err(refused) };
-        match UnixStream::connect(path) {
-            Err(error) if matches!(error.kind(), io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound) => {
+        match retry_interrupted(|| UnixStream::connect(&path)) {
+            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
                 living()?;
                 Err(refused)
+            }
+            // It was there before the process was started: nobody will make it again.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                living()?;
+                Err(LinkError::Lost { path })
             }
             other => other.map_err(|source| LinkError::Resources { source }),
         }

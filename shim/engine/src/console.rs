@@ -1,6 +1,8 @@
 //! Owns: what the guest prints: the newest part of it in memory, and in a file that stays small.
 //! The bytes come from the guest: they are never trusted to be text, nor to end.
 
+use nacelle_base::files::FileError;
+use nacelle_base::jailed::{JailedDir, JailedFile};
 use nacelle_base::machine::ConsoleKind;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -94,16 +96,12 @@ fn last(bytes: &[u8], count: usize) -> &[u8] {
     bytes.get(bytes.len().saturating_sub(count)..).unwrap_or_default()
 }
 
-/// The newest lines of a console's log, at most `limit` bytes, made printable.
-pub fn log_tail(path: &Path, limit: usize) -> io::Result<String> {
-    let mut log = File::open(path)?;
-    let length = log.metadata()?.len();
+/// The newest lines of a console's log, at most `limit` bytes, made printable; none if there is no log. The process that writes it may
+/// have put anything in its place.
+pub fn log_tail(dir: &JailedDir, log: JailedFile, limit: usize) -> Result<Option<String>, FileError> {
     // One more than is shown tells that there is more.
-    let wanted = limit as u64 + 1;
-    log.seek(SeekFrom::Start(length.saturating_sub(wanted)))?;
-    let mut bytes = Vec::new();
-    log.take(wanted).read_to_end(&mut bytes)?;
-    Ok(printable_tail(&bytes, limit))
+    let bytes = dir.tail(log, limit as u64 + 1)?;
+    Ok(bytes.map(|bytes| printable_tail(&bytes, limit)))
 }
 
 /// The last `limit` bytes as text without control characters, from the start of a line if it is not all.
@@ -137,12 +135,16 @@ mod tests {
 
     #[test]
     fn the_log_of_a_machine_is_read_from_its_end() {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        std::fs::write(file.path(), "one\ntwo\nthree\n").unwrap();
-        assert_eq!(log_tail(file.path(), 100).unwrap(), "one\ntwo\nthree");
-        assert_eq!(log_tail(file.path(), 11).unwrap(), "two\nthree");
-        assert_eq!(log_tail(file.path(), 10).unwrap(), "three");
-        assert!(log_tail(Path::new("/nowhere"), 9).is_err());
+        let folder = tempfile::tempdir().unwrap();
+        let (dir, log) = (JailedDir::new(folder.path()), JailedFile::new("console.log"));
+        let tail = |limit| log_tail(&dir, log, limit);
+        assert_eq!(tail(9).unwrap(), None);
+        std::fs::write(folder.path().join("console.log"), "one\ntwo\nthree\n").unwrap();
+        let shown = [100, 11, 10].map(|limit| tail(limit).unwrap().unwrap());
+        assert_eq!(shown, ["one\ntwo\nthree", "two\nthree", "three"]);
+        std::fs::remove_file(folder.path().join("console.log")).unwrap();
+        std::os::unix::fs::symlink("/etc/passwd", folder.path().join("console.log")).unwrap();
+        assert!(tail(9).is_err());
     }
 
     #[test]

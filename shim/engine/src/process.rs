@@ -4,6 +4,7 @@
 //! first thread, which lives as long as this process: its warden only watches.
 #![allow(unsafe_code)] // reason: `pre_exec` and three system calls in it that no safe wrapper offers.
 
+use nacelle_base::retry::{self, retry_interrupted};
 use std::io::{self, Read};
 use std::os::fd::{AsFd, RawFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -14,7 +15,7 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::{Builder, JoinHandle};
 
 use nacelle_jail::ThreadKind;
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::poll::{PollFd, PollFlags};
 use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{Id, WaitPidFlag, waitid};
 use nix::unistd::Pid;
@@ -128,8 +129,9 @@ impl Process {
 
     fn reap(&self, child: &mut Child) -> io::Result<ExitStatus> {
         // Waits without reaping, so that `kill` cannot hit a stranger with the same pid.
-        while let Err(nix::errno::Errno::EINTR) = waitid(Id::Pid(self.pid), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT)
-        {
+        let ended = retry_interrupted(|| waitid(Id::Pid(self.pid), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT));
+        if let Err(error) = ended {
+            tracing::error!(pid = self.pid(), %error, "cannot wait for a machine");
         }
         let mut alive = self.alive.lock().unwrap_or_else(PoisonError::into_inner);
         let status = child.wait();
@@ -181,7 +183,6 @@ fn listen(mut console: Console, out: Option<ChildStdout>, err: Option<ChildStder
     while out.is_some() || err.is_some() {
         let [out_ready, err_ready] = match ready(out.as_ref(), err.as_ref()) {
             Ok(ready) => ready,
-            Err(nix::errno::Errno::EINTR) => continue,
             Err(error) => {
                 tracing::error!(%error, "cannot listen to a machine any more");
                 break;
@@ -202,10 +203,10 @@ fn listen(mut console: Console, out: Option<ChildStdout>, err: Option<ChildStder
     (console, messages)
 }
 
-fn ready(out: Option<&ChildStdout>, err: Option<&ChildStderr>) -> nix::Result<[bool; 2]> {
+fn ready(out: Option<&ChildStdout>, err: Option<&ChildStderr>) -> io::Result<[bool; 2]> {
     let fds = [out.map(AsFd::as_fd), err.map(AsFd::as_fd)];
     let mut polled: Vec<PollFd<'_>> = fds.iter().flatten().map(|fd| PollFd::new(*fd, PollFlags::POLLIN)).collect();
-    poll(&mut polled, PollTimeout::NONE)?;
+    retry::poll(&mut polled, None)?;
     let mut answers = polled.iter().map(|fd| fd.any().unwrap_or(true));
     Ok(fds.map(|fd| fd.is_some() && answers.next().unwrap_or(false)))
 }

@@ -2,8 +2,8 @@
 //! files (`nacelle-fs`), and the daemon's hand, which puts volumes into that process's mount namespace and takes them out.
 //! May use: `base`, `jail`, `proto` (the pieces of a pushed volume), virtiofsd. Knows no pod and no engine. docs/devices/fs.md is the map.
 
-mod ends;
 mod error;
+mod mounts;
 mod names;
 mod pusher;
 mod queue;
@@ -11,6 +11,7 @@ mod room;
 mod server;
 mod sys;
 mod tree;
+mod views;
 mod volumes;
 
 pub use error::ShareError;

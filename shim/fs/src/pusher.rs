@@ -6,6 +6,7 @@
 use crate::tree::{TreeError, Walk};
 use nacelle_base::Chain;
 use nacelle_base::push::{Ask, DATA, MAX_WORD, Told, Why};
+use nacelle_base::retry::retry_transient;
 use nacelle_proto::agent::Tree;
 use nix::unistd::{chdir, fchdir};
 use prost::Message;
@@ -152,7 +153,7 @@ impl Pusher {
             let why = if error.kind() == io::ErrorKind::NotFound { Why::Missing } else { Why::Failed };
             (why, format!("cannot {what} it: {error}"))
         };
-        let root = openat2(&self.places, place, flags, Mode::empty(), resolve);
+        let root = retry_transient(|| openat2(&self.places, place, flags, Mode::empty(), resolve));
         let root = root.map_err(|error| failed("open", error.into()))?;
         let watch = if live { Some(self.watch(&root).map_err(|error| failed("watch", error))?) } else { None };
         let volume = Volume { root, live, watch, walk: None, read: None, due: None, told: false };

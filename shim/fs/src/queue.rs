@@ -3,6 +3,7 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use crate::server::{Answered, Memory, Piece, Region, SIZE, Server};
+use nacelle_base::retry::retry_interrupted;
 use nacelle_base::share::Lent;
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
@@ -80,8 +81,8 @@ impl Served {
 
     /// Takes note of a kick.
     pub fn kicked(&mut self) {
-        match nix::unistd::read(&self.kick, &mut [0; 8]) {
-            Ok(1..) | Err(Errno::EAGAIN | Errno::EINTR) => {}
+        match retry_interrupted(|| nix::unistd::read(&self.kick, &mut [0; 8])) {
+            Ok(1..) | Err(Errno::EAGAIN) => {}
             Ok(_) | Err(_) => self.breaks(&"its kick cannot be read"),
         }
     }
@@ -136,7 +137,7 @@ impl Served {
         if !self.queue.needs_notification(&self.guest)? {
             return Ok(());
         }
-        match nix::unistd::write(&self.call, &1u64.to_ne_bytes()) {
+        match retry_interrupted(|| nix::unistd::write(&self.call, &1u64.to_ne_bytes())) {
             Ok(_) | Err(Errno::EAGAIN) => {} // EAGAIN: a call is pending already
             Err(error) => tracing::error!("cannot interrupt the guest: {error}"),
         }

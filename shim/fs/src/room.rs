@@ -2,19 +2,20 @@
 //! place for volumes, answering until the pod process ends.
 //! Threads: one.
 
-use crate::ends::Ends;
 use crate::error::ShareError;
+use crate::mounts::Mounts;
 use crate::pusher::Pusher;
 use crate::queue::Served;
 use crate::server::Server;
 use crate::sys;
 use nacelle_base::Chain;
+use nacelle_base::retry::{self, retry_interrupted};
 use nacelle_base::share::{HEADER, LEND, Lent, MAX_LENT, MAX_MESSAGE, MAX_PART, QUEUES, RETURN, SHOW};
 use nacelle_jail::Mode;
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, open};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::poll::{PollFd, PollFlags};
 use nix::sched::{CloneFlags, unshare};
 use nix::sys::prctl;
 use nix::sys::resource::{Resource, getrlimit};
@@ -27,7 +28,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::rc::Rc;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Where the volumes are mounted: the share's root, which cannot be written.
@@ -90,7 +91,8 @@ impl Share {
         let mut word = [0];
         let mut first =
             self.ways.files.first().map(|[first, _]| first).ok_or_else(|| silent(io::ErrorKind::NotFound.into()))?;
-        first.set_read_timeout(Some(START_LIMIT)).and_then(|()| first.read_exact(&mut word)).map_err(silent)?;
+        let read = first.set_read_timeout(Some(START_LIMIT)).and_then(|()| first.read_exact(&mut word));
+        read.map_err(|source| silent(retry::timed_out(source)))?;
         first.set_read_timeout(None).map_err(silent)?;
         Ok(self.ways)
     }
@@ -149,15 +151,15 @@ fn live(
     }
     // Modes are as the guest says.
     umask(FileMode::empty());
-    let fds =
-        open("/proc/self/fd", OFlag::O_PATH | OFlag::O_CLOEXEC, FileMode::empty()).map_err(step("find its files"))?;
+    let fds = retry_interrupted(|| open("/proc/self/fd", OFlag::O_PATH | OFlag::O_CLOEXEC, FileMode::empty()))
+        .map_err(step("find its files"))?;
     let places = build(scaffold).map_err(step("leave the node's files"))?;
-    let ends = Ends::new(&fds).map_err(|source| ShareError::Step { what: "find its mounts", source })?;
+    let mounts = Mounts::new(&fds).map_err(|source| ShareError::Step { what: "find its mounts", source })?;
     nacelle_jail::confine(seccomp, CAPABILITIES)?;
     let (files, _) = getrlimit(Resource::RLIMIT_NOFILE).map_err(step("find its limits"))?;
     let serve = |source| ShareError::Step { what: "serve", source };
     let files = files / u64::try_from(shown.shares()).unwrap_or(u64::MAX);
-    let maker = Maker { fds: File::from(fds), files, cache, ends: Rc::new(ends) };
+    let maker = Maker { fds: File::from(fds), files, cache, mounts: Arc::new(mounts) };
     let mut shares = Vec::with_capacity(streams.len());
     for streams in streams {
         let server = match shown {
@@ -207,7 +209,8 @@ fn build(scaffold: &Path) -> nix::Result<OwnedFd> {
     // The old root lands on the new one, and is taken off.
     pivot_root(".", ".")?;
     umount2(".", MntFlags::MNT_DETACH)?;
-    let pushed = open(PUSHED, OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, FileMode::empty())?;
+    let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
+    let pushed = retry_interrupted(|| open(PUSHED, flags, FileMode::empty()))?;
     chroot(SHOWN)?;
     chdir("/")?;
     Ok(pushed)
@@ -234,12 +237,12 @@ struct Maker {
     /// How many each may have open.
     files: u64,
     cache: Duration,
-    ends: Rc<Ends>,
+    mounts: Arc<Mounts>,
 }
 
 impl Maker {
     fn server(&self, root: &str) -> io::Result<Server> {
-        Server::new(root, self.fds.try_clone()?, self.files, self.cache, self.ends.clone())
+        Server::new(root, self.fds.try_clone()?, self.files, self.cache, self.mounts.clone())
     }
 
     /// One that shows a part: a volume of a container, which is a folder.
@@ -266,10 +269,7 @@ fn answer_all(shares: &mut [Guest], pusher: &mut Pusher, maker: &Maker) -> io::R
             let lent = ways.iter_mut().filter_map(|way| way.lent.as_mut());
             more = lent.fold(more, |more, lent| lent.serve(server) | more);
         }
-        let limit = pusher.due().map(|due| due.saturating_duration_since(Instant::now()));
-        // A millisecond more: too early would be once more.
-        let limit = limit.map(|left| u16::try_from(left.as_millis() + 1).unwrap_or(u16::MAX));
-        let limit = if more { PollTimeout::ZERO } else { limit.map_or(PollTimeout::NONE, PollTimeout::from) };
+        let deadline = if more { Some(Instant::now()) } else { pusher.due() };
         let [asked, news] = [pusher.stream(), pusher.watcher()];
         let ways = || shares.iter().flat_map(|share| &share.ways);
         let streams = ways().map(|way| way.stream.as_fd());
@@ -278,10 +278,7 @@ fn answer_all(shares: &mut [Guest], pusher: &mut Pusher, maker: &Maker) -> io::R
             ways().map(|way| way.lent.as_ref().filter(|lent| !lent.is_broken()).map(AsFd::as_fd)).collect();
         let fds = [asked, news].into_iter().chain(streams).chain(kicks.iter().flatten().copied());
         let mut events: Vec<PollFd<'_>> = fds.map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
-        match poll(&mut events, limit) {
-            Ok(_) | Err(Errno::EINTR) => {}
-            Err(error) => return Err(error.into()),
-        }
+        retry::poll(&mut events, deadline)?;
         let mut ready = events.iter().map(|event| event.any().unwrap_or(false));
         let mut next = || ready.next().unwrap_or(false);
         let (asked, news) = (next(), next());

@@ -2,14 +2,16 @@
 //! into memory of this process, which is a part of the guest's as far as it knows, and so is what is looked at of a request.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-use crate::ends::Ends;
+use crate::mounts::Mounts;
 use crate::names;
+use crate::views::Views;
 use nacelle_base::share::{ANSWER_HEADER, MAX_MESSAGE};
+use std::ffi::CString;
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::unix::net::UnixStream;
-use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use vhost_user_backend_of_virtiofsd::bitmap::BitmapMmapRegion as Bitmap;
 use virtio_queue_of_virtiofsd::desc::split::Descriptor;
@@ -52,6 +54,11 @@ const OPCODE: std::ops::Range<usize> = 4..8;
 /// `FUSE_WRITE`, and what stands before its data: `struct fuse_in_header`, `struct fuse_write_in`.
 const FUSE_WRITE: [u8; 4] = 16u32.to_le_bytes();
 const WRITE_HEAD: usize = 40 + 40;
+/// `FUSE_INIT`, and where it has both halves of its flags; that of our guest's kernel (guest/kernel/0009-fuse-device-submounts.patch),
+/// which mounts volumes that are no directories, too.
+const FUSE_INIT: [u8; 4] = 26u32.to_le_bytes();
+const INIT_FLAGS: std::ops::Range<usize> = 52..60;
+const DEVICE_SUBMOUNTS: u64 = 1 << 62;
 /// `FUSE_OPEN` and `FUSE_CREATE`, and where they have the file's flags.
 const FUSE_OPEN: [u8; 4] = 14u32.to_le_bytes();
 const FUSE_CREATE: [u8; 4] = 35u32.to_le_bytes();
@@ -65,12 +72,14 @@ const NO_FLUSH: u32 = 1 << 5;
 
 /// The files below a folder, as a guest asks for them.
 pub(crate) struct Server {
-    fuse: Fuse<PassthroughFs>,
+    fuse: Fuse<Views>,
     own: Arc<Region>,
     memory: Memory,
     queue: Queue,
     asked: u16,
-    ends: Rc<Ends>,
+    mounts: Arc<Mounts>,
+    /// Whether the guest's kernel mounts volumes that are no directories, too.
+    mounts_files: Arc<AtomicBool>,
     /// What is looked at of a request before virtiofsd sees it; kept, to have the room.
     head: Vec<u8>,
 }
@@ -94,11 +103,11 @@ pub(crate) type Piece = (u64, u32);
 impl Server {
     /// A server of the folder `root`. `own_fds` is this process's `/proc/self/fd`, `files` how many it may have open,
     /// `cache` how long the guest may believe what it was told of names and attributes: somebody on the node may change
-    /// any file at any time. `ends` says which ends of files it need not ask for.
-    pub fn new(root: &str, own_fds: File, files: u64, cache: Duration, ends: Rc<Ends>) -> io::Result<Server> {
+    /// any file at any time. `mounts` are this process's.
+    pub fn new(root: &str, own_fds: File, files: u64, cache: Duration, mounts: Arc<Mounts>) -> io::Result<Server> {
         let config = Config {
             root_dir: root.to_owned(),
-            proc_sfd_rawfd: Some(own_fds),
+            proc_sfd_rawfd: Some(own_fds.try_clone()?),
             entry_timeout: cache,
             attr_timeout: cache,
             cache_policy: CachePolicy::Auto,
@@ -110,7 +119,10 @@ impl Server {
             guest_fd_limit: files.saturating_sub(OWN_FILES),
             ..Config::default()
         };
-        let fuse = Fuse::new(PassthroughFs::new(config)?);
+        let mounts_files = Arc::new(AtomicBool::new(false));
+        let views =
+            Views::new(PassthroughFs::new(config)?, CString::new(root)?, own_fds, mounts.clone(), mounts_files.clone());
+        let fuse = Fuse::new(views);
         let region = MmapRegion::new(BYTES).map_err(io::Error::other)?;
         let own = Arc::new(Region::new(region, GuestAddress(OWN)).ok_or(io::ErrorKind::OutOfMemory)?);
         let memory = Memory::from_arc_regions(vec![own.clone()]).map_err(io::Error::other)?;
@@ -120,7 +132,7 @@ impl Server {
         queue.try_set_avail_ring_address(GuestAddress(AVAILABLE)).map_err(io::Error::other)?;
         queue.try_set_used_ring_address(GuestAddress(USED)).map_err(io::Error::other)?;
         queue.set_ready(true);
-        Ok(Server { fuse, own, memory, queue, asked: 0, ends, head: Vec::new() })
+        Ok(Server { fuse, own, memory, queue, asked: 0, mounts, mounts_files, head: Vec::new() })
     }
 
     /// This process's own memory, to be a part of the memory of a guest whose requests are answered where they lie.
@@ -189,6 +201,10 @@ impl Server {
     /// Has a request answered whose beginning, `head`, was looked at and can be changed by nobody.
     fn ask(&mut self, memory: &Memory, head: &[u8], readable: &[Piece], writable: &[Piece]) -> u32 {
         let error = if names::stay(head) {
+            if head.get(OPCODE).is_some_and(|opcode| opcode == FUSE_INIT) {
+                let flags = head.get(INIT_FLAGS).and_then(|bytes| bytes.try_into().ok()).map_or(0, u64::from_le_bytes);
+                self.mounts_files.store(flags & DEVICE_SUBMOUNTS != 0, Ordering::Relaxed);
+            }
             match self.pass(memory, readable, writable) {
                 Ok(written) => {
                     self.spare_flush(memory, head, writable, written);
@@ -225,7 +241,7 @@ impl Server {
         };
         let flags = head.get(OPEN_FLAGS).and_then(|bytes| bytes.try_into().ok()).map(i32::from_le_bytes);
         let read_only = flags.is_some_and(|flags| flags & libc::O_ACCMODE == libc::O_RDONLY);
-        if written != before + OPENED || !(read_only || self.ends.are_nothing()) {
+        if written != before + OPENED || !(read_only || self.mounts.need_no_flush()) {
             return;
         }
         let (flags_at, mut before) = (u64::from(before + FLAGS_AT), 0);

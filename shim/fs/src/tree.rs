@@ -4,6 +4,7 @@
 #![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing))]
 
 use nacelle_base::push::{DATA, MAX_BYTES, MAX_DEPTH, MAX_ENTRIES, MAX_PATH, PART, Why};
+use nacelle_base::retry::retry_transient;
 use nacelle_proto::agent::TreeEntry;
 use rustix::fs::{
     AtFlags, Dir, FileType, Mode, OFlags, RawMode, ResolveFlags, Stat, fstat, openat2, readlinkat, statat,
@@ -92,7 +93,7 @@ fn below(folder: &[u8], name: &[u8]) -> Vec<u8> {
 fn open(folder: impl AsFd, name: &[u8], more: OFlags) -> Result<OwnedFd, Errno> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC | more;
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
-    openat2(folder, OsStr::from_bytes(name), flags, Mode::empty(), resolve)
+    retry_transient(|| openat2(&folder, OsStr::from_bytes(name), flags, Mode::empty(), resolve))
 }
 
 fn link(folder: impl AsFd, name: &[u8]) -> Result<Vec<u8>, Errno> {

@@ -19,7 +19,7 @@ use std::time::{Duration, SystemTime};
 mod guest;
 mod queues;
 
-use guest::{GETATTR, Guest, INIT, ROOT, UNLINK};
+use guest::{FORGET, GETATTR, Guest, INIT, RENAME, ROOT, UNLINK};
 
 /// With it and a folder this program is what an agent without a guest is to its volumes.
 const AS_AGENT: &str = "--as-agent";
@@ -50,7 +50,9 @@ fn folders_and_files_are_shared_as_asked() {
 
 fn folders_and_files(mut guest: Guest) {
     let (dir, folder) = folder();
-    let read_only = Volume { read_only: true, ..volume(&folder) };
+    let read_only = Volume { read_only: true, ..volume(&dir.path().join("other")) };
+    fs::create_dir(&read_only.path).unwrap();
+    fs::write(read_only.path.join("file"), "not to be written").unwrap();
     guest.attach("c", &[volume(&folder), read_only, volume(&folder.join("file"))]).unwrap();
     assert_eq!(guest.read("c/0/file").unwrap(), "of the node");
     assert_eq!(guest.read("c/2").unwrap(), "of the node");
@@ -76,6 +78,66 @@ fn folders_and_files(mut guest: Guest) {
     // A name is free again.
     guest.attach("c", &[volume(&folder)]).unwrap();
     assert_eq!(guest.read("c/0/file").unwrap(), "of the node");
+    drop(guest);
+    umount2(dir.path(), MntFlags::empty()).unwrap();
+}
+
+fn a_file_is_one_inode_through_all_volumes_that_have_it() {
+    for guest in [Guest::new, Guest::lent] {
+        one_inode(guest());
+    }
+}
+
+fn one_inode(mut guest: Guest) {
+    let (dir, folder) = folder();
+    let part = folder.join("part");
+    fs::create_dir(&part).unwrap();
+    fs::write(part.join("inner"), "inner").unwrap();
+    // What is read-only in all volumes cannot be written, however it is reached.
+    guest.attach("read", &[Volume { read_only: true, ..volume(&folder) }]).unwrap();
+    let paths = ["read/0", "read/0/file", "read/0/part", "read/0/part/inner"];
+    let [whole, file, of_part, inner] = paths.map(|path| guest.find(path).unwrap());
+    for node in [file, inner] {
+        assert_eq!(guest.open(node, libc::O_RDWR), Err(libc::EROFS));
+    }
+    assert_eq!([whole, file, of_part, inner].map(|node| node >> 48), [1; 4], "the device is in the number");
+    assert_eq!(guest.find("read").unwrap() >> 48, 0, "the share itself is of no device");
+    // A part that can be written: what was found before is the same, and can be written, too.
+    guest.attach("part", &[volume(&part), volume(&part.join("inner"))]).unwrap();
+    assert_eq!(["part/0", "part/0/inner", "part/1"].map(|path| guest.find(path).unwrap()), [of_part, inner, inner]);
+    guest.open(inner, libc::O_RDWR).unwrap();
+    guest.create(of_part, "made").unwrap();
+    assert_eq!(guest.open(file, libc::O_RDWR), Err(libc::EROFS));
+    assert_eq!(guest.create(whole, "made"), Err(libc::EROFS));
+    // The parent, which has all of it.
+    guest.attach("parent", &[volume(dir.path())]).unwrap();
+    assert_eq!(guest.find("parent/0/volume/part/inner").unwrap(), inner);
+    assert_eq!(guest.find("parent/0/volume").unwrap(), whole);
+    guest.open(file, libc::O_RDWR).unwrap();
+    // From one to the other, which the mounts of the part alone, and of what can be read only, do not allow.
+    let mut body = of_part.to_le_bytes().to_vec();
+    body.extend(b"file\0moved\0");
+    guest.ask(RENAME, whole, &body).unwrap();
+    assert_eq!(fs::read_to_string(part.join("moved")).unwrap(), "of the node");
+    assert_eq!(guest.find("read/0/part/moved").unwrap(), file);
+    // Without them it is as before.
+    guest.detach("parent");
+    guest.open(file, libc::O_RDWR).unwrap();
+    assert_eq!(guest.create(whole, "made"), Err(libc::EROFS));
+    guest.detach("part");
+    for node in [file, inner] {
+        assert_eq!(guest.open(node, libc::O_RDWR), Err(libc::EROFS));
+        guest.open(node, libc::O_RDONLY).unwrap();
+    }
+    // What no volume has any more can be read until the guest has forgotten it, and is another one after that.
+    guest.detach("read");
+    guest.open(file, libc::O_RDONLY).unwrap();
+    let forget = |guest: &mut Guest, node: u64| guest.tell(FORGET, node, &u64::MAX.to_le_bytes());
+    forget(&mut guest, file);
+    assert_eq!(guest.open(file, libc::O_RDONLY), Err(libc::EBADF));
+    guest.attach("again", &[volume(&folder)]).unwrap();
+    assert_eq!(guest.find("again/0").unwrap(), whole);
+    assert!(guest.find("again/0/part/moved").unwrap() > file);
     drop(guest);
     umount2(dir.path(), MntFlags::empty()).unwrap();
 }
@@ -241,25 +303,35 @@ fn mounts_of_the_node_are_heard_of_where_that_is_asked() {
         fs::write(place.join(name), name).unwrap();
     };
     on(&below, "early");
-    let mut guest = Guest::new();
-    let hears = Volume { propagation: Propagation::FromNode, ..volume(&folder) };
-    let read_only = Volume { read_only: true, ..volume(&folder) };
-    let all = Volume { read_only: true, all_read_only: true, ..volume(&folder) };
-    guest.attach("c", &[volume(&folder), hears, read_only, all]).unwrap();
-    for number in 0..4 {
-        assert_eq!(guest.read(&format!("c/{number}/below/early")).unwrap(), "early");
-    }
-    // Read-only is the volume, and what lies below it only if all of it is asked for.
-    let node = guest.find("c/2/below").unwrap();
-    guest.create(node, "written").unwrap();
-    let node = guest.find("c/3/below").unwrap();
-    assert_eq!(guest.create(node, "over"), Err(libc::EROFS));
     let late = folder.join("late");
     fs::create_dir(&late).unwrap();
+    let hears = || Volume { propagation: Propagation::FromNode, ..volume(&folder) };
+    let read_only = || Volume { read_only: true, ..volume(&folder) };
+    let all = || Volume { all_read_only: true, ..read_only() };
+    let seeing = |volumes: &[Volume]| {
+        let mut guest = Guest::new();
+        guest.attach("c", volumes).unwrap();
+        for number in 0..volumes.len() {
+            assert_eq!(guest.read(&format!("c/{number}/below/early")).unwrap(), "early");
+        }
+        guest
+    };
+    let guests =
+        [vec![volume(&folder)], vec![hears()], vec![read_only()], vec![all()], vec![volume(&folder), hears(), all()]];
+    let [mut deaf, mut hearing, mut of_mount, mut of_all, mut of_several] = guests.map(|volumes| seeing(&volumes));
+    // Read-only is the volume, and what lies below it only if all of it is asked for, and no other volume allows it.
+    for (guest, written) in [(&mut of_mount, Ok(())), (&mut of_all, Err(libc::EROFS)), (&mut of_several, Ok(()))] {
+        let node = guest.find("c/0/below").unwrap();
+        assert_eq!(guest.create(node, "written").map(drop), written);
+    }
     on(&late, "late");
-    assert_eq!(guest.find("c/0/late/late"), Err(libc::ENOENT));
-    assert_eq!(guest.read("c/1/late/late").unwrap(), "late");
-    drop(guest);
+    assert_eq!(deaf.find("c/0/late/late"), Err(libc::ENOENT));
+    assert_eq!(hearing.read("c/0/late/late").unwrap(), "late");
+    // What one volume of a directory hears of is there for all of them.
+    for number in 0..3 {
+        assert_eq!(of_several.read(&format!("c/{number}/late/late")).unwrap(), "late");
+    }
+    drop([deaf, hearing, of_mount, of_all, of_several]);
     for place in [&late, &below, &dir.path().to_owned()] {
         umount2(place, MntFlags::empty()).unwrap();
     }
@@ -273,12 +345,16 @@ fn reading_changes_no_times_where_that_is_asked() {
         let file = fs::File::options().write(true).open(folder.join(name)).unwrap();
         file.set_times(fs::FileTimes::new().set_accessed(ago)).unwrap();
     }
-    let mut guest = Guest::new();
-    guest.attach("c", &[volume(&folder), Volume { no_access_times: true, ..volume(&folder) }]).unwrap();
+    let kept = Volume { no_access_times: true, ..volume(&folder) };
+    let [mut guest, mut other] = [Guest::new(), Guest::new()];
+    guest.attach("c", std::slice::from_ref(&kept)).unwrap();
+    other.attach("c", &[kept, volume(&folder)]).unwrap();
     let accessed = |name: &str| fs::metadata(folder.join(name)).unwrap().accessed().unwrap();
-    assert_eq!(guest.read("c/1/kept").unwrap(), "kept");
+    assert_eq!(guest.read("c/0/kept").unwrap(), "kept");
     assert_eq!(accessed("kept"), ago);
-    assert_eq!(guest.read("c/0/plain").unwrap(), "plain");
+    // Not so where another volume of the pod has the file, too.
+    assert_eq!(other.find("c/0").unwrap(), other.find("c/1").unwrap());
+    assert_eq!(other.read("c/0/plain").unwrap(), "plain");
     // Not so where the node's own file system keeps no times.
     fs::read(folder.join("kept")).unwrap();
     assert_eq!(accessed("plain") == ago, accessed("kept") == ago);
@@ -292,6 +368,7 @@ fn owners_are_shown_and_written_shifted_where_that_is_asked() {
     let owners = Owners { users: (100_000, 65_536), groups: (200_000, 65_536) };
     let mapped = Volume { owners: Some(owners), ..volume(&folder) };
     guest.attach("c", &[mapped, volume(&folder)]).unwrap();
+    assert_ne!(guest.find("c/0/file").unwrap(), guest.find("c/1/file").unwrap(), "their owners differ");
     let root = guest.owner("c/0/file").unwrap();
     assert_eq!((root, guest.owner("c/1/file").unwrap()), ((100_000, 200_000), (0, 0)));
     assert_eq!(guest.owner("c/0/of-nobody").unwrap(), (65_534, 65_534));
@@ -475,8 +552,9 @@ fn it_ends_with_the_pod_process() {
 }
 
 fn main() -> ExitCode {
-    let tests: [(&str, fn()); 20] = [
+    let tests: [(&str, fn()); 21] = [
         ("folders_and_files_are_shared_as_asked", folders_and_files_are_shared_as_asked),
+        ("a_file_is_one_inode_through_all_volumes_that_have_it", a_file_is_one_inode_through_all_volumes_that_have_it),
         (
             "the_end_of_a_file_is_asked_for_only_where_it_does_something",
             the_end_of_a_file_is_asked_for_only_where_it_does_something,

@@ -1,5 +1,6 @@
 //! Owns: what an administrator can set about images and registries, and the credentials of one pull.
 
+use crate::ImageError;
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -20,6 +21,9 @@ pub struct Config {
     pub max_layer_bytes: u64,
     /// Files and folders that one layer may have.
     pub max_layer_entries: u64,
+    /// Bytes of memory that all pulls and loads together may take for unpacking; one layer may take a quarter of it, the tree of an
+    /// image seven eighths.
+    pub max_unpack_memory: u64,
     /// References of images that must not be collected (`ImageRecord::pinned`), for example a pause image.
     pub pinned: Vec<String>,
 }
@@ -32,8 +36,30 @@ impl Default for Config {
             progress_timeout_seconds: 60,
             max_layer_bytes: 64 << 30,
             max_layer_entries: 1_000_000,
+            max_unpack_memory: 1 << 30,
             pinned: Vec::new(),
         }
+    }
+}
+
+/// The least memory for unpacking. A layer may take a quarter of it: [`LAYER_MEMORY`], and half as much for its index.
+pub const MIN_UNPACK_MEMORY: u64 = 6 * LAYER_MEMORY;
+/// What a layer takes at least, in zstd: its fixed buffers and its window.
+const LAYER_MEMORY: u64 = 64 << 20;
+
+impl Config {
+    /// The memory for unpacking, if it is enough.
+    pub(crate) fn unpack_memory(&self) -> Result<u64, ImageError> {
+        match self.max_unpack_memory {
+            bytes if bytes >= MIN_UNPACK_MEMORY => Ok(bytes),
+            bytes => Err(ImageError::UnpackMemory { bytes, least: MIN_UNPACK_MEMORY }),
+        }
+    }
+
+    /// Layers at a time: as configured, and no more than fit into half of the memory for unpacking.
+    pub(crate) fn layers_at_a_time(&self) -> usize {
+        let fitting = usize::try_from(self.max_unpack_memory / 2 / LAYER_MEMORY).unwrap_or(usize::MAX);
+        self.parallel_layers.min(fitting).clamp(1, 64)
     }
 }
 

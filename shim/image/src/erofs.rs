@@ -5,6 +5,7 @@
 //! May use: `tree`, `layer::index`.
 
 use crate::Digest;
+use crate::budget::{Budget, BudgetError, heap};
 use crate::layer::BLOCK;
 use crate::layer::index::{Data, Device};
 use crate::tree::{Body, Ino, Inode, Tree};
@@ -26,6 +27,10 @@ const MAX_METADATA: usize = 512 << 20;
 const UNIT: usize = 32;
 const INODE: usize = 64;
 const DIRENT: usize = 12;
+/// What `Plan::places` has for an inode in memory: an eleventh of a node of 280 bytes, or more where nodes are half full.
+const PLACE: u64 = 64;
+/// What a name in a directory's blocks takes in memory, in lists that may be half empty, and the sorted list that they are cut from.
+const NAME: u64 = 3 * 32;
 
 /// A blob as the metadata refer to it.
 #[derive(Clone, Copy, Debug)]
@@ -48,6 +53,9 @@ pub enum ErofsError {
     /// A file has more names than the format can count.
     #[error("a file has too many names")]
     TooManyLinks,
+    /// The metadata cost more than they may.
+    #[error("the metadata of the image cannot be built")]
+    Budget(#[from] BudgetError),
 }
 
 /// The metadata and the layers (by number, lowest first) whose blobs have to follow them, in this order.
@@ -60,11 +68,13 @@ pub struct Metadata {
 }
 
 /// Writes a tree over these blobs, of which there is one per layer.
-pub fn write(tree: &Tree, blobs: &[Blob]) -> Result<Metadata, ErofsError> {
-    let plan = Plan::new(tree, blobs)?;
+pub fn write(tree: &Tree, blobs: &[Blob], budget: &mut Budget) -> Result<Metadata, ErofsError> {
+    let plan = Plan::new(tree, blobs, budget)?;
+    budget.charge(u64::from(plan.blocks) * BLOCK)?;
     let mut out = vec![0; plan.blocks as usize * BLOCK_LEN];
     plan.superblock(&mut out, blobs);
     for placed in &plan.inodes {
+        budget.step(1)?;
         plan.inode(&mut out, placed)?;
     }
     Ok(Metadata { bytes: out, used: plan.used.keys().copied().collect() })
@@ -129,9 +139,9 @@ impl Placed<'_> {
 }
 
 impl<'t> Plan<'t> {
-    fn new(tree: &'t Tree, blobs: &[Blob]) -> Result<Self, ErofsError> {
+    fn new(tree: &'t Tree, blobs: &[Blob], budget: &mut Budget) -> Result<Self, ErofsError> {
         let mut plan = Plan { inodes: Vec::new(), places: BTreeMap::new(), blocks: 0, used: BTreeMap::new() };
-        plan.collect(tree);
+        plan.collect(tree, budget)?;
         for placed in &plan.inodes {
             if let Body::File { layer, data } = &placed.inode.body
                 && data.stored()
@@ -180,11 +190,12 @@ impl<'t> Plan<'t> {
     }
 
     /// Lists the inodes in use, folders before what is in them, and counts their names.
-    fn collect(&mut self, tree: &'t Tree) {
+    fn collect(&mut self, tree: &'t Tree, budget: &mut Budget) -> Result<(), BudgetError> {
         let mut todo = vec![(0, 0)];
         self.places.insert(0, (0, 2));
         while let Some((ino, parent)) = todo.pop() {
             let Some(inode) = tree.inodes.get(ino) else { continue };
+            charge(inode, budget)?;
             let mut below = Vec::new();
             let content = match &inode.body {
                 Body::Folder(children) => {
@@ -212,6 +223,7 @@ impl<'t> Plan<'t> {
             self.inodes.push(Placed { ino, inode, content, xattrs: xattr_bytes(inode), at: 0, block: 0 });
             todo.extend(below.into_iter().rev());
         }
+        Ok(())
     }
 
     fn superblock(&self, out: &mut [u8], blobs: &[Blob]) {
@@ -324,6 +336,16 @@ impl<'t> Plan<'t> {
             }
         }
     }
+}
+
+/// Charges what the plan has of an inode, and the steps for it: its place, the copy of its attributes, and twice the names of a
+/// directory, which wait in a list to be placed themselves and stand in the directory's blocks.
+fn charge(inode: &Inode, budget: &mut Budget) -> Result<(), BudgetError> {
+    let names = if let Body::Folder(children) = &inode.body { children.len() + 2 } else { 0 };
+    budget.step(1 + names as u64)?;
+    let xattrs = inode.meta.xattrs.iter().map(|(name, value)| name.len() + value.len() + 8).sum::<usize>();
+    let of_names = names as u64 * (NAME + size_of::<(Ino, Ino)>() as u64);
+    budget.charge(size_of::<Placed>() as u64 + PLACE + heap(12 + 2 * xattrs) + of_names)
 }
 
 /// A folder's entries, with `.` and `..`, sorted by their bytes and cut into blocks.

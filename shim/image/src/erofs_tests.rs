@@ -1,7 +1,9 @@
 //! Owns: the tests of the EROFS writer that need no kernel; those that mount are in `tests/store`.
 
 use super::*;
-use crate::layer::index::{Entry, LayerIndex, Meta, What};
+use crate::budget::{Cancel, Pool};
+use crate::layer::index::{Entry, Meta, What};
+use crate::tree::tests::{layer, measured, merge};
 use proptest::prelude::*;
 
 fn merged(names: &[String]) -> Tree {
@@ -10,7 +12,11 @@ fn merged(names: &[String]) -> Tree {
         meta: Meta { mode: 0o644, ..Meta::default() },
         what: What::File(Data::Flat { size: 1, block: 0 }),
     };
-    Tree::merge([&LayerIndex { blob_length: BLOCK, entries: names.iter().map(entry).collect() }]).unwrap()
+    merge([&layer(names.iter().map(entry).collect())]).unwrap()
+}
+
+fn written(tree: &Tree, blobs: &[Blob]) -> Result<Metadata, ErofsError> {
+    write(tree, blobs, &mut Budget::image(&Pool::new(1 << 30), &Cancel::default(), 1 << 20))
 }
 
 fn number<const N: usize>(bytes: &[u8], at: usize) -> u64 {
@@ -40,7 +46,7 @@ fn root_names(bytes: &[u8]) -> Vec<Vec<u8>> {
 #[test]
 fn the_device_table_says_where_the_blobs_are() {
     let blob = Blob { diff_id: Digest([0xab; 32]), length: 5 * BLOCK };
-    let metadata = write(&merged(&["a".into()]), &[blob]).unwrap();
+    let metadata = written(&merged(&["a".into()]), &[blob]).unwrap();
     let bytes = &metadata.bytes;
     assert_eq!(number::<4>(bytes, SUPER_AT), u64::from(MAGIC));
     assert_eq!((number::<2>(bytes, SUPER_AT + 86), number::<2>(bytes, SUPER_AT + 88)), (1, FIRST_SLOT as u64));
@@ -52,8 +58,8 @@ fn the_device_table_says_where_the_blobs_are() {
 
 #[test]
 fn blobs_that_nobody_needs_are_left_out() {
-    let tree = Tree::merge([&LayerIndex::default()]).unwrap();
-    let metadata = write(&tree, &[Blob { diff_id: Digest([1; 32]), length: BLOCK }]).unwrap();
+    let tree = merge([&layer(Vec::new())]).unwrap();
+    let metadata = written(&tree, &[Blob { diff_id: Digest([1; 32]), length: BLOCK }]).unwrap();
     assert!(metadata.used.is_empty());
     assert_eq!(root_names(&metadata.bytes), [b".".as_slice(), b".."]);
 }
@@ -61,7 +67,7 @@ fn blobs_that_nobody_needs_are_left_out() {
 #[test]
 fn more_than_16_tib_are_refused() {
     let blob = Blob { diff_id: Digest([1; 32]), length: u64::from(u32::MAX) * BLOCK };
-    assert_eq!(write(&merged(&["a".into()]), &[blob]).unwrap_err(), ErofsError::Oversize);
+    assert_eq!(written(&merged(&["a".into()]), &[blob]).unwrap_err(), ErofsError::Oversize);
 }
 
 #[test]
@@ -71,8 +77,21 @@ fn holes_cannot_make_the_metadata_huge() {
         meta: Meta::default(),
         what: What::File(Data::Chunks { size: 1 << 28, bits: 0, chunks: vec![] }),
     };
-    let tree = Tree::merge([&LayerIndex { blob_length: 0, entries: (0..2100).map(hole).collect() }]).unwrap();
-    assert_eq!(write(&tree, &[]).unwrap_err(), ErofsError::MetadataTooLarge);
+    let tree = merge([&layer((0..2100).map(hole).collect())]).unwrap();
+    assert_eq!(written(&tree, &[]).unwrap_err(), ErofsError::MetadataTooLarge);
+}
+
+#[test]
+fn what_does_not_fit_the_budget_is_not_written() {
+    let names: Vec<_> = (0..20_000).map(|n| format!("{n:0200}")).collect();
+    let (tree, budget) =
+        measured([&layer(names.iter().map(|name| crate::tree::tests::entry(name, What::Folder)).collect())]);
+    let (tree, needed) = (tree.unwrap(), budget.peak());
+    let mut budget = Budget::image(&Pool::new(needed / 4), &Cancel::default(), 1 << 20);
+    assert!(matches!(write(&tree, &[], &mut budget), Err(ErofsError::Budget(BudgetError::Memory { .. }))));
+    let mut budget = Budget::image(&Pool::new(64 << 20), &Cancel::default(), 1 << 20);
+    let written = write(&tree, &[], &mut budget).unwrap();
+    assert!(budget.peak() > written.bytes.len() as u64 && budget.steps() < 120_000);
 }
 
 #[test]
@@ -86,7 +105,7 @@ proptest! {
     #[test]
     fn folders_hold_their_names_in_order(names in prop::collection::btree_set("[ -.0-9a-zA-Z\u{e9}]{1,120}", 0..150)) {
         let mut names: Vec<String> = names.into_iter().filter(|name| name != "." && name != "..").collect();
-        let metadata = write(&merged(&names), &[Blob { diff_id: Digest([1; 32]), length: BLOCK }]).unwrap();
+        let metadata = written(&merged(&names), &[Blob { diff_id: Digest([1; 32]), length: BLOCK }]).unwrap();
         names.extend([".".to_owned(), "..".to_owned()]);
         let mut names: Vec<_> = names.into_iter().map(String::into_bytes).collect();
         names.sort();

@@ -1,6 +1,7 @@
 //! Owns: the errors of this crate and what they mean to a caller.
 
 use crate::Digest;
+use crate::budget::BudgetError;
 use crate::erofs::ErofsError;
 use crate::layer::index::IndexError;
 use crate::layer::ingest::LayerError;
@@ -216,6 +217,22 @@ pub enum ImageError {
         /// Bytes that are free.
         free: u64,
     },
+    /// The configuration gives too little memory for unpacking.
+    #[error("max_unpack_memory in [images] is {bytes}; at least {least} bytes are expected")]
+    UnpackMemory {
+        /// What it says.
+        bytes: u64,
+        /// The least.
+        least: u64,
+    },
+    /// Reading an archive of images costs more than it may.
+    #[error("cannot read the archive {path}", path = path.display())]
+    ArchiveBudget {
+        /// The file or folder.
+        path: PathBuf,
+        /// Why.
+        source: BudgetError,
+    },
     /// A file is no archive of images.
     #[error("{path} cannot be loaded: {why}", path = path.display())]
     Archive {
@@ -243,7 +260,10 @@ impl Classify for ImageError {
         match self {
             E::BadReference { .. } | E::Ambiguous { .. } | E::Url { .. } | E::TooLarge { .. } => Kind::Invalid,
             E::OtherArtifact { .. } | E::Cut { .. } => Kind::Invalid,
+            E::Tree(TreeError::Budget(source)) | E::Erofs(ErofsError::Budget(source)) => source.kind(),
+            E::ArchiveBudget { source, .. } => source.kind(),
             E::Archive { .. } | E::ArchiveRead { .. } | E::Tree(_) | E::Erofs(_) => Kind::Invalid,
+            E::UnpackMemory { .. } => Kind::Invalid,
             E::NotFound { .. } => Kind::NotFound,
             E::File(error) => error.kind(),
             E::Shared(error) => error.kind(),
@@ -270,10 +290,24 @@ impl Classify for ImageError {
     }
 }
 
+impl ImageError {
+    /// Whether it is about what the work may cost, and not about the disk.
+    pub(crate) fn is_over_budget(&self) -> bool {
+        use ImageError as E;
+        match self {
+            E::Layer { source: LayerError::Budget(_), .. } | E::ArchiveBudget { .. } => true,
+            E::Tree(TreeError::Budget(_)) | E::Erofs(ErofsError::Budget(_)) => true,
+            E::Shared(error) => error.is_over_budget(),
+            _ => false,
+        }
+    }
+}
+
 fn layer_kind(error: &LayerError) -> Kind {
     match error {
         LayerError::Source(error) | LayerError::Write(error) => Kind::from(error.kind()),
         LayerError::Decompress(_) | LayerError::Tar(_) | LayerError::Entry { .. } => Kind::Invalid,
         LayerError::TooLarge { .. } => Kind::Exhausted,
+        LayerError::Budget(error) => error.kind(),
     }
 }

@@ -1,11 +1,12 @@
 //! Owns: files of an image where they lie in the store: for whoever reads one without the rest (a disk of a machine, its kernel).
 //! May use: `folder`, `tree`, `layer`.
 
+use crate::budget::{BudgetError, Cancel};
 use crate::folder::Part;
 use crate::install::Shared;
 use crate::layer::BLOCK;
 use crate::layer::index::Data;
-use crate::tree::{Body, Inode, Tree};
+use crate::tree::{Body, Inode};
 use crate::{ImageError, ImageId};
 use nacelle_base::files::at;
 use std::fs::File;
@@ -37,12 +38,12 @@ pub enum Copied {
 
 impl Shared {
     /// Blocking: see `Store::files`.
-    pub fn files(&self, id: ImageId, folder: &str) -> Result<Option<Vec<ImageFile>>, ImageError> {
+    pub fn files(&self, id: ImageId, folder: &str, cancel: &Cancel) -> Result<Option<Vec<ImageFile>>, ImageError> {
         let stored = self.published.images().get(&id).cloned();
         let stored = stored.ok_or_else(|| ImageError::NotFound { name: id.to_string() })?;
-        let layers = stored.layers.iter().map(|diff_id| self.folder.layer(*diff_id)).collect::<Result<Vec<_>, _>>()?;
-        let mut tree = Tree::merge(&layers)?;
-        let Some(found) = tree.list(folder) else { return Ok(None) };
+        let (mut tree, _, mut budget) = self.merge(&stored.layers, cancel)?;
+        let over = |source: BudgetError| ImageError::Tree(source.into());
+        let Some(found) = tree.list(folder, &mut budget).map_err(over)? else { return Ok(None) };
         let file = |(name, inode): (&[u8], &Inode)| {
             let Body::File { layer, data } = &inode.body else { return None };
             let blob = self.folder.path((Part::Layer, *stored.layers.get(*layer)?));
@@ -56,13 +57,25 @@ impl Shared {
     }
 
     /// Blocking: see `Store::copy_file`.
-    pub fn copy_file(&self, id: ImageId, path: &str, most: u64, to: &mut File) -> Result<Copied, ImageError> {
+    pub fn copy_file(
+        &self,
+        id: ImageId,
+        path: &str,
+        most: u64,
+        to: &mut File,
+        cancel: &Cancel,
+    ) -> Result<Copied, ImageError> {
         let stored = self.published.images().get(&id).cloned();
         let stored = stored.ok_or_else(|| ImageError::NotFound { name: id.to_string() })?;
-        let layers = stored.layers.iter().map(|diff_id| self.folder.layer(*diff_id)).collect::<Result<Vec<_>, _>>()?;
-        let mut tree = Tree::merge(&layers)?;
+        let (mut tree, _, mut budget) = self.merge(&stored.layers, cancel)?;
+        let over = |source: BudgetError| ImageError::Tree(source.into());
         let (folder, name) = path.rsplit_once('/').unwrap_or(("", path));
-        let found = tree.list(folder).unwrap_or_default().into_iter().find(|(found, _)| *found == name.as_bytes());
+        let found = tree
+            .list(folder, &mut budget)
+            .map_err(over)?
+            .unwrap_or_default()
+            .into_iter()
+            .find(|(found, _)| *found == name.as_bytes());
         let Some(Body::File { layer, data }) = found.map(|(_, inode)| &inode.body) else { return Ok(Copied::Missing) };
         let (Data::Flat { size, .. } | Data::Chunks { size, .. }) = data;
         if *size > most {

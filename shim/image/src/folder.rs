@@ -3,8 +3,8 @@
 //! changed; `partial/` holds what was downloaded of unfinished layers, `work/` what nobody has seen yet.
 //! Threads: the pins are a leaf lock, taken after the catalogue's.
 
-use crate::layer::index::LayerIndex;
 use crate::{Digest, FsInfo, ImageError};
+use nacelle_base::draft;
 use nacelle_base::files::{FileError, at, remove_if_there, write_whole};
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File, OpenOptions};
@@ -104,17 +104,15 @@ impl Folder {
     }
 
     fn clear_up(&self) -> Result<(), ImageError> {
-        for path in names(&self.root.join("work"))?.into_iter().chain(names(&self.root)?) {
-            let name = path.file_name().unwrap_or_default().to_string_lossy();
-            if path.parent() != Some(&self.root) || name.starts_with("index.tmp.") {
-                remove_if_there(&path)?;
-            }
+        draft::sweep(&self.root)?;
+        for path in names(&self.root.join("work"))? {
+            remove_if_there(&path)?;
         }
         let mut pins = self.pins();
         for part in Part::ALL {
             for path in names(&self.root.join(part.folder()))? {
                 let whole = part != Part::Layer || path.with_extension("idx").exists();
-                match key_of(part, &path).filter(|_| whole && !path.to_string_lossy().contains(".tmp.")) {
+                match key_of(part, &path).filter(|_| whole) {
                     Some(key) => drop(pins.unfinished.insert(key, Instant::now())),
                     None => remove_if_there(&path)?,
                 }
@@ -176,10 +174,10 @@ impl Folder {
     }
 
     /// Makes a layer of a blob that is synced and its index.
-    pub fn keep_layer(&self, diff_id: Digest, blob: Temporary, index: &LayerIndex) -> Result<(), FileError> {
+    pub fn keep_layer(&self, diff_id: Digest, blob: Temporary, index: &[u8]) -> Result<(), FileError> {
         let path = self.path((Part::Layer, diff_id));
         fs::rename(&blob.path, &path).map_err(at("rename", &path))?;
-        let kept = write_whole(&self.index_path(diff_id), &index.encode());
+        let kept = write_whole(&self.index_path(diff_id), index);
         if kept.is_err() {
             remove_if_there(&path)?;
         }
@@ -194,11 +192,11 @@ impl Folder {
         Ok(fs::metadata(&path).map_err(at("read", &path))?.len())
     }
 
-    /// A layer's index.
-    pub fn layer(&self, diff_id: Digest) -> Result<LayerIndex, ImageError> {
+    /// A layer's index, as `LayerIndex` reads it, and where it lies.
+    pub fn index(&self, diff_id: Digest) -> Result<(Vec<u8>, PathBuf), FileError> {
         let path = self.index_path(diff_id);
         let bytes = fs::read(&path).map_err(at("read", &path))?;
-        LayerIndex::decode(&bytes).map_err(|source| ImageError::Index { path, source })
+        Ok((bytes, path))
     }
 
     /// The file for the beginning of a blob, and how much of it is here.

@@ -1,11 +1,13 @@
-//! Owns: the way from the parts of an image to an image in the store, wherever the parts come from.
-//! Threads: one blocking thread per layer (and the one that `ingest` adds); the number of layers at a time is
-//! bounded over the whole store. A dropped future stops its downloads; the threads end by themselves and keep
-//! their locks until then.
+//! Makes an image in the store of its parts, wherever the parts come from.
+//! One blocking thread works on a layer (and the one that `ingest` adds); the number of layers at a time, and the memory of all of
+//! them, are bounded over the whole store. A dropped future stops its downloads and cancels its threads, which keep their locks until
+//! they have ended.
 
+use crate::budget::{Budget, BudgetError, Cancel, Pool};
 use crate::catalogue::{Catalogue, Images, Published, Stored, find, give_tag, take_away};
 use crate::erofs::{self, Blob};
 use crate::folder::{Folder, Part, Pin, delete};
+use crate::layer::index::LayerIndex;
 use crate::layer::ingest::{LayerError, Limits, ingest};
 use crate::manifest::Descriptor;
 use crate::registry::download::Part as Piece;
@@ -25,10 +27,11 @@ use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio::task::{JoinSet, spawn_blocking};
 use tokio_util::task::TaskTracker;
 
-/// Bytes of all indexes of an image: about what merging them takes in memory.
+/// Bytes of all indexes of an image, which are read one after the other.
 const MAX_INDEXES: u64 = 512 << 20;
-/// Entries of all layers of an image: each takes a few hundred bytes of memory beside its index.
-const MAX_ENTRIES: usize = 5_000_000;
+
+/// Pieces of a download that wait for the thread that unpacks them.
+const PIECES: usize = 16;
 
 /// What all handles of a store share.
 pub struct Shared {
@@ -42,6 +45,8 @@ pub struct Shared {
     pub http: Arc<Http>,
     /// Layers at a time.
     pub layers: Semaphore,
+    /// The memory of all work on images.
+    pub pool: Arc<Pool>,
     /// The list of images, for those who change it: on blocking threads only.
     pub catalogue: Mutex<Catalogue>,
     /// The list of images, for those who read it.
@@ -110,9 +115,11 @@ impl Shared {
         let keys = diff_ids.iter().map(|diff_id| (Part::Layer, *diff_id));
         let keys: Vec<_> = keys.chain([(Part::Config, id), (Part::Tree, tree)]).collect();
         let pins: Vec<Pin> = keys.iter().map(|key| self.folder.pin(*key)).collect();
-        let threads = TaskTracker::new();
-        let installed = self.install_pinned(config, layers, names, &threads, &pins).await;
-        if installed.as_ref().is_err_and(|error| error.kind() == Kind::Exhausted) {
+        let (threads, cancel) = (TaskTracker::new(), Cancel::default());
+        let _cancelled_with_this_future = cancel.on_drop();
+        let installed = self.install_pinned(config, layers, names, &threads, &pins, &cancel).await;
+        if installed.as_ref().is_err_and(|error| error.kind() == Kind::Exhausted && !error.is_over_budget()) {
+            cancel.cancel();
             threads.close();
             threads.wait().await; // Those of layers that were given up may still have run.
             drop(pins);
@@ -129,6 +136,7 @@ impl Shared {
         names: Names,
         threads: &TaskTracker,
         pins: &[Pin],
+        cancel: &Cancel,
     ) -> Result<ImageId, ImageError> {
         let diff_ids: Vec<Digest> = layers.iter().map(|(diff_id, _)| *diff_id).collect();
         self.enough_space(&layers)?;
@@ -136,7 +144,7 @@ impl Shared {
         let mut seen = HashSet::new();
         for (diff_id, source) in layers {
             if seen.insert(diff_id) {
-                bringing.spawn(Arc::clone(self).bring(diff_id, source, threads.clone()));
+                bringing.spawn(Arc::clone(self).bring(diff_id, source, threads.clone(), cancel.clone()));
             }
         }
         while let Some(brought) = bringing.join_next().await {
@@ -146,9 +154,9 @@ impl Shared {
             }
         }
         // The thread goes on if this future is dropped, so it holds what it lists.
-        let (shared, pins) = (Arc::clone(self), pins.to_vec());
+        let (shared, pins, cancel) = (Arc::clone(self), pins.to_vec(), cancel.clone());
         spawn_blocking(move || {
-            let finished = shared.finish(config, diff_ids, names);
+            let finished = shared.finish(config, diff_ids, names, &cancel);
             drop(pins);
             finished
         })
@@ -170,7 +178,13 @@ impl Shared {
     }
 
     /// Brings one layer, unless it is here or somebody else is bringing it.
-    async fn bring(self: Arc<Self>, diff_id: Digest, source: Source, threads: TaskTracker) -> Result<(), ImageError> {
+    async fn bring(
+        self: Arc<Self>,
+        diff_id: Digest,
+        source: Source,
+        threads: TaskTracker,
+        cancel: Cancel,
+    ) -> Result<(), ImageError> {
         let making = self.folder.pin((Part::Layer, diff_id)).lock_owned().await;
         if self.folder.has_layer(diff_id) {
             return Ok(());
@@ -182,19 +196,20 @@ impl Shared {
                 threads
                     .spawn_blocking(move || {
                         let _making = making;
-                        shared.take(diff_id, digest, stream)
+                        shared.take(diff_id, digest, stream, &cancel)
                     })
                     .await?
             }
             Source::Registry(session, blob) => {
                 let making = Arc::new(making);
-                let (brought, resumed) = self.download(&session, &blob, diff_id, Arc::clone(&making), &threads).await;
+                let download = |making| self.download(&session, &blob, diff_id, making, &threads, &cancel);
+                let (brought, resumed) = download(Arc::clone(&making)).await;
                 match brought {
                     // What was here before may have been damaged by a crash: once more, from the start.
                     Err(ImageError::Digest { .. } | ImageError::Layer { .. })
                         if resumed && !self.partial_is_here(&blob) =>
                     {
-                        self.download(&session, &blob, diff_id, making, &threads).await.0
+                        download(making).await.0
                     }
                     brought => brought,
                 }
@@ -214,14 +229,15 @@ impl Shared {
         diff_id: Digest,
         making: Arc<tokio::sync::OwnedMutexGuard<()>>,
         threads: &TaskTracker,
+        cancel: &Cancel,
     ) -> (Result<(), ImageError>, bool) {
         let partial = self.folder.pin((Part::Partial, blob.digest)).lock_owned().await;
-        let (sender, receiver) = mpsc::channel(64);
+        let (sender, receiver) = mpsc::channel(PIECES);
         let (start_sender, start) = oneshot::channel();
-        let (shared, wanted) = (Arc::clone(self), blob.clone());
+        let (shared, wanted, cancel) = (Arc::clone(self), blob.clone(), cancel.clone());
         let taking = threads.spawn_blocking(move || {
             let _locks = (making, partial);
-            shared.take_download(diff_id, &wanted, start_sender, receiver)
+            shared.take_download(diff_id, &wanted, start_sender, receiver, &cancel)
         });
         let from = start.await.unwrap_or(0); // If the thread failed at once nobody listens to the download.
         let (sent, taken) = tokio::join!(session.download(blob, from, sender), taking);
@@ -235,6 +251,7 @@ impl Shared {
         blob: &Descriptor,
         start: oneshot::Sender<u64>,
         receiver: Receiver<Piece>,
+        cancel: &Cancel,
     ) -> Result<(), ImageError> {
         let (file, mut length) = self.folder.partial(blob.digest)?;
         let path = self.folder.path((Part::Partial, blob.digest));
@@ -245,11 +262,12 @@ impl Shared {
         let before = file.try_clone().map_err(at("open", &path))?.take(length);
         let _ = start.send(length); // If nobody waits, nobody sends, and the stream below says so.
         let stream = before.chain(Downloading { receiver, piece: Bytes::new(), partial: file, ended: false });
-        let taken = self.take(diff_id, Some(blob.digest), Box::new(stream));
+        let taken = self.take(diff_id, Some(blob.digest), Box::new(stream), cancel);
         let keep = match &taken {
             Err(ImageError::Layer { source: LayerError::Source(error), .. }) => {
                 error.kind() == io::ErrorKind::ConnectionAborted
             }
+            Err(ImageError::Layer { source: LayerError::Budget(error), .. }) => error.is_passing(),
             _ => false,
         };
         if !keep {
@@ -259,12 +277,20 @@ impl Shared {
     }
 
     /// Blocking: one layer out of a stream. Nothing of it stays unless both digests are right.
-    fn take(&self, diff_id: Digest, digest: Option<Digest>, stream: Box<dyn Read + Send>) -> Result<(), ImageError> {
+    fn take(
+        &self,
+        diff_id: Digest,
+        digest: Option<Digest>,
+        stream: Box<dyn Read + Send>,
+        cancel: &Cancel,
+    ) -> Result<(), ImageError> {
         let limits = Limits { bytes: self.config.max_layer_bytes, entries: self.config.max_layer_entries };
         let blob = self.folder.temporary()?;
         let name = digest.unwrap_or(diff_id);
-        let ingested =
-            ingest(stream, &blob.file, limits).map_err(|source| ImageError::Layer { digest: name, source })?;
+        let mut budget = Budget::layer(&self.pool, cancel);
+        let ingested = ingest(stream, &blob.file, limits, &mut budget);
+        tracing::debug!(layer = %name, bytes = budget.peak(), entries = budget.steps(), "what unpacking the layer took");
+        let ingested = ingested.map_err(|source| ImageError::Layer { digest: name, source })?;
         if digest.is_some_and(|digest| digest != ingested.digest) {
             return Err(ImageError::Digest { what: format!("layer {name}"), got: ingested.digest });
         }
@@ -278,12 +304,18 @@ impl Shared {
     }
 
     /// Blocking: the tree, the configuration, the entry in the list.
-    fn finish(&self, config: Vec<u8>, diff_ids: Vec<Digest>, names: Names) -> Result<ImageId, ImageError> {
+    fn finish(
+        &self,
+        config: Vec<u8>,
+        diff_ids: Vec<Digest>,
+        names: Names,
+        cancel: &Cancel,
+    ) -> Result<ImageId, ImageError> {
         let id = Digest::of(&config);
         let parsed = manifest::parse_config(&config);
         let (parsed, _) =
             parsed.map_err(|source| ImageError::Manifest { what: format!("configuration {id}"), source })?;
-        let (tree, tree_length, blobs) = self.tree(&diff_ids)?;
+        let (tree, tree_length, blobs) = self.tree(&diff_ids, cancel)?;
         write_whole(&self.folder.path((Part::Config, id)), &config)?;
         let different: HashSet<Digest> = diff_ids.iter().copied().collect();
         let parts =
@@ -308,38 +340,42 @@ impl Shared {
     }
 
     /// Blocking: the metadata of these layers, written unless another image has the same.
-    fn tree(&self, diff_ids: &[Digest]) -> Result<BuiltTree, ImageError> {
+    fn tree(&self, diff_ids: &[Digest], cancel: &Cancel) -> Result<BuiltTree, ImageError> {
         let tree = tree_name(diff_ids);
         if let Some(same) = self.published.images().values().find(|stored| stored.tree == tree) {
             return Ok((tree, same.tree_length, same.blobs.clone()));
         }
+        let (merged, blobs, mut budget) = self.merge(diff_ids, cancel)?;
+        let metadata = erofs::write(&merged, &blobs, &mut budget)?;
+        tracing::debug!(tree = %tree, bytes = budget.peak(), steps = budget.steps(), "what merging the layers took");
+        write_whole(&self.folder.path((Part::Tree, tree)), &metadata.bytes)?;
+        let used = metadata.used.iter().filter_map(|layer| blobs.get(*layer)).map(|blob| (blob.diff_id, blob.length));
+        Ok((tree, metadata.bytes.len() as u64, used.collect()))
+    }
+
+    /// Blocking: the tree of these layers, their blobs, and the budget that the tree is charged to.
+    pub fn merge(&self, diff_ids: &[Digest], cancel: &Cancel) -> Result<(Tree, Vec<Blob>, Budget), ImageError> {
         let lengths =
             diff_ids.iter().map(|diff_id| self.folder.index_length(*diff_id)).collect::<Result<Vec<_>, _>>()?;
-        if lengths.iter().sum::<u64>() > MAX_INDEXES {
+        let all = lengths.iter().sum::<u64>();
+        if all > MAX_INDEXES {
             return Err(ImageError::TooLarge {
                 what: "the indexes of the layers together".to_owned(),
                 limit: MAX_INDEXES,
             });
         }
-        let (mut indexes, mut entries) = (Vec::new(), 0);
-        for diff_id in diff_ids {
-            let index = self.folder.layer(*diff_id)?;
-            entries += index.entries.len();
-            if entries > MAX_ENTRIES {
-                let what = "the layers together, in entries,".to_owned();
-                return Err(ImageError::TooLarge { what, limit: MAX_ENTRIES as u64 });
-            }
-            indexes.push(index);
+        let mut budget = Budget::image(&self.pool, cancel, all);
+        let over = |source: BudgetError| ImageError::Tree(source.into());
+        let (mut tree, mut blobs) = (Tree::new(), Vec::new());
+        for (layer, (diff_id, length)) in diff_ids.iter().zip(lengths).enumerate() {
+            budget.charge(length).map_err(over)?;
+            let (bytes, path) = self.folder.index(*diff_id)?;
+            let index = LayerIndex::open(&bytes).map_err(|source| ImageError::Index { path, source })?;
+            tree.apply(layer, &index, &mut budget)?;
+            blobs.push(Blob { diff_id: *diff_id, length: index.blob_length });
+            budget.refund(length);
         }
-        let blobs: Vec<Blob> = diff_ids
-            .iter()
-            .zip(&indexes)
-            .map(|(diff_id, index)| Blob { diff_id: *diff_id, length: index.blob_length })
-            .collect();
-        let metadata = erofs::write(&Tree::merge(&indexes)?, &blobs)?;
-        write_whole(&self.folder.path((Part::Tree, tree)), &metadata.bytes)?;
-        let used = metadata.used.iter().filter_map(|layer| blobs.get(*layer)).map(|blob| (blob.diff_id, blob.length));
-        Ok((tree, metadata.bytes.len() as u64, used.collect()))
+        Ok((tree, blobs, budget))
     }
 
     /// Deletes what no image needs. With `in_use`, images that were removed and are not among them go first.

@@ -14,6 +14,7 @@
 //! ```
 
 mod artifact;
+mod budget;
 mod catalogue;
 mod config;
 mod erofs;

@@ -1,5 +1,7 @@
-//! Owns: images out of files: OCI layouts, as a folder or a tar archive, and docker archives.
+//! Reads images out of files: OCI layouts, as a directory or a tar archive, and docker archives. What is kept of an archive until its
+//! images are installed is charged to a budget, and reading it ends when the caller has gone.
 
+use crate::budget::{Budget, BudgetError, Cancel, heap};
 use crate::install::{Names, Shared, Source};
 use crate::layer::tar::{Archive, Kind};
 use crate::manifest::{self, Descriptor, Document, MAX_CONFIG, MAX_MANIFEST, ManifestError, RawDescriptor};
@@ -15,13 +17,22 @@ use tokio::task::spawn_blocking;
 
 /// Members of an archive.
 const MAX_MEMBERS: usize = 1_000_000;
+/// Images of an archive.
+const MAX_IMAGES: usize = 1000;
+/// What a member takes in a map beside its name, and the names before they are in the map.
+const MEMBER: u64 = 128;
+/// What a layer takes in a plan: its digest and its boxed stream.
+const LAYER: u64 = 256;
 
 /// Loads all images of an archive; `name` is for the only one.
 pub async fn load(shared: &Arc<Shared>, path: &Path, name: Option<&Reference>) -> Result<Vec<Loaded>, ImageError> {
-    let opened = path.to_owned();
-    let (plans, path) = spawn_blocking(move || {
-        let container = Container::open(&opened)?;
-        Ok::<_, ImageError>((plans(&container)?, opened))
+    let (opened, pool, cancel) = (path.to_owned(), Arc::clone(&shared.pool), Cancel::default());
+    let _cancelled_with_this_future = cancel.on_drop();
+    // The budget is held until all are installed.
+    let (plans, path, _budget) = spawn_blocking(move || {
+        let mut budget = Budget::archive(&pool, &cancel);
+        let container = Container::open(&opened, &mut budget)?;
+        Ok::<_, ImageError>((plans(&container, &mut budget)?, opened, budget))
     })
     .await??;
     if plans.is_empty() {
@@ -33,7 +44,7 @@ pub async fn load(shared: &Arc<Shared>, path: &Path, name: Option<&Reference>) -
     let mut loaded = Vec::new();
     for mut plan in plans {
         plan.names.tags.extend(name.map(Reference::to_string));
-        let id = Digest::of(&plan.config);
+        let id = plan.id;
         if !shared.name(id, plan.names.clone()).await? {
             shared.install(plan.config, plan.layers, plan.names).await?;
         }
@@ -45,39 +56,69 @@ pub async fn load(shared: &Arc<Shared>, path: &Path, name: Option<&Reference>) -
 
 /// One image, ready to be installed.
 struct Plan {
+    /// The digest of the configuration.
+    id: Digest,
     config: Vec<u8>,
     layers: Vec<(Digest, Source)>,
     names: Names,
 }
 
-fn plans(container: &Container) -> Result<Vec<Plan>, ImageError> {
+fn plans(container: &Container, budget: &mut Budget) -> Result<Vec<Plan>, ImageError> {
+    let mut plans = Plans { container, budget, all: Vec::new() };
     if let Some(index) = container.small("index.json", MAX_MANIFEST)? {
         let wrong = |source| container.wrong("index.json", source);
         let images = manifest::parse_layout_index(&index).map_err(wrong)?;
-        let all = images.iter().filter(|image| image.is_image()).map(|image| layout_plan(container, image));
-        return merged(all.collect::<Result<_, _>>()?);
+        let images: Vec<_> = images.iter().filter(|image| image.is_image()).collect();
+        plans.check_count(images.len())?;
+        for image in images {
+            plans.add(layout_plan(container, image)?)?;
+        }
+        return Ok(plans.all);
     }
     if let Some(list) = container.small("manifest.json", MAX_MANIFEST)? {
         let images = manifest::parse_archive(&list).map_err(|source| container.wrong("manifest.json", source))?;
-        return merged(images.iter().map(|image| docker_plan(container, image)).collect::<Result<_, _>>()?);
+        plans.check_count(images.len())?;
+        for image in &images {
+            plans.add(docker_plan(container, image)?)?;
+        }
+        return Ok(plans.all);
     }
     let why = "it is neither an OCI layout (no index.json) nor a docker archive (no manifest.json)";
     Err(ImageError::Archive { path: container.path().to_owned(), why })
 }
 
-/// The same image under several names is one.
-fn merged(plans: Vec<Plan>) -> Result<Vec<Plan>, ImageError> {
-    let mut different: Vec<Plan> = Vec::new();
-    for plan in plans {
-        match different.iter_mut().find(|other| other.config == plan.config) {
+/// The plans for an archive's images, each once.
+struct Plans<'c> {
+    container: &'c Container,
+    budget: &'c mut Budget,
+    all: Vec<Plan>,
+}
+
+impl Plans<'_> {
+    fn check_count(&self, images: usize) -> Result<(), ImageError> {
+        if images > MAX_IMAGES {
+            let why = "it holds more than 1000 images";
+            return Err(ImageError::Archive { path: self.container.path().to_owned(), why });
+        }
+        Ok(())
+    }
+
+    /// Adds a plan; the same image under several names is one.
+    fn add(&mut self, plan: Plan) -> Result<(), ImageError> {
+        self.budget.step(1).map_err(|source| self.container.over(source))?;
+        match self.all.iter_mut().find(|other| other.id == plan.id) {
             Some(other) => {
                 other.names.tags.extend(plan.names.tags);
                 other.names.digests.extend(plan.names.digests);
             }
-            None => different.push(plan),
+            None => {
+                let bytes = heap(plan.config.capacity()) + plan.layers.len() as u64 * LAYER;
+                self.budget.charge(bytes).map_err(|source| self.container.over(source))?;
+                self.all.push(plan);
+            }
         }
+        Ok(())
     }
-    Ok(different)
 }
 
 fn layout_plan(container: &Container, image: &RawDescriptor) -> Result<Plan, ImageError> {
@@ -101,7 +142,7 @@ fn layout_plan(container: &Container, image: &RawDescriptor) -> Result<Plan, Ima
                 let name = name_in(image);
                 let digests = name.iter().map(|name| name.with_digest(named.digest).to_string()).collect();
                 let tags = name.iter().filter(|name| name.tag().is_some()).map(Reference::to_string).collect();
-                return Ok(Plan { config, layers, names: Names { tags, digests } });
+                return Ok(Plan { id: Digest::of(&config), config, layers, names: Names { tags, digests } });
             }
         }
     }
@@ -134,7 +175,7 @@ fn docker_plan(container: &Container, image: &manifest::ArchiveImage) -> Result<
     }
     let tags = image.repo_tags.iter().flatten().map(|tag| Ok(Reference::parse(tag)?.to_string()));
     let tags = tags.collect::<Result<_, ImageError>>()?;
-    Ok(Plan { config, layers, names: Names { tags, digests: Vec::new() } })
+    Ok(Plan { id: Digest::of(&config), config, layers, names: Names { tags, digests: Vec::new() } })
 }
 
 fn blob_name(digest: Digest) -> String {
@@ -165,7 +206,7 @@ impl Read for Member {
 }
 
 impl Container {
-    fn open(path: &Path) -> Result<Container, ImageError> {
+    fn open(path: &Path, budget: &mut Budget) -> Result<Container, ImageError> {
         let file = File::open(path).map_err(at("open", path))?;
         if file.metadata().map_err(at("read", path))?.is_dir() {
             return Ok(Container::Folder(path.to_owned()));
@@ -173,7 +214,12 @@ impl Container {
         let read_error = |source| ImageError::ArchiveRead { path: path.to_owned(), source };
         let mut archive = Archive::new(BufReader::new(&file));
         let (mut members, mut links) = (HashMap::new(), Vec::new());
+        let over = |source| ImageError::ArchiveBudget { path: path.to_owned(), source };
         while let Some(header) = archive.next().map_err(read_error)? {
+            budget.step(1).map_err(over)?;
+            budget
+                .charge(MEMBER + heap(header.path.len()) + heap(header.path.len() + header.link.len()))
+                .map_err(over)?;
             let name = crate::layer::clean(&header.path).join(&b'/');
             match header.kind {
                 Kind::File if header.sparse.is_none() => {
@@ -201,6 +247,10 @@ impl Container {
         match self {
             Container::Folder(path) | Container::Tar { path, .. } => path,
         }
+    }
+
+    fn over(&self, source: BudgetError) -> ImageError {
+        ImageError::ArchiveBudget { path: self.path().to_owned(), source }
     }
 
     fn wrong(&self, what: &str, source: ManifestError) -> ImageError {

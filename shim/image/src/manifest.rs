@@ -2,7 +2,9 @@
 //! strangers; its size is bounded before it comes here.
 
 use crate::{Digest, ImageConfig};
+use nacelle_base::json;
 use serde::Deserialize;
+use serde::de::IgnoredAny;
 use std::collections::BTreeMap;
 
 /// Bytes of a manifest or index.
@@ -160,13 +162,13 @@ impl RawDescriptor {
 
 /// The `manifests` of a layout's index.json.
 pub fn parse_layout_index(bytes: &[u8]) -> Result<Vec<RawDescriptor>, ManifestError> {
-    let raw: RawDocument = serde_json::from_slice(bytes)?;
+    let raw: RawDocument = json::read(bytes)?;
     Ok(raw.manifests.unwrap_or_default())
 }
 
 /// Reads a manifest or index, OCI's or Docker's.
 pub fn parse(bytes: &[u8]) -> Result<Document, ManifestError> {
-    let raw: RawDocument = serde_json::from_slice(bytes)?;
+    let raw: RawDocument = json::read(bytes)?;
     let kind = |kind: &str| ManifestError::Kind { kind: kind.chars().take(100).collect() };
     if raw.schema_version == 1 {
         return Err(kind("Docker schema 1"));
@@ -236,13 +238,13 @@ struct RawConfig {
     working_dir: Option<String>,
     stop_signal: Option<String>,
     labels: Option<BTreeMap<String, String>>,
-    volumes: Option<BTreeMap<String, serde_json::Value>>,
-    exposed_ports: Option<BTreeMap<String, serde_json::Value>>,
+    volumes: Option<BTreeMap<String, IgnoredAny>>,
+    exposed_ports: Option<BTreeMap<String, IgnoredAny>>,
 }
 
 /// Reads an image configuration: how to run it, and the digests of its unpacked layers.
 pub fn parse_config(bytes: &[u8]) -> Result<(ImageConfig, Vec<Digest>), ManifestError> {
-    let raw: RawImage = serde_json::from_slice(bytes)?;
+    let raw: RawImage = json::read(bytes)?;
     let foreign = |ours: &str, theirs: &Option<String>| theirs.as_ref().is_some_and(|t| !t.is_empty() && t != ours);
     if foreign("linux", &raw.os) || foreign(architecture(), &raw.architecture) {
         let has = format!("{}/{}", raw.os.unwrap_or_default(), raw.architecture.unwrap_or_default());
@@ -294,7 +296,7 @@ pub struct ArchiveImage {
 
 /// Reads a docker archive's manifest.json.
 pub fn parse_archive(bytes: &[u8]) -> Result<Vec<ArchiveImage>, ManifestError> {
-    Ok(serde_json::from_slice(bytes)?)
+    Ok(json::read(bytes)?)
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! Owns: the store as its users see it, and that pulls of the same image are one.
 
+use crate::budget::{Cancel, Pool};
 use crate::catalogue::{Catalogue, find, record};
 use crate::files::{Copied, ImageFile};
 use crate::folder::{Folder, Part};
@@ -126,8 +127,9 @@ impl Store {
         let catalogue = Catalogue::open(&folder.catalogue())?;
         let (published, catalogue) = (catalogue.published(), Mutex::new(catalogue));
         let http = Arc::new(Http::new(config.clone()));
-        let layers = Semaphore::new(config.parallel_layers.clamp(1, 64));
-        let shared = Arc::new(Shared { config, pinned, folder, http, layers, catalogue, published });
+        let pool = Pool::new(config.unpack_memory()?);
+        let layers = Semaphore::new(config.layers_at_a_time());
+        let shared = Arc::new(Shared { config, pinned, folder, http, layers, pool, catalogue, published });
         shared.sweep_now(None, None)?;
         Ok(Store { shared, flights: Arc::default() })
     }
@@ -220,15 +222,17 @@ impl Store {
     /// The files of a folder of an image (links, devices and folders in it are left out), for whoever reads them where they
     /// lie. The image must be in the store or have been in use since it was removed. None: it has no such folder.
     pub async fn files(&self, id: &ImageId, folder: &str) -> Result<Option<Vec<ImageFile>>, ImageError> {
-        let (shared, id, folder) = (Arc::clone(&self.shared), *id, folder.to_owned());
-        spawn_blocking(move || shared.files(id, &folder)).await?
+        let (shared, id, folder, cancel) = (Arc::clone(&self.shared), *id, folder.to_owned(), Cancel::default());
+        let _cancelled_with_this_future = cancel.on_drop();
+        spawn_blocking(move || shared.files(id, &folder, &cancel)).await?
     }
 
     /// Copies a file of an image, by its path in it, into another that is empty; links to folders are followed inside the image. One
     /// of more than `most` bytes is not. The image is as in `files`.
     pub async fn copy_file(&self, id: &ImageId, path: &str, most: u64, mut to: File) -> Result<Copied, ImageError> {
-        let (shared, id, path) = (Arc::clone(&self.shared), *id, path.to_owned());
-        spawn_blocking(move || shared.copy_file(id, &path, most, &mut to)).await?
+        let (shared, id, path, cancel) = (Arc::clone(&self.shared), *id, path.to_owned(), Cancel::default());
+        let _cancelled_with_this_future = cancel.on_drop();
+        spawn_blocking(move || shared.copy_file(id, &path, most, &mut to, &cancel)).await?
     }
 
     /// The root file system of an image, which must be in the store or have been in use since it was removed.

@@ -1,15 +1,22 @@
-//! Owns: the tree of an image: its layers' indexes, applied one over the other. Purely in memory, so no
-//! path of a layer can reach anything else; links in paths are followed inside the tree, as the tools do that
-//! unpack into a folder.
-//! May use: `layer::index`.
+//! The tree of an image: its layers' indexes, applied one over the other. Purely in memory, so no path of a layer can reach anything
+//! else; links in paths are followed inside the tree, as the tools do that unpack into a directory. Memory is charged to a budget
+//! before it is allocated, and each part of a path that is looked up is a step of it.
 
-use crate::layer::index::{Data, Device, Entry, LayerIndex, Meta, What};
-use std::collections::{BTreeMap, VecDeque};
+use crate::budget::{Budget, BudgetError, heap};
+use crate::layer::index::{Data, Device, Entry, IndexError, LayerIndex, Meta, What};
+use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// Links that are followed for one path; then it counts as a loop.
 const MAX_LINKS: usize = 255;
 /// Folders in one another.
 const MAX_DEPTH: usize = 2048;
+/// Bytes of a link's target that are skipped in the time of one look-up.
+const BYTES_PER_STEP: usize = 16;
+/// What a name takes in its directory's map beside its bytes: an eleventh of a node of 368 bytes, or more where nodes are half full.
+const CHILD: u64 = 80;
+/// What the map of a directory takes with its first name.
+const FIRST_CHILD: u64 = 384;
 
 /// The number of an inode in `Tree::inodes`; the root is 0.
 pub type Ino = usize;
@@ -19,6 +26,9 @@ pub type Ino = usize;
 pub struct Tree {
     /// All inodes.
     pub inodes: Vec<Inode>,
+    /// The directory that was looked up last, by its path: entries of one directory follow each other. None where names have been
+    /// taken away since, so that the path may lead elsewhere.
+    last: Option<(Vec<u8>, Ino)>,
 }
 
 /// One file of the tree.
@@ -29,6 +39,9 @@ pub struct Inode {
     /// What it is.
     pub body: Body,
 }
+
+/// The names of a directory and what they name.
+pub type Listing<'t> = Vec<(&'t [u8], &'t Inode)>;
 
 /// What an inode is.
 #[derive(Debug)]
@@ -43,7 +56,7 @@ pub enum Body {
         data: Data,
     },
     /// A symbolic link.
-    Symlink(Vec<u8>),
+    Symlink(Arc<[u8]>),
     /// A character device.
     Char(Device),
     /// A block device.
@@ -54,36 +67,79 @@ pub enum Body {
 
 /// Why layers do not make a tree.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("entry {path:?} of layer {layer} cannot be applied: {why}")]
-pub struct TreeError {
-    /// The layer, counted from the lowest, which is 1.
-    pub layer: usize,
-    /// The entry.
-    pub path: String,
-    /// The rule it breaks.
-    pub why: &'static str,
+pub enum TreeError {
+    /// An entry does not fit what is below it.
+    #[error("entry {path:?} of layer {layer} cannot be applied: {why}")]
+    Entry {
+        /// The layer, counted from the lowest, which is 1.
+        layer: usize,
+        /// The entry.
+        path: String,
+        /// The rule it breaks.
+        why: &'static str,
+    },
+    /// The index of a layer is damaged.
+    #[error("the index of layer {layer} is damaged")]
+    Index {
+        /// The layer, counted from the lowest, which is 1.
+        layer: usize,
+        /// Why.
+        source: IndexError,
+    },
+    /// The tree costs more than it may.
+    #[error("the tree of the image cannot be built")]
+    Budget(#[from] BudgetError),
+}
+
+/// Why an entry is not applied.
+enum Wrong {
+    Rule(&'static str),
+    Budget(BudgetError),
+}
+
+impl From<&'static str> for Wrong {
+    fn from(rule: &'static str) -> Self {
+        Wrong::Rule(rule)
+    }
+}
+
+impl From<BudgetError> for Wrong {
+    fn from(error: BudgetError) -> Self {
+        Wrong::Budget(error)
+    }
 }
 
 impl Tree {
-    /// Applies the layers, lowest first.
-    pub fn merge<'a>(layers: impl IntoIterator<Item = &'a LayerIndex>) -> Result<Tree, TreeError> {
+    /// A tree with an empty root.
+    pub fn new() -> Tree {
         let root = Inode { meta: Meta { mode: 0o755, ..Meta::default() }, body: Body::Folder(BTreeMap::new()) };
-        let mut tree = Tree { inodes: vec![root] };
-        for (layer, index) in layers.into_iter().enumerate() {
-            let fail = |entry: &Entry, why| TreeError {
-                layer: layer + 1,
-                path: String::from_utf8_lossy(&entry.path).chars().take(300).collect(),
-                why,
-            };
-            // Whiteouts are about the layers below only, wherever in the archive they stand: so they come first.
-            for entry in index.entries.iter().filter(|entry| matches!(entry.what, What::Whiteout | What::Opaque)) {
-                tree.take_away(entry).map_err(|why| fail(entry, why))?;
+        Tree { inodes: vec![root], last: None }
+    }
+
+    /// Applies the next layer, number `layer` from 0, the lowest first.
+    pub fn apply(&mut self, layer: usize, index: &LayerIndex, budget: &mut Budget) -> Result<(), TreeError> {
+        let fail = |path: &[u8], wrong| match wrong {
+            Wrong::Rule(why) => {
+                let path = String::from_utf8_lossy(path).chars().take(300).collect();
+                TreeError::Entry { layer: layer + 1, path, why }
             }
-            for entry in &index.entries {
-                tree.apply(layer, entry).map_err(|why| fail(entry, why))?;
+            Wrong::Budget(error) => error.into(),
+        };
+        let damaged = |source| TreeError::Index { layer: layer + 1, source };
+        // Whiteouts are about the layers below only, wherever in the archive they stand: so they come first.
+        for entry in index.entries() {
+            let entry = entry.map_err(damaged)?;
+            budget.step(1)?;
+            if matches!(entry.what, What::Whiteout | What::Opaque) {
+                self.take_away(&entry, budget)?;
             }
         }
-        Ok(tree)
+        for entry in index.entries() {
+            let Entry { path, meta, what } = entry.map_err(damaged)?;
+            budget.step(1)?;
+            self.apply_entry(layer, &path, meta, what, budget).map_err(|wrong| fail(&path, wrong))?;
+        }
+        Ok(())
     }
 
     fn folder(&self, ino: Ino) -> Option<&BTreeMap<Vec<u8>, Ino>> {
@@ -100,55 +156,90 @@ impl Tree {
         }
     }
 
-    fn add(&mut self, meta: Meta, body: Body) -> Ino {
+    fn add(&mut self, meta: Meta, body: Body, budget: &mut Budget) -> Result<Ino, BudgetError> {
+        let content = match &body {
+            Body::Symlink(target) => heap(target.len() + 2 * size_of::<usize>()),
+            Body::File { data: Data::Chunks { chunks, .. }, .. } => heap(chunks.capacity() * size_of::<(u32, u32)>()),
+            _ => 0,
+        };
+        budget.charge(of_xattrs(&meta) + content)?;
+        if self.inodes.len() == self.inodes.capacity() {
+            let more = (self.inodes.len() / 4).max(64);
+            budget.charge((more * size_of::<Inode>()) as u64)?;
+            self.inodes.reserve_exact(more);
+        }
         self.inodes.push(Inode { meta, body });
-        self.inodes.len() - 1
+        Ok(self.inodes.len() - 1)
     }
 
-    /// The folder at these parts, with links followed inside the root. A folder that is missing is made if
+    /// Gives an inode a name in a directory; what had the name loses it.
+    fn name(&mut self, folder: Ino, name: &[u8], ino: Ino, budget: &mut Budget) -> Result<(), Wrong> {
+        let children = self.folder_mut(folder).ok_or("its directory cannot be created")?;
+        if let Some(place) = children.get_mut(name) {
+            *place = ino;
+            self.last = None;
+            return Ok(());
+        }
+        let first = if children.is_empty() { FIRST_CHILD } else { CHILD };
+        budget.charge(first + heap(name.len()))?;
+        children.insert(name.to_vec(), ino);
+        Ok(())
+    }
+
+    /// The folder at this path, with links followed inside the root. A folder that is missing is made if
     /// `make`; otherwise the answer is none.
-    fn find_folder<'p>(
-        &mut self,
-        parts: impl Iterator<Item = &'p [u8]>,
-        make: bool,
-    ) -> Result<Option<Ino>, &'static str> {
-        let mut todo: VecDeque<Vec<u8>> = parts.map(<[u8]>::to_vec).collect();
+    fn find_folder(&mut self, path: &[u8], make: bool, budget: &mut Budget) -> Result<Option<Ino>, Wrong> {
+        if let Some((last, ino)) = &self.last
+            && last == path
+        {
+            return Ok(Some(*ino));
+        }
         let mut above: Vec<Ino> = Vec::new();
         let mut at: Ino = 0;
-        let mut links = 0;
-        while let Some(part) = todo.pop_front() {
-            match part.as_slice() {
-                b"" | b"." => continue,
-                b".." => {
-                    at = above.pop().unwrap_or(0);
-                    continue;
+        let mut links = Vec::new();
+        let mut followed = 0;
+        let mut rest = Parts { text: Text::Path(path), at: 0 };
+        loop {
+            let before = rest.at;
+            let part = rest.next();
+            budget.step(((rest.at - before) / BYTES_PER_STEP) as u64)?;
+            let Some((start, end)) = part else {
+                match links.pop() {
+                    Some(outer) => rest = outer,
+                    None => break,
                 }
-                _ => {}
+                continue;
+            };
+            budget.step(1)?;
+            let part = rest.text.get(start, end);
+            if part == b".." {
+                at = above.pop().unwrap_or(0);
+                continue;
             }
-            let child = self.folder(at).and_then(|children| children.get(&part)).copied();
+            let child = self.folder(at).and_then(|children| children.get(part)).copied();
             let child = match child.and_then(|child| self.inodes.get(child).map(|inode| (child, &inode.body))) {
                 Some((child, Body::Folder(_))) => child,
                 Some((_, Body::Symlink(target))) => {
-                    links += 1;
-                    if links > MAX_LINKS {
-                        return Err("its path leads through too many links");
+                    followed += 1;
+                    if followed > MAX_LINKS {
+                        return Err("its path leads through too many links".into());
                     }
                     if target.starts_with(b"/") {
                         at = 0;
                         above.clear();
                     }
-                    for part in target.split(|&byte| byte == b'/').rev() {
-                        todo.push_front(part.to_vec());
-                    }
+                    let target = Parts { text: Text::Link(Arc::clone(target)), at: 0 };
+                    links.push(std::mem::replace(&mut rest, target));
                     continue;
                 }
-                Some(_) => return Err("its path leads through something that is no folder"),
+                Some(_) => return Err("its path leads through something that is not a directory".into()),
                 None if make => {
                     if part.len() > crate::layer::MAX_NAME {
-                        return Err("its path leads to a name longer than 255 bytes");
+                        return Err("its path leads to a name longer than 255 bytes".into());
                     }
-                    let new = self.add(Meta { mode: 0o755, ..Meta::default() }, Body::Folder(BTreeMap::new()));
-                    self.folder_mut(at).and_then(|children| children.insert(part, new));
+                    let body = Body::Folder(BTreeMap::new());
+                    let new = self.add(Meta { mode: 0o755, ..Meta::default() }, body, budget)?;
+                    self.name(at, part, new, budget)?;
                     new
                 }
                 None => return Ok(None),
@@ -156,93 +247,157 @@ impl Tree {
             above.push(at);
             at = child;
             if above.len() > MAX_DEPTH {
-                return Err("its path has more than 2048 folders in one another");
+                return Err("its path has more than 2048 nested directories".into());
             }
         }
+        self.last = Some((path.to_vec(), at));
         Ok(Some(at))
     }
 
     /// What a folder has, by its path from the root, links followed; none if there is no such folder.
-    pub fn list(&mut self, path: &str) -> Option<Vec<(&[u8], &Inode)>> {
-        let folder = self.find_folder(path.as_bytes().split(|&byte| byte == b'/'), false).ok()??;
-        let children = self.folder(folder)?.iter();
-        Some(children.filter_map(|(name, ino)| Some((name.as_slice(), self.inodes.get(*ino)?))).collect())
+    pub fn list(&mut self, path: &str, budget: &mut Budget) -> Result<Option<Listing<'_>>, BudgetError> {
+        let folder = match self.find_folder(path.as_bytes(), false, budget) {
+            Err(Wrong::Budget(error)) => return Err(error),
+            Err(Wrong::Rule(_)) | Ok(None) => return Ok(None),
+            Ok(Some(folder)) => folder,
+        };
+        let Some(children) = self.folder(folder) else { return Ok(None) };
+        budget.charge(children.len() as u64 * 3 * size_of::<&[u8]>() as u64)?;
+        let named = children.iter().filter_map(|(name, ino)| Some((name.as_slice(), self.inodes.get(*ino)?)));
+        Ok(Some(named.collect()))
     }
 
-    fn take_away(&mut self, entry: &Entry) -> Result<(), &'static str> {
-        if entry.what == What::Opaque {
-            // A link or file at the folder's place: the folder comes in this layer and replaces it.
-            if let Ok(Some(folder)) = self.find_folder(entry.path.split(|&byte| byte == b'/'), false) {
-                self.folder_mut(folder).map(BTreeMap::clear);
-            }
-            return Ok(());
-        }
+    fn take_away(&mut self, entry: &Entry, budget: &mut Budget) -> Result<(), BudgetError> {
         let (parents, name) = split(&entry.path);
-        match self.find_folder(parents.split(|&byte| byte == b'/'), false) {
+        let folder = if entry.what == What::Opaque { entry.path.as_slice() } else { parents };
+        match self.find_folder(folder, false, budget) {
+            Err(Wrong::Budget(error)) => return Err(error),
+            // Nothing can be there. A link or file at an opaque folder's place: the folder comes in this layer and replaces it.
+            Err(Wrong::Rule(_)) | Ok(None) => {}
             Ok(Some(folder)) => {
-                self.folder_mut(folder).and_then(|children| children.remove(name));
-                Ok(())
+                if let Some(children) = self.folder_mut(folder) {
+                    if entry.what == What::Opaque {
+                        children.clear();
+                    } else {
+                        children.remove(name);
+                    }
+                }
+                self.last = None;
             }
-            // Nothing can be there.
-            _ => Ok(()),
         }
+        Ok(())
     }
 
-    fn apply(&mut self, layer: usize, entry: &Entry) -> Result<(), &'static str> {
-        let body = match &entry.what {
+    fn apply_entry(
+        &mut self,
+        layer: usize,
+        path: &[u8],
+        meta: Meta,
+        what: What,
+        budget: &mut Budget,
+    ) -> Result<(), Wrong> {
+        let body = match what {
             What::Whiteout | What::Opaque => return Ok(()),
             What::Hardlink(target) => {
-                let ino = self.link_target(target)?;
-                return self.place(&entry.path, ino);
+                let ino = self.link_target(&target, budget)?;
+                return self.place(path, ino, budget);
             }
-            What::Folder => match self.existing_folder(&entry.path)? {
+            What::Folder => match self.existing_folder(path, budget)? {
                 Some(folder) => {
+                    budget.charge(of_xattrs(&meta))?;
                     if let Some(inode) = self.inodes.get_mut(folder) {
-                        inode.meta = entry.meta.clone();
+                        let before = std::mem::replace(&mut inode.meta, meta);
+                        budget.refund(of_xattrs(&before));
                     }
                     return Ok(());
                 }
                 None => Body::Folder(BTreeMap::new()),
             },
-            What::File(data) => Body::File { layer, data: data.clone() },
-            What::Symlink(target) => Body::Symlink(target.clone()),
-            What::Char(device) => Body::Char(*device),
-            What::Block(device) => Body::Block(*device),
+            What::File(data) => Body::File { layer, data },
+            What::Symlink(target) => Body::Symlink(target.into()),
+            What::Char(device) => Body::Char(device),
+            What::Block(device) => Body::Block(device),
             What::Fifo => Body::Fifo,
         };
-        let ino = self.add(entry.meta.clone(), body);
-        self.place(&entry.path, ino)
+        let ino = self.add(meta, body, budget)?;
+        self.place(path, ino, budget)
     }
 
     /// The folder that has exactly this path, its last part not followed.
-    fn existing_folder(&mut self, path: &[u8]) -> Result<Option<Ino>, &'static str> {
+    fn existing_folder(&mut self, path: &[u8], budget: &mut Budget) -> Result<Option<Ino>, Wrong> {
         if path.is_empty() {
             return Ok(Some(0));
         }
         let (parents, name) = split(path);
-        let parent = self.find_folder(parents.split(|&byte| byte == b'/'), true)?;
+        let parent = self.find_folder(parents, true, budget)?;
         let child = parent.and_then(|parent| self.folder(parent)).and_then(|children| children.get(name)).copied();
         Ok(child.filter(|&child| self.folder(child).is_some()))
     }
 
-    fn link_target(&mut self, path: &[u8]) -> Result<Ino, &'static str> {
+    fn link_target(&mut self, path: &[u8], budget: &mut Budget) -> Result<Ino, Wrong> {
         let (parents, name) = split(path);
-        let parent = self.find_folder(parents.split(|&byte| byte == b'/'), false)?;
+        let parent = self.find_folder(parents, false, budget)?;
         let target = parent.and_then(|parent| self.folder(parent)).and_then(|children| children.get(name)).copied();
         let target = target.ok_or("the file that it links to is not there")?;
-        if self.folder(target).is_some() { Err("it links to a folder") } else { Ok(target) }
+        if self.folder(target).is_some() { Err("it is a hard link to a directory".into()) } else { Ok(target) }
     }
 
     /// Gives an inode a name; what had the name loses it.
-    fn place(&mut self, path: &[u8], ino: Ino) -> Result<(), &'static str> {
+    fn place(&mut self, path: &[u8], ino: Ino, budget: &mut Budget) -> Result<(), Wrong> {
         let (parents, name) = split(path);
         if name.is_empty() {
-            return Err("the root is not a folder");
+            return Err("the root is not a directory".into());
         }
-        let parent = self.find_folder(parents.split(|&byte| byte == b'/'), true)?;
-        let children = parent.and_then(|parent| self.folder_mut(parent)).ok_or("its folder cannot be made")?;
-        children.insert(name.to_vec(), ino);
-        Ok(())
+        let parent = self.find_folder(parents, true, budget)?.ok_or("its directory cannot be created")?;
+        self.name(parent, name, ino, budget)
+    }
+}
+
+/// What the attributes of an inode take in memory.
+fn of_xattrs(meta: &Meta) -> u64 {
+    let texts = meta.xattrs.iter().map(|(name, value)| heap(name.len()) + heap(value.len())).sum::<u64>();
+    heap(meta.xattrs.capacity() * size_of::<(Vec<u8>, Vec<u8>)>()) + texts
+}
+
+/// A path that is followed: an entry's, or the target of a link.
+enum Text<'p> {
+    Path(&'p [u8]),
+    Link(Arc<[u8]>),
+}
+
+impl Text<'_> {
+    fn whole(&self) -> &[u8] {
+        match self {
+            Text::Path(path) => path,
+            Text::Link(target) => target,
+        }
+    }
+
+    fn get(&self, start: usize, end: usize) -> &[u8] {
+        self.whole().get(start..end).unwrap_or_default()
+    }
+}
+
+/// The parts of a path that are left.
+struct Parts<'p> {
+    text: Text<'p>,
+    at: usize,
+}
+
+impl Parts<'_> {
+    /// Where the next part begins and ends; empty ones and `.` are skipped.
+    fn next(&mut self) -> Option<(usize, usize)> {
+        let whole = self.text.whole();
+        while self.at < whole.len() {
+            let start = self.at;
+            let rest = whole.get(start..).unwrap_or_default();
+            let end = rest.iter().position(|&byte| byte == b'/').map_or(whole.len(), |length| start + length);
+            self.at = (end + 1).min(whole.len());
+            if !matches!(whole.get(start..end), Some(b"" | b".")) {
+                return Some((start, end));
+            }
+        }
+        None
     }
 }
 
@@ -256,4 +411,4 @@ fn split(path: &[u8]) -> (&[u8], &[u8]) {
 
 #[cfg(test)]
 #[path = "tree_tests.rs"]
-mod tests;
+pub(crate) mod tests;

@@ -1,10 +1,12 @@
-//! Owns: the tests of merging: the rules one by one, and a model with plain paths.
+//! Tests of merging: the rules one by one, a model with plain paths, and what hostile layers cost.
 
 use super::*;
+use crate::budget::{Cancel, Pool};
+use crate::layer::index::IndexWriter;
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
-fn entry(path: &str, what: What) -> Entry {
+pub fn entry(path: &str, what: What) -> Entry {
     Entry { path: path.as_bytes().to_vec(), meta: Meta { mode: 0o644, ..Meta::default() }, what }
 }
 
@@ -12,8 +14,29 @@ fn file(size: u64) -> What {
     What::File(Data::Flat { size, block: 0 })
 }
 
-fn layer(entries: Vec<Entry>) -> LayerIndex {
-    LayerIndex { blob_length: 0, entries }
+/// The index of a layer, of a blob that holds all that the tests say.
+pub fn layer(entries: Vec<Entry>) -> Vec<u8> {
+    let mut writer = IndexWriter::new();
+    let mut budget = Budget::layer(&Pool::new(1 << 30), &Cancel::default());
+    entries.iter().for_each(|entry| writer.push(entry, &mut budget).unwrap());
+    writer.finish(1 << 20)
+}
+
+/// The tree of these layers, and what it took.
+pub fn measured<'l>(layers: impl IntoIterator<Item = &'l Vec<u8>>) -> (Result<Tree, TreeError>, Budget) {
+    let layers: Vec<_> = layers.into_iter().collect();
+    let length = layers.iter().map(|layer| layer.len() as u64).sum();
+    let mut budget = Budget::image(&Pool::new(1 << 30), &Cancel::default(), length);
+    let mut tree = Tree::new();
+    let merged = layers
+        .iter()
+        .enumerate()
+        .try_for_each(|(number, layer)| tree.apply(number, &LayerIndex::open(layer).unwrap(), &mut budget));
+    (merged.map(|()| tree), budget)
+}
+
+pub fn merge<'l>(layers: impl IntoIterator<Item = &'l Vec<u8>>) -> Result<Tree, TreeError> {
+    measured(layers).0
 }
 
 /// All paths: folders as none, files as their layer and size.
@@ -48,7 +71,7 @@ fn whiteouts_are_about_layers_below_wherever_they_stand() {
         entry("f", What::Whiteout),
         entry("nothing/here", What::Whiteout),
     ]);
-    let tree = Tree::merge([&below, &above]).unwrap();
+    let tree = merge([&below, &above]).unwrap();
     let paths: Vec<_> = flat(&tree).into_keys().collect();
     assert_eq!(paths, ["", "d", "d/new", "e", "e/new", "f"]);
 }
@@ -57,7 +80,7 @@ fn whiteouts_are_about_layers_below_wherever_they_stand() {
 fn links_are_names_of_one_file_until_one_is_replaced() {
     let below = layer(vec![entry("a", file(1)), entry("b", What::Hardlink(b"a".to_vec()))]);
     let above = layer(vec![entry("a", file(2)), entry("c", What::Hardlink(b"b".to_vec()))]);
-    let tree = Tree::merge([&below, &above]).unwrap();
+    let tree = merge([&below, &above]).unwrap();
     let Body::Folder(root) = &tree.inodes[0].body else { panic!("no folder") };
     assert_eq!(root[b"b".as_slice()], root[b"c".as_slice()]);
     assert_ne!(root[b"a".as_slice()], root[b"b".as_slice()]);
@@ -65,7 +88,7 @@ fn links_are_names_of_one_file_until_one_is_replaced() {
 
 #[test]
 fn links_in_paths_are_followed_inside_the_root() {
-    let tree = Tree::merge([&layer(vec![
+    let tree = merge([&layer(vec![
         entry("l", What::Symlink(b"/../../x/./y".to_vec())),
         entry("l/f", file(1)),
         entry("deep/l", What::Symlink(b"../../../z".to_vec())),
@@ -78,13 +101,89 @@ fn links_in_paths_are_followed_inside_the_root() {
 
 #[test]
 fn contradictions_are_refused_with_layer_and_path() {
-    let error = Tree::merge([&layer(vec![]), &layer(vec![entry("a", file(1)), entry("a/b", file(1))])]).unwrap_err();
-    assert_eq!((error.layer, error.path.as_str()), (2, "a/b"));
+    let error = merge([&layer(vec![]), &layer(vec![entry("a", file(1)), entry("a/b", file(1))])]).unwrap_err();
+    assert!(matches!(&error, TreeError::Entry { layer: 2, path, .. } if path == "a/b"), "{error}");
     let circle =
         vec![entry("a", What::Symlink(b"b".to_vec())), entry("b", What::Symlink(b"a".to_vec())), entry("a/x", file(1))];
-    assert!(Tree::merge([&layer(circle)]).is_err());
+    assert!(merge([&layer(circle)]).is_err());
     let growing = vec![entry("a", What::Symlink(b"a/a".to_vec())), entry("a/x", file(1))];
-    assert!(Tree::merge([&layer(growing)]).is_err());
+    assert!(merge([&layer(growing)]).is_err());
+}
+
+/// A chain of links, each of which leads through the one before and holds this many `./`; and entries through the last one, in turns
+/// below two names, so that no look-up is the same as the one before.
+fn chain(links: usize, dots: usize, entries: usize) -> Vec<u8> {
+    let mut all = vec![entry("d", What::Folder), entry("l0", What::Symlink(b"d".to_vec()))];
+    for n in 1..links {
+        let target = [b"./".repeat(dots), format!("l{}", n - 1).into_bytes()].concat();
+        all.push(entry(&format!("l{n}"), What::Symlink(target)));
+    }
+    let last = links - 1;
+    all.extend((0..entries).map(|n| entry(&format!("l{}/f{n}", last - n % 2), file(1))));
+    layer(all)
+}
+
+#[test]
+fn a_chain_of_links_ends_at_its_steps() {
+    let (tree, budget) = measured([&chain(250, 2040, 2000)]);
+    assert!(matches!(tree, Err(TreeError::Budget(BudgetError::Steps { .. }))), "{} steps", budget.steps());
+    // Links as images have them: a few in a row, with short targets.
+    let (tree, budget) = measured([&chain(8, 1, 20_000)]);
+    assert!(tree.is_ok() && budget.steps() < 20_000 * 40, "{} steps", budget.steps());
+}
+
+#[test]
+fn steps_follow_the_size_of_the_layers() {
+    let deep = |depth: usize| "d/".repeat(depth);
+    for index in [
+        chain(250, 2040, 100),
+        chain(250, 1, 5000),
+        layer((0..2000).map(|n| entry(&format!("{}{n}", deep(n % 1000)), file(1))).collect()),
+        layer((0..2000).map(|n| entry(&format!("d{n}/{}", deep(500)), What::Folder)).collect()),
+        layer((0..5000).map(|n| entry(&format!("a{}/x", n % 7), What::Whiteout)).collect()),
+    ] {
+        let (_, budget) = measured([&index]);
+        let most = 1_000_000 + 8 * index.len() as u64 + 300;
+        assert!(budget.steps() <= most, "{} steps for {} bytes", budget.steps(), index.len());
+    }
+}
+
+#[test]
+fn files_of_one_directory_are_found_at_once() {
+    let deep = "a/b/c/d/e/f/g/h".to_owned();
+    let index = layer((0..10_000).map(|n| entry(&format!("{deep}/{n}"), file(1))).collect());
+    let (tree, budget) = measured([&index]);
+    // Two for each entry: it is looked at for a whiteout, and applied.
+    assert!(tree.is_ok() && budget.steps() < 20_100, "{} steps", budget.steps());
+}
+
+#[test]
+fn a_name_that_is_replaced_is_not_found_where_it_was() {
+    let tree = merge([&layer(vec![
+        entry("a", What::Folder),
+        entry("a/x", file(1)),
+        entry("b", What::Folder),
+        entry("a", What::Symlink(b"b".to_vec())),
+        entry("a/y", file(1)),
+    ])])
+    .unwrap();
+    assert!(flat(&tree).contains_key("b/y") && !flat(&tree).contains_key("a/x"));
+    let tree = merge([
+        &layer(vec![entry("a", What::Folder), entry("a/x", file(1))]),
+        &layer(vec![entry("a/x", What::Whiteout), entry("a", What::Whiteout), entry("a/z", file(1))]),
+    ])
+    .unwrap();
+    assert_eq!(flat(&tree).into_keys().collect::<Vec<_>>(), ["", "a", "a/z"]);
+}
+
+#[test]
+fn a_tree_that_is_cancelled_ends() {
+    let (index, cancel) = (chain(250, 2040, 10), Cancel::default());
+    let mut budget = Budget::image(&Pool::new(1 << 30), &cancel, index.len() as u64);
+    drop(cancel.on_drop());
+    let ended = Tree::new().apply(0, &LayerIndex::open(&index).unwrap(), &mut budget);
+    assert_eq!(ended, Err(TreeError::Budget(BudgetError::Cancelled)));
+    assert_eq!(budget.steps(), 0);
 }
 
 #[derive(Clone, Debug)]
@@ -160,7 +259,7 @@ proptest! {
                 Step::Opaque(path) => entry(path, What::Opaque),
             }).collect())
         }).collect();
-        let ours = Tree::merge(&indexes).ok().map(|tree| flat(&tree));
+        let ours = merge(&indexes).ok().map(|tree| flat(&tree));
         prop_assert_eq!(ours, model(&layers));
     }
 
@@ -180,8 +279,9 @@ proptest! {
             };
             Entry { path, meta: Meta::default(), what }
         });
-        if let Ok(tree) = Tree::merge([&layer(entries.collect())]) {
-            let _ = crate::erofs::write(&tree, &[crate::erofs::Blob { diff_id: crate::Digest([0; 32]), length: 4096 }]);
+        if let (Ok(tree), mut budget) = measured([&layer(entries.collect())]) {
+            let blob = crate::erofs::Blob { diff_id: crate::Digest([0; 32]), length: 4096 };
+            let _ = crate::erofs::write(&tree, &[blob], &mut budget);
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Owns: the control group of a pod process: in cgroup v2's one tree, or in each of v1's that counts something.
 
 use nacelle_base::files::{FileError, at};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use std::fs;
 use std::io;
 use std::path::{Component, Path, PathBuf};
@@ -46,19 +47,38 @@ pub fn memory_limit(group: &Path) -> Option<u64> {
 }
 
 fn memory_limit_below(root: &Path, group: &Path) -> Option<u64> {
-    let mut least = None;
-    for folder in folders_below(root, group) {
-        let within = folder.ancestors().take_while(|folder| folder.starts_with(root) && *folder != root);
-        for folder in within {
-            for file in ["memory.max", "memory.limit_in_bytes"] {
-                let limit = fs::read_to_string(folder.join(file)).ok().and_then(|text| text.trim().parse::<u64>().ok());
-                // Of cgroup v1, which says so of a group without a limit: all pages that there could be.
-                let limit = limit.filter(|limit| *limit < i64::MAX as u64 / 2);
-                least = [least, limit].into_iter().flatten().min();
-            }
-        }
-    }
-    least
+    let limit = |folder: &Path, file: &str| {
+        let limit = fs::read_to_string(folder.join(file)).ok()?.trim().parse::<u64>().ok()?;
+        // Of cgroup v1, which says so of a group without a limit: all pages that there could be.
+        Some(limit).filter(|limit| *limit < i64::MAX as u64 / 2)
+    };
+    least_below(root, group, |folder| {
+        ["memory.max", "memory.limit_in_bytes"].into_iter().filter_map(|file| limit(folder, file)).min()
+    })
+}
+
+/// The CPU time, in thousandths of a CPU, that a group and those above it leave to what is in it; none: no limit, or no such group.
+pub fn cpu_limit(group: &Path) -> Option<u64> {
+    cpu_limit_below(Path::new(ROOT), group)
+}
+
+fn cpu_limit_below(root: &Path, group: &Path) -> Option<u64> {
+    let read = |folder: &Path, file: &str| fs::read_to_string(folder.join(file)).ok();
+    least_below(root, group, |folder| {
+        // Quota and period: in one file of cgroup v2, in two of v1. Without a limit the quota is "max", or negative.
+        let text = read(folder, "cpu.max")
+            .or_else(|| Some([read(folder, "cpu.cfs_quota_us")?, read(folder, "cpu.cfs_period_us")?].concat()))?;
+        let mut numbers = text.split_whitespace().map(str::parse::<u64>);
+        let (quota, period) = (numbers.next()?.ok()?, numbers.next()?.ok().filter(|period| *period > 0)?);
+        Some(quota.saturating_mul(1000) / period)
+    })
+}
+
+/// The least limit of a group and of those above it, in all trees.
+fn least_below(root: &Path, group: &Path, limit: impl Fn(&Path) -> Option<u64>) -> Option<u64> {
+    let folders = folders_below(root, group);
+    let within = folders.iter().flat_map(|folder| folder.ancestors().take_while(|above| above.starts_with(root)));
+    within.filter(|folder| *folder != root).filter_map(limit).min()
 }
 
 /// What a group has used, as the node's kernel counts it.
@@ -176,30 +196,32 @@ fn hand_down_below(root: &Path, group: &Path) {
     }
 }
 
-/// Kills what is left in the group and below it, and removes it; one that is not there is no failure. Blocks until the processes
-/// have gone.
+/// Kills what is left in the group and below it, and removes it from every tree; one that is not there is no failure. Blocks until
+/// the processes have gone. Goes on after a failure and returns the first one.
 pub fn remove(group: &Path) -> Result<(), FileError> {
     let folders = folders(group);
-    // Before Linux 5.14, and in v1, there is no such file: what is there must be dying already.
-    let kill_all = |folder: &Path| fs::OpenOptions::new().write(true).open(folder.join("cgroup.kill")).and_then(kill);
     for folder in &folders {
-        let _ = kill_all(folder);
+        kill_all(folder);
     }
+    let deadline = Instant::now() + LIMIT;
+    let mut first = Ok(());
     for folder in folders {
-        let deadline = Instant::now() + LIMIT;
         loop {
             match remove_tree(&folder) {
                 Ok(()) => break,
                 Err(error) if error.kind() == io::ErrorKind::NotFound => break,
                 Err(error) if error.raw_os_error() == Some(libc::EBUSY) && Instant::now() < deadline => {
-                    let _ = kill_all(&folder);
+                    kill_all(&folder);
                     std::thread::sleep(Duration::from_millis(5));
                 }
-                Err(error) => return Err(at("remove", &folder)(error)),
+                Err(error) => {
+                    first = first.and(Err(at("remove", &folder)(error)));
+                    break;
+                }
             }
         }
     }
-    Ok(())
+    first
 }
 
 /// Removes a group after those in it.
@@ -220,8 +242,29 @@ fn is_v2(root: &Path) -> bool {
     root.join("cgroup.controllers").exists()
 }
 
-fn kill(mut file: fs::File) -> io::Result<()> {
-    io::Write::write_all(&mut file, b"1")
+/// Kills the processes of a group and of those below it. What is missed is found when the group cannot be removed.
+fn kill_all(folder: &Path) {
+    let at_once = fs::OpenOptions::new().write(true).open(folder.join("cgroup.kill"));
+    if at_once.and_then(|mut file| io::Write::write_all(&mut file, b"1")).is_ok() {
+        return;
+    }
+    // Before Linux 5.14, and in v1, there is no such file.
+    let file = folder.join("cgroup.procs");
+    let members = || fs::read_to_string(&file).unwrap_or_default();
+    for line in members().lines() {
+        let Some(pid) = line.trim().parse().ok().and_then(Pid::from_raw) else { continue };
+        // The number may be another process's by now: the handle comes before the second look.
+        let Ok(handle) = pidfd_open(pid, PidfdFlags::empty()) else { continue };
+        if members().lines().any(|again| again == line) {
+            // One that has ended meanwhile is as good.
+            let _ = pidfd_send_signal(&handle, Signal::KILL);
+        }
+    }
+    for below in fs::read_dir(folder).into_iter().flatten().flatten() {
+        if below.file_type().is_ok_and(|kind| kind.is_dir()) {
+            kill_all(&below.path());
+        }
+    }
 }
 
 #[cfg(test)]
@@ -243,6 +286,37 @@ mod tests {
         assert_eq!(folders("a/b"), [root.path().join("a/b")]);
         for bad in ["../a", "a/../../b", "", "/"] {
             assert_eq!(folders(bad), Vec::<PathBuf>::new(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn the_least_cpu_time_of_all_groups_above_counts() {
+        let root = tempfile::tempdir().unwrap();
+        let file = |group: &str, file: &str, text: &str| {
+            let folder = root.path().join(group);
+            fs::create_dir_all(&folder).unwrap();
+            fs::write(folder.join(file), text).unwrap();
+        };
+        let limit = |group: &str| cpu_limit_below(root.path(), Path::new(group));
+        // Of cgroup v1: the groups are in trees.
+        file("cpu", "cgroup.procs", "");
+        for (group, quota) in [("cpu/pods", "-1"), ("cpu/pods/a", "1000"), ("cpu/pods/a/b", "-1")] {
+            file(group, "cpu.cfs_quota_us", &format!("{quota}\n"));
+            file(group, "cpu.cfs_period_us", "100000\n");
+        }
+        assert_eq!(
+            [limit("pods/a/b/new"), limit("pods/a"), limit("pods"), limit("x")],
+            [Some(10), Some(10), None, None]
+        );
+        // Of v2's only tree.
+        file("", "cgroup.controllers", "cpu\n");
+        for (group, text) in [("pods", "max 100000\n"), ("pods/a", "250000 100000\n"), ("pods/a/b", "150000 50000\n")] {
+            file(group, "cpu.max", text);
+        }
+        assert_eq!([limit("pods/a/b"), limit("pods/a"), limit("pods")], [Some(2500), Some(2500), None]);
+        for text in ["", "max", "5", "5 0", "x 5"] {
+            file("pods", "cpu.max", text);
+            assert_eq!(limit("pods"), None, "{text}");
         }
     }
 
@@ -293,6 +367,24 @@ mod tests {
     fn what_is_not_there_is_removed_already() {
         let group = format!("nacelle/test-{}", std::process::id());
         remove(Path::new(&group)).unwrap();
+    }
+
+    #[test]
+    fn a_group_that_cannot_be_killed_at_once_is_killed_one_by_one() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::create_dir(folder.path().join("below")).unwrap();
+        let start = || std::process::Command::new("sleep").arg("600").spawn().unwrap();
+        let (mut spared, mut killed) = (start(), [start(), start()]);
+        for (group, child) in ["", "below"].iter().zip(&killed) {
+            fs::write(folder.path().join(group).join("cgroup.procs"), format!("{}\n", child.id())).unwrap();
+        }
+        kill_all(folder.path());
+        for child in &mut killed {
+            assert!(!child.wait().unwrap().success());
+        }
+        assert!(spared.try_wait().unwrap().is_none());
+        spared.kill().unwrap();
+        spared.wait().unwrap();
     }
 
     #[test]

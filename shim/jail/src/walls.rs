@@ -1,6 +1,7 @@
 //! Owns: the mount namespace of the pod process: a root of its own in which only its files are.
 //! Threads: the first one only, while it is the only one: the others share its root.
 
+use nacelle_base::retry::retry_interrupted;
 use nix::fcntl::{OFlag, open};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
@@ -124,8 +125,9 @@ fn find(place: Place) -> Result<Option<Source>, WallError> {
         return Ok(Some(Source { place, link: Some(link), handle: None, folder: false, parent: None }));
     }
     let metadata = fs::metadata(&place.path).map_err(failed("open", &place.path))?;
+    let flags = OFlag::O_PATH | OFlag::O_CLOEXEC;
     let handle =
-        |path: &Path| open(path, OFlag::O_PATH | OFlag::O_CLOEXEC, Mode::empty()).map_err(failed("open", &place.path));
+        |path: &Path| retry_interrupted(|| open(path, flags, Mode::empty())).map_err(failed("open", &place.path));
     let parent = place.path.parent().filter(|_| place.access == Access::Take).map(&handle).transpose()?;
     let own = Some(handle(&place.path)?);
     Ok(Some(Source { place, link: None, handle: own, folder: metadata.is_dir(), parent }))

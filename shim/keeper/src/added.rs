@@ -10,6 +10,7 @@ use crate::qcow2::{self, MAX_SIZE};
 use crate::qemu;
 use crate::spec::Board;
 use nacelle_base::files::{remove_if_there, write_whole};
+use nacelle_base::json;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::fs::File;
@@ -95,7 +96,7 @@ impl Disks {
 
 /// The list, as this program has written it.
 pub fn read(text: &[u8]) -> Result<Vec<Added>, KeeperError> {
-    let all: Vec<Added> = serde_json::from_slice(text).map_err(|source| KeeperError::Document { source })?;
+    let all: Vec<Added> = json::read(text).map_err(|source| KeeperError::Document { source })?;
     let right = |(n, disk): (usize, &Added)| {
         let others = all.iter().take(n);
         is_name(&disk.name)

@@ -72,8 +72,8 @@ impl Given {
         if text.len() > LONGEST {
             return Err(wrong("at most 1 MiB is expected"));
         }
-        let wanted: Credentials =
-            serde_json::from_str(text).map_err(|_wrong| wrong("keys and passwords by their users are expected"))?;
+        let wanted: Credentials = nacelle_base::json::read(text.as_bytes())
+            .map_err(|_wrong| wrong("keys and passwords by their users are expected"))?;
         let mut given = self.has.lock().await;
         if *given == wanted {
             return Ok(Outcome::default());

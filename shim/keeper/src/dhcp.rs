@@ -4,6 +4,7 @@
 //! All bytes come from the guest: each is looked at before it counts, and what is no question of this card is passed over.
 
 use crate::sys;
+use nacelle_base::retry::retry_interrupted;
 use nacelle_proto::agent::{BootConfig, Route};
 use nix::sys::socket::{MsgFlags, recv, send};
 use std::io;
@@ -353,7 +354,8 @@ pub async fn serve(socket: OwnedFd, lease: Lease) -> io::Result<()> {
     let mut frame = [0; FRAME];
     loop {
         let mut ready = socket.readable().await?;
-        let told = ready.try_io(|socket| Ok(recv(socket.as_raw_fd(), &mut frame, MsgFlags::MSG_DONTWAIT)?));
+        let told = ready
+            .try_io(|socket| Ok(retry_interrupted(|| recv(socket.as_raw_fd(), &mut frame, MsgFlags::MSG_DONTWAIT))?));
         let length = match told {
             // Nothing is there any more: it is waited for.
             Err(_would_block) => continue,
@@ -364,7 +366,7 @@ pub async fn serve(socket: OwnedFd, lease: Lease) -> io::Result<()> {
         };
         if let Some(answer) = frame.get(..length).and_then(|frame| lease.answer(frame)) {
             // A guest that does not take it asks again.
-            let _ = send(socket.as_raw_fd(), &answer, MsgFlags::MSG_DONTWAIT);
+            let _ = retry_interrupted(|| send(socket.as_raw_fd(), &answer, MsgFlags::MSG_DONTWAIT));
         }
     }
 }
@@ -382,7 +384,7 @@ mod tests {
             destination: destination.into(),
             gateway: gateway.into(),
             interface: "eth0".into(),
-            metric: None,
+            ..Route::default()
         };
         let network = BootConfig {
             hostname: "db".into(),
@@ -391,6 +393,7 @@ mod tests {
                 mac: vec![],
                 mtu: 1450,
                 addresses: vec!["fd00::5/64".into(), "10.1.0.5/24".into()],
+                ..Interface::default()
             }],
             routes: vec![route("0.0.0.0/0", "10.1.0.1"), route("10.9.128.0/17", "10.7.0.1"), route("::/0", "fd00::1")],
             dns: Some(Dns {

@@ -25,7 +25,7 @@ fn network() -> BootConfig {
         destination: destination.to_owned(),
         gateway: gateway.to_owned(),
         interface: "eth0".to_owned(),
-        metric: None,
+        ..Route::default()
     };
     BootConfig {
         hostname: "db".to_owned(),
@@ -34,6 +34,7 @@ fn network() -> BootConfig {
             mac: Vec::new(),
             mtu: 1450,
             addresses: vec!["10.1.0.5/24".to_owned()],
+            ..Interface::default()
         }],
         routes: vec![route("0.0.0.0/0", "10.1.0.1"), route("10.9.128.0/17", "10.7.0.1")],
         dns: Some(Dns {

@@ -6,6 +6,7 @@ use crate::machine::{Machine, Settings, State, blocking};
 use crate::spec::{INTERFACE, MachineDocument};
 use crate::verbs;
 use nacelle_base::Chain;
+use nacelle_base::json;
 use nacelle_proto::agent::{ContainerState, Exit};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -186,8 +187,7 @@ impl Keeper {
         if let Some(machine) = self.last().filter(|machine| !matches!(machine.state(), State::Ended(_))) {
             return Err(KeeperError::Second { id: machine.id.clone() });
         }
-        let document: MachineDocument =
-            serde_json::from_slice(document).map_err(|source| KeeperError::Document { source })?;
+        let document: MachineDocument = json::read(document).map_err(|source| KeeperError::Document { source })?;
         let plain = !id.is_empty() && id.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_".contains(&b));
         if !plain || id.len() > 128 {
             let rule = "1 to 128 letters, digits, '-' or '_' are expected";
@@ -269,6 +269,22 @@ impl Keeper {
         self.machine(id)?;
         let exec = self.known().execs.get(&(id.to_owned(), exec_id.to_owned())).cloned();
         exec.ok_or_else(|| KeeperError::NoExec { id: id.to_owned(), exec: exec_id.to_owned() })
+    }
+
+    /// Gives a command up. One that is not known yet will not be run: the signal was faster than the request.
+    pub fn give_up(&self, id: &str, exec_id: String) -> Result<(), KeeperError> {
+        self.machine(id)?;
+        let (mut known, key) = (self.known(), (id.to_owned(), exec_id));
+        if let Some(exec) = known.execs.get(&key) {
+            exec.give_up();
+            return Ok(());
+        }
+        forget_ended(&mut known.execs);
+        known.begun += 1;
+        let exec = Exec::new(known.begun, None);
+        exec.give_up();
+        known.execs.insert(key, Arc::new(exec));
+        Ok(())
     }
 
     /// The containers, as the pod process asks for them.

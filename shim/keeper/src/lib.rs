@@ -56,8 +56,6 @@ use tokio_stream::wrappers::UnixListenerStream;
 const DEADLINE: Duration = Duration::from_secs(120);
 /// How long after Shutdown the pod process may leave its answers unread.
 const FAREWELL: Duration = Duration::from_millis(50);
-/// One message: user data of a machine.
-const MESSAGE_LIMIT: usize = 40 << 20;
 
 /// The process, with the arguments that the pod process has started it with (see `Place::parse` for them).
 pub fn run(arguments: impl IntoIterator<Item = String>) -> ExitCode {
@@ -94,7 +92,7 @@ fn serve(settings: Settings, rpc: StdListener, streams: StdListener) -> io::Resu
         tokio::spawn(streams::serve(listener(streams)?, Arc::clone(&keeper)));
         let end = Arc::new(Notify::new());
         let service = Service { keeper: Arc::clone(&keeper), end: Arc::clone(&end) };
-        let service = AgentServer::new(service).max_decoding_message_size(MESSAGE_LIMIT);
+        let service = AgentServer::new(service).max_decoding_message_size(nacelle_proto::wire::LARGE);
         let server = tonic::transport::Server::builder()
             .timeout(DEADLINE)
             .concurrency_limit_per_connection(256)

@@ -16,8 +16,6 @@ use tokio::sync::mpsc;
 
 /// Words of a refusal that are passed on, in characters.
 const MAX_WORDS: usize = 300;
-/// The most values of a line: a list of small ones takes many times its text in memory.
-const MAX_VALUES: usize = 100_000;
 /// Answers that wait for whoever asked; more are lost.
 pub(crate) const ANSWERS: usize = 4;
 /// Events that wait for whoever reads them; more are lost.
@@ -150,11 +148,7 @@ fn told(line: &[u8]) -> Option<Told> {
     // A guest agent that starts anew may send bytes of its old life first.
     let start = line.iter().rposition(|byte| *byte == 0xff).map_or(0, |at| at + 1);
     let line = line.get(start..)?;
-    // In a text such bytes are counted as well: the longest ones are in base64, which has none.
-    if line.iter().filter(|byte| b",[{".contains(byte)).count() > MAX_VALUES {
-        return None;
-    }
-    let Ok(Value::Object(mut message)) = serde_json::from_slice(line) else { return None };
+    let Ok(Value::Object(mut message)) = nacelle_base::json::read(line) else { return None };
     if message.contains_key("return") || message.contains_key("error") {
         return Some(Told::Answer(message));
     }
@@ -272,8 +266,8 @@ mod tests {
     #[test]
     fn a_line_of_many_small_things_is_not_read() {
         let list = |count: usize| format!("{{\"return\": [{}0]}}\n", "0,".repeat(count));
-        assert!(told(list(MAX_VALUES - 2).as_bytes()).is_some());
-        assert!(told(list(MAX_VALUES - 1).as_bytes()).is_none());
+        assert!(told(list(nacelle_base::json::VALUES - 4).as_bytes()).is_some());
+        assert!(told(list(nacelle_base::json::VALUES - 3).as_bytes()).is_none());
         let text = format!("{{\"return\": \"{}\"}}\n", "x".repeat(16 << 20));
         assert!(told(text.as_bytes()).is_some());
     }

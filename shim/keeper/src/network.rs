@@ -34,6 +34,12 @@ pub fn version_2(network: &BootConfig) -> Value {
             if let Some(metric) = route.metric {
                 told["metric"] = json!(metric);
             }
+            if !route.source.is_empty() {
+                told["from"] = json!(route.source);
+            }
+            if route.mtu > 0 {
+                told["mtu"] = json!(route.mtu);
+            }
             told
         };
         let mut card = json!({
@@ -93,7 +99,7 @@ mod tests {
             destination: destination.into(),
             gateway: gateway.into(),
             interface: "eth0".into(),
-            metric: None,
+            ..Route::default()
         };
         BootConfig {
             interfaces: vec![Interface {
@@ -101,6 +107,7 @@ mod tests {
                 mac: vec![2, 0, 0, 0, 0, 0xab],
                 mtu: 1450,
                 addresses: vec!["10.1.0.5/24".into(), "fd00::5/64".into()],
+                ..Interface::default()
             }],
             routes: vec![route("0.0.0.0/0", "10.1.0.1"), route("10.9.0.0/16", ""), route("::/0", "fd00::1")],
             dns: Some(Dns { servers: vec!["10.96.0.10".into()], searches: vec!["svc".into()], options: vec![] }),

@@ -6,6 +6,7 @@ use crate::sys;
 use nacelle_base::share::QUEUES;
 use nacelle_engine::Accelerator;
 use nacelle_proto::agent::{AgentHello, BootConfig, BootReport};
+use nacelle_proto::wire::{self, Shaped};
 use prost::Message;
 use std::collections::BTreeSet;
 use std::io::{Read, Write};
@@ -108,7 +109,7 @@ fn send(to: &mut impl Write, message: &impl Message) -> std::io::Result<()> {
     to.write_all(&payload)
 }
 
-fn receive<M: Message + Default>(from: &mut impl Read) -> std::io::Result<M> {
+fn receive<M: Message + Shaped + Default>(from: &mut impl Read) -> std::io::Result<M> {
     let mut head = [0; 4];
     from.read_exact(&mut head)?;
     let length = u32::from_le_bytes(head);
@@ -117,7 +118,7 @@ fn receive<M: Message + Default>(from: &mut impl Read) -> std::io::Result<M> {
     }
     let mut payload = vec![0; usize::try_from(length).unwrap_or_default()];
     from.read_exact(&mut payload)?;
-    M::decode(payload.as_slice()).map_err(std::io::Error::other)
+    wire::decode(&payload).map_err(std::io::Error::other)
 }
 
 #[cfg(test)]

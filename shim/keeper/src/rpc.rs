@@ -77,8 +77,7 @@ impl Agent for Service {
     async fn signal(&self, request: Request<SignalRequest>) -> Result<Response<Empty>, Status> {
         let SignalRequest { id, exec_id, signal, .. } = request.into_inner();
         if !exec_id.is_empty() {
-            let command = self.keeper.command(&id, &exec_id);
-            return done(command.map(|command| command.give_up()));
+            return done(self.keeper.give_up(&id, exec_id));
         }
         let machine = self.keeper.machine(&id);
         done(machine.map(|machine| if signal == SIGKILL { machine.kill() } else { machine.stop() }))

@@ -4,10 +4,12 @@
 use crate::keeper::Keeper;
 use crate::sys;
 use nacelle_proto::agent::{Stream, StreamOpen, StreamOpened};
+use nacelle_proto::wire;
 use prost::Message;
 use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, Interest};
@@ -19,6 +21,8 @@ const MAX_FRAME: u32 = 1 << 20;
 const PREAMBLE: Duration = Duration::from_secs(30);
 /// For somebody in the guest to answer.
 const DIAL: Duration = Duration::from_secs(20);
+/// Between two attempts to connect to a listener whose queue is full.
+const CONNECT_PAUSE: Duration = Duration::from_millis(5);
 /// No command runs longer than somebody waits for it.
 const FOREVER: Duration = Duration::from_secs(1 << 30);
 /// The port behind which the screen is, if there is one: VNC's.
@@ -84,7 +88,7 @@ async fn read_open(connection: &mut UnixStream) -> io::Result<StreamOpen> {
     }
     let mut payload = vec![0; usize::try_from(length).unwrap_or_default()];
     connection.read_exact(&mut payload).await?;
-    StreamOpen::decode(payload.as_slice()).map_err(io::Error::other)
+    wire::decode(&payload).map_err(io::Error::other)
 }
 
 trait Both: AsyncRead + AsyncWrite + Unpin + Send {}
@@ -126,11 +130,22 @@ async fn take(mut connection: UnixStream, keeper: &Keeper, open: StreamOpen) -> 
     answered
 }
 
+/// Connects to a socket of QEMU's. While the queue of its listener is full, a socket that does not block fails with EAGAIN:
+/// then this tries again, until the caller gives up.
+async fn connect_unix(path: &Path) -> io::Result<UnixStream> {
+    loop {
+        match UnixStream::connect(path).await {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => tokio::time::sleep(CONNECT_PAUSE).await,
+            result => return result,
+        }
+    }
+}
+
 /// The screen, or a port of the guest at the pod's address.
 async fn dial(keeper: &Keeper, port: u32) -> io::Result<Box<dyn Both>> {
     let screen = keeper.last().and_then(|machine| machine.screen());
     if let Some(socket) = screen.filter(|_| port == SCREEN_PORT) {
-        return Ok(Box::new(UnixStream::connect(socket).await?));
+        return Ok(Box::new(connect_unix(&socket).await?));
     }
     let port = u16::try_from(port).map_err(|_too_large| io::Error::from(io::ErrorKind::InvalidInput))?;
     let mut failed = io::Error::from(io::ErrorKind::AddrNotAvailable);

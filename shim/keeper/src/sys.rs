@@ -2,6 +2,7 @@
 //! has used.
 #![allow(unsafe_code)] // reason: a descriptor is only a number where it comes from.
 
+use nacelle_base::retry::retry_interrupted;
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, FdFlag, OFlag, fcntl};
 use nix::libc;
@@ -38,14 +39,16 @@ pub fn watch(fd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
 
 /// Takes the descriptor that comes with the next byte of a socket; `InvalidData` if there is none.
 pub fn receive(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
-    let mut byte = [0; 1];
-    let mut parts = [io::IoSliceMut::new(&mut byte)];
     let mut space = nix::cmsg_space!([RawFd; 1]);
-    let received = recvmsg::<()>(socket.as_raw_fd(), &mut parts, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC)?;
-    let found = received.cmsgs()?.find_map(|message| match message {
-        ControlMessageOwned::ScmRights(descriptors) => descriptors.first().copied(),
-        _ => None,
-    });
+    let found = retry_interrupted(|| {
+        let mut byte = [0; 1];
+        let mut parts = [io::IoSliceMut::new(&mut byte)];
+        let received = recvmsg::<()>(socket.as_raw_fd(), &mut parts, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC)?;
+        Ok::<_, Errno>(received.cmsgs()?.find_map(|message| match message {
+            ControlMessageOwned::ScmRights(descriptors) => descriptors.first().copied(),
+            _ => None,
+        }))
+    })?;
     let found = found.ok_or(io::ErrorKind::InvalidData)?;
     // SAFETY: the kernel made this number for this process in the recvmsg call, the only one for which there was room; nobody else
     // has it.
@@ -56,7 +59,8 @@ pub fn receive(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
 pub fn send(socket: BorrowedFd<'_>, bytes: &[u8], descriptor: BorrowedFd<'_>) -> io::Result<usize> {
     let descriptors = [descriptor.as_raw_fd()];
     let rights = [ControlMessage::ScmRights(&descriptors)];
-    Ok(sendmsg::<()>(socket.as_raw_fd(), &[io::IoSlice::new(bytes)], &rights, MsgFlags::MSG_NOSIGNAL, None)?)
+    let (parts, flags) = ([io::IoSlice::new(bytes)], MsgFlags::MSG_NOSIGNAL);
+    Ok(retry_interrupted(|| sendmsg::<()>(socket.as_raw_fd(), &parts, &rights, flags, None))?)
 }
 
 /// Whether it was opened for writing, too.

@@ -71,6 +71,36 @@ pub enum NetError {
         /// The interface.
         name: String,
     },
+    /// A guest's card cannot have this Ethernet address.
+    #[error(
+        "interface {name} has the Ethernet address {mac:02x?}, which no single station can have, so no guest can have it"
+    )]
+    BadMac {
+        /// The interface.
+        name: String,
+        /// Its address.
+        mac: [u8; 6],
+    },
+    /// A guest's card cannot have this MTU.
+    #[error("interface {name} has an MTU of {mtu} bytes; with its addresses a guest needs at least {least}")]
+    SmallMtu {
+        /// The interface.
+        name: String,
+        /// Its MTU.
+        mtu: u32,
+        /// The smallest that is possible.
+        least: u32,
+    },
+    /// There are more of them than a guest gets.
+    #[error("the CNI plugins set {count} {what} in the pod's network namespace; a guest gets at most {limit}")]
+    TooMany {
+        /// "routes".
+        what: &'static str,
+        /// How many there are.
+        count: usize,
+        /// How many there may be.
+        limit: usize,
+    },
     /// The CNI plugins gave the pod no address.
     #[error("the CNI plugins gave interface {name} no address")]
     NoAddress {
@@ -106,7 +136,9 @@ impl Classify for NetError {
             NetError::NoInterface { .. } | NetError::NotEthernet { .. } | NetError::NoAddress { .. } => {
                 Kind::Unavailable
             }
-            NetError::Route { .. } => Kind::Unsupported,
+            NetError::Route { .. } | NetError::BadMac { .. } | NetError::SmallMtu { .. } | NetError::TooMany { .. } => {
+                Kind::Unsupported
+            }
             NetError::Cni(error) => error.kind(),
         }
     }

@@ -1,17 +1,31 @@
-//! Owns: reading from the namespace what the guest must have: links, addresses, routes.
+//! Reads from the namespace what the guest must have: links, addresses, routes, permanent neighbours.
 //!
 //! Read are the main routing tables and what was set there by somebody: not the routes that the kernel makes
 //! of addresses (the guest's kernel makes the same), nor what router advertisements brought (the guest gets
-//! its own). Policy rules, further tables, preferred sources and static neighbours are not carried over.
+//! its own). What somebody set and no guest gets is named in a warning (`not_carried`).
 
 use crate::netlink::{Address, Family, Link, Netlink};
 use crate::{NetError, NetNs, run_in};
 use ipnet::IpNet;
-use nacelle_base::net::{Interface, PodNetwork, Route};
+use nacelle_base::net::{Interface, Neighbour, PodNetwork, Route};
 use netlink_packet_route::route::{
-    RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteProtocol, RouteType,
+    RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteMetric, RouteProtocol, RouteType,
 };
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::path::Path;
+
+/// The largest MTU of a tap: 65535 less the Ethernet header.
+pub(crate) const MAX_MTU: u32 = 65521;
+/// The smallest MTU of an interface with IPv4 (RFC 791), and of one that has IPv6 addresses (RFC 8200).
+const MIN_MTU: (u32, u32) = (68, 1280);
+/// How many routes, and how many neighbours, a pod may have.
+const MOST: usize = 1024;
+/// The routing table of a host's own addresses (RT_TABLE_LOCAL).
+const LOCAL_TABLE: u32 = 255;
+/// The length of the transmit queue that every guest's card has.
+const QUEUE_LENGTH: u32 = 1000;
+/// The largest segment that a guest's card sends or receives as one.
+const SEGMENT: u32 = 65536;
 
 /// What the guest must have to take the place of these interfaces, in this order (the default one first).
 ///
@@ -21,14 +35,122 @@ pub fn inspect(netns: &NetNs, interfaces: &[String]) -> Result<PodNetwork, NetEr
     let mut netlink = run_in(netns, Netlink::open)??;
     let links = interfaces.iter().map(|name| netlink.link(name)).collect::<Result<Vec<_>, _>>()?;
     let addresses = netlink.addresses()?;
-    let mut routes = Vec::new();
+    let (mut routes, mut neighbours, mut other) = (Vec::new(), Vec::new(), Vec::new());
     for family in [Family::Inet, Family::Inet6] {
         for message in netlink.routes(family)? {
-            routes.extend(read(&message, &links)?);
+            match read(&message, &links)? {
+                Seen::Route(found) => routes.push(found),
+                Seen::NotCarried(what) => other.push(what),
+                Seen::Nothing => {}
+            }
+        }
+        neighbours.extend(netlink.neighbours(family)?);
+        other.extend(netlink.rules(family)?.iter().map(|priority| format!("policy rule {priority} ({family:?})")));
+    }
+    for (what, count) in [("routes", routes.len()), ("permanent neighbours", neighbours.len())] {
+        if count > MOST {
+            return Err(NetError::TooMany { what, count, limit: MOST });
         }
     }
-    let interfaces = links.iter().map(|link| interface(link, &addresses, &routes)).collect::<Result<_, _>>()?;
-    Ok(PodNetwork { interfaces, routes: for_the_guest(routes) })
+    let carried = |address: &&Address| address.global && links.iter().any(|link| link.index == address.index);
+    let own: Vec<Address> = addresses.iter().filter(carried).cloned().collect();
+    let made = |link: &Link| interface(link, &own, &routes, &neighbours);
+    let interfaces = links.iter().map(made).collect::<Result<Vec<_>, _>>()?;
+    other.extend(run_in(netns, || links.iter().flat_map(|link| not_carried(link, &addresses)).collect::<Vec<_>>())?);
+    let routes = for_the_guest(routes, &own, &mut other);
+    other.sort();
+    if !other.is_empty() {
+        let (netns, what) = (netns.path().display(), shortened(&other));
+        tracing::warn!(%netns, what, "the guest does not get all that the CNI plugins have set");
+    }
+    Ok(PodNetwork { interfaces, routes })
+}
+
+/// Whether the namespace has this interface, and a guest can have one like it.
+pub(crate) fn check_card(netns: &NetNs, name: &str) -> Result<(), NetError> {
+    let link = run_in(netns, Netlink::open)??.link(name)?;
+    link.mac.map(drop).ok_or(NetError::NotEthernet { name: link.name })
+}
+
+/// The addresses of these interfaces, for a pod without a guest: it uses the namespace as it is.
+pub(crate) fn inspect_addresses(netns: &NetNs, interfaces: &[String]) -> Result<PodNetwork, NetError> {
+    let mut netlink = run_in(netns, Netlink::open)??;
+    let all = netlink.addresses()?;
+    let made = |name: &String| {
+        let link = netlink.link(name)?;
+        let own = all.iter().filter(|address| address.global && address.index == link.index);
+        let addresses = own.map(|address| address.net).collect();
+        Ok(Interface {
+            name: link.name,
+            mac: link.mac.unwrap_or_default(),
+            mtu: link.mtu,
+            addresses,
+            neighbours: Vec::new(),
+        })
+    };
+    let interfaces = interfaces.iter().map(made).collect::<Result<_, NetError>>()?;
+    Ok(PodNetwork { interfaces, routes: Vec::new() })
+}
+
+/// What a route of the namespace is to the guest.
+enum Seen {
+    Route(Found),
+    /// It concerns the guest, which does not get it.
+    NotCarried(String),
+    Nothing,
+}
+
+/// The first of these names, and how many more there are.
+fn shortened(names: &[String]) -> String {
+    const SHOWN: usize = 10;
+    let shown = names.iter().take(SHOWN).map(String::as_str).collect::<Vec<_>>().join(", ");
+    match names.len().saturating_sub(SHOWN) {
+        0 => shown,
+        more => format!("{shown} and {more} more"),
+    }
+}
+
+/// What is set on this link that no guest gets. On a thread in its namespace.
+fn not_carried(link: &Link, addresses: &[Address]) -> Vec<String> {
+    let name = &link.name;
+    let of_link = addresses.iter().filter(|address| address.index == link.index && !address.global);
+    let mut all: Vec<String> = of_link.map(|address| format!("address {} of link scope", address.net)).collect();
+    if let Some(length) = link.queue_length.filter(|length| *length != QUEUE_LENGTH) {
+        all.push(format!("transmit queue of {length} packets of {name}"));
+    }
+    for (what, size) in [("gso_max_size", link.gso_max_size), ("gro_max_size", link.gro_max_size)] {
+        if let Some(size) = size.filter(|size| *size != SEGMENT) {
+            all.push(format!("{what} {size} of {name}"));
+        }
+    }
+    for family in ["ipv4", "ipv6"] {
+        all.extend(sysctls(family, name));
+    }
+    all
+}
+
+/// The sysctls of the interface that differ from what a new interface has in this namespace, but for those that plugins set
+/// for the namespace's own announcements and the kernel's own.
+fn sysctls(family: &str, name: &str) -> Vec<String> {
+    const OF_NO_GUEST: [&str; 4] = ["arp_notify", "ndisc_notify", "accept_dad", "stable_secret"];
+    let folder = |of: &str| Path::new("/proc/sys/net").join(family).join("conf").join(of);
+    let value = |of: &str, key: &std::ffi::OsStr| std::fs::read_to_string(folder(of).join(key)).ok();
+    let keys = std::fs::read_dir(folder(name)).into_iter().flatten().flatten().map(|entry| entry.file_name());
+    let mut all = Vec::new();
+    for key in keys {
+        let text = key.to_string_lossy();
+        // The kernel follows the MTU of the link itself.
+        if text == "mtu" || OF_NO_GUEST.contains(&text.as_ref()) {
+            continue;
+        }
+        if let (Some(own), Some(usual)) = (value(name, &key), value("default", &key))
+            && own != usual
+        {
+            let own: String = own.trim().chars().take(40).collect();
+            all.push(format!("sysctl net.{family}.conf.{name}.{text}={own}"));
+        }
+    }
+    all
 }
 
 /// A route of the main table over one of the links.
@@ -39,21 +161,52 @@ struct Found {
     by_kernel: bool,
     /// The gateway counts as on the link though no other route says so.
     onlink: bool,
+    /// It has metrics beside its MTU.
+    metrics: bool,
 }
 
-fn interface(link: &Link, addresses: &[Address], routes: &[Found]) -> Result<Interface, NetError> {
+fn interface(
+    link: &Link,
+    addresses: &[Address],
+    routes: &[Found],
+    neighbours: &[(u32, Neighbour)],
+) -> Result<Interface, NetError> {
     let mac = link.mac.ok_or_else(|| NetError::NotEthernet { name: link.name.clone() })?;
+    // No station has such an address, and no kernel takes one.
+    if mac == [0; 6] || mac[0] & 1 != 0 {
+        return Err(NetError::BadMac { name: link.name.clone(), mac });
+    }
     let on_link = |net: &IpNet| {
         let of_it = |found: &Found| found.route.interface == link.name && found.route.destination == net.trunc();
         routes.iter().any(|found| found.by_kernel && of_it(found))
     };
     let own = addresses.iter().filter(|address| address.index == link.index).map(|address| address.net);
-    let addresses = own.map(|net| if on_link(&net) { net } else { IpNet::from(net.addr()) }).collect();
-    Ok(Interface { name: link.name.clone(), mac, mtu: link.mtu, addresses })
+    let addresses: Vec<_> = own.map(|net| if on_link(&net) { net } else { IpNet::from(net.addr()) }).collect();
+    let neighbours = neighbours.iter().filter(|(index, _)| *index == link.index).map(|(_, one)| one.clone()).collect();
+    let mtu = guest_mtu(link, addresses.iter().any(|net| net.addr().is_ipv6()))?;
+    Ok(Interface { name: link.name.clone(), mac, mtu, addresses, neighbours })
+}
+
+/// The MTU of the guest's card: the interface's, as far as a tap can have it.
+fn guest_mtu(link: &Link, ipv6: bool) -> Result<u32, NetError> {
+    let least = if ipv6 { MIN_MTU.1 } else { MIN_MTU.0 };
+    if link.mtu < least {
+        return Err(NetError::SmallMtu { name: link.name.clone(), mtu: link.mtu, least });
+    }
+    if link.mtu > MAX_MTU {
+        let (name, mtu) = (&link.name, link.mtu);
+        tracing::warn!(
+            name,
+            mtu,
+            guest_mtu = MAX_MTU,
+            "the guest's MTU is smaller than that of the CNI interface: no tap has a larger one"
+        );
+    }
+    Ok(link.mtu.min(MAX_MTU))
 }
 
 /// Nothing for a route that does not concern the guest; an error for one that it should have and cannot.
-fn read(message: &RouteMessage, links: &[Link]) -> Result<Option<Found>, NetError> {
+fn read(message: &RouteMessage, links: &[Link]) -> Result<Seen, NetError> {
     let header = &message.header;
     let mut gateway = None;
     let mut destination = match header.address_family {
@@ -62,6 +215,7 @@ fn read(message: &RouteMessage, links: &[Link]) -> Result<Option<Found>, NetErro
     };
     let mut table = u32::from(header.table);
     let (mut metric, mut interface, mut refused) = (None, None, None);
+    let (mut source, mut mtu, mut metrics) = (None, None, false);
     for attribute in &message.attributes {
         match attribute {
             RouteAttribute::Destination(to) => destination = ip(to).unwrap_or(destination),
@@ -73,38 +227,93 @@ fn read(message: &RouteMessage, links: &[Link]) -> Result<Option<Found>, NetErro
                 interface = links.iter().find(|link| hops.iter().any(|hop| hop.interface_index == link.index));
                 refused = Some("it has several next hops");
             }
+            RouteAttribute::PrefSource(address) => source = ip(address),
+            RouteAttribute::Metrics(all) => {
+                for one in all {
+                    match one {
+                        RouteMetric::Mtu(bytes) => mtu = Some(*bytes),
+                        _ => metrics = true,
+                    }
+                }
+            }
             RouteAttribute::Via(_) => refused = Some("its gateway is of another address family"),
             RouteAttribute::Encap(_) => refused = Some("it is encapsulated"),
             _ => (),
         }
     }
-    let (Some(link), Ok(destination)) = (interface, IpNet::new(destination, header.destination_prefix_length)) else {
-        return Ok(None);
-    };
     let learned = matches!(header.protocol, RouteProtocol::Ra | RouteProtocol::IcmpRedirect);
-    if table != u32::from(RouteHeader::RT_TABLE_MAIN) || header.kind != RouteType::Unicast || learned {
-        return Ok(None);
+    let Ok(destination) = IpNet::new(destination, header.destination_prefix_length) else { return Ok(Seen::Nothing) };
+    let main = table == u32::from(RouteHeader::RT_TABLE_MAIN);
+    let of_kernel = table == LOCAL_TABLE || header.protocol == RouteProtocol::Kernel;
+    // The kernel's own of IPv6: the loopback's, link-local ones, multicast.
+    if learned || (!main && of_kernel) {
+        return Ok(Seen::Nothing);
+    }
+    if matches!(header.kind, RouteType::BlackHole | RouteType::Unreachable | RouteType::Prohibit | RouteType::Throw) {
+        return Ok(if of_kernel {
+            Seen::Nothing
+        } else {
+            Seen::NotCarried(format!("{:?} route to {destination}", header.kind))
+        });
+    }
+    let Some(link) = interface else { return Ok(Seen::Nothing) };
+    if header.kind != RouteType::Unicast {
+        return Ok(Seen::Nothing);
+    }
+    if !main {
+        return Ok(Seen::NotCarried(format!("route to {destination} in table {table}")));
     }
     if let Some(why) = refused {
         return Err(NetError::Route { destination: destination.to_string(), why });
     }
-    Ok(Some(Found {
-        route: Route { destination, gateway, interface: link.name.clone(), metric },
+    Ok(Seen::Route(Found {
+        route: Route { destination, gateway, interface: link.name.clone(), metric, source, mtu },
         by_kernel: header.protocol == RouteProtocol::Kernel,
         onlink: header.flags.contains(RouteFlags::Onlink),
+        metrics,
     }))
 }
 
-fn for_the_guest(found: Vec<Found>) -> Vec<Route> {
+/// The routes in the order in which the guest can add them. Those that the kernel made of an address are left out, the guest's
+/// kernel makes them, too; but not one to a peer, of which the guest does not know.
+fn for_the_guest(found: Vec<Found>, addresses: &[Address], other: &mut Vec<String>) -> Vec<Route> {
+    let by_address = |found: &Found| {
+        let to = found.route.destination;
+        let of_link = matches!(to, IpNet::V6(net) if net.addr().is_unicast_link_local() || net.addr().is_multicast());
+        found.by_kernel && (of_link || addresses.iter().any(|address| address.net.trunc() == to))
+    };
     let mut on_link = Vec::new();
     let mut by_gateway = Vec::new();
-    for Found { route, onlink, .. } in found.into_iter().filter(|found| !found.by_kernel) {
+    for found in found.into_iter().filter(|found| !by_address(found)) {
+        let Found { mut route, by_kernel, onlink, metrics } = found;
+        if metrics {
+            other.push(format!("metrics of the route to {}", route.destination));
+        }
+        // The kernel names its own source anew; one that the guest does not have it could not take.
+        let known = |source: &IpAddr| addresses.iter().any(|address| address.net.addr() == *source);
+        match route.source {
+            Some(_) if by_kernel => route.source = None,
+            Some(source) if !known(&source) => {
+                other.push(format!("source {source} of the route to {}", route.destination));
+                route.source = None;
+            }
+            _ => {}
+        }
         let Some(gateway) = route.gateway else {
             on_link.push(route);
             continue;
         };
         if onlink {
-            on_link.push(Route { destination: gateway.into(), gateway: None, ..route.clone() });
+            let interface = route.interface.clone();
+            let metric = route.metric;
+            on_link.push(Route {
+                destination: gateway.into(),
+                gateway: None,
+                interface,
+                metric,
+                source: None,
+                mtu: None,
+            });
         }
         by_gateway.push(route);
     }

@@ -3,7 +3,8 @@
 
 use crate::NetError;
 use ipnet::IpNet;
-use nacelle_base::net::Mac;
+use nacelle_base::net::{Mac, Neighbour};
+use nacelle_base::retry::{Timed, retry_interrupted};
 use netlink_packet_core::{
     NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_EXCL, NLM_F_REQUEST, NetlinkHeader, NetlinkMessage,
     NetlinkPayload,
@@ -11,28 +12,32 @@ use netlink_packet_core::{
 use netlink_packet_route::RouteNetlinkMessage as Message;
 use netlink_packet_route::address::{AddressAttribute, AddressFlags, AddressMessage, AddressScope};
 use netlink_packet_route::link::{LinkAttribute, LinkFlags, LinkMessage};
+use netlink_packet_route::neighbour::{NeighbourAddress, NeighbourAttribute, NeighbourMessage, NeighbourState};
 use netlink_packet_route::route::RouteMessage;
+use netlink_packet_route::rule::{RuleAttribute, RuleMessage};
 use netlink_packet_route::tc::{
     TcAction, TcActionAttribute, TcActionMirror, TcActionMirrorOption, TcActionOption, TcActionType, TcAttribute,
     TcFilterU32, TcFilterU32Option, TcHandle, TcMessage, TcMirror, TcMirrorActionType, TcOption, TcU32Key,
     TcU32Selector, TcU32SelectorFlags,
 };
 use nix::errno::Errno;
-use nix::sys::socket::{
-    AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, recv, sendto, setsockopt, socket, sockopt,
-};
-use nix::sys::time::TimeVal;
+use nix::poll::PollFlags;
+use nix::sys::socket::{AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, recv, sendto, socket};
 use std::io;
+use std::net::IpAddr;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::time::Duration;
 
 pub(crate) use netlink_packet_route::AddressFamily as Family;
 
 /// The kernel answers at once; a longer wait means that it lost the answer.
-const LIMIT_SECONDS: i64 = 30;
+const LIMIT: Duration = Duration::from_secs(30);
 /// Larger than what the kernel puts into one datagram of a dump (32 KiB).
 const BUFFER: usize = 64 * 1024;
 /// How often a dump that changed under our eyes is read again.
 const DUMP_ATTEMPTS: u32 = 16;
+/// The priorities of the policy rules that each namespace has from its beginning.
+const KERNEL_RULES: [u32; 3] = [0, 32766, 32767];
 /// Priority of our redirect: before any other filter.
 const REDIRECT_PRIORITY: u32 = 1;
 
@@ -49,13 +54,20 @@ pub(crate) struct Link {
     pub index: u32,
     pub mac: Option<Mac>,
     pub mtu: u32,
+    /// The length of its transmit queue, in packets.
+    pub queue_length: Option<u32>,
+    /// The largest segments that it sends and receives as one, in bytes.
+    pub gso_max_size: Option<u32>,
+    pub gro_max_size: Option<u32>,
 }
 
-/// An address that somebody set (not one that the kernel found by itself), of global scope.
+/// An address that somebody set (not one that the kernel found by itself).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Address {
     pub index: u32,
     pub net: IpNet,
+    /// Of global scope; one of another scope is for the link alone.
+    pub global: bool,
 }
 
 impl Netlink {
@@ -64,7 +76,6 @@ impl Netlink {
         let open = || {
             let socket =
                 socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, SockProtocol::NetlinkRoute)?;
-            setsockopt(&socket, sockopt::ReceiveTimeout, &TimeVal::new(LIMIT_SECONDS, 0))?;
             Ok(Netlink { socket, sequence: 0 })
         };
         open().map_err(|errno: Errno| failed("open", "a socket")(errno.into()))
@@ -83,11 +94,22 @@ impl Netlink {
             _ => None,
         });
         let link = found.ok_or_else(|| NetError::NoInterface { name: name.to_owned() })?;
-        let mut result = Link { name: name.to_owned(), index: link.header.index, mac: None, mtu: 0 };
+        let mut result = Link {
+            name: name.to_owned(),
+            index: link.header.index,
+            mac: None,
+            mtu: 0,
+            queue_length: None,
+            gso_max_size: None,
+            gro_max_size: None,
+        };
         for attribute in link.attributes {
             match attribute {
                 LinkAttribute::Address(bytes) => result.mac = Mac::try_from(bytes).ok(),
                 LinkAttribute::Mtu(mtu) => result.mtu = mtu,
+                LinkAttribute::TxQueueLen(length) => result.queue_length = Some(length),
+                LinkAttribute::GsoMaxSize(size) => result.gso_max_size = Some(size),
+                LinkAttribute::GroMaxSize(size) => result.gro_max_size = Some(size),
                 _ => (),
             }
         }
@@ -112,7 +134,7 @@ impl Netlink {
         self.request(Message::SetLink(set), 0).map(drop).map_err(failed("set the MTU of", &link.name))
     }
 
-    /// All permanent addresses of global scope.
+    /// All permanent addresses but those that the kernel makes of itself (link-local ones of IPv6).
     pub fn addresses(&mut self) -> Result<Vec<Address>, NetError> {
         let dump = self.dump(Message::GetAddress(AddressMessage::default()));
         let messages = dump.map_err(failed("read the addresses of", "the namespace"))?;
@@ -129,6 +151,38 @@ impl Netlink {
             _ => None,
         });
         Ok(routes.collect())
+    }
+
+    /// All permanent entries of the neighbour tables of this family, with the index of their interface.
+    pub fn neighbours(&mut self, family: Family) -> Result<Vec<(u32, Neighbour)>, NetError> {
+        let mut ask = NeighbourMessage::default();
+        ask.header.family = family;
+        let messages = self.dump(Message::GetNeighbour(ask));
+        let messages = messages.map_err(failed("read the neighbours of", "the namespace"))?;
+        Ok(messages.into_iter().filter_map(neighbour).collect())
+    }
+
+    /// The priorities of the policy rules of this family that somebody set.
+    pub fn rules(&mut self, family: Family) -> Result<Vec<u32>, NetError> {
+        let mut ask = RuleMessage::default();
+        ask.header.family = family;
+        let messages = match self.dump(Message::GetRule(ask)) {
+            // A kernel without policy routing has no rules: without any, or for this family (`ipv6.disable=1`).
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EAFNOSUPPORT)) => Vec::new(),
+            other => other.map_err(failed("read the policy rules of", "the namespace"))?,
+        };
+        let priority = |rule: &RuleMessage| {
+            let of = rule.attributes.iter().find_map(|attribute| match attribute {
+                RuleAttribute::Priority(priority) => Some(*priority),
+                _ => None,
+            });
+            of.unwrap_or(0)
+        };
+        let rules = messages.iter().filter_map(|message| match message {
+            Message::NewRule(rule) => Some(priority(rule)),
+            _ => None,
+        });
+        Ok(rules.filter(|priority| !KERNEL_RULES.contains(priority)).collect())
     }
 
     /// Sends every frame that arrives at `from` out of `to`, before the namespace's stack sees it. Replaces
@@ -166,7 +220,7 @@ impl Netlink {
                 other => return other,
             }
         }
-        Err(io::ErrorKind::Interrupted.into())
+        Err(io::ErrorKind::ResourceBusy.into())
     }
 
     /// Sends one request and returns what the kernel answers before its acknowledgement.
@@ -179,15 +233,14 @@ impl Netlink {
         packet.finalize();
         let mut bytes = vec![0; packet.buffer_len()];
         packet.serialize(&mut bytes);
-        sendto(self.socket.as_raw_fd(), &bytes, &NetlinkAddr::new(0, 0), MsgFlags::empty())?;
+        let kernel = NetlinkAddr::new(0, 0);
+        retry_interrupted(|| sendto(self.socket.as_raw_fd(), &bytes, &kernel, MsgFlags::empty()))?;
+        let limit = Timed::new(&self.socket, LIMIT);
         let (mut answers, mut interrupted) = (Vec::new(), false);
         let mut buffer = vec![0; BUFFER];
         loop {
-            let length = match recv(self.socket.as_raw_fd(), &mut buffer, MsgFlags::empty()) {
-                Err(Errno::EINTR) => continue,
-                Err(Errno::EAGAIN) => return Err(io::ErrorKind::TimedOut.into()),
-                other => other?,
-            };
+            let socket = self.socket.as_raw_fd();
+            let length = limit.when_ready(PollFlags::POLLIN, || recv(socket, &mut buffer, MsgFlags::MSG_DONTWAIT))?;
             let mut rest = buffer.get(..length).unwrap_or_default();
             while !rest.is_empty() {
                 let answer = NetlinkMessage::<Message>::deserialize(rest)
@@ -217,6 +270,21 @@ impl Netlink {
     }
 }
 
+fn neighbour(message: Message) -> Option<(u32, Neighbour)> {
+    let Message::NewNeighbour(message) = message else { return None };
+    let (mut ip, mut mac) = (None, None);
+    for attribute in &message.attributes {
+        match attribute {
+            NeighbourAttribute::Destination(NeighbourAddress::Inet(v4)) => ip = Some(IpAddr::V4(*v4)),
+            NeighbourAttribute::Destination(NeighbourAddress::Inet6(v6)) => ip = Some(IpAddr::V6(*v6)),
+            NeighbourAttribute::LinkLayerAddress(bytes) => mac = Mac::try_from(bytes.as_slice()).ok(),
+            _ => (),
+        }
+    }
+    let permanent = message.header.state == NeighbourState::Permanent;
+    Some((message.header.ifindex, Neighbour { ip: ip?, mac: mac? })).filter(|_| permanent)
+}
+
 fn message_address(message: Message) -> Option<AddressMessage> {
     match message {
         Message::NewAddress(address) => Some(address),
@@ -236,7 +304,8 @@ fn address(message: AddressMessage) -> Option<Address> {
     }
     let global = message.header.scope == AddressScope::Universe;
     let net = IpNet::new(own.or(peer)?, message.header.prefix_len).ok()?;
-    (permanent && global).then_some(Address { index: message.header.index, net })
+    let own_of_kernel = matches!(net, IpNet::V6(net) if net.addr().is_unicast_link_local());
+    (permanent && !own_of_kernel).then_some(Address { index: message.header.index, net, global })
 }
 
 /// The selector that any frame matches: nothing of its first word is compared.
@@ -264,4 +333,16 @@ fn send_out_of(link: &Link) -> TcAction {
 fn failed(what: &'static str, object: &str) -> impl FnOnce(io::Error) -> NetError + use<> {
     let object = object.to_owned();
     move |source| NetError::Netlink { what, object, source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_family_without_policy_routing_has_no_rules() {
+        let mut netlink = Netlink::open().unwrap();
+        // As AF_INET6 answers with `ipv6.disable=1`.
+        assert_eq!(netlink.rules(Family::Bridge).unwrap(), Vec::<u32>::new());
+    }
 }

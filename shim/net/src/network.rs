@@ -1,6 +1,7 @@
 //! Owns: the life of a pod's network: namespace, CNI chain, what the guest must have, and the way back.
 
-use crate::cni::{Cni, CniResult, Dns, INTERFACE, PodRef};
+use crate::cni::{Cni, CniError, CniResult, Dns, INTERFACE, OwedDelete, PodRef};
+use crate::inspect::{check_card, inspect_addresses};
 use crate::{NetError, NetNs, inspect, netns, tap};
 use nacelle_base::net::PodNetwork;
 use nacelle_base::{Chain, PodId};
@@ -9,7 +10,10 @@ use std::collections::BTreeSet;
 use std::io;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
+use tokio::task::JoinSet;
+use tokio::time::timeout;
 
 /// Namespaces of ours are named this and the pod's id.
 const PREFIX: &str = "nacelle-";
@@ -55,21 +59,21 @@ pub struct Attachment {
 /// The networks of all pods of this node.
 ///
 /// Calls for different pods may run at the same time. Calls for one pod must come one after the other.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Network {
-    netns_dir: PathBuf,
-    cni: Cni,
+    config: NetConfig,
+    cni: Arc<Cni>,
 }
 
 impl Network {
     /// Touches nothing yet.
     pub fn new(config: NetConfig) -> Network {
-        Network { cni: Cni::new(&config), netns_dir: config.netns_dir }
+        Network { cni: Arc::new(Cni::new(&config)), config }
     }
 
     /// The file that names the namespace of this pod, there or not.
     pub fn netns_path(&self, id: &PodId) -> PathBuf {
-        self.netns_dir.join(format!("{PREFIX}{id}"))
+        self.config.netns_dir.join(format!("{PREFIX}{id}"))
     }
 
     /// Makes the pod's namespace with loopback up. `AlreadyExists` if it is there.
@@ -87,8 +91,8 @@ impl Network {
         let netns = blocking(move || NetNs::open(&opened)).await?;
         let result = self.cni.add(pod, &path).await?;
         let dns = result.dns.clone();
-        let (further, all_needed) = (pod.further.clone(), pod.all_needed);
-        match blocking(move || attached(&netns, &result, &further, all_needed)).await {
+        let wanted = pod.clone();
+        match blocking(move || attached(&netns, &result, &wanted)).await {
             Ok(network) => Ok(Attachment { ips: network.ips().collect(), network, dns }),
             Err(error) => {
                 if let Err(left) = self.cni.del(&pod.id).await {
@@ -117,6 +121,25 @@ impl Network {
         blocking(move || netns::remove(&path)).await
     }
 
+    /// As `teardown`, of a pod that ends, which does not wait for its plugins longer than `limit`. If DEL does not succeed by then,
+    /// it is owed: the answer is why, the namespace is removed all the same, and `settle` tries again. May be repeated.
+    pub async fn release(&self, id: &PodId, limit: Duration) -> Result<Option<CniError>, NetError> {
+        let owed = self.cni.release(id, limit).await;
+        let path = self.netns_path(id);
+        blocking(move || netns::remove(&path)).await.map(|()| owed)
+    }
+
+    /// Tries the owed DELs whose time has come, each for at most `limit`. To be called again and again, and not while another call
+    /// is under way.
+    pub async fn settle(&self, limit: Duration) {
+        self.cni.settle(limit).await;
+    }
+
+    /// The DELs that are owed, by what is remembered: also those that another process owes.
+    pub async fn owed(&self) -> Result<Vec<OwedDelete>, NetError> {
+        Ok(self.cni.owed().await?)
+    }
+
     /// Asks the plugins whether the pod's network is still as they made it (CNI CHECK).
     pub async fn check(&self, id: &PodId) -> Result<(), NetError> {
         Ok(self.cni.check(id).await?)
@@ -130,33 +153,52 @@ impl Network {
 
     /// The pods that have a namespace or a CNI attachment here, known to the caller or not.
     pub async fn pods(&self) -> Result<BTreeSet<PodId>, NetError> {
-        let dir = self.netns_dir.clone();
+        let dir = self.config.netns_dir.clone();
         let mut ids = blocking(move || named(&dir)).await?;
         ids.extend(self.cni.ids().await?);
         Ok(ids)
     }
 
-    /// Tears down all pods that are not in `keep`, then tells the plugins which attachments are valid (CNI GC,
-    /// from 1.1.0). Goes on after failures and returns the first one. A pod that is being made must be in
-    /// `keep`.
-    pub async fn gc(&self, keep: &BTreeSet<PodId>) -> Result<(), NetError> {
-        let mut first = Ok(());
+    /// Releases all pods that are not in `keep`, all at once, then sends the plugins the attachments that are valid (CNI GC, from
+    /// 1.1.0). Each of the two takes at most `limit`. A DEL that is owed already is left to `settle`, so that a plugin that hangs
+    /// does not delay each start of the daemon. Goes on after failures and returns the first one. A pod that is being made must be
+    /// in `keep`.
+    pub async fn gc(&self, keep: &BTreeSet<PodId>, limit: Duration) -> Result<(), NetError> {
+        let owed: BTreeSet<PodId> = self.owed().await?.into_iter().map(|owed| owed.pod).collect();
+        let mut releases = JoinSet::new();
         for id in self.pods().await?.difference(keep) {
-            first = first.and(self.teardown(id).await);
+            let (network, id, is_owed) = (self.clone(), id.clone(), owed.contains(id));
+            releases.spawn(async move {
+                if is_owed {
+                    let path = network.netns_path(&id);
+                    return blocking(move || netns::remove(&path)).await;
+                }
+                if let Some(error) = network.release(&id, limit).await? {
+                    tracing::warn!(pod = %id, error = %Chain(&error), "the CNI DEL of a pod without a record is owed");
+                }
+                Ok(())
+            });
         }
-        first.and(self.cni.gc(keep).await.map_err(NetError::from))
+        let mut first = self.cni.take_over_debts().await.map_err(NetError::from);
+        while let Some(done) = releases.join_next().await {
+            first = first.and(done.unwrap_or_else(|source| Err(NetError::GivenUp { source })));
+        }
+        let too_slow = CniError::TooSlow { command: "GC", seconds: limit.as_secs() };
+        let collected = timeout(limit, self.cni.gc(keep)).await.unwrap_or(Err(too_slow));
+        first.and(collected.map_err(NetError::from))
     }
 }
 
 /// What the guest must have after ADD: the default interface, then the others that it shall have. They need not be in the result: a
 /// plugin that calls others tells of the first one's alone.
-fn attached(netns: &NetNs, result: &CniResult, further: &[String], all_needed: bool) -> Result<PodNetwork, NetError> {
+fn attached(netns: &NetNs, result: &CniResult, pod: &PodRef) -> Result<PodNetwork, NetError> {
+    let all_needed = pod.all_needed;
     let mut names = vec![INTERFACE.to_owned()];
-    for name in further {
+    for name in &pod.further {
         tap::check_name(name)?;
-        match inspect(netns, std::slice::from_ref(name)) {
-            Ok(_) if names.contains(name) => {}
-            Ok(_) => names.push(name.clone()),
+        match check_card(netns, name) {
+            Ok(()) if names.contains(name) => {}
+            Ok(()) => names.push(name.clone()),
             Err(NetError::NoInterface { name }) if all_needed => return Err(NetError::NotMade { name }),
             Err(NetError::NoInterface { .. } | NetError::NotEthernet { .. }) if !all_needed => {
                 tracing::warn!(%name, "the plugins made no such interface for the guest, which the pod's annotations ask for");
@@ -164,10 +206,10 @@ fn attached(netns: &NetNs, result: &CniResult, further: &[String], all_needed: b
             Err(error) => return Err(error),
         }
     }
-    if let Some(name) = result.interfaces.iter().find(|name| !names.contains(name)) {
+    if let Some(name) = result.interfaces.iter().find(|name| pod.guest && !names.contains(name)) {
         tracing::info!(%name, "the plugins made an interface that the guest does not get: nothing of the pod asks for it");
     }
-    let mut network = inspect(netns, &names)?;
+    let mut network = if pod.guest { inspect(netns, &names)? } else { inspect_addresses(netns, &names)? };
     // The kernel's order is not the plugins': the first address in the result is the pod's first one.
     let place = |ip| result.ips.iter().position(|other| *other == ip).unwrap_or(usize::MAX);
     for interface in &mut network.interfaces {

@@ -4,6 +4,7 @@
 //! interface keeps its addresses (plugins look for them at CHECK) and yet nothing in the namespace answers for
 //! them: only the guest does. The tap itself gets no address and no IPv6, or the stack would talk to the guest.
 
+use crate::inspect::MAX_MTU;
 use crate::netlink::Netlink;
 use crate::{NetError, NetNs, run_in, sys};
 use std::fs::{File, OpenOptions};
@@ -57,12 +58,12 @@ pub fn dhcp_questions(netns: &NetNs, name: &str) -> Result<OwnedFd, NetError> {
 
 /// Joins tap and CNI interface: what the guest sends leaves through `cni_interface`, what arrives there
 /// goes to the guest, and the namespace's own stack sees neither. Both are up afterwards, and the tap has
-/// the MTU of the CNI interface. May be repeated.
+/// the MTU of the CNI interface, or the largest that taps have. May be repeated.
 pub fn join(netns: &NetNs, tap: &str, cni_interface: &str) -> Result<(), NetError> {
     let mut netlink = run_in(netns, Netlink::open)??;
     let inside = netlink.link(tap)?;
     let outside = netlink.link(cni_interface)?;
-    netlink.set_mtu(&inside, outside.mtu)?;
+    netlink.set_mtu(&inside, outside.mtu.min(MAX_MTU))?;
     // The redirects first: at no moment does the stack see a frame of the guest.
     netlink.redirect(&inside, &outside)?;
     netlink.set_up(tap)?;

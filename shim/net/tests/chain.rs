@@ -3,7 +3,7 @@
 mod common;
 
 use common::{LIMIT, eventually, in_a_world, ip_in, links, pod};
-use nacelle_base::net::{Interface, Route};
+use nacelle_base::net::{Interface, Neighbour, Route};
 use nacelle_base::{Classify, Kind};
 use nacelle_net::{Attachment, NetError, NetNs, PodRef, inspect, netns, run_in, tap};
 use std::net::IpAddr;
@@ -23,6 +23,8 @@ fn route(destination: &str, gateway: Option<&str>, metric: Option<u32>) -> Route
         gateway: gateway.map(|gateway| gateway.parse().unwrap()),
         interface: "eth0".to_owned(),
         metric,
+        source: None,
+        mtu: None,
     }
 }
 
@@ -73,7 +75,7 @@ fn a_bridged_pod_gets_everything_and_leaves_nothing() {
         network.check(&pod.id).await.unwrap();
         network.teardown(&pod.id).await.unwrap();
         assert_eq!(leases(world.files("leases")), ["10.77.0.3", "fd77::3"]);
-        network.gc(&[second.id.clone()].into()).await.unwrap();
+        network.gc(&[second.id.clone()].into(), LIMIT).await.unwrap();
         network.check(&second.id).await.unwrap();
 
         // Something was changed behind our back.
@@ -83,7 +85,7 @@ fn a_bridged_pod_gets_everything_and_leaves_nothing() {
         // The plugin looks there for what it must take back.
         ip_in(&network.netns_path(&second.id), &["addr", "add", "10.77.0.3/24", "dev", "eth0"]);
 
-        network.gc(&[].into()).await.unwrap();
+        network.gc(&[].into(), LIMIT).await.unwrap();
         network.teardown(&second.id).await.unwrap();
         assert_eq!(network.check(&second.id).await.unwrap_err().kind(), Kind::NotFound);
         assert!(leases(world.files("leases")).is_empty());
@@ -114,11 +116,15 @@ fn a_point_to_point_pod_has_no_neighbours_on_the_link() {
             route("10.78.0.0/24", Some("10.78.0.1"), None),
             route("0.0.0.0/0", Some("10.78.0.1"), None),
         ] {
-            assert!(routes.contains(&expected), "{expected:?} in {routes:?}");
+            // The plugin names the pod's address as the source of some.
+            let same = |other: &&Route| Route { source: None, ..(*other).clone() } == expected;
+            assert!(routes.iter().any(|other| same(&other)), "{expected:?} in {routes:?}");
         }
         for (destination, gateway) in [("fd78::1/128", None), ("fd78::/64", Some("fd78::1")), ("::/0", Some("fd78::1"))]
         {
-            let same = |other: &&Route| Route { metric: None, ..(*other).clone() } == route(destination, gateway, None);
+            let same = |other: &&Route| {
+                Route { metric: None, source: None, ..(*other).clone() } == route(destination, gateway, None)
+            };
             assert!(routes.iter().any(|other| same(&other)), "{destination} in {routes:?}");
         }
         world.network.check(&pod.id).await.unwrap();
@@ -137,6 +143,11 @@ fn a_node_that_lost_the_namespace_still_gives_the_lease_back() {
         world.network.teardown(&pod.id).await.unwrap();
         assert!(leases(world.files("leases")).is_empty());
         assert!(world.files("cache").is_empty());
+        // The file that named it is left.
+        let (pod, _) = world.pod(2).await;
+        nix::mount::umount2(&world.network.netns_path(&pod.id), nix::mount::MntFlags::MNT_DETACH).unwrap();
+        world.network.teardown(&pod.id).await.unwrap();
+        assert!(leases(world.files("leases")).is_empty() && world.files("netns").is_empty());
     });
 }
 
@@ -179,8 +190,68 @@ fn a_route_over_several_gateways_is_refused_and_others_are_read() {
         let error = inspect(&netns, &["eth0".to_owned()]).unwrap_err();
         assert!(matches!(error, NetError::Route { .. }), "{error}");
         assert!(matches!(inspect(&netns, &["eth7".to_owned()]), Err(NetError::NoInterface { .. })));
-        let error = inspect(&netns, &["lo".to_owned()]).map(|network| network.interfaces[0].addresses.clone());
-        assert!(error.is_ok(), "loopback has an Ethernet address of zeros: {error:?}");
+        // Its Ethernet address is all zeros.
+        assert!(matches!(inspect(&netns, &["lo".to_owned()]), Err(NetError::BadMac { .. })));
+    });
+}
+
+#[test]
+fn what_plugins_set_on_an_interface_is_carried_over() {
+    in_a_world(&[], |world| async move {
+        let path = world.dir("netns").join("routed");
+        let netns = netns::create(&path).unwrap();
+        for args in [
+            "link add eth0 type veth peer name peer0",
+            "link set peer0 up mtu 65535",
+            "link set eth0 up mtu 65535",
+            "addr add 10.80.7.5/32 dev eth0",
+            "addr add 10.80.8.5 peer 10.80.8.1/32 dev eth0",
+            "-6 addr add fd80::5/128 dev eth0 nodad",
+            "route add 169.254.1.1 dev eth0 scope link",
+            "route add default via 169.254.1.1 dev eth0",
+            "route add 10.81.0.0/16 via 169.254.1.1 dev eth0 src 10.80.7.5 mtu 1300 metric 7",
+            "-6 route add fe80::1 dev eth0",
+            "-6 route add default via fe80::1 dev eth0",
+            "neigh add 169.254.1.1 lladdr 02:00:00:00:00:01 dev eth0 nud permanent",
+            "neigh add fe80::1 lladdr 02:00:00:00:00:01 dev eth0 nud permanent",
+            "neigh add 10.80.8.1 lladdr 02:00:00:00:00:02 dev eth0 nud stale",
+            // These are named in a warning.
+            "rule add from 10.80.7.5 table 77",
+            "link set eth0 txqueuelen 33",
+        ] {
+            ip_in(&path, &args.split(' ').collect::<Vec<_>>());
+        }
+        let found = inspect(&netns, &["eth0".to_owned()]).unwrap();
+        let eth0 = &found.interfaces[0];
+        // The largest that a tap has.
+        assert_eq!(eth0.mtu, 65521);
+        assert_eq!(addresses(eth0), ["10.80.7.5/32", "10.80.8.5/32", "fd80::5/128"]);
+        let neighbour = |ip: &str| Neighbour { ip: ip.parse().unwrap(), mac: [2, 0, 0, 0, 0, 1] };
+        assert_eq!(eth0.neighbours, [neighbour("169.254.1.1"), neighbour("fe80::1")]);
+        let of = |destination: &str| {
+            let found = found.routes.iter().filter(|route| route.destination == destination.parse().unwrap());
+            found
+                .map(|found| (found.gateway.map(|gateway| gateway.to_string()), found.metric, found.source, found.mtu))
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(of("169.254.1.1/32"), [(None, None, None, None)]);
+        assert_eq!(of("0.0.0.0/0"), [(Some("169.254.1.1".to_owned()), None, None, None)]);
+        let source = Some("10.80.7.5".parse().unwrap());
+        assert_eq!(of("10.81.0.0/16"), [(Some("169.254.1.1".to_owned()), Some(7), source, Some(1300))]);
+        // The kernel made it of an address whose peer the guest does not know.
+        assert_eq!(of("10.80.8.1/32"), [(None, None, None, None)]);
+        assert_eq!(of("fe80::1/128").len(), 1);
+        assert_eq!(of("::/0")[0].0.as_deref(), Some("fe80::1"));
+        assert_eq!(found.routes.len(), 6, "{:?}", found.routes);
+
+        let tap = tap::create(&netns, "tap0").unwrap();
+        tap::join(&netns, "tap0", "eth0").unwrap();
+        assert!(ip_in(&path, &["link", "show", "tap0"]).contains("mtu 65521"));
+        drop(tap);
+        // With such an MTU the kernel itself takes IPv6 away.
+        ip_in(&path, &["link", "set", "eth0", "mtu", "1000"]);
+        let found = inspect(&netns, &["eth0".to_owned()]).unwrap();
+        assert_eq!((found.interfaces[0].mtu, addresses(&found.interfaces[0]).len()), (1000, 2));
     });
 }
 

@@ -195,6 +195,81 @@ fn a_failed_del_is_remembered_and_the_others_are_done() {
 }
 
 #[test]
+fn a_pod_goes_without_its_plugins_and_they_are_asked_again() {
+    in_a_world(&[], |world| async move {
+        let pod = pod(1);
+        std::fs::write(world.dir("broken"), "").unwrap();
+        chain(&world, "1.0.0", &[("one", ""), ("two", r#", "del": "broken""#)]);
+        world.network.create_netns(&pod.id).await.unwrap();
+        world.network.setup(&pod).await.unwrap_err();
+        std::fs::remove_file(world.dir("calls")).unwrap();
+        let error = world.network.release(&pod.id, LIMIT).await.unwrap();
+        assert!(matches!(error, Some(CniError::Plugin { code: 11, .. })), "{error:?}");
+        assert!(!world.network.netns_path(&pod.id).exists());
+        assert_eq!(calls(&world), ["DEL two", "DEL one"].repeat(3));
+        let owed = world.network.owed().await.unwrap();
+        assert_eq!((owed.len(), &owed[0].pod, owed[0].network.as_str(), owed[0].attempts), (1, &pod.id, "fakes", 1));
+        assert!(owed[0].error.contains("refused DEL with code 11") && owed[0].since > 0, "{owed:?}");
+
+        // A daemon after it, for which the pod is gone, finds the debt.
+        let network = world.again(LIMIT);
+        std::fs::remove_file(world.dir("calls")).unwrap();
+        network.gc(&[].into(), LIMIT).await.unwrap();
+        assert!(!world.dir("calls").exists(), "the start of a daemon waits for no plugin that has failed before");
+        network.settle(LIMIT).await;
+        assert_eq!(network.owed().await.unwrap()[0].attempts, 2);
+        std::fs::remove_file(world.dir("broken")).unwrap();
+        std::fs::remove_file(world.dir("calls")).unwrap();
+        // It is not yet time.
+        network.settle(LIMIT).await;
+        assert!(!world.dir("calls").exists());
+        // But a configuration has changed.
+        world.conf("20-other.conf", "");
+        network.settle(LIMIT).await;
+        assert_eq!(calls(&world), ["DEL two", "DEL one"]);
+        assert!(network.owed().await.unwrap().is_empty() && world.files("cache").is_empty());
+        // The namespace was gone: plugins know that by an empty path.
+        let environment = std::fs::read_to_string(world.dir("two.DEL.env")).unwrap();
+        assert_eq!(environment.lines().nth(1), Some(""));
+        assert_eq!(network.release(&pod.id, LIMIT).await.unwrap().map(|error| error.to_string()), None);
+    });
+}
+
+#[test]
+fn a_pod_goes_without_a_plugin_that_hangs_or_is_not_installed_any_more() {
+    in_a_world(&[], |world| async move {
+        let pod = pod(1);
+        std::fs::write(world.dir("broken"), "").unwrap();
+        chain(&world, "1.0.0", &[("one", r#", "del": "broken""#)]);
+        world.network.create_netns(&pod.id).await.unwrap();
+        world.network.setup(&pod).await.unwrap_err();
+        let path = world.dir("cache").join(format!("{}.json", pod.id));
+        let text = std::fs::read_to_string(&path).unwrap();
+        std::fs::write(&path, text.replace("\"broken\"", "\"hang\"")).unwrap();
+        let error = world.network.release(&pod.id, Duration::from_secs(5)).await.unwrap();
+        assert!(matches!(error, Some(CniError::TooSlow { command: "DEL", seconds: 5 })), "{error:?}");
+        if let Ok(pids) = std::fs::read_to_string(world.dir("pids")) {
+            all_gone(&pids).await;
+        }
+        assert!(!world.network.netns_path(&pod.id).exists());
+        assert_eq!(world.network.owed().await.unwrap().len(), 1);
+
+        std::fs::write(&path, text.replace("nacelle-fake", "nacelle-gone")).unwrap();
+        let began = std::time::Instant::now();
+        let network = world.again(LIMIT);
+        let error = network.release(&pod.id, LIMIT).await.unwrap();
+        assert!(matches!(error, Some(CniError::NoPlugin { .. })), "{error:?}");
+        assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
+        // A daemon that still knows the pod takes the debt over, too.
+        let network = world.again(LIMIT);
+        network.gc(&[pod.id.clone()].into(), LIMIT).await.unwrap();
+        std::fs::write(&path, text.replace("\"broken\"", "\"\"")).unwrap();
+        network.settle(LIMIT).await;
+        assert!(network.owed().await.unwrap().is_empty());
+    });
+}
+
+#[test]
 fn plugins_are_fed_what_the_conventions_say() {
     in_a_world(&[], |world| async move {
         let port = |host_port| PortMapping { host_port, container_port: 80, protocol: Protocol::Tcp, host_ip: None };
@@ -265,10 +340,10 @@ fn status_and_gc_speak_to_plugins_from_1_1_0_on() {
             })
         };
         assert!(matches!(status().await, Err(CniError::NoConfig { .. })));
-        world.network.gc(&[].into()).await.unwrap();
+        world.network.gc(&[].into(), LIMIT).await.unwrap();
         chain(&world, "1.0.0", &[("one", "")]);
         status().await.unwrap();
-        world.network.gc(&[].into()).await.unwrap();
+        world.network.gc(&[].into(), LIMIT).await.unwrap();
         assert_eq!(calls(&world), [""; 0]);
         chain(&world, "1.1.0", &[("one", ""), ("two", r#", "status": "missing""#)]);
         assert!(matches!(status().await, Err(CniError::Plugin { code: 50, .. })));
@@ -287,7 +362,11 @@ fn status_and_gc_speak_to_plugins_from_1_1_0_on() {
             world.network.create_netns(&pod(number).id).await.unwrap();
             world.network.setup(&pod(number)).await.unwrap_err();
         }
-        world.network.gc(&[pod(1).id].into()).await.unwrap_err();
+        world.network.gc(&[pod(1).id].into(), LIMIT).await.unwrap();
+        // The other one is gone all the same, and its DEL is owed.
+        assert!(!world.network.netns_path(&pod(2).id).exists());
+        let owed: Vec<_> = world.network.owed().await.unwrap().into_iter().map(|owed| owed.pod).collect();
+        assert_eq!(owed, [pod(2).id]);
         let valid = serde_json::json!([{ "containerID": pod(1).id, "ifname": "eth0" }]);
         assert_eq!(fed(&world, "one.GC")["cni.dev/valid-attachments"], valid);
         assert_eq!(calls(&world).last().unwrap(), "GC one");

@@ -18,6 +18,7 @@ use crate::pushed::Pushed;
 use crate::record::{Phase, PodRecord};
 use crate::spec::PodSpec;
 use crate::state::{self, Container, ContainerAsk, PodAct, PodAsk};
+use crate::stops::{Stop, Stops};
 use crate::teardown;
 use nacelle_base::Chain;
 use nacelle_base::undo::{Left, UndoStack};
@@ -116,6 +117,7 @@ struct Entry {
     waiting: Vec<Reply<()>>,
     started: Option<(container::Streams, Arc<crate::log::LogFile>, container::Outputs)>,
     life: Option<AbortHandle>,
+    stops: Stops,
 }
 
 /// The machine, as far as it is.
@@ -394,14 +396,26 @@ impl Actor {
             self.unwind();
             return;
         };
-        let running =
-            self.containers.iter().filter(|(_, entry)| matches!(entry.state, Container::Starting | Container::Running));
-        let running = running.map(|(id, entry)| (id.clone(), containers::signal_of(&entry.request))).collect();
-        let (machine, published, own) = (Arc::clone(machine), self.published.subscribe(), self.own.clone());
         let timeouts = self.spec.timeouts.clone();
+        let running = self
+            .containers
+            .iter_mut()
+            .filter(|(_, entry)| matches!(entry.state, Container::Starting | Container::Running));
+        let stop = |(id, entry): (&String, &mut Entry)| {
+            let stop = Stop {
+                agent: agent.clone(),
+                published: self.published.subscribe(),
+                id: id.clone(),
+                signal: containers::signal_of(&entry.request),
+                limit: timeouts.shutdown(),
+            };
+            (id.clone(), entry.stops.begin(stop, grace))
+        };
+        let stops = running.map(stop).collect();
+        let (machine, own) = (Arc::clone(machine), self.own.clone());
         let undo = self.take_undo();
         tokio::spawn(async move {
-            teardown::containers(&agent, &published, running, grace, &timeouts).await;
+            teardown::containers(stops).await;
             let left = teardown::machine(machine, Some(agent), undo, &timeouts).await;
             send(&own, News::Unwound(left));
         });

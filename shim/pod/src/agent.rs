@@ -10,6 +10,7 @@ use hyper_util::rt::TokioIo;
 use nacelle_base::Kind;
 use nacelle_engine::{GuestLink, LinkError, MachineExit};
 use nacelle_proto::agent as proto;
+use nacelle_proto::wire::{self, Shaped};
 use prost::Message;
 use proto::agent_client::AgentClient;
 use std::fs::File;
@@ -75,7 +76,8 @@ impl Agent {
         };
         // The address is never looked at: the connector knows where to go.
         let channel = Endpoint::from_static("http://agent").connect_with_connector_lazy(connector);
-        Self { rpc: AgentClient::new(channel), link, gone, limit }
+        let rpc = AgentClient::new(channel).max_decoding_message_size(wire::MESSAGE);
+        Self { rpc, link, gone, limit }
     }
 
     async fn call<T>(
@@ -343,7 +345,7 @@ pub async fn write_frame(
 }
 
 /// Reads one framed message.
-pub async fn read_frame<M: Message + Default>(
+pub async fn read_frame<M: Message + Shaped + Default>(
     stream: &mut (impl tokio::io::AsyncRead + Unpin),
     what: &'static str,
     limit: Duration,
@@ -361,7 +363,7 @@ pub async fn read_frame<M: Message + Default>(
     };
     let bytes = tokio::time::timeout(limit, read).await.map_err(|_elapsed| PodError::TooSlow { what, limit })?;
     let bytes = bytes.map_err(|source| PodError::Stream { what, source })?.ok_or(PodError::Garbled { what })?;
-    M::decode(bytes.as_slice()).map_err(|_not_protobuf| PodError::Garbled { what })
+    wire::decode(&bytes).map_err(|_wrong| PodError::Garbled { what })
 }
 
 #[cfg(test)]

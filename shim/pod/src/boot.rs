@@ -44,6 +44,9 @@ pub fn check(spec: &PodSpec, request: &pod::ConfigureRequest) -> Result<(), PodE
         if interface.mac.len() != 6 {
             return field("interfaces[].mac", format!("{:?}", interface.mac), "6 bytes are expected");
         }
+        if let Some(bad) = interface.neighbours.iter().find(|neighbour| neighbour.mac.len() != 6) {
+            return field("interfaces[].neighbours[].mac", format!("{:?}", bad.mac), "6 bytes are expected");
+        }
     }
     Ok(())
 }
@@ -147,6 +150,10 @@ fn guest_steps(hello: &proto::AgentHello, now: i64, limit: Duration) -> [Step; 2
     [step("kernel", 0, started), step("agent", started, sent)]
 }
 
+fn neighbour(neighbour: &pod::Neighbour) -> proto::Neighbour {
+    proto::Neighbour { address: neighbour.address.clone(), mac: neighbour.mac.clone() }
+}
+
 fn config(spec: &PodSpec, network: &pod::ConfigureRequest) -> Result<proto::BootConfig, PodError> {
     let mut entropy = vec![0; 64];
     random(&mut entropy)?;
@@ -156,12 +163,15 @@ fn config(spec: &PodSpec, network: &pod::ConfigureRequest) -> Result<proto::Boot
         mac: interface.mac.clone(),
         mtu: interface.mtu,
         addresses: interface.addresses.clone(),
+        neighbours: interface.neighbours.iter().map(neighbour).collect(),
     });
     let routes = network.routes.iter().map(|route| proto::Route {
         destination: route.destination.clone(),
         gateway: route.gateway.clone(),
         interface: route.interface.clone(),
         metric: route.metric,
+        source: route.source.clone(),
+        mtu: route.mtu,
     });
     let dns = network.dns.as_ref().map(|dns| proto::Dns {
         servers: dns.servers.clone(),
@@ -213,7 +223,7 @@ mod tests {
             name: name.into(),
             mac: mac.into(),
             mtu: 1500,
-            addresses: vec![],
+            ..pod::Interface::default()
         };
         let request = |interfaces| pod::ConfigureRequest { interfaces, routes: vec![], dns: None };
         assert!(check(&sample(), &request(vec![])).is_ok());
@@ -249,12 +259,15 @@ mod tests {
                 mac: vec![2; 6],
                 mtu: 1400,
                 addresses: vec!["10.0.0.2/24".into()],
+                neighbours: vec![pod::Neighbour { address: "10.0.0.1".into(), mac: vec![4; 6] }],
             }],
             routes: vec![pod::Route {
                 destination: "0.0.0.0/0".into(),
                 gateway: "10.0.0.1".into(),
                 interface: "eth0".into(),
                 metric: Some(3),
+                source: "10.0.0.2".into(),
+                mtu: 1300,
             }],
             dns: Some(pod::Dns { servers: vec!["1.1.1.1".into()], searches: vec!["a".into()], options: vec![] }),
         };
@@ -263,7 +276,10 @@ mod tests {
         let users = config.user_namespace.unwrap();
         assert_eq!((users.users.unwrap().first, users.groups.unwrap().first), (65_536, 131_072));
         assert_eq!(config.interfaces[0].addresses, ["10.0.0.2/24"]);
-        assert_eq!(config.routes[0].metric, Some(3));
+        let neighbour = &config.interfaces[0].neighbours[0];
+        assert_eq!((neighbour.address.as_str(), neighbour.mac.as_slice()), ("10.0.0.1", &[4; 6][..]));
+        let route = &config.routes[0];
+        assert_eq!((route.metric, route.source.as_str(), route.mtu), (Some(3), "10.0.0.2", 1300));
         assert_eq!(config.dns.unwrap().servers, ["1.1.1.1"]);
         assert_eq!(config.sysctls["kernel.shmmax"], "1");
         assert_eq!(config.entropy.len(), 64);

@@ -5,41 +5,45 @@ use crate::error::{PodError, guest_text};
 use crate::identity::{Identity, IdentityError};
 use crate::record::{self, PodRecord, RecordError};
 use crate::spec::{PodSpec, SpecError};
-use crate::{agent, codes, sys};
+use crate::{agent, codes, share, sys};
 use hyper_util::rt::TokioIo;
-use nacelle_base::files::{FileError, at, remove_if_there, remove_tree_if_there};
-use nacelle_base::{Classify, Kind};
+use nacelle_base::files::{FileError, at, remove_tree_if_there};
+use nacelle_base::jailed::{JailedDir, JailedFile};
+use nacelle_base::{Chain, Classify, Kind};
 use nacelle_proto::pod as proto;
+use nacelle_proto::wire;
 use proto::pod_client::PodClient as Rpc;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::io::{AsyncWriteExt, Interest};
+use tokio::net::UnixStream;
 use tokio::process::{Child, Command};
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout, timeout_at};
 use tonic::transport::{Channel, Endpoint, Uri};
 
-/// The process's own log: its standard output and error.
+/// The process's own log: its standard output and error. The daemon opens it, in its own part of the run directory.
 pub const LOG_FILE: &str = "pod.log";
 
 /// From the start of the process to its first answer. It listens before it starts the machine.
 const START_LIMIT: Duration = Duration::from_secs(60);
 /// To connect to a process that is there.
 const CONNECT_LIMIT: Duration = Duration::from_secs(10);
+/// Between two attempts to connect to a listener whose queue is full.
+const CONNECT_PAUSE: Duration = Duration::from_millis(5);
 /// From SIGKILL to the end of a process.
 const KILL_LIMIT: Duration = Duration::from_secs(60);
 /// From the end of a process to its being reaped.
 const REAP_LIMIT: Duration = Duration::from_secs(5);
-/// One message, both ways: an ExecSync answer is the largest.
-const MESSAGE_LIMIT: usize = 40 << 20;
 /// The longest answer with figures, in bytes: what it decodes to is many times as big.
 const MAX_STATS: usize = 512 << 10;
 /// Characters of an error of the process that are passed on. It is the nearest to the guest, and believed least.
@@ -78,6 +82,16 @@ pub enum ClientError {
         /// Why.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// The daemon cannot record it, so it may not begin.
+    #[error("the pod process {pid} cannot be recorded")]
+    Unrecorded {
+        /// Its pid.
+        pid: i32,
+        /// What kind of failure.
+        kind: Kind,
+        /// Why.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// It ended before it answered.
     #[error("the pod process ended with {status} before it answered; its log {} ends with: {tail}", log.display())]
     EndedAtOnce {
@@ -103,10 +117,10 @@ pub enum ClientError {
         source: tonic::transport::Error,
     },
     /// A stream of the process cannot be opened.
-    #[error("cannot open a stream through {}", socket.display())]
+    #[error("cannot open a stream of the pod process {pod}")]
     Stream {
-        /// The socket.
-        socket: PathBuf,
+        /// Its pid.
+        pod: i32,
         /// Why.
         source: Box<PodError>,
     },
@@ -139,7 +153,9 @@ impl Classify for ClientError {
             ClientError::Gone { .. } | ClientError::Connect { .. } => Kind::Unavailable,
             ClientError::Stream { source, .. } => source.kind(),
             ClientError::TooSlow { .. } => Kind::Timeout,
-            ClientError::Group { kind, .. } | ClientError::Refused { kind, .. } => *kind,
+            ClientError::Group { kind, .. }
+            | ClientError::Unrecorded { kind, .. }
+            | ClientError::Refused { kind, .. } => *kind,
         }
     }
 }
@@ -154,69 +170,67 @@ impl From<tonic::Status> for ClientError {
 #[derive(Clone, Debug)]
 pub struct PodClient {
     rpc: Rpc<Channel>,
-    streams: PathBuf,
+    streams: JailedDir,
     identity: Identity,
 }
 
 /// Starts `EXE --dir DIR` with this specification and waits until it answers. The process has a session of
-/// its own, no inherited descriptors, logs to `DIR/pod.log`, and outlives the caller. On failure nothing runs; whoever
-/// drops the future calls [`clean_up`].
-pub async fn spawn(exe: &Path, dir: &Path, spec: &PodSpec) -> Result<PodClient, ClientError> {
-    let child = start(exe, dir, spec, false).await?;
-    answer(child, dir).await
-}
-
-/// As [`spawn`], of a process that does nothing before `admit`, which gets its pid, has answered. If this future is dropped, or
-/// its process dies, the other one ends by itself.
-pub async fn spawn_held<F>(
+/// its own, no inherited descriptors, logs to `DIR/pod.log`, and outlives the caller. It does nothing before `admit`, which gets to
+/// know how it is found again, has answered. On failure nothing runs; if the future is dropped before `admit` has answered, the
+/// process ends by itself; whoever drops it later calls [`clean_up`].
+pub async fn spawn<F>(
     exe: &Path,
     dir: &Path,
     spec: &PodSpec,
-    admit: impl FnOnce(u32) -> F,
+    admit: impl FnOnce(Started) -> F,
 ) -> Result<PodClient, ClientError>
 where
     F: Future<Output = Result<(), ClientError>>,
 {
-    let mut child = start(exe, dir, spec, true).await?;
-    // Without a pid it has ended already, which is found below.
-    if let Some(pid) = child.id()
-        && let Err(error) = admit(pid).await
-    {
+    let (program, own_dir, own_spec) = (exe.to_owned(), dir.to_owned(), spec.clone());
+    // One step, which is done whole also if this future is dropped: there is no process that the directory does not name.
+    let start_and_record =
+        move || start(&program, &own_dir, &own_spec).map(|child| (record_process(&child, &own_dir), child));
+    let (recorded, mut child) = blocking(start_and_record).await?;
+    let admitted = match recorded {
+        Ok(Some(identity)) => admit(Started::new(identity, spec)).await,
+        // It has ended already, which is found below.
+        Ok(None) => Ok(()),
+        Err(error) => Err(error.into()),
+    };
+    if let Err(error) = admitted {
         kill(child).await;
         return Err(error);
     }
     if let Some(mut word) = child.stdin.take() {
-        // If nobody reads it, nobody will answer.
+        // If the process is gone, it will not answer either.
         let _ = word.write_all(b"\n").await;
     }
     answer(child, dir).await
 }
 
-/// Starts the process; one that is held waits for a word on its standard input.
-async fn start(exe: &Path, dir: &Path, spec: &PodSpec, held: bool) -> Result<Child, ClientError> {
+/// Starts the process, which waits for a byte on its standard input. Blocks for a few file operations.
+fn start(exe: &Path, dir: &Path, spec: &PodSpec) -> Result<Child, ClientError> {
     spec.write(dir)?;
+    crate::make_jail(dir)?;
     let log_path = dir.join(LOG_FILE);
     let log =
         OpenOptions::new().append(true).create(true).mode(0o600).open(&log_path).map_err(at("open", &log_path))?;
     let errors = log.try_clone().map_err(at("open", &log_path))?;
     let mut command = Command::new(exe);
     command.arg("--dir").arg(dir).current_dir("/");
-    command.stdin(Stdio::null()).stdout(log).stderr(errors);
-    if held {
-        command.arg(crate::HELD).stdin(Stdio::piped());
-    }
+    command.stdin(Stdio::piped()).stdout(log).stderr(errors);
     sys::detach(&mut command);
-    let child = command.spawn().map_err(|source| ClientError::Start { exe: exe.to_owned(), source })?;
-    // The process writes this too; but whoever gives this call up must be able to clean up from now on. One that has
-    // ended already is found below.
-    if let Some(pid) = child.id().and_then(|pid| i32::try_from(pid).ok())
-        && let Ok(identity) = Identity::of(pid)
-        && let Err(error) = identity.write(dir)
-    {
-        kill(child).await;
-        return Err(error.into());
-    }
-    Ok(child)
+    command.spawn().map_err(|source| ClientError::Start { exe: exe.to_owned(), source })
+}
+
+/// Writes into the run directory which process serves it, so that a later clean-up finds the process. Returns `None` when the child
+/// has been reaped. Blocks for a few file operations.
+fn record_process(child: &Child, dir: &Path) -> Result<Option<Identity>, IdentityError> {
+    let Some(pid) = child.id().and_then(|pid| i32::try_from(pid).ok()) else { return Ok(None) };
+    let identity = Identity::of(pid)?;
+    identity.write(dir)?;
+    Ok(Some(identity))
 }
 
 /// Waits until the process answers.
@@ -236,7 +250,7 @@ async fn answer(mut child: Child, dir: &Path) -> Result<PodClient, ClientError> 
             Err(error) => break error,
         }
         if let Ok(Some(status)) = child.try_wait() {
-            let tail = tail(&log_path).unwrap_or_default();
+            let tail = tail(dir).unwrap_or_default();
             return Err(ClientError::EndedAtOnce { status, log: log_path, tail });
         }
         if Instant::now() >= deadline {
@@ -284,78 +298,173 @@ pub async fn connect(dir: &Path) -> Result<PodClient, ClientError> {
     if !identity.is_alive()? {
         return Err(gone());
     }
-    let socket = dir.join(crate::SOCKET_FILE);
-    let path = socket.clone();
+    let socket = crate::SOCKET_FILE.in_jail(&crate::jail_dir(dir));
+    let jailed = crate::jailed(dir);
+    let streams = jailed.clone();
     // The address is never looked at: the connector knows where to go.
     let endpoint = Endpoint::from_static("http://pod");
     let channel = endpoint.connect_with_connector(tower::service_fn(move |_: Uri| {
-        let path = path.clone();
-        async move { Ok::<_, io::Error>(TokioIo::new(tokio::net::UnixStream::connect(path).await?)) }
+        let jailed = jailed.clone();
+        async move { Ok::<_, io::Error>(TokioIo::new(connect_to(&jailed, crate::SOCKET_FILE).await?)) }
     }));
     let channel = timeout(CONNECT_LIMIT, channel)
         .await
         .map_err(|_elapsed| ClientError::TooSlow { what: "answer", limit: CONNECT_LIMIT })?
         .map_err(|source| ClientError::Connect { socket, source })?;
-    let rpc = Rpc::new(channel).max_decoding_message_size(MESSAGE_LIMIT).max_encoding_message_size(MESSAGE_LIMIT);
-    Ok(PodClient { rpc, streams: dir.join(crate::STREAM_SOCKET_FILE), identity })
+    let rpc = Rpc::new(channel).max_decoding_message_size(wire::MESSAGE).max_encoding_message_size(wire::LARGE);
+    Ok(PodClient { rpc, streams, identity })
+}
+
+/// How a pod process and all that it has started are found again, also when its run directory is gone. The daemon keeps it in its
+/// store.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Started {
+    /// The process.
+    pub identity: Identity,
+    /// Its control group, below the root of each tree; none: the daemon has made none for it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cgroup: Option<PathBuf>,
+    /// Its scratch disk, or the directory that it has instead.
+    pub scratch: PathBuf,
+}
+
+impl Started {
+    fn new(identity: Identity, spec: &PodSpec) -> Started {
+        let cgroup = spec.jail.as_ref().and_then(|jail| jail.cgroup.clone());
+        Started { identity, cgroup, scratch: spec.scratch_file() }
+    }
+}
+
+/// Connects to a socket of the node. While the queue of its listener is full, a socket that does not block fails with EAGAIN:
+/// then this tries again, until the caller gives up.
+pub async fn connect_unix(path: &Path) -> io::Result<tokio::net::UnixStream> {
+    loop {
+        match tokio::net::UnixStream::connect(path).await {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => tokio::time::sleep(CONNECT_PAUSE).await,
+            result => return result,
+        }
+    }
 }
 
 /// Ends what is left of a pod process and returns what it last recorded, with everything that still lived
-/// marked as lost. Kills exactly the process that was started here, if it still runs; the machine dies with it.
-/// Asking again is fine. None: the process never came so far as to record anything.
-pub async fn clean_up(dir: &Path) -> Result<Option<PodRecord>, ClientError> {
-    let end = ends().remove(dir);
-    if !dir.exists() {
-        return Ok(None);
+/// marked as lost. Kills exactly the process that was started here, if it still runs, and what is in its control group: what
+/// these are is in the store (`stored`) and in the daemon's part of the run directory, either of which may be missing. Nothing that
+/// the process has written decides over what is killed or removed.
+/// Asking again is fine. None: the process never came so far as to record anything, or nothing that can be used.
+pub async fn clean_up(dir: &Path, stored: Option<&Started>) -> Result<Option<PodRecord>, ClientError> {
+    let end = ends().get(dir).cloned();
+    let from = dir.to_owned();
+    let (spec, noted) = blocking(move || (noted_spec(&from), noted_processes(&from))).await;
+    let [server, of_share] = noted;
+    let mut ended = Ok(());
+    for identity in distinct([stored.map(|stored| stored.identity.clone()), server, of_share]) {
+        ended = ended.and(kill_exactly(&identity).await);
     }
-    if let Some(identity) = Identity::read(dir)?
-        && let Some(pidfd) = identity.open()?
-    {
-        let failed = |what| move |source| IdentityError::Process { what, pid: identity.pid, source };
-        sys::pidfd_send(&pidfd, libc::SIGKILL).map_err(failed("kill"))?;
-        ended(pidfd).await?.map_err(failed("wait for"))?;
-    }
+    ended?;
+    let group = spec.as_ref().and_then(|spec| spec.jail.as_ref()?.cgroup.clone());
     let mut killed = false;
-    // It has a name only until the machine has it open; without a specification no process came so far.
-    if let Ok(spec) = PodSpec::read(dir) {
-        let scratch = spec.scratch_file();
-        let folder = !spec.engine.has_disks();
-        killed = out_of_memory(dir).await;
-        if let Some(group) = spec.jail.and_then(|jail| jail.cgroup) {
-            // The machine's process may still be dying.
-            let removed = tokio::task::spawn_blocking(move || nacelle_jail::cgroup::remove(&group)).await;
-            removed.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))?;
+    // From here on each step is tried, whatever came of those before; what failed is tried again with all of it.
+    let mut first = Ok(());
+    for group in distinct([stored.and_then(|stored| stored.cgroup.clone()), group]) {
+        // What is in it besides may still be dying, or live on.
+        let remove = move || (nacelle_jail::cgroup::oom_kills(&group) > 0, nacelle_jail::cgroup::remove(&group));
+        let (memory, removed) = blocking(remove).await;
+        killed |= memory;
+        first = first.and(removed);
+    }
+    // When no process writes there any more. A disk has a name only until the machine has it open.
+    let scratch = spec.as_ref().map(PodSpec::scratch_file);
+    for scratch in distinct([stored.map(|stored| stored.scratch.clone()), scratch]) {
+        first = first.and(blocking(move || remove_tree_if_there(&scratch)).await);
+    }
+    let from = dir.to_owned();
+    // The sockets are the pod's own and those of the machine's devices.
+    let (removed, mut last) = blocking(move || (crate::jailed(&from).remove_sockets(), last_words(&from))).await;
+    if let Err(error) = removed {
+        // They go with the directory. A process may have left more entries there than are looked at.
+        tracing::warn!(dir = %dir.display(), "sockets stay until the run directory is removed: {}", Chain(&error));
+    }
+    if let Some(last) = &mut last {
+        let before = last.clone();
+        last.lose(&why(end).await, crate::now_nanos());
+        if *last != before {
+            if killed {
+                last.blame_memory();
+            }
+            let (record, of) = (last.clone(), dir.to_owned());
+            if let Err(error) = blocking(move || record.keep(&of)).await {
+                // The caller has it; what fills the file system goes with the directory.
+                tracing::warn!(dir = %dir.display(), "how the pod ended is not written down: {}", Chain(&error));
+            }
         }
-        // When nobody writes there any more.
-        let remove = move || if folder { remove_tree_if_there(&scratch) } else { remove_if_there(&scratch) };
-        let removed = tokio::task::spawn_blocking(remove).await;
-        removed.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))?;
     }
-    // The pod's own and those of the machine's devices.
-    for entry in std::fs::read_dir(dir).map_err(at("read", dir))? {
-        let entry = entry.map_err(at("read", dir))?;
-        if entry.file_type().is_ok_and(|kind| kind.is_socket()) {
-            remove_if_there(&entry.path())?;
+    first?;
+    ends().remove(dir);
+    Ok(last)
+}
+
+/// What the pod process was started with; none: no process came so far. A specification of another version must not keep what the
+/// store knows from being ended. Blocks.
+fn noted_spec(dir: &Path) -> Option<PodSpec> {
+    PodSpec::read_if_there(dir).unwrap_or_else(|error| {
+        tracing::error!(dir = %dir.display(), "what the pod process was started with is unknown: {}", Chain(&error));
+        None
+    })
+}
+
+/// The processes that the run directory names: the pod's and its share's. What one file should say must not keep the process alive
+/// that another one names. Blocks.
+fn noted_processes(dir: &Path) -> [Option<Identity>; 2] {
+    [Identity::read(dir), share::identity(dir)].map(|read| {
+        read.unwrap_or_else(|error| {
+            tracing::error!(dir = %dir.display(), "a process of the pod is unknown: {}", Chain(&error));
+            None
+        })
+    })
+}
+
+/// How the pod has ended, if that was found out before; else what its process recorded. That may be anything: what cannot be used must
+/// not keep the pod from being cleaned up.
+fn last_words(dir: &Path) -> Option<PodRecord> {
+    let usable = |read: Result<Option<PodRecord>, RecordError>| {
+        read.unwrap_or_else(|error| {
+            tracing::warn!(dir = %dir.display(), "the last record of a pod is unusable: {}", Chain(&error));
+            None
+        })
+    };
+    usable(record::kept(dir)).or_else(|| usable(record::read(dir)))
+}
+
+/// Kills this process, if it still runs, and waits for its end.
+async fn kill_exactly(identity: &Identity) -> Result<(), ClientError> {
+    let Some(pidfd) = identity.open()? else { return Ok(()) };
+    let failed = |what| move |source| IdentityError::Process { what, pid: identity.pid, source };
+    sys::pidfd_send(&pidfd, libc::SIGKILL).map_err(failed("kill"))?;
+    Ok(ended(pidfd).await?.map_err(failed("wait for"))?)
+}
+
+/// Those that there are, each once.
+fn distinct<T: PartialEq, const N: usize>(all: [Option<T>; N]) -> Vec<T> {
+    let mut found = Vec::with_capacity(N);
+    for one in all.into_iter().flatten() {
+        if !found.contains(&one) {
+            found.push(one);
         }
     }
-    let Some(mut last) = record::read(dir)? else { return Ok(None) };
-    let before = last.clone();
-    last.lose(&why(end).await, crate::now_nanos());
-    if killed && last != before {
-        last.blame_memory();
-    }
-    if last != before {
-        last.write(dir)?;
-    }
-    Ok(Some(last))
+    found
+}
+
+/// Runs something that blocks on a thread of the runtime's pool.
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))
 }
 
 /// Whether the node's kernel has killed a process of the pod that was served from this folder because memory ran out.
 pub async fn out_of_memory(dir: &Path) -> bool {
     let group = PodSpec::read(dir).ok().and_then(|spec| spec.jail?.cgroup);
     let Some(group) = group else { return false };
-    let kills = tokio::task::spawn_blocking(move || nacelle_jail::cgroup::oom_kills(&group)).await;
-    kills.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic())) > 0
+    blocking(move || nacelle_jail::cgroup::oom_kills(&group)).await > 0
 }
 
 /// Waits until a process has ended: its handle becomes readable.
@@ -370,17 +479,21 @@ async fn ended(pidfd: OwnedFd) -> Result<io::Result<()>, ClientError> {
     Ok(readable.map(drop))
 }
 
-/// The last lines of a log, on one line.
-fn tail(path: &Path) -> io::Result<String> {
-    use std::io::{Read, Seek, SeekFrom};
-    let mut file = std::fs::File::open(path)?;
-    let length = file.metadata()?.len();
-    file.seek(SeekFrom::Start(length.saturating_sub(2048)))?;
-    let mut bytes = Vec::new();
-    file.take(2048).read_to_end(&mut bytes)?;
+/// The last lines of the process's log, on one line.
+fn tail(dir: &Path) -> Option<String> {
+    // The file is the daemon's; what is in it, and how much, is the process's.
+    let bytes = JailedDir::new(dir).tail(LOG_FILE, 2048).ok()??;
     let text = String::from_utf8_lossy(&bytes);
     let lines: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
-    Ok(lines.get(lines.len().saturating_sub(5)..).unwrap_or_default().join(" | "))
+    Some(lines.get(lines.len().saturating_sub(5)..).unwrap_or_default().join(" | "))
+}
+
+/// Connects to a socket of a pod process.
+async fn connect_to(dir: &JailedDir, socket: JailedFile) -> io::Result<UnixStream> {
+    let found = dir.socket(socket).map_err(io::Error::other)?;
+    let gone = "there is no socket: the pod's run directory was removed, or the pod process is about to end";
+    let found = found.ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, gone))?;
+    connect_unix(&found.path()).await
 }
 
 impl PodClient {
@@ -446,7 +559,8 @@ impl PodClient {
     ) -> Result<proto::ExecSyncResponse, ClientError> {
         let timeout_ms = timeout.map_or(0, |limit| millis(limit).max(1));
         let request = proto::ExecSyncRequest { id: id.to_owned(), args, timeout_ms };
-        Ok(self.rpc.clone().exec_sync(request).await?.into_inner())
+        let mut rpc = self.rpc.clone().max_decoding_message_size(wire::LARGE);
+        Ok(rpc.exec_sync(request).await?.into_inner())
     }
 
     /// Starts a command in a container; its streams are opened by [`PodClient::open_stream`].
@@ -496,17 +610,13 @@ impl PodClient {
     }
 
     /// Opens a stream: bytes of a process, without an end to their number.
-    pub async fn open_stream(&self, open: proto::StreamOpen) -> Result<tokio::net::UnixStream, ClientError> {
+    pub async fn open_stream(&self, open: proto::StreamOpen) -> Result<UnixStream, ClientError> {
         self.open(open, None).await
     }
 
-    async fn open(
-        &self,
-        open: proto::StreamOpen,
-        device: Option<OwnedFd>,
-    ) -> Result<tokio::net::UnixStream, ClientError> {
-        let failed = |source| ClientError::Stream { socket: self.streams.clone(), source: Box::new(source) };
-        let connected = timeout(CONNECT_LIMIT, tokio::net::UnixStream::connect(&self.streams)).await;
+    async fn open(&self, open: proto::StreamOpen, device: Option<OwnedFd>) -> Result<UnixStream, ClientError> {
+        let failed = |source| ClientError::Stream { pod: self.identity.pid, source: Box::new(source) };
+        let connected = timeout(CONNECT_LIMIT, connect_to(&self.streams, crate::STREAM_SOCKET_FILE)).await;
         let connected = connected.map_err(|_elapsed| ClientError::TooSlow { what: "answer", limit: CONNECT_LIMIT })?;
         let connected = connected.map_err(|source| PodError::Stream { what: "connect", source });
         let mut stream = connected.map_err(failed)?;
@@ -546,7 +656,7 @@ impl PodClient {
 /// A block device that was handed over. Dropping it takes it back, unless a container has it.
 #[derive(Debug)]
 pub struct Offer {
-    _stream: tokio::net::UnixStream,
+    _stream: UnixStream,
 }
 
 /// A command that runs. Whoever drops it kills the command.

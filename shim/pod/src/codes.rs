@@ -15,9 +15,11 @@ pub fn refuse(kind: Kind, message: impl Into<String>) -> tonic::Status {
 
 /// What a status means.
 pub fn kind(status: &tonic::Status) -> Kind {
-    // tonic's own deadline answers with Cancelled.
     match status.code() {
+        // tonic's own deadline answers with Cancelled.
         tonic::Code::Cancelled => Kind::Timeout,
+        // Our servers send it never; tonic does, when the connection ends before the answer.
+        tonic::Code::Unknown => Kind::Unavailable,
         code => Kind::from_grpc_code(code.into()),
     }
 }
@@ -32,5 +34,6 @@ mod tests {
             assert_eq!(kind(&refuse(each, "x")), each);
         }
         assert_eq!(kind(&tonic::Status::cancelled("Timeout expired")), Kind::Timeout);
+        assert_eq!(kind(&tonic::Status::unknown("transport error")), Kind::Unavailable);
     }
 }

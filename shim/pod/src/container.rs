@@ -369,31 +369,8 @@ pub async fn ended(agent: &Agent, id: &str, pumping: &mut mpsc::Receiver<()>) ->
     end
 }
 
-/// Stop signal, grace, SIGKILL; returns when the container is seen to have ended.
-pub async fn stop(
-    agent: Agent,
-    mut published: watch::Receiver<PodRecord>,
-    id: &str,
-    signal: u32,
-    grace: Duration,
-    limit: Duration,
-) -> Result<(), PodError> {
-    // A start that is under way comes to its end first.
-    let what = "see the start of the container that is to be stopped";
-    until(&mut published, id, limit, what, |phase| phase != ContainerPhase::Created).await?;
-    let exited = |phase| phase == ContainerPhase::Exited;
-    if !grace.is_zero() {
-        agent.signal(id, "", signal, false).await?;
-        if until(&mut published, id, grace, "stop the container", exited).await.is_ok() {
-            return Ok(());
-        }
-    }
-    agent.signal(id, "", SIGKILL, true).await?;
-    until(&mut published, id, limit, "kill the container", exited).await
-}
-
 /// Waits until a container is gone or its phase is as wanted.
-async fn until(
+pub(crate) async fn until(
     published: &mut watch::Receiver<PodRecord>,
     id: &str,
     limit: Duration,

@@ -13,6 +13,7 @@ use nacelle_base::{Chain, Classify, Kind};
 use nacelle_engine::{BlockError, EngineError, LinkError};
 use nacelle_net::NetError;
 use std::io;
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// A failure of the pod process.
@@ -24,11 +25,11 @@ pub enum PodError {
     /// Which process serves the pod is not known, or it is another.
     #[error(transparent)]
     Identity(#[from] crate::identity::IdentityError),
-    /// Another process serves this directory.
-    #[error("process {pid} serves this pod already")]
-    Served {
-        /// That process.
-        pid: i32,
+    /// The daemon has not started this process for this directory.
+    #[error("{}/process.json does not name this process: only the daemon starts one for a pod", dir.display())]
+    NotNamed {
+        /// The run directory.
+        dir: PathBuf,
     },
     /// state.json.
     #[error(transparent)]
@@ -233,7 +234,7 @@ impl Classify for PodError {
             PodError::Field { .. } => Kind::Invalid,
             PodError::NoContainer { .. } => Kind::NotFound,
             PodError::Container { source, .. } => source.kind(),
-            PodError::Phase { .. } | PodError::OtherNetwork | PodError::Served { .. } => Kind::Conflict,
+            PodError::Phase { .. } | PodError::OtherNetwork | PodError::NotNamed { .. } => Kind::Conflict,
             PodError::Stream { .. } | PodError::Died { .. } | PodError::Ending => Kind::Unavailable,
             PodError::Thread { .. } => Kind::Exhausted,
             PodError::Garbled { .. } | PodError::Protocol { .. } | PodError::Guest { .. } => Kind::Internal,

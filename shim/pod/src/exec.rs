@@ -16,8 +16,6 @@ use tonic::Status;
 pub const MAX_OUTPUT: usize = 16 << 20;
 /// From the end of the command to the end of its streams, which a child left behind may hold open.
 const DRAIN: Duration = Duration::from_secs(30);
-/// For a request that was given up to become a process, which can be killed.
-const BEGINNING: Duration = Duration::from_secs(1);
 const SIGKILL: u32 = 9;
 
 /// A command that runs. Kills it if nobody waits for it any more.
@@ -25,8 +23,6 @@ pub struct Running {
     agent: Agent,
     id: String,
     exec_id: String,
-    /// The agent has said that it began.
-    begun: bool,
     over: bool,
 }
 
@@ -43,9 +39,8 @@ impl Running {
         let exec_id = format!("exec-{}", NEXT.fetch_add(1, Ordering::Relaxed));
         let request =
             proto::ExecRequest { id: id.clone(), exec_id: exec_id.clone(), args, tty, stdin, columns: 0, rows: 0 };
-        let mut running = Running { agent, id, exec_id, begun: false, over: false };
+        let running = Running { agent, id, exec_id, over: false };
         running.agent.exec(request).await?;
-        running.begun = true;
         Ok(running)
     }
 
@@ -80,12 +75,8 @@ impl Drop for Running {
     fn drop(&mut self) {
         if !self.over {
             let (agent, id, exec_id) = (self.agent.clone(), self.id.clone(), self.exec_id.clone());
-            let begun = self.begun;
             tokio::spawn(async move {
-                if !begun {
-                    // The request may still be on its way, and a signal must not overtake it.
-                    tokio::time::sleep(BEGINNING).await;
-                }
+                // The request may still be on its way: an agent that gets the signal first does not start the command.
                 if let Err(error) = agent.signal(&id, &exec_id, SIGKILL, false).await {
                     tracing::warn!(%error, "cannot kill a command that nobody waits for");
                 }

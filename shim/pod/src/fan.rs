@@ -1,6 +1,7 @@
 //! Owns: those who listen to an output of a container beside its log.
 //! Threads: the output's pump tells; anybody adds. The lock is never held while a listener is told something.
 
+use nacelle_base::retry::retry_interrupted;
 use std::io::Write;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
@@ -79,7 +80,7 @@ fn listens(listener: &UnixStream) -> bool {
     use nix::sys::socket::{MsgFlags, recv};
     use std::os::fd::AsRawFd;
     let peek = MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT;
-    !matches!(recv(listener.as_raw_fd(), &mut [0], peek), Ok(0))
+    !matches!(retry_interrupted(|| recv(listener.as_raw_fd(), &mut [0], peek)), Ok(0))
 }
 
 #[cfg(test)]

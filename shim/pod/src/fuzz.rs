@@ -3,7 +3,7 @@
 
 use crate::agent::read_frame;
 use crate::stats::{Bounds, check};
-use nacelle_proto::{agent, pod};
+use nacelle_proto::{agent, pod, wire};
 use prost::Message;
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -15,7 +15,7 @@ const DISK: u64 = 1 << 29;
 /// The answer to Stats, as it is decoded and bounded: what is passed on can be told from nothing that is true of this
 /// machine, and names things once, whatever was said.
 pub fn statistics(data: &[u8]) {
-    let Ok(answer) = agent::StatsResponse::decode(data) else { return };
+    let Ok(answer) = wire::decode::<agent::StatsResponse>(data) else { return };
     let containers = BTreeSet::from(["a", "b"].map(str::to_owned));
     let bounds = Bounds { memory: MEMORY, disk: DISK, containers: containers.clone(), interface: Some("eth0") };
     let checked = check(answer, bounds);
@@ -38,7 +38,7 @@ pub fn statistics(data: &[u8]) {
     checked.pod.iter().for_each(usage);
     assert!(checked.scratch.as_ref().is_none_or(|scratch| scratch.bytes <= DISK && is_count(scratch.inodes)));
     // The daemon's client reads what was passed on.
-    assert_eq!(pod::StatsResponse::decode(checked.encode_to_vec().as_slice()).as_ref(), Ok(&checked));
+    assert_eq!(wire::decode::<pod::StatsResponse>(&checked.encode_to_vec()).as_ref().ok(), Some(&checked));
 }
 
 fn is_count(number: u64) -> bool {

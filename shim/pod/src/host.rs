@@ -3,8 +3,8 @@
 //! Threads: the first one, while it is the only one.
 
 use crate::error::PodError;
-use crate::share;
 use crate::spec::{PodSpec, Shares};
+use crate::{jail_dir, share};
 use nacelle_base::files::{at, remove_tree_if_there};
 use nacelle_engine::host::{Host, HostSpec};
 use nacelle_jail::cgroup::{self, Usage as GroupUsage};
@@ -25,7 +25,7 @@ pub(crate) fn engine(spec: &PodSpec, dir: &Path, agent: &Path, shares: Shares) -
     let netns = spec.network.as_ref().map(|network| network.netns.as_path());
     let host = HostSpec {
         program: agent,
-        run_dir: dir,
+        run_dir: &jail_dir(dir),
         scratch: &scratch,
         netns: netns.filter(|_| !shares.network),
         node_pid: shares.pid,

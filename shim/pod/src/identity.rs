@@ -1,5 +1,5 @@
-//! Owns: `DIR/process.json`: which process serves this pod, so that nobody else is ever taken for it.
-//! A pid alone is reused; pid, start time and boot together are not.
+//! Reads and writes `DIR/process.json`: which process serves a pod. The daemon writes it into its own part of the run directory, before
+//! the process may do anything. A pid alone is reused; pid, start time and boot together are not.
 
 use crate::sys;
 use nacelle_base::files::{FileError, at, write_whole};
@@ -67,9 +67,10 @@ impl Identity {
         Self::of(nix::unistd::getpid().as_raw())
     }
 
-    /// The process that has this pid now: the caller knows that it cannot have gone, because it is its child.
+    /// The process that has this pid now. The caller knows that it is not another's by now, because it is its child and has not
+    /// been waited for; it may have ended.
     pub(crate) fn of(pid: i32) -> Result<Self, IdentityError> {
-        let start_time = start_time(pid)?.ok_or(IdentityError::Stat { pid })?;
+        let start_time = stat(pid)?.ok_or(IdentityError::Stat { pid })?.start_time;
         Ok(Self { pid, start_time, boot_id: boot_id()? })
     }
 
@@ -85,7 +86,7 @@ impl Identity {
             Err(error) => Err(at("read", path)(error).into()),
             Ok(bytes) => {
                 let format = |source| IdentityError::Format { path: path.to_owned(), source };
-                Ok(Some(serde_json::from_slice(&bytes).map_err(format)?))
+                Ok(Some(nacelle_base::json::read(&bytes).map_err(format)?))
             }
         }
     }
@@ -103,7 +104,7 @@ impl Identity {
 
     /// The process that has made the one that has this pid now; none if that is gone.
     pub(crate) fn parent(&self) -> Result<Option<i32>, IdentityError> {
-        Ok(stat(self.pid)?.map(|stat| stat.parent))
+        Ok(running(self.pid)?.map(|stat| stat.parent))
     }
 
     /// A handle on exactly this process; none if it is gone (a zombie counts as gone).
@@ -114,7 +115,7 @@ impl Identity {
         // The handle comes first: if the start time read after it is right, the handle is of that process.
         let opened = sys::pidfd_open(self.pid);
         let pidfd = opened.map_err(|source| IdentityError::Process { what: "open", pid: self.pid, source })?;
-        Ok(if start_time(self.pid)? == Some(self.start_time) { pidfd } else { None })
+        Ok(if running(self.pid)?.is_some_and(|stat| stat.start_time == self.start_time) { pidfd } else { None })
     }
 
     /// Whether exactly this process runs.
@@ -128,12 +129,7 @@ fn boot_id() -> Result<String, IdentityError> {
     Ok(std::fs::read_to_string(path).map_err(at("read", path))?.trim().to_owned())
 }
 
-/// The start time of a process that runs; none for one that is gone or a zombie.
-fn start_time(pid: i32) -> Result<Option<u64>, IdentityError> {
-    Ok(stat(pid)?.map(|stat| stat.start_time))
-}
-
-/// What /proc says of a process that runs.
+/// What /proc says of a process.
 #[derive(Debug, PartialEq, Eq)]
 struct Stat {
     state: char,
@@ -142,11 +138,15 @@ struct Stat {
 }
 
 /// None for a process that is gone or a zombie.
+fn running(pid: i32) -> Result<Option<Stat>, IdentityError> {
+    Ok(stat(pid)?.filter(|stat| !matches!(stat.state, 'Z' | 'X')))
+}
+
+/// None for a process that is gone.
 fn stat(pid: i32) -> Result<Option<Stat>, IdentityError> {
     let path = PathBuf::from(format!("/proc/{pid}/stat"));
     match std::fs::read_to_string(&path) {
         Ok(stat) => match parse_stat(&stat) {
-            Some(Stat { state: 'Z' | 'X', .. }) => Ok(None),
             Some(stat) => Ok(Some(stat)),
             None => Err(IdentityError::Stat { pid }),
         },
@@ -188,6 +188,19 @@ mod tests {
         // The number of a process that is gone may be a thread's by now.
         let thread = || Identity { pid: nix::unistd::gettid().as_raw(), ..own.clone() }.is_alive();
         assert!(!std::thread::scope(|scope| scope.spawn(thread).join().unwrap()).unwrap());
+    }
+
+    #[test]
+    fn a_child_that_has_ended_is_still_known() {
+        use nix::sys::wait::{Id, WaitPidFlag, waitid};
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let pid = i32::try_from(child.id()).unwrap();
+        let ended = WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT;
+        waitid(Id::Pid(nix::unistd::Pid::from_raw(pid)), ended).unwrap();
+        let identity = Identity::of(pid).unwrap();
+        assert!(!identity.is_alive().unwrap());
+        assert_eq!(identity.parent().unwrap(), None);
+        child.wait().unwrap();
     }
 
     #[test]

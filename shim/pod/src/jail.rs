@@ -2,8 +2,8 @@
 //! docs/security.md has the same as a table, with reasons.
 
 use crate::error::PodError;
-use crate::passed;
 use crate::spec::{Accelerator, EngineSpec, JailSpec, PodSpec};
+use crate::{jail_dir, passed};
 use nacelle_base::files::at;
 use nacelle_jail::{Access, Place, Plan, Profile};
 use std::path::{Path, PathBuf};
@@ -42,7 +42,7 @@ fn expose(file: &Path) {
 
 fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Plan {
     let place = |path: &Path, access, needed| Place { path: path.to_owned(), shown: None, access, needed };
-    let mut places = vec![place(dir, Access::Write, true)];
+    let mut places = vec![place(&jail_dir(dir), Access::Write, true)];
     places.extend(spec.log_directory.iter().map(|logs| place(logs, Access::Write, true)));
     if matches!(spec.engine, EngineSpec::Host { .. }) {
         // The rest is the agent's, which runs already. This process starts no other.
@@ -58,8 +58,8 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Plan {
     let own = if spec.engine.has_disks() { Access::Take } else { Access::Write };
     places.push(place(&spec.scratch_file(), own, true));
     places.extend(jail.images.iter().map(|images| place(images, Access::Read, true)));
-    // If one is missing, the engine says so. A kernel of the pod's own lies in its folder, and is taken out of it later.
-    let files = [&spec.kernel, &spec.initrd].into_iter().filter(|file| !file.starts_with(dir));
+    // If one is missing, the engine says so. A kernel of the pod's own lies in its jail, and is removed from there later.
+    let files = [&spec.kernel, &spec.initrd].into_iter().filter(|file| !file.starts_with(jail_dir(dir)));
     places.extend(files.map(|file| place(file, Access::Read, false)));
     let device = |name: &str| place(Path::new(name), Access::Device, false);
     let (spawns, kvm) = match &spec.engine {
@@ -75,9 +75,8 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Plan {
         if let EngineSpec::Keeper { program, keep, .. } = &spec.engine {
             places.push(place(program, Access::Execute, true));
             places.extend(keep.iter().map(|folder| place(folder, Access::Write, true)));
-            // Empty, until a container comes that has devices. It lies in what this process may write to, and is the daemon's.
+            // Empty, until a container comes that has devices. It lies in the daemon's part of the run directory.
             let (folder, shown) = (dir.join(passed::FOLDER), Some(PathBuf::from(passed::SHOWN)));
-            places.push(place(&folder, Access::Read, true));
             places.push(Place { shown, ..place(&folder, Access::Device, true) });
         }
         places.extend(["/dev/null", "/dev/urandom"].map(device));
@@ -128,7 +127,7 @@ mod tests {
         let written = plan.places.iter().filter(|place| matches!(place.access, Access::Write | Access::Take));
         let written: Vec<_> = written.map(|place| place.path.to_str().unwrap().to_owned()).collect();
         let disk = sample().scratch_file();
-        assert_eq!(written, ["/run/nacelle/pods/a", "/var/log/pods/a", disk.to_str().unwrap()]);
+        assert_eq!(written, ["/run/nacelle/pods/a/jail", "/var/log/pods/a", disk.to_str().unwrap()]);
         assert!(plan.places.iter().all(|place| !place.path.ends_with("kvm")), "emulated");
         assert_eq!(plan.profile, Profile::Spawns);
     }
@@ -140,7 +139,7 @@ mod tests {
             let plan = plan(&PodSpec { kernel: kernel.clone(), ..sample() }, &jail(), dir);
             plan.places.iter().any(|place| place.path == kernel)
         };
-        assert_eq!((has("/usr/lib/nacelle/vmlinux".into()), has(dir.join("kernel"))), (true, false));
+        assert_eq!((has("/usr/lib/nacelle/vmlinux".into()), has(jail_dir(dir).join("kernel"))), (true, false));
     }
 
     #[test]
@@ -166,7 +165,7 @@ mod tests {
         let plan = plan(&PodSpec { engine, memory_mib: 1024, ..sample() }, &jail(), dir);
         let of_folder = plan.places.iter().filter(|place| place.path == dir.join("vfio"));
         let seen: Vec<_> = of_folder.map(|place| (place.shown.as_deref(), place.access)).collect();
-        assert_eq!(seen, [(None, Access::Read), (Some(Path::new("/dev/vfio")), Access::Device)]);
+        assert_eq!(seen, [(Some(Path::new("/dev/vfio")), Access::Device)]);
         assert_eq!(plan.locked_bytes, 1152 << 20);
     }
 

@@ -32,6 +32,7 @@ pub mod share;
 pub mod spec;
 mod state;
 mod stats;
+mod stops;
 mod streams;
 mod sys;
 mod teardown;
@@ -39,31 +40,51 @@ mod teardown;
 pub use error::PodError;
 pub use host::{group_usage, is_of_containers};
 pub use machine::{CONSOLE_FILE, tap_name};
-pub use nacelle_jail::cgroup::{Usage as GroupUsage, memory_limit};
+pub use nacelle_jail::cgroup::{Usage as GroupUsage, cpu_limit, memory_limit};
 
 use nacelle_base::Chain;
+use nacelle_base::files::{FileError, at};
+use nacelle_base::jailed::{JailedDir, JailedFile};
+use nacelle_base::retry::retry_interrupted;
 use nacelle_engine::Engine;
 use nacelle_engine::keeper::Keeper;
 use nacelle_engine::kvm::Kvm;
 use nacelle_engine::qemu::Qemu;
 use spec::{Accelerator, EngineSpec};
-use std::path::Path;
+use std::fs::DirBuilder;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
-/// The socket on which the process answers, in its run directory; mode 0600.
-pub const SOCKET_FILE: &str = "pod.sock";
+/// The socket on which the process answers, in [`jail_dir`]; mode 0600.
+pub const SOCKET_FILE: JailedFile = JailedFile::new("pod.sock");
 
-/// The socket of the streams, in its run directory; mode 0600.
-pub const STREAM_SOCKET_FILE: &str = "stream.sock";
+/// The socket of the streams, in [`jail_dir`]; mode 0600.
+pub const STREAM_SOCKET_FILE: JailedFile = JailedFile::new("stream.sock");
 
-/// The argument of a process that waits for a word (a byte on its standard input) before it does anything.
-pub const HELD: &str = "--held";
+/// The part of a pod's run directory that its process writes, and the only one that it sees in its jail. The rest of the run
+/// directory is the daemon's. The daemon reaches what lies in this part through [`jailed`] only.
+pub fn jail_dir(dir: &Path) -> PathBuf {
+    dir.join("jail")
+}
 
-/// For a process with the argument [`HELD`]: waits for the word. False: whoever started it gave it up.
+/// The same part as the daemon reads it: everything in it may be hostile.
+pub fn jailed(dir: &Path) -> JailedDir {
+    JailedDir::new(jail_dir(dir))
+}
+
+/// Makes that part, mode 0700, in a run directory that exists. It may exist already.
+pub fn make_jail(dir: &Path) -> Result<(), FileError> {
+    let part = jail_dir(dir);
+    DirBuilder::new().mode(0o700).recursive(true).create(&part).map_err(at("create", &part))
+}
+
+/// Waits for the byte on standard input that the daemon sends when it has recorded the process; before it the process does nothing.
+/// False: standard input ended, so that the start was given up.
 pub fn told() -> bool {
     let mut word = [0];
-    matches!(nix::unistd::read(std::io::stdin(), &mut word), Ok(1))
+    matches!(retry_interrupted(|| nix::unistd::read(std::io::stdin(), &mut word)), Ok(1))
 }
 
 /// The pod process: serves the pod in `dir` until it is stopped. The exit code is 0 after an orderly stop. Nothing may

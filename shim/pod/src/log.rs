@@ -4,6 +4,7 @@
 
 use crate::fan::Fan;
 use nacelle_base::files::{FileError, at};
+use nacelle_base::retry::retry_interrupted;
 use nacelle_base::{Classify, Kind};
 use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::{Mode, mkdirat};
@@ -99,13 +100,14 @@ impl LogPath {
                 Ok(()) | Err(nix::errno::Errno::EEXIST) => {}
                 Err(errno) => return Err(at("create", &path)(errno.into()).into()),
             }
-            here = openat(&here, part, folder, Mode::empty()).map_err(|errno| at("open", &path)(errno.into()))?;
+            here = retry_interrupted(|| openat(&here, part, folder, Mode::empty()))
+                .map_err(|errno| at("open", &path)(errno.into()))?;
         }
         path.push(name);
         let flags = OFlag::O_WRONLY | OFlag::O_APPEND | OFlag::O_CREAT | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
         // Not to wait for a reader if somebody put a FIFO there; a regular file does not care.
         let flags = flags | OFlag::O_NONBLOCK;
-        let file = openat(&here, name, flags, Mode::from_bits_truncate(0o640))
+        let file = retry_interrupted(|| openat(&here, name, flags, Mode::from_bits_truncate(0o640)))
             .map_err(|errno| at("open", &path)(errno.into()))?;
         Ok(file.into())
     }

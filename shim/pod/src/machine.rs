@@ -5,9 +5,10 @@
 
 use crate::error::PodError;
 use crate::spec::{EngineSpec, MIN_MEMORY_MIB, PodSpec};
-use crate::{agent, scratch};
+use crate::{agent, jail_dir, scratch};
 use nacelle_base::Chain;
 use nacelle_base::files::{at, remove_if_there, remove_tree_if_there};
+use nacelle_base::jailed::JailedFile;
 use nacelle_base::machine::{ConsoleKind, MemoryPages};
 use nacelle_base::net::Mac;
 use nacelle_base::share::QUEUES;
@@ -32,8 +33,8 @@ pub const IMAGE_DISK: usize = 0;
 pub const SCRATCH_DISK: usize = 1;
 /// The slot for block devices of the node: `disks[2]`, /dev/vdc.
 pub const VOLUME_DISK: usize = 2;
-/// The guest's console, in the run directory.
-pub const CONSOLE_FILE: &str = "console.log";
+/// The guest's console, in [`crate::jail_dir`].
+pub const CONSOLE_FILE: JailedFile = JailedFile::new("console.log");
 /// The guest's vsock context id: the device is ours alone, so all guests have the same.
 const GUEST_CID: u32 = 3;
 /// What the NIC allows; the guest sets what CNI says.
@@ -165,8 +166,8 @@ pub async fn assemble(
             Vec::new()
         },
         nics: nics.collect::<Result<_, PodError>>()?,
-        run_dir: dir.to_owned(),
-        console_log: dir.join(CONSOLE_FILE),
+        run_dir: jail_dir(dir),
+        console_log: CONSOLE_FILE.in_jail(&jail_dir(dir)),
         guest_cid: GUEST_CID,
         shares,
     };

@@ -7,7 +7,7 @@ use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 
-/// Its name in the pod's folder.
+/// Its name in the daemon's part of the pod's run directory.
 pub const FOLDER: &str = "vfio";
 /// Where the pod's processes see it. QEMU knows no other.
 pub const SHOWN: &str = "/dev/vfio";

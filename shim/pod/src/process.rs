@@ -5,10 +5,11 @@ use crate::error::PodError;
 use crate::identity::Identity;
 use crate::server::Server;
 use crate::spec::PodSpec;
-use crate::{SOCKET_FILE, STREAM_SOCKET_FILE, jail, machine, share, streams};
+use crate::{SOCKET_FILE, STREAM_SOCKET_FILE, jail, jail_dir, machine, share, streams};
 use nacelle_base::files::{at, remove_if_there};
 use nacelle_engine::Engine;
 use nacelle_proto::pod::pod_server::PodServer;
+use nacelle_proto::wire;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -22,24 +23,18 @@ use tokio_stream::wrappers::UnixListenerStream;
 const TERM_GRACE: Duration = Duration::from_secs(10);
 /// For the last answers to reach their readers.
 const FAREWELL: Duration = Duration::from_secs(5);
-/// One message, both ways.
-const MESSAGE_LIMIT: usize = 40 << 20;
 /// A blocking thread's stack: calls of the engine, of netlink, of the file system.
 const STACK: usize = 512 << 10;
 
 /// Serves the pod of `dir` with the engine that `engine` makes of the specification, until it is stopped.
 pub fn run(dir: &Path, engine: impl FnOnce(&PodSpec) -> Result<Arc<dyn Engine>, PodError>) -> Result<(), PodError> {
     let spec = PodSpec::read(dir)?;
-    let own = Identity::own()?;
-    if let Some(other) = Identity::read(dir)?
-        && other != own
-        && other.is_alive()?
-    {
-        return Err(PodError::Served { pid: other.pid });
+    // The daemon has written there which process it has started.
+    if Identity::read(dir)? != Some(Identity::own()?) {
+        return Err(PodError::NotNamed { dir: dir.to_owned() });
     }
     // Files of the pod are nobody else's; log files are for the node's group, as their mode says.
     nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o027));
-    own.write(dir)?;
     // What needs rights comes before they are given up, and that before there is a second thread, and a guest.
     let share = share::start(&spec, dir)?;
     let engine = engine(&spec)?;
@@ -62,7 +57,7 @@ pub fn run(dir: &Path, engine: impl FnOnce(&PodSpec) -> Result<Arc<dyn Engine>, 
     let served = runtime.block_on(serve(spec, dir, engine, prepared));
     // What still blocks has nothing to give back any more.
     runtime.shutdown_background();
-    let removed = [SOCKET_FILE, STREAM_SOCKET_FILE].map(|file| remove_if_there(&dir.join(file)));
+    let removed = [SOCKET_FILE, STREAM_SOCKET_FILE].map(|file| remove_if_there(&file.in_jail(&jail_dir(dir))));
     removed.into_iter().fold(served, |served, removed| served.and(removed.map_err(PodError::from)))
 }
 
@@ -73,8 +68,8 @@ async fn serve(
     prepared: machine::Prepared,
 ) -> Result<(), PodError> {
     // Whoever finds the first finds the second.
-    let streams_listener = listen(&dir.join(STREAM_SOCKET_FILE))?;
-    let listener = listen(&dir.join(SOCKET_FILE))?;
+    let streams_listener = listen(&STREAM_SOCKET_FILE.in_jail(&jail_dir(dir)))?;
+    let listener = listen(&SOCKET_FILE.in_jail(&jail_dir(dir)))?;
 
     let pod = spec.id.clone();
     let spec = Arc::new(spec);
@@ -82,9 +77,7 @@ async fn serve(
     obey_signals(handles.inbox.clone())?;
     tokio::spawn(streams::serve(streams_listener, handles.inbox.clone()));
     let (over, ended) = tokio::sync::oneshot::channel::<()>();
-    let service = PodServer::new(Server::new(handles, spec))
-        .max_decoding_message_size(MESSAGE_LIMIT)
-        .max_encoding_message_size(MESSAGE_LIMIT);
+    let service = PodServer::new(Server::new(handles, spec)).max_decoding_message_size(wire::LARGE);
     let server = tonic::transport::Server::builder().add_service(service).serve_with_incoming_shutdown(
         UnixListenerStream::new(listener),
         async {

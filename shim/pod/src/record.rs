@@ -1,14 +1,19 @@
-//! Owns: `DIR/state.json`: the pod as it last was, written whole on each change, so that exit codes outlive the
-//! pod process. The daemon reads it when the process is gone.
+//! Reads and writes `DIR/jail/state.json`: the pod as it last was, written whole on each change, so that exit codes outlive the
+//! pod process; and `DIR/last.json`, the daemon's own record of how a pod whose process is gone has ended.
 
-use nacelle_base::files::{FileError, at, write_whole};
+use nacelle_base::files::{FileError, write_whole};
+use nacelle_base::jailed::{JailedDir, JailedFile};
 use nacelle_base::{Classify, Kind, PodId};
 use nacelle_proto::pod as proto;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-/// Name of the file in the pod's run directory.
-pub const FILE: &str = "state.json";
+/// The file in [`crate::jail_dir`].
+const FILE: JailedFile = JailedFile::new("state.json");
+/// The file in the daemon's part of the run directory.
+const KEPT_FILE: &str = "last.json";
+/// The most bytes of such a file that are read.
+const MAX_BYTES: u64 = 1 << 20;
 
 /// The exit code of a container whose end nobody saw.
 pub const LOST: u32 = 255;
@@ -126,15 +131,22 @@ enum Stored {
     V1(PodRecord),
 }
 
-/// Reads `DIR/state.json`; none if the process never came so far.
+/// Reads what the pod process wrote last; none if it never came so far. It may have written anything: what is no record of at most
+/// [`MAX_BYTES`] is an error.
 pub fn read(dir: &Path) -> Result<Option<PodRecord>, RecordError> {
-    let path = dir.join(FILE);
-    let bytes = match std::fs::read(&path) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        other => other.map_err(at("read", &path))?,
-    };
-    let Stored::V1(record) = serde_json::from_slice(&bytes).map_err(|source| RecordError::Format { path, source })?;
-    Ok(Some(record))
+    let bytes = crate::jailed(dir).read(FILE, MAX_BYTES)?;
+    bytes.map(|bytes| decode(&bytes, FILE.in_jail(&crate::jail_dir(dir)))).transpose()
+}
+
+/// Reads what [`PodRecord::keep`] wrote; none if it was not called yet.
+pub(crate) fn kept(dir: &Path) -> Result<Option<PodRecord>, RecordError> {
+    let bytes = JailedDir::new(dir).read(KEPT_FILE, MAX_BYTES)?;
+    bytes.map(|bytes| decode(&bytes, dir.join(KEPT_FILE))).transpose()
+}
+
+fn decode(bytes: &[u8], path: PathBuf) -> Result<PodRecord, RecordError> {
+    let Stored::V1(record) = nacelle_base::json::read(bytes).map_err(|source| RecordError::Format { path, source })?;
+    Ok(record)
 }
 
 impl PodRecord {
@@ -149,9 +161,17 @@ impl PodRecord {
         }
     }
 
-    /// Writes `DIR/state.json`, whole.
+    /// Writes `DIR/jail/state.json`, whole. For the pod process.
     pub fn write(&self, dir: &Path) -> Result<(), RecordError> {
-        let path = dir.join(FILE);
+        self.write_to(FILE.in_jail(&crate::jail_dir(dir)))
+    }
+
+    /// Writes `DIR/last.json`, whole: the record of a pod whose process is gone. For the daemon.
+    pub(crate) fn keep(&self, dir: &Path) -> Result<(), RecordError> {
+        self.write_to(dir.join(KEPT_FILE))
+    }
+
+    fn write_to(&self, path: PathBuf) -> Result<(), RecordError> {
         let bytes = serde_json::to_vec(&Stored::V1(self.clone()))
             .map_err(|source| RecordError::Format { path: path.clone(), source })?;
         Ok(write_whole(&path, &bytes)?)
@@ -267,9 +287,12 @@ mod tests {
     #[test]
     fn comes_back_from_its_file() {
         let dir = tempfile::tempdir().unwrap();
-        assert_eq!(read(dir.path()).unwrap(), None);
+        crate::make_jail(dir.path()).unwrap();
+        assert_eq!((read(dir.path()).unwrap(), kept(dir.path()).unwrap()), (None, None));
         sample().write(dir.path()).unwrap();
-        assert_eq!(read(dir.path()).unwrap(), Some(sample()));
+        assert_eq!((read(dir.path()).unwrap(), kept(dir.path()).unwrap()), (Some(sample()), None));
+        sample().keep(dir.path()).unwrap();
+        assert_eq!(kept(dir.path()).unwrap(), Some(sample()));
     }
 
     #[test]
@@ -279,9 +302,11 @@ mod tests {
             r#"{{"version":"1","id":"{}","phase":"ready","containers":[{{"id":"c","phase":"exited","created_at":5,"exit_code":3}}]}}"#,
             "03".repeat(32)
         );
-        std::fs::write(dir.path().join(FILE), &golden).unwrap();
+        crate::make_jail(dir.path()).unwrap();
+        let file = FILE.in_jail(&crate::jail_dir(dir.path()));
+        std::fs::write(&file, &golden).unwrap();
         assert_eq!(read(dir.path()).unwrap().unwrap().containers[0].exit_code, 3);
-        std::fs::write(dir.path().join(FILE), golden.replace(r#""1""#, r#""9""#)).unwrap();
+        std::fs::write(&file, golden.replace(r#""1""#, r#""9""#)).unwrap();
         assert!(matches!(read(dir.path()), Err(RecordError::Format { .. })));
     }
 

@@ -2,6 +2,7 @@
 //! volume, which may live longer than its pod's machine.
 //! Threads: everything blocks (a few milliseconds; the first of a size, and volumes: mkfs.ext4); call it off the runtime.
 
+use nacelle_base::draft::Draft;
 use nacelle_base::files::{FileError, at, remove_if_there, remove_tree_if_there};
 use nacelle_base::{Classify, Kind, PodId};
 use std::collections::BTreeSet;
@@ -10,7 +11,6 @@ use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Part of a template's name: changes whenever [`FORMAT`] does, so that old templates are not used.
 const FORMAT_VERSION: u32 = 1;
@@ -89,14 +89,14 @@ impl Classify for ScratchError {
 /// Makes the template of this size, if it is not there, and returns its path. Any number of processes may ask at
 /// once; the daemon may ask before the first pod needs it.
 pub fn template(folder: &Path, size_mib: u64) -> Result<PathBuf, ScratchError> {
-    static NEXT: AtomicU64 = AtomicU64::new(0);
     let path = folder.join(format!("scratch-v{FORMAT_VERSION}-{size_mib}.ext4"));
     if path.exists() {
         return Ok(path);
     }
     DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(at("create", folder))?;
-    let draft = path.with_extension(format!("tmp.{}.{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)));
-    make(&path, &draft, size_mib.saturating_mul(1 << 20), FORMAT)?;
+    let draft = Draft::of(&path)?;
+    format(&draft.file, draft.path(), size_mib.saturating_mul(1 << 20), FORMAT)?;
+    draft.keep()?;
     Ok(path)
 }
 
@@ -104,11 +104,9 @@ pub fn template(folder: &Path, size_mib: u64) -> Result<PathBuf, ScratchError> {
 pub fn volume(path: &Path, draft: &Path, bytes: u64) -> Result<(), ScratchError> {
     remove_if_there(draft)?;
     let journal = format!("size={}", (bytes >> 26).clamp(JOURNAL.0, JOURNAL.1));
-    make(path, draft, bytes, &[VOLUME_FORMAT, &["-J", &journal]].concat())
-}
-
-fn make(path: &Path, draft: &Path, bytes: u64, how: &[&str]) -> Result<(), ScratchError> {
-    let made = format(draft, bytes, how).and_then(|()| Ok(fs::rename(draft, path).map_err(at("write", path))?));
+    let how = [VOLUME_FORMAT, &["-J", &journal]].concat();
+    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(draft).map_err(at("create", draft))?;
+    let made = format(&file, draft, bytes, &how).and_then(|()| Ok(fs::rename(draft, path).map_err(at("write", path))?));
     if made.is_err() {
         // The first error is the one that matters.
         let _ = remove_if_there(draft);
@@ -116,8 +114,7 @@ fn make(path: &Path, draft: &Path, bytes: u64, how: &[&str]) -> Result<(), Scrat
     made
 }
 
-fn format(path: &Path, bytes: u64, how: &[&str]) -> Result<(), ScratchError> {
-    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).map_err(at("create", path))?;
+fn format(file: &File, path: &Path, bytes: u64, how: &[&str]) -> Result<(), ScratchError> {
     file.set_len(bytes).map_err(at("resize", path))?;
     // It lies in a folder that is not on everybody's path.
     let path_variable = format!("{}:/usr/sbin:/sbin", std::env::var("PATH").unwrap_or_default());
@@ -130,8 +127,8 @@ fn format(path: &Path, bytes: u64, how: &[&str]) -> Result<(), ScratchError> {
     Ok(file.sync_all().map_err(at("write", path))?)
 }
 
-/// Removes the disks of pods in this folder, and drafts of templates: what was left by starts that were cut, when no
-/// pod is starting; and the folders of pods that are not in `keep`. Templates stay.
+/// Removes the disks of pods in this folder: what was left by starts that were cut, when no pod is starting; and the folders
+/// of pods that are not in `keep`. Templates stay; their drafts are swept with all others ([`nacelle_base::draft::sweep`]).
 pub fn remove_disks(folder: &Path, keep: &BTreeSet<PodId>) -> Result<(), FileError> {
     let entries = match fs::read_dir(folder) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -141,7 +138,7 @@ pub fn remove_disks(folder: &Path, keep: &BTreeSet<PodId>) -> Result<(), FileErr
         let entry = entry.map_err(at("read", folder))?;
         let name = entry.file_name();
         let name = name.to_string_lossy();
-        if name.starts_with(DISK) || (name.starts_with("scratch-v") && name.contains(".tmp.")) {
+        if name.starts_with(DISK) {
             remove_if_there(&entry.path())?;
         }
         if let Some(id) = name.strip_prefix(FOLDER)
@@ -216,7 +213,7 @@ mod tests {
         let (kept, gone) = (PodId::from_bytes([1; 32]), PodId::from_bytes([2; 32]));
         let keep = BTreeSet::from([kept.clone()]);
         remove_disks(&folder.path().join("none"), &keep).unwrap();
-        for name in ["pod-ab.ext4", "scratch-v1-64.tmp.7.0", "scratch-v1-64.ext4"] {
+        for name in ["pod-ab.ext4", "scratch-v1-64.ext4"] {
             fs::write(folder.path().join(name), "").unwrap();
         }
         for id in [&kept, &gone] {

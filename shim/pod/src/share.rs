@@ -13,7 +13,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Which process has the volumes, in the pod's run directory.
+/// Which process has the volumes, in the daemon's part of the pod's run directory.
 const FILE: &str = "share.json";
 
 /// Why a pod's volumes could not be mounted or taken back.
@@ -68,7 +68,12 @@ pub(crate) fn start(spec: &PodSpec, dir: &Path) -> Result<Option<Share>, PodErro
     Ok(Some(share))
 }
 
-/// Says which child of this process has the volumes.
+/// The process that has the volumes of the pod of this directory; none if there was none.
+pub(crate) fn identity(dir: &Path) -> Result<Option<Identity>, IdentityError> {
+    Identity::read_from(&dir.join(FILE))
+}
+
+/// Says which child of this process has the volumes. The process writes it before it is jailed: later it does not see the file.
 pub(crate) fn introduce(process: i32, dir: &Path) -> Result<(), IdentityError> {
     Identity::of(process)?.write_to(&dir.join(FILE))
 }
@@ -104,11 +109,11 @@ async fn with(
     done.map_err(|error| VolumesError::GivenUp { source: io::Error::other(error) })?
 }
 
-/// A handle on the process. The pod process could name another in its folder: only its own child is believed.
+/// A handle on the process, which must be a child of the pod process.
 fn find(dir: &Path) -> Result<OwnedFd, VolumesError> {
     let gone = || VolumesError::Gone { dir: dir.to_owned() };
     let pod = Identity::read(dir)?.ok_or_else(gone)?;
-    let share = Identity::read_from(&dir.join(FILE))?.ok_or_else(gone)?;
+    let share = identity(dir)?.ok_or_else(gone)?;
     let handle = share.open()?.ok_or_else(gone)?;
     // Looked at while the handle is held, and the pod process is still the one that was started.
     let child = share.parent()? == Some(pod.pid);

@@ -356,11 +356,19 @@ impl PodSpec {
         self.scratch.templates.join(format!("{}{}.ext4", crate::scratch::DISK, self.id))
     }
 
+    /// As [`PodSpec::read`]; none if there is no such file.
+    pub fn read_if_there(dir: &Path) -> Result<Option<PodSpec>, SpecError> {
+        match PodSpec::read(dir) {
+            Err(SpecError::File(error)) if error.source.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            other => other.map(Some),
+        }
+    }
+
     /// Reads `DIR/spec.json` and checks it.
     pub fn read(dir: &Path) -> Result<PodSpec, SpecError> {
         let path = dir.join(FILE);
         let bytes = std::fs::read(&path).map_err(at("read", &path))?;
-        let spec: PodSpec = serde_json::from_slice(&bytes).map_err(|source| SpecError::Format { path, source })?;
+        let spec: PodSpec = nacelle_base::json::read(&bytes).map_err(|source| SpecError::Format { path, source })?;
         spec.check()?;
         Ok(spec)
     }

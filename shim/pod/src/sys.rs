@@ -4,6 +4,8 @@
 
 #![allow(unsafe_code, reason = "pre_exec, close_range and the pidfd calls have no safe wrapper in nix or std")]
 
+use nacelle_base::retry::retry_interrupted;
+use nix::errno::Errno;
 use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
 use std::fs::File;
 use std::io;
@@ -64,14 +66,16 @@ pub(crate) fn readable(pidfd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
 
 /// Takes the descriptor that comes with the next byte of a socket; `InvalidData` if there is none.
 pub(crate) fn receive(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
-    let mut byte = [0; 1];
-    let mut parts = [io::IoSliceMut::new(&mut byte)];
     let mut space = nix::cmsg_space!([RawFd; 1]);
-    let received = recvmsg::<()>(socket.as_raw_fd(), &mut parts, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC)?;
-    let found = received.cmsgs()?.find_map(|message| match message {
-        ControlMessageOwned::ScmRights(descriptors) => descriptors.first().copied(),
-        _ => None,
-    });
+    let found = retry_interrupted(|| {
+        let mut byte = [0; 1];
+        let mut parts = [io::IoSliceMut::new(&mut byte)];
+        let received = recvmsg::<()>(socket.as_raw_fd(), &mut parts, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC)?;
+        Ok::<_, Errno>(received.cmsgs()?.find_map(|message| match message {
+            ControlMessageOwned::ScmRights(descriptors) => descriptors.first().copied(),
+            _ => None,
+        }))
+    })?;
     let found = found.ok_or(io::ErrorKind::InvalidData)?;
     // SAFETY: the kernel made this number for this process in the recvmsg call, the only one for which there was room; nobody
     // else has it.
@@ -83,13 +87,15 @@ pub(crate) fn hand_over(socket: BorrowedFd<'_>, descriptor: BorrowedFd<'_>) -> i
     let descriptors = [descriptor.as_raw_fd()];
     let rights = [ControlMessage::ScmRights(&descriptors)];
     let flags = MsgFlags::MSG_NOSIGNAL;
-    sendmsg::<()>(socket.as_raw_fd(), &[io::IoSlice::new(&[0])], &rights, flags, None)?;
+    retry_interrupted(|| sendmsg::<()>(socket.as_raw_fd(), &[io::IoSlice::new(&[0])], &rights, flags, None))?;
     Ok(())
 }
 
 /// Makes `target` share all blocks of `source`, where the file system can do that.
 pub(crate) fn clone_file(source: &File, target: &File) -> io::Result<()> {
     // SAFETY: both descriptors are open; FICLONE takes a descriptor as its argument and touches no memory.
-    let rc = unsafe { libc::ioctl(target.as_raw_fd(), libc::FICLONE, source.as_raw_fd()) };
-    if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    retry_interrupted(|| match unsafe { libc::ioctl(target.as_raw_fd(), libc::FICLONE, source.as_raw_fd()) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    })
 }

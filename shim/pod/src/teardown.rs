@@ -1,38 +1,22 @@
 //! Owns: the way down: containers, guest, machine, and what was taken for them, in this order.
 
 use crate::agent::Agent;
-use crate::container;
 use crate::error::PodError;
 use crate::machine::{self, blocking};
-use crate::record::PodRecord;
 use crate::spec::Timeouts;
+use crate::stops::Outcome;
 use nacelle_base::Chain;
 use nacelle_base::undo::{Left, UndoStack};
 use nacelle_engine::{Machine, Stop};
 use std::sync::Arc;
-use std::time::Duration;
-use tokio::sync::watch;
-use tokio::task::JoinSet;
 
-/// Stops containers (id and stop signal) all at once. What does not stop goes down with the machine.
-pub async fn containers(
-    agent: &Agent,
-    published: &watch::Receiver<PodRecord>,
-    running: Vec<(String, u32)>,
-    grace: Duration,
-    timeouts: &Timeouts,
-) {
-    let mut stops = JoinSet::new();
-    for (id, signal) in running {
-        let (agent, published, limit) = (agent.clone(), published.clone(), timeouts.shutdown());
-        stops.spawn(async move {
-            let stopped = container::stop(agent, published, &id, signal, grace, limit).await;
-            if let Err(error) = stopped {
-                tracing::warn!(container = id, "{}", Chain(&error));
-            }
-        });
+/// Waits for the stops of containers (id and outcome). What does not stop goes down with the machine.
+pub async fn containers(stops: Vec<(String, Outcome)>) {
+    for (id, outcome) in stops {
+        if let Err(failure) = outcome.wait().await {
+            tracing::warn!(container = id, "{}", failure.message);
+        }
     }
-    while stops.join_next().await.is_some() {}
 }
 
 /// Ends the machine: with an agent it may shut down first. Then gives everything back; returns what could not be.

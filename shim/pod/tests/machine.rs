@@ -143,7 +143,8 @@ impl Place {
             images: vec![self.image.clone()],
             cgroup: Some(common::cgroup(self.root.path())),
         });
-        client::spawn(&std::env::current_exe().unwrap(), &self.dir, &spec).await.unwrap()
+        let admit = |_started| std::future::ready(Ok(()));
+        client::spawn(&std::env::current_exe().unwrap(), &self.dir, &spec, admit).await.unwrap()
     }
 
     async fn configure(&self, client: &PodClient) -> pod::ConfigureResponse {
@@ -153,12 +154,13 @@ impl Place {
                 mac: MAC.to_vec(),
                 mtu: 1400,
                 addresses: vec!["10.88.7.2/24".into()],
+                ..pod::Interface::default()
             }],
             routes: vec![pod::Route {
                 destination: "0.0.0.0/0".into(),
                 gateway: "10.88.7.1".into(),
                 interface: "eth0".into(),
-                metric: None,
+                ..pod::Route::default()
             }],
             dns: Some(pod::Dns { servers: vec!["10.88.7.1".into()], searches: vec![], options: vec![] }),
         };
@@ -189,7 +191,7 @@ impl Place {
 
     fn log(&self) -> String {
         fs::read_to_string(self.dir.join("pod.log")).unwrap_or_default()
-            + &fs::read_to_string(self.dir.join("console.log")).unwrap_or_default()
+            + &fs::read_to_string(self.dir.join("jail/console.log")).unwrap_or_default()
     }
 }
 
@@ -302,10 +304,8 @@ async fn runs() {
     println!("stopped after {:?}", begun.elapsed());
     let record = nacelle_pod::record::read(&place.dir).unwrap().unwrap();
     assert_eq!((record.phase, record.failure.as_str()), (Phase::Stopped, ""));
-    let mut left: Vec<String> =
-        fs::read_dir(&place.dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-    left.sort();
-    assert_eq!(left, ["console.log", "pod.log", "process.json", "share.json", "spec.json", "state.json"]);
+    assert_eq!(common::names(&place.dir), ["jail", "pod.log", "process.json", "share.json", "spec.json"]);
+    assert_eq!(common::names(&place.dir.join("jail")), ["console.log", "state.json"]);
 }
 
 /// What the process has beside the guest's memory.
@@ -333,7 +333,7 @@ async fn killed() {
     let qemu = |path: &String| fs::read_to_string(path).is_ok_and(|text| text.contains("qemu"));
     assert_eq!(children.iter().any(qemu), engine() == EngineKind::Qemu, "{children:?}");
     harness::end(&place.dir);
-    let record = client::clean_up(&place.dir).await.unwrap().unwrap();
+    let record = client::clean_up(&place.dir, None).await.unwrap().unwrap();
     assert_eq!((record.phase, record.containers[0].exit_code), (Phase::Stopped, 255));
     until("QEMU dies with its pod process", async || !children.iter().any(qemu)).await;
 }

@@ -3,7 +3,7 @@
 mod common;
 
 use common::agent::Fault;
-use common::{World, exited, kind, network, until};
+use common::{World, eventually, exited, kind, network, until};
 use nacelle_base::{Chain, Classify, Kind};
 use nacelle_engine::fake::Script;
 use nacelle_pod::record::{ContainerPhase, Phase};
@@ -18,7 +18,7 @@ async fn a_container_lives_and_leaves_its_log_and_exit_code() {
     let (world, client) = World::ready().await;
     let config = world.agent.config.lock().unwrap().clone().unwrap();
     assert_eq!((config.hostname.as_str(), config.scratch_disk), ("pod-name", 1));
-    assert_eq!(std::fs::metadata(world.dir.join("pod.sock")).unwrap().permissions().mode() & 0o777, 0o600);
+    assert_eq!(std::fs::metadata(world.dir.join("jail/pod.sock")).unwrap().permissions().mode() & 0o777, 0o600);
 
     let made = client.create_container(world.container("a", "out:one\ntwo;err:oops\n;exit:3")).await.unwrap();
     assert_eq!((made.uid, made.gid, made.supplemental_groups), (1, 2, vec![3]));
@@ -176,6 +176,20 @@ async fn stop_signals_waits_and_kills() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stop_signal_that_could_not_be_sent_is_sent_again() {
+    let (world, client) = World::ready().await;
+    world.run(&client, "a", "hold").await;
+    world.agent.fault("signal", Fault::Refuse(tonic::Code::Unavailable, "later".into()));
+    client.stop_container("a", GRACE).await.unwrap_err();
+    world.agent.faults.lock().unwrap().clear();
+    client.stop_container("a", GRACE).await.unwrap();
+    assert_eq!(exited(&client, "a").await.exit_code, 143);
+    assert_eq!(world.agent.calls_of("signal 15"), 1);
+    client.stop(GRACE).await.unwrap();
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn exec_returns_output_and_code_and_is_killed_in_time() {
     let (world, client) = World::ready().await;
     world.run(&client, "a", "hold").await;
@@ -187,11 +201,7 @@ async fn exec_returns_output_and_code_and_is_killed_in_time() {
 
     let late = client.exec_sync("a", args("stubborn"), Some(Duration::from_millis(20))).await;
     assert_eq!(kind(late), Kind::Timeout);
-    let deadline = std::time::Instant::now() + common::LIMIT;
-    while world.agent.calls_of("signal 9") == 0 {
-        assert!(std::time::Instant::now() < deadline, "the command is killed");
-        tokio::time::sleep(Duration::from_millis(2)).await;
-    }
+    eventually("the command is killed", || world.agent.calls_of("signal 9") > 0).await;
     assert_eq!(kind(client.exec_sync("none", args("x"), None).await), Kind::NotFound);
     assert_eq!(kind(client.exec_sync("a", vec![], None).await), Kind::Invalid);
     client.create_container(world.container("b", "hold")).await.unwrap();
@@ -215,11 +225,7 @@ async fn an_image_is_attached_once_and_leaves_with_its_last_container() {
     assert_eq!(world.agent.calls_of("attach"), 2);
     client.remove_container("a").await.unwrap();
     client.remove_container("c").await.unwrap();
-    let deadline = std::time::Instant::now() + common::LIMIT;
-    while world.agent.images.lock().unwrap().len() != 1 {
-        assert!(std::time::Instant::now() < deadline, "the unused image goes");
-        tokio::time::sleep(Duration::from_millis(2)).await;
-    }
+    eventually("the unused image goes", || world.agent.images.lock().unwrap().len() == 1).await;
     assert_eq!(world.agent.images.lock().unwrap().keys().copied().collect::<Vec<_>>(), [1]);
 
     let mut empty = other("d", "z");
@@ -250,11 +256,7 @@ async fn volumes_are_images_like_any_other() {
     };
     let images = || world.agent.images.lock().unwrap().keys().copied().collect::<Vec<_>>();
     let settled = async |wanted: &[u32]| {
-        let deadline = std::time::Instant::now() + common::LIMIT;
-        while images() != wanted {
-            assert!(std::time::Instant::now() < deadline, "{:?} instead of {wanted:?}", images());
-            tokio::time::sleep(Duration::from_millis(2)).await;
-        }
+        eventually(&format!("the images are {wanted:?}"), || images() == wanted).await;
     };
     // The container's own image is called "image": it is a volume of itself, and "x" one of both.
     let (a, b) = tokio::join!(
@@ -302,7 +304,7 @@ async fn bad_requests_change_nothing() {
     assert_eq!(kind(client.reopen_log("none").await), Kind::NotFound);
     let other = pod::ConfigureRequest { dns: Some(pod::Dns::default()), ..network() };
     assert_eq!(kind(client.configure(other).await), Kind::Conflict);
-    let interface = pod::Interface { name: "eth0".into(), mac: vec![2; 6], mtu: 1500, addresses: vec![] };
+    let interface = pod::Interface { name: "eth0".into(), mac: vec![2; 6], mtu: 1500, ..pod::Interface::default() };
     let network = pod::ConfigureRequest { interfaces: vec![interface], ..network() };
     assert_eq!(kind(client.configure(network).await), Kind::Invalid);
     assert!(client.state().await.unwrap().containers.is_empty());
@@ -315,11 +317,7 @@ async fn bad_requests_change_nothing() {
 async fn a_log_is_rotated_while_it_is_written() {
     let (world, client) = World::ready().await;
     world.run(&client, "a", "out:before\n;hold;out:after\n").await;
-    let deadline = std::time::Instant::now() + common::LIMIT;
-    while world.log_text("a").is_empty() {
-        assert!(std::time::Instant::now() < deadline);
-        tokio::time::sleep(Duration::from_millis(2)).await;
-    }
+    eventually("the first line is in the log", || !world.log_text("a").is_empty()).await;
     let old = world.log("a").with_extension("old");
     std::fs::rename(world.log("a"), &old).unwrap();
     client.reopen_log("a").await.unwrap();

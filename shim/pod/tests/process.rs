@@ -3,16 +3,17 @@
 
 mod common;
 
-use common::{LIMIT, cgroup, exited, harness, network, spec, until};
+use common::{LIMIT, cgroup, eventually, exited, harness, network, spec, until};
 use nacelle_base::Kind;
-use nacelle_pod::client::{self, ClientError, PodClient};
+use nacelle_pod::client::{self, ClientError, PodClient, Started};
 use nacelle_pod::identity::Identity;
 use nacelle_pod::record::{self, Phase};
 use nacelle_pod::spec::{JailSpec, Seccomp};
 use nacelle_proto::pod;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
+use std::process::{ExitCode, Stdio};
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
 const GRACE: Duration = Duration::from_secs(60);
@@ -29,7 +30,17 @@ fn main() -> ExitCode {
         ("one_process_serves_a_pod", || Box::pin(served_once(Place::new()))),
         ("a_jailed_pod_serves_and_is_cleared_away", || Box::pin(jailed(Place::new()))),
         ("a_forbidden_system_call_is_told_as_such", || Box::pin(forbidden(Place::new()))),
+        ("a_jailed_process_cannot_name_whom_the_daemon_kills", || Box::pin(foreign_names(Place::new()))),
+        ("a_jailed_process_cannot_hide_from_the_daemon", || Box::pin(hidden(Place::new()))),
+        ("nothing_that_a_jailed_process_leaves_hinders_its_clean_up", || Box::pin(unusable())),
+        ("a_socket_that_is_a_link_leads_nowhere", || Box::pin(led_away(Place::new()))),
+        ("a_lost_run_directory_hides_nothing", || Box::pin(lost_directory(Place::new()))),
     ])
+}
+
+/// Lets every process begin.
+async fn admit(_started: Started) -> Result<(), ClientError> {
+    Ok(())
 }
 
 /// A run directory; dropping it ends whatever serves there.
@@ -50,7 +61,7 @@ impl Place {
 
     async fn spawn(&self) -> PodClient {
         let exe = std::env::current_exe().unwrap();
-        client::spawn(&exe, &self.dir, &spec(self.root.path())).await.unwrap()
+        client::spawn(&exe, &self.dir, &spec(self.root.path()), admit).await.unwrap()
     }
 
     /// A process that shuts itself in.
@@ -59,7 +70,7 @@ impl Place {
         let images = vec![self.root.path().join("blob")];
         let cgroup = Some(cgroup(self.root.path()));
         spec.jail = Some(JailSpec { seccomp: Seccomp::Kill, images, cgroup });
-        client::spawn(&std::env::current_exe().unwrap(), &self.dir, &spec).await.unwrap()
+        client::spawn(&std::env::current_exe().unwrap(), &self.dir, &spec, admit).await.unwrap()
     }
 
     async fn run(&self, client: &PodClient, id: &str, script: &str) {
@@ -114,7 +125,7 @@ async fn outlives(place: Place) {
     second.ended().await.unwrap();
     assert!(matches!(client::connect(&place.dir).await, Err(ClientError::Gone { .. })));
     // Nothing is left to be cleared away, and the exit code is still known.
-    let record = client::clean_up(&place.dir).await.unwrap().unwrap();
+    let record = client::clean_up(&place.dir, None).await.unwrap().unwrap();
     assert_eq!((record.phase, record.containers[0].exit_code), (Phase::Stopped, 143));
 }
 
@@ -129,69 +140,90 @@ async fn killed(place: Place) {
     let before = record::read(&place.dir).unwrap().unwrap();
     assert_eq!((before.phase, before.containers[0].exit_code), (Phase::Ready, 7));
     for _ in 0..2 {
-        let record = client::clean_up(&place.dir).await.unwrap().unwrap();
+        let record = client::clean_up(&place.dir, None).await.unwrap().unwrap();
         assert_eq!(record.phase, Phase::Stopped);
         let codes: Vec<u32> = record.containers.iter().map(|container| container.exit_code).collect();
         assert_eq!(codes, [7, 255]);
         assert!(record.containers[1].message.contains("died"));
     }
-    assert!(!place.dir.join("pod.sock").exists());
+    assert!(!place.dir.join("jail/pod.sock").exists());
     let disks = std::fs::read_dir(place.root.path().join("templates")).into_iter().flatten().flatten();
     let disks: Vec<_> = disks.filter(|file| file.file_name().to_string_lossy().starts_with("pod-")).collect();
     assert!(disks.is_empty(), "{disks:?}");
 
     // A pod without a folder has left nothing.
-    assert!(client::clean_up(&place.root.path().join("none")).await.unwrap().is_none());
+    assert!(client::clean_up(&place.root.path().join("none"), None).await.unwrap().is_none());
 
     // One that still runs is killed.
     let client = place.spawn().await;
     client.configure(network()).await.unwrap();
-    client::clean_up(&place.dir).await.unwrap();
+    client::clean_up(&place.dir, None).await.unwrap();
     assert!(!client.identity().is_alive().unwrap());
 }
 
 async fn given_up(place: Place) {
     let exe = std::env::current_exe().unwrap();
     let spec = spec(place.root.path());
-    // Once through the start, then dropped.
-    let given_up = tokio::time::timeout(Duration::from_millis(1), client::spawn(&exe, &place.dir, &spec)).await;
-    if let Ok(client) = given_up {
-        client.unwrap();
-    }
-    let identity = Identity::read(&place.dir).unwrap().unwrap();
-    client::clean_up(&place.dir).await.unwrap();
-    assert!(!identity.is_alive().unwrap());
+    // Dropped while the process is being started: it is recorded, and ends by itself.
+    drop_when(client::spawn(&exe, &place.dir, &spec, admit), || true).await;
+    eventually("the process is recorded", || Identity::read(&place.dir).unwrap().is_some()).await;
+    let first = Identity::read(&place.dir).unwrap().unwrap();
+    eventually("a process that was not admitted has ended", || !first.is_alive().unwrap()).await;
+    // Dropped once it was admitted: the clean-up ends it.
+    let admitted = std::cell::Cell::new(false);
+    let admit = |_started| {
+        admitted.set(true);
+        async { Ok(()) }
+    };
+    drop_when(client::spawn(&exe, &place.dir, &spec, admit), || admitted.get()).await;
+    let second = Identity::read(&place.dir).unwrap().unwrap();
+    assert_ne!(first, second);
+    client::clean_up(&place.dir, None).await.unwrap();
+    assert!(!second.is_alive().unwrap());
+}
+
+/// Polls a start until it waits for something while the condition holds, and drops it there.
+async fn drop_when(start: impl Future<Output = Result<PodClient, ClientError>>, holds: impl Fn() -> bool) {
+    let mut start = std::pin::pin!(start);
+    std::future::poll_fn(|context| match start.as_mut().poll(context) {
+        Poll::Ready(result) => panic!("the start ended before it was dropped: {result:?}"),
+        Poll::Pending if holds() => Poll::Ready(()),
+        Poll::Pending => Poll::Pending,
+    })
+    .await;
 }
 
 async fn held(place: Place) {
     let (exe, spec) = (std::env::current_exe().unwrap(), spec(place.root.path()));
+    let socket = nacelle_pod::SOCKET_FILE.in_jail(&nacelle_pod::jail_dir(&place.dir));
     // Refused: it is gone, and nothing has happened.
     let mut refused_pid = 0;
-    let refused = client::spawn_held(&exe, &place.dir, &spec, |pid| {
-        refused_pid = pid;
+    let refused = client::spawn(&exe, &place.dir, &spec, |started| {
+        refused_pid = started.identity.pid;
         let group = "a.slice/b.scope".into();
         async move { Err(ClientError::Group { group, kind: Kind::Unavailable, source: "nobody there".into() }) }
     });
     let refused = refused.await.unwrap_err();
     assert_eq!(refused.to_string(), "the pod process cannot be put into the control group a.slice/b.scope");
     assert!(!Path::new(&format!("/proc/{refused_pid}")).exists());
-    // Given up: it ends by itself.
-    let given_up = client::spawn_held(&exe, &place.dir, &spec, |_pid| std::future::pending());
-    assert!(tokio::time::timeout(Duration::from_millis(500), given_up).await.is_err());
-    let deadline = Instant::now() + LIMIT;
-    while Identity::read(&place.dir).unwrap().is_some_and(|identity| identity.is_alive().unwrap()) {
-        assert!(Instant::now() < deadline, "a process that was given up does not end");
-        tokio::time::sleep(Duration::from_millis(2)).await;
-    }
-    assert!(!place.dir.join(nacelle_pod::SOCKET_FILE).exists());
+    // Dropped while it waits to be admitted: it ends by itself.
+    let held_pid = std::cell::Cell::new(0);
+    let never = |started: Started| {
+        held_pid.set(started.identity.pid);
+        std::future::pending()
+    };
+    drop_when(client::spawn(&exe, &place.dir, &spec, never), || held_pid.get() != 0).await;
+    assert_eq!(Identity::read(&place.dir).unwrap().unwrap().pid, held_pid.get());
+    let alive = || Identity::read(&place.dir).unwrap().is_some_and(|identity| identity.is_alive().unwrap());
+    eventually("a process whose start was dropped has ended", || !alive()).await;
+    assert!(!socket.exists());
     // Admitted: only then does it serve.
-    let socket = place.dir.join(nacelle_pod::SOCKET_FILE);
-    let admit = |_pid| async {
+    let admit = |_started| async {
         tokio::time::sleep(Duration::from_millis(300)).await;
         assert!(!socket.exists());
         Ok(())
     };
-    let pod = client::spawn_held(&exe, &place.dir, &spec, admit).await.unwrap();
+    let pod = client::spawn(&exe, &place.dir, &spec, admit).await.unwrap();
     assert!(pod.identity().is_alive().unwrap());
 }
 
@@ -212,27 +244,32 @@ async fn foreign(place: Place) {
     let own = Identity::own().unwrap();
     Identity { pid, start_time: own.start_time.wrapping_sub(1), boot_id: own.boot_id }.write(&place.dir).unwrap();
     assert!(matches!(client::connect(&place.dir).await, Err(ClientError::Gone { .. })));
-    assert!(client::clean_up(&place.dir).await.unwrap().is_none());
+    assert!(client::clean_up(&place.dir, None).await.unwrap().is_none());
     assert!(other.try_wait().unwrap().is_none(), "it lives");
     other.kill().unwrap();
     other.wait().unwrap();
 }
 
 async fn no_start(place: Place) {
-    let bad = client::spawn(Path::new("/none/nacelle"), &place.dir, &spec(place.root.path())).await;
+    let bad = client::spawn(Path::new("/none/nacelle"), &place.dir, &spec(place.root.path()), admit).await;
     assert!(matches!(bad, Err(ClientError::Start { .. })));
-    let ended = client::spawn(Path::new("/bin/false"), &place.dir, &spec(place.root.path())).await;
+    let ended = client::spawn(Path::new("/bin/false"), &place.dir, &spec(place.root.path()), admit).await;
     assert!(matches!(ended, Err(ClientError::EndedAtOnce { .. })), "{ended:?}");
     let mut wrong = spec(place.root.path());
     wrong.vcpus = 0;
-    assert!(matches!(client::spawn(Path::new("/bin/false"), &place.dir, &wrong).await, Err(ClientError::Spec(_))));
+    assert!(matches!(
+        client::spawn(Path::new("/bin/false"), &place.dir, &wrong, admit).await,
+        Err(ClientError::Spec(_))
+    ));
     assert!(matches!(client::connect(&place.dir).await, Err(ClientError::Gone { .. })));
 }
 
 async fn served_once(place: Place) {
     let client = place.spawn().await;
     let exe = std::env::current_exe().unwrap();
-    let mut second = std::process::Command::new(exe).arg("--dir").arg(&place.dir).spawn().unwrap();
+    let mut second =
+        std::process::Command::new(exe).arg("--dir").arg(&place.dir).stdin(Stdio::piped()).spawn().unwrap();
+    std::io::Write::write_all(&mut second.stdin.take().unwrap(), b"\n").unwrap();
     let deadline = Instant::now() + LIMIT;
     let status = loop {
         match second.try_wait().unwrap() {
@@ -316,7 +353,7 @@ async fn jailed(place: Place) {
 
     signal(client.identity(), nix::sys::signal::Signal::SIGKILL);
     client.ended().await.unwrap();
-    let record = client::clean_up(&place.dir).await.unwrap().unwrap();
+    let record = client::clean_up(&place.dir, None).await.unwrap().unwrap();
     assert_eq!(record.containers[0].message, "the pod process died of signal 9");
     assert!(group.iter().all(|folder| !folder.exists()), "{group:?}");
     let disks = std::fs::read_dir(place.root.path().join("templates")).unwrap().flatten();
@@ -330,6 +367,225 @@ async fn forbidden(place: Place) {
     // As the kernel does it.
     signal(client.identity(), nix::sys::signal::Signal::SIGSYS);
     client.ended().await.unwrap();
-    let record = client::clean_up(&place.dir).await.unwrap().unwrap();
+    let record = client::clean_up(&place.dir, None).await.unwrap().unwrap();
     assert_eq!(record.failure, "the pod process died of a system call that its filter forbids");
+}
+
+/// What the process of this pod can write, and where: in the run directory as the process sees it.
+fn write_as(client: &PodClient, dir: &Path, name: &str, write: impl Fn(&Path)) {
+    let seen = PathBuf::from(format!("/proc/{}/root{}", client.identity().pid, dir.display()));
+    for part in [seen.clone(), seen.join("jail")] {
+        // Where the process cannot write, the attack has failed already.
+        let _ = std::fs::remove_file(part.join(name));
+        if std::fs::write(part.join("probe"), "").is_ok() {
+            std::fs::remove_file(part.join("probe")).unwrap();
+            write(&part.join(name));
+        }
+    }
+}
+
+/// A process of its own in a control group of its own, if the node allows that.
+struct Victim {
+    child: std::process::Child,
+    group: PathBuf,
+}
+
+impl Victim {
+    fn new(root: &Path) -> Victim {
+        let child = std::process::Command::new("sleep").arg("600").spawn().unwrap();
+        let group = Path::new("nacelle").join(format!("victim-{}", root.file_name().unwrap().display()));
+        for folder in nacelle_jail::cgroup::folders(&group) {
+            if std::fs::create_dir_all(&folder).is_ok() {
+                let _ = std::fs::write(folder.join("cgroup.procs"), child.id().to_string());
+            }
+        }
+        Victim { child, group }
+    }
+
+    fn lives(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_none()
+    }
+
+    fn groups(&self) -> usize {
+        nacelle_jail::cgroup::folders(&self.group).iter().filter(|folder| folder.exists()).count()
+    }
+
+    /// As `process.json` says which it is.
+    fn identity(&self) -> Identity {
+        let pid = i32::try_from(self.child.id()).unwrap();
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+        let start_time = stat.rsplit_once(')').unwrap().1.split_whitespace().nth(19).unwrap().parse().unwrap();
+        Identity { pid, start_time, ..Identity::own().unwrap() }
+    }
+}
+
+impl Drop for Victim {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let _ = nacelle_jail::cgroup::remove(&self.group);
+    }
+}
+
+async fn foreign_names(place: Place) {
+    if !nix::unistd::geteuid().is_root() {
+        return println!("skipped: not root");
+    }
+    let mut victim = Victim::new(place.root.path());
+    let groups = victim.groups();
+    // The directory of another pod, as one without a guest has it.
+    let mut foreign = spec(place.root.path());
+    foreign.id = nacelle_base::PodId::from_bytes([7; 32]);
+    foreign.engine = nacelle_pod::spec::EngineSpec::Host { agent: "/none".into(), shares: Default::default() };
+    foreign.jail = Some(JailSpec { seccomp: Seccomp::Kill, images: Vec::new(), cgroup: Some(victim.group.clone()) });
+    let others = foreign.scratch_file();
+    std::fs::create_dir_all(&others).unwrap();
+    std::fs::write(others.join("data"), "another pod's").unwrap();
+    let (spec, identity) = (serde_json::to_vec(&foreign).unwrap(), serde_json::to_vec(&victim.identity()).unwrap());
+
+    let client = place.spawn_jailed().await;
+    client.configure(network()).await.unwrap();
+    let own = client.identity().clone();
+    for (name, content) in [("spec.json", &spec), ("process.json", &identity), ("share.json", &identity)] {
+        write_as(&client, &place.dir, name, |path| std::fs::write(path, content).unwrap());
+    }
+    client::clean_up(&place.dir, None).await.unwrap();
+    assert!(victim.lives(), "a process was killed that only the jailed process has named");
+    assert_eq!(victim.groups(), groups, "a control group was removed that only the jailed process has named");
+    assert!(others.join("data").exists(), "a directory was removed that only the jailed process has named");
+    assert!(!own.is_alive().unwrap());
+    let group = nacelle_jail::cgroup::folders(&cgroup(place.root.path()));
+    assert!(group.iter().all(|folder| !folder.exists()), "its own group is gone: {group:?}");
+}
+
+async fn hidden(place: Place) {
+    if !nix::unistd::geteuid().is_root() {
+        return println!("skipped: not root");
+    }
+    let client = place.spawn_jailed().await;
+    client.configure(network()).await.unwrap();
+    let own = client.identity().clone();
+    let wrong = Identity { start_time: own.start_time + 1, ..own.clone() };
+    write_as(&client, &place.dir, "process.json", |path| {
+        std::fs::write(path, serde_json::to_vec(&wrong).unwrap()).unwrap()
+    });
+    // Without its specification the daemon would not know its control group.
+    write_as(&client, &place.dir, "spec.json", |path| std::fs::write(path, "{}").unwrap());
+    assert!(client::connect(&place.dir).await.is_ok(), "it is still found");
+    client::clean_up(&place.dir, None).await.unwrap();
+    assert!(!own.is_alive().unwrap(), "it lives on");
+    let group = nacelle_jail::cgroup::folders(&cgroup(place.root.path()));
+    assert!(group.iter().all(|folder| !folder.exists()), "its group is gone: {group:?}");
+}
+
+/// Ends the test program if something waits for ever, be it in a system call.
+struct Watched(#[expect(dead_code, reason = "what counts is when it is dropped")] std::sync::mpsc::Sender<()>);
+
+impl Watched {
+    fn new(what: &'static str) -> Watched {
+        let (end, ended) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            if ended.recv_timeout(LIMIT) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
+                eprintln!("no end within {LIMIT:?}: {what}");
+                std::process::exit(1);
+            }
+        });
+        Watched(end)
+    }
+}
+
+async fn unusable() {
+    if !nix::unistd::geteuid().is_root() {
+        return println!("skipped: not root");
+    }
+    type Write = fn(&Path);
+    let kinds: [(&str, Write); 8] = [
+        ("3 GiB without blocks", |path| std::fs::File::create(path).unwrap().set_len(3 << 30).unwrap()),
+        ("a FIFO", |path| nix::unistd::mkfifo(path, nix::sys::stat::Mode::S_IRWXU).unwrap()),
+        ("a link to /etc/shadow", |path| std::os::unix::fs::symlink("/etc/shadow", path).unwrap()),
+        ("a link to itself", |path| std::os::unix::fs::symlink("state.json", path).unwrap()),
+        ("a directory", |path| std::fs::create_dir(path).unwrap()),
+        ("garbage", |path| std::fs::write(path, [0xff; 4096]).unwrap()),
+        ("20,000 files beside a directory", |path| {
+            std::fs::create_dir(path).unwrap();
+            (0..20_000)
+                .for_each(|number| drop(std::fs::File::create(path.with_file_name(number.to_string())).unwrap()));
+        }),
+        ("deep JSON", |path| std::fs::write(path, "[".repeat(1 << 19)).unwrap()),
+    ];
+    for (what, write) in kinds {
+        let place = Place::new();
+        let client = place.spawn_jailed().await;
+        client.configure(network()).await.unwrap();
+        let own = client.identity().clone();
+        write_as(&client, &place.dir, "state.json", write);
+        signal(client.identity(), nix::sys::signal::Signal::SIGKILL);
+        client.ended().await.unwrap();
+        let before = memory();
+        let watched = Watched::new(what);
+        assert_eq!(client::clean_up(&place.dir, None).await.unwrap(), None, "{what}");
+        drop(watched);
+        assert!(memory() < before + (64 << 20), "{what}: {} bytes more", memory() - before);
+        assert!(!own.is_alive().unwrap(), "{what}");
+        // The same of the whole run directory.
+        nacelle_base::files::remove_tree_if_there(&place.dir).unwrap();
+        assert!(!place.dir.exists() && Path::new("/etc/shadow").exists(), "{what}");
+    }
+}
+
+/// The most memory that this process has had, in bytes.
+fn memory() -> u64 {
+    let status = status(Path::new("/proc/self/status"));
+    status["VmHWM"].trim_end_matches(" kB").parse::<u64>().unwrap() << 10
+}
+
+async fn led_away(place: Place) {
+    if !nix::unistd::geteuid().is_root() {
+        return println!("skipped: not root");
+    }
+    let client = place.spawn_jailed().await;
+    client.configure(network()).await.unwrap();
+    let other = place.root.path().join("other.sock");
+    let listener = std::os::unix::net::UnixListener::bind(&other).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    for name in ["pod.sock", "stream.sock"] {
+        write_as(&client, &place.dir, name, |path| std::os::unix::fs::symlink(&other, path).unwrap());
+    }
+    assert!(client::connect(&place.dir).await.is_err());
+    let open = pod::StreamOpen { id: "a".into(), ..Default::default() };
+    assert!(client.open_stream(open).await.is_err());
+    assert!(listener.accept().is_err(), "the daemon has connected to what a link leads to");
+    client::clean_up(&place.dir, None).await.unwrap();
+    assert!(other.exists(), "what the link leads to was removed");
+}
+
+async fn lost_directory(place: Place) {
+    let mut stored = None;
+    let admit = |started: Started| {
+        stored = Some(started);
+        async { Ok(()) }
+    };
+    let mut spec = spec(place.root.path());
+    spec.jail = Some(JailSpec {
+        seccomp: Seccomp::Kill,
+        images: vec![place.root.path().join("blob")],
+        cgroup: Some(cgroup(place.root.path())),
+    });
+    if !nix::unistd::geteuid().is_root() {
+        spec.jail = None;
+    }
+    let client = client::spawn(&std::env::current_exe().unwrap(), &place.dir, &spec, admit).await.unwrap();
+    client.configure(network()).await.unwrap();
+    place.run(&client, "a", "hold").await;
+    // As a tmpfs that was mounted anew.
+    std::fs::remove_dir_all(&place.dir).unwrap();
+    assert!(matches!(client::connect(&place.dir).await, Err(ClientError::Gone { .. })));
+    let stored = stored.unwrap();
+    assert_eq!(stored.identity, *client.identity());
+    for _ in 0..2 {
+        assert!(client::clean_up(&place.dir, Some(&stored)).await.unwrap().is_none());
+        assert!(!stored.identity.is_alive().unwrap(), "it runs on, and nothing knows of it");
+    }
+    let group = nacelle_jail::cgroup::folders(&cgroup(place.root.path()));
+    assert!(group.iter().all(|folder| !folder.exists()), "{group:?}");
 }

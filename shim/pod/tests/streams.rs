@@ -143,7 +143,7 @@ async fn what_does_not_run_has_no_streams() {
     assert_eq!(kind(client.resize(size).await), Kind::NotFound);
 
     // Somebody who says nothing we know is turned away.
-    let mut garbage = UnixStream::connect(world.dir.join("stream.sock")).await.unwrap();
+    let mut garbage = UnixStream::connect(world.dir.join("jail/stream.sock")).await.unwrap();
     garbage.write_all(&[0xff; 64]).await.unwrap();
     let mut answer = Vec::new();
     // Reset or closed: both are an end.

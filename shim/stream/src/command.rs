@@ -4,7 +4,7 @@
 use crate::guests::{Attach, Exec, Guests, Process, Size};
 use crate::mux::{CHUNK, Life, Reader, Writer};
 use crate::spdy::Connection;
-use crate::websocket::Ends;
+use crate::websocket::{Coding, Ends};
 use bytes::{Bytes, BytesMut};
 use nacelle_base::Chain;
 use serde_json::json;
@@ -41,16 +41,29 @@ const DIALECTS: [Dialect; 4] = [
     Dialect { name: "channel.k8s.io", status: false, resize: false },
 ];
 
-/// The same over WebSockets; the first has a message for the end of the client's input.
-const WEB: [Dialect; 2] = [
-    Dialect { name: "v5.channel.k8s.io", status: true, resize: true },
-    Dialect { name: "v4.channel.k8s.io", status: true, resize: true },
+/// The same over WebSockets, and how their messages are written. Clients that name nothing speak [`NAMELESS`].
+const WEB: [(Dialect, Coding); 5] = [
+    web("v5.channel.k8s.io", true, Coding { ends: true, base64: false }),
+    web("v4.channel.k8s.io", true, Coding { ends: false, base64: false }),
+    web("v4.base64.channel.k8s.io", true, Coding { ends: false, base64: true }),
+    web("channel.k8s.io", false, Coding { ends: false, base64: false }),
+    web("base64.channel.k8s.io", false, Coding { ends: false, base64: true }),
 ];
 
+/// The dialect of clients that offer no protocol over WebSockets.
+const NAMELESS: (Dialect, Coding) = web("", false, Coding { ends: false, base64: false });
+
+const fn web(name: &'static str, status: bool, coding: Coding) -> (Dialect, Coding) {
+    (Dialect { name, status, resize: true }, coding)
+}
+
 impl Dialect {
-    /// The first that the client offers over WebSockets and we speak; whether its input has an end.
-    pub fn choose_web<'a>(mut offered: impl Iterator<Item = &'a str>) -> Option<(Dialect, bool)> {
-        offered.find_map(|name| WEB.into_iter().find(|known| known.name == name)).map(|found| (found, found == WEB[0]))
+    /// The first that the client offers over WebSockets and we speak.
+    pub fn choose_web(offered: &[&str]) -> Option<(Dialect, Coding)> {
+        match offered {
+            [] => Some(NAMELESS),
+            offered => offered.iter().find_map(|name| WEB.into_iter().find(|(known, _)| known.name == *name)),
+        }
     }
 
     /// The first that the client offers and we speak.
@@ -325,10 +338,15 @@ mod tests {
         assert_eq!(name(&["v5.channel.k8s.io", "v4.channel.k8s.io", "v3.channel.k8s.io"]), Some("v4.channel.k8s.io"));
         assert_eq!(name(&["channel.k8s.io"]), Some("channel.k8s.io"));
         assert_eq!(name(&["v9.channel.k8s.io"]), None);
-        let web =
-            |offered: &[&str]| Dialect::choose_web(offered.iter().copied()).map(|(dialect, ends)| (dialect.name, ends));
-        assert_eq!(web(&["v5.channel.k8s.io", "v4.channel.k8s.io"]), Some(("v5.channel.k8s.io", true)));
-        assert_eq!(web(&["channel.k8s.io", "v4.channel.k8s.io"]), Some(("v4.channel.k8s.io", false)));
+        let web = |offered: &[&str]| {
+            let (dialect, coding) = Dialect::choose_web(offered)?;
+            Some((dialect.name, dialect.status, coding.ends, coding.base64))
+        };
+        assert_eq!(web(&["v5.channel.k8s.io", "v4.channel.k8s.io"]), Some(("v5.channel.k8s.io", true, true, false)));
+        assert_eq!(web(&["channel.k8s.io", "v4.channel.k8s.io"]), Some(("channel.k8s.io", false, false, false)));
+        assert_eq!(web(&["x", "base64.channel.k8s.io"]), Some(("base64.channel.k8s.io", false, false, true)));
+        assert_eq!(web(&["v4.base64.channel.k8s.io"]), Some(("v4.base64.channel.k8s.io", true, false, true)));
+        assert_eq!((web(&[]), web(&["v9.channel.k8s.io"])), (Some(("", false, false, false)), None));
     }
 
     #[test]

@@ -1,8 +1,9 @@
-//! Owns: port-forward: pairs of streams, one for the bytes of a connection and one for why it could not be made.
+//! Forwards ports: pairs of streams, one for the bytes of a connection and one for why it could not be made.
 
 use crate::guests::Guests;
-use crate::mux::{CHUNK, Reader, Writer};
+use crate::mux::{CHUNK, Life, Reader, Writer};
 use crate::spdy::{Connection, Stream};
+use crate::websocket::{Coding, PortEnds};
 use bytes::{Bytes, BytesMut};
 use nacelle_base::Chain;
 use std::collections::HashMap;
@@ -15,6 +16,13 @@ use tokio::task::JoinSet;
 pub(crate) const PROTOCOL: &str = "portforward.k8s.io";
 /// The same inside a WebSocket.
 pub(crate) const TUNNELLED: &str = "SPDY/3.1+portforward.k8s.io";
+/// Ports that the request names, as numbered channels of a WebSocket. Clients that name nothing speak the first.
+const CHANNELS: [(&str, Coding); 2] = [
+    ("v4.channel.k8s.io", Coding { ends: false, base64: false }),
+    ("v4.base64.channel.k8s.io", Coding { ends: false, base64: true }),
+];
+/// Ports of one request: two channels each, whose numbers a byte of text holds.
+const PORTS: usize = 32;
 /// Halves of pairs that wait for the other.
 const HALVES: usize = 64;
 
@@ -49,17 +57,46 @@ pub(crate) async fn run<G: Guests>(guests: Arc<G>, pod: &str, connection: &mut C
             && let Some(Pair { data: Some(data), error: Some(error) }) = pairs.remove(&request)
         {
             let (guests, pod) = (Arc::clone(&guests), pod.to_owned());
-            connections.spawn(async move { forward(&*guests, &pod, port, data, error).await });
+            connections.spawn(async move { forward(&*guests, &pod, port, (data.reader, data.writer), error).await });
         }
     }
 }
 
-async fn forward<G: Guests>(guests: &G, pod: &str, port: Option<u16>, data: Stream, error: Writer) {
+/// How ports are forwarded as channels of a WebSocket, if the client speaks one of these protocols and has named its ports: the
+/// protocol's name, empty if the client offers none.
+pub(crate) fn choose_channels(offered: &[&str], ports: &[u16]) -> Option<(&'static str, Coding)> {
+    if ports.is_empty() || ports.len() > PORTS {
+        return None;
+    }
+    match offered {
+        [] => Some(("", CHANNELS[0].1)),
+        offered => offered.iter().find_map(|name| CHANNELS.into_iter().find(|(known, _)| known == name)),
+    }
+}
+
+/// Connects each port once, until the client hangs up.
+pub(crate) async fn run_ports<G: Guests>(guests: Arc<G>, pod: &str, ends: Vec<PortEnds>, life: &Life) {
+    let mut connections = JoinSet::new();
+    for PortEnds { port, reader, writer, error } in ends {
+        let (guests, pod) = (Arc::clone(&guests), pod.to_owned());
+        connections.spawn(async move { forward(&*guests, &pod, Some(port), (reader, writer), error).await });
+    }
+    // A connection that has ended ends nothing else: the channels have no end of their own.
+    life.gone.cancelled().await;
+}
+
+async fn forward<G: Guests>(
+    guests: &G,
+    pod: &str,
+    port: Option<u16>,
+    (reader, writer): (Reader, Writer),
+    error: Writer,
+) {
     let failure = match port {
         None => "the stream's port is none".to_owned(),
         Some(port) => match guests.dial(pod, port).await {
             Ok(connected) => {
-                join(connected, data.reader, data.writer).await;
+                join(connected, reader, writer).await;
                 error.finish().await;
                 return;
             }
@@ -69,7 +106,7 @@ async fn forward<G: Guests>(guests: &G, pod: &str, port: Option<u16>, data: Stre
     // A client that is gone needs no reason.
     let _ = error.send(Bytes::from(failure)).await;
     error.finish().await;
-    data.writer.finish().await;
+    writer.finish().await;
 }
 
 /// Until both directions have ended, or the client has left the stream.

@@ -1,6 +1,7 @@
 //! Owns: one harness function per parser of bytes that a client writes. ci/fuzz calls them; the tests below feed them
 //! random bytes and the committed corpus (`tests/corpus/TARGET/*`). A harness fails by a panic or by never ending.
 
+use crate::authority::AuthorityFilter;
 use crate::spdy::Connection;
 use bytes::Bytes;
 use tokio::io::{AsyncWriteExt, copy, duplex, sink, split};
@@ -32,11 +33,28 @@ pub fn spdy(data: &[u8]) {
     });
 }
 
+/// What a client sends to the daemon's socket, in two pieces: as many bytes pass as come, however they are cut.
+pub fn authority(data: &[u8]) {
+    let passed = |ends: &[usize]| {
+        let (mut filter, mut out, mut from) = (AuthorityFilter::new(), Vec::new(), 0);
+        for end in ends {
+            filter.take(&data[from..*end], &mut out);
+            from = *end;
+        }
+        filter.finish(&mut out);
+        out
+    };
+    let whole = passed(&[data.len()]);
+    assert_eq!(whole.len(), data.len());
+    let middle = data.first().map_or(0, |first| usize::from(*first) * data.len() / 256);
+    assert_eq!(whole, passed(&[middle, data.len()]));
+}
+
 /// A harness.
 pub type Target = fn(&[u8]);
 
 /// All harnesses by the names of their corpora.
-pub const TARGETS: [(&str, Target); 1] = [("spdy", spdy)];
+pub const TARGETS: [(&str, Target); 2] = [("spdy", spdy), ("authority", authority)];
 
 #[cfg(test)]
 mod tests {
@@ -74,6 +92,17 @@ mod tests {
         #[test]
         fn random_clients(data in prop_oneof![prop::collection::vec(any::<u8>(), 0..300), frames()]) {
             spdy(&data);
+        }
+
+        #[test]
+        fn random_callers(data in prop::collection::vec(any::<u8>(), 0..300), at in any::<prop::sample::Index>()) {
+            authority(&data);
+            let mut good = corpus("authority").swap_remove(0);
+            authority(&[&good[..24], &data[..]].concat());
+            let bent = at.index(good.len());
+            good[bent] ^= 0x55;
+            authority(&good);
+            authority(&good[..bent]);
         }
 
         #[test]

@@ -2,6 +2,7 @@
 //! docs/streaming.md is the map.
 //! May use: `base`. Knows neither pods nor gRPC: the daemon implements [`Guests`].
 
+mod authority;
 mod command;
 mod forward;
 #[cfg(any(test, feature = "fuzz"))]
@@ -14,6 +15,7 @@ mod tls;
 mod token;
 mod websocket;
 
+pub use authority::AuthorityFilter;
 pub use guests::{Attach, Exec, Guests, Process, Size};
 pub use server::{Config, Server, ServerError};
 pub use tls::{Pem, Tls, TlsError};

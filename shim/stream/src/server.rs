@@ -8,7 +8,7 @@ use crate::guests::{Attach, Exec, Guests};
 use crate::spdy::Connection;
 use crate::tls::{Tls, TlsError};
 use crate::token::{Tokens, TooMany};
-use crate::websocket::{self, Socket};
+use crate::websocket::{self, Coding, Socket};
 use bytes::Bytes;
 use http::header::{
     CONNECTION, HeaderName, HeaderValue, SEC_WEBSOCKET_ACCEPT, SEC_WEBSOCKET_KEY, SEC_WEBSOCKET_PROTOCOL, UPGRADE,
@@ -81,8 +81,8 @@ impl Classify for ServerError {
 /// What a token is for.
 enum Ask {
     Session(Session),
-    /// Ports of this pod.
-    Forward(String),
+    /// Ports of this pod; those that the request names.
+    Forward(String, Vec<u16>),
 }
 
 impl Ask {
@@ -91,7 +91,7 @@ impl Ask {
         match self {
             Ask::Session(Session::Exec(_)) => "exec",
             Ask::Session(Session::Attach(_)) => "attach",
-            Ask::Forward(_) => "portforward",
+            Ask::Forward(..) => "portforward",
         }
     }
 }
@@ -135,9 +135,10 @@ impl Server {
         self.url(Ask::Session(Session::Attach(attach)))
     }
 
-    /// A URL behind which ports of this pod are, for one client, if it is asked for soon.
-    pub fn forward(&self, pod: String) -> Result<String, TooMany> {
-        self.url(Ask::Forward(pod))
+    /// A URL behind which ports of this pod are, for one client, if it is asked for soon. `ports` are those of clients that do not
+    /// name them stream by stream.
+    pub fn forward(&self, pod: String, ports: Vec<u16>) -> Result<String, TooMany> {
+        self.url(Ask::Forward(pod, ports))
     }
 
     fn url(&self, ask: Ask) -> Result<String, TooMany> {
@@ -224,12 +225,17 @@ impl Server {
                 command::run(&*guests, &session, channels, &connection.life, dialect).await;
                 connection.end().await;
             }
-            Job::Web(session, dialect, ends) => {
-                let (socket, ends) = Socket::serve(io, ends).await;
+            Job::Web(session, dialect, coding) => {
+                let (socket, ends) = Socket::serve(io, coding).await;
                 socket.life.watch(self.0.idle);
                 let channels = command::channels(ends, &session);
                 command::run(&*guests, &session, channels, &socket.life, dialect).await;
                 socket.end().await;
+            }
+            Job::WebPorts(pod, ports, coding) => {
+                let (socket, ends) = Socket::serve_ports(io, coding, &ports).await;
+                socket.life.watch(self.0.idle);
+                forward::run_ports(guests, &pod, ends, &socket.life).await;
             }
             Job::Forward(pod) => self.forward_ports(guests, &pod, Connection::serve(io)).await,
             Job::WebForward(pod) => {
@@ -288,10 +294,12 @@ struct Accepted {
 
 enum Job {
     Spdy(Session, Dialect),
-    /// Over a WebSocket; whether the client's input has an end.
-    Web(Session, Dialect, bool),
+    /// Over a WebSocket.
+    Web(Session, Dialect, Coding),
     Forward(String),
     WebForward(String),
+    /// Ports as channels of a WebSocket.
+    WebPorts(String, Vec<u16>, Coding),
 }
 
 /// What is to be done, and the name of the protocol in which; none: the client speaks none that we do.
@@ -302,8 +310,8 @@ fn job(ask: Ask, offered: &[&str]) -> Option<(Job, &'static str)> {
             let dialect = if offered.is_empty() { Dialect::oldest() } else { chosen? };
             Some((Job::Spdy(session, dialect), dialect.name))
         }
-        Ask::Forward(_) if !offered.is_empty() && !offered.contains(&forward::PROTOCOL) => None,
-        Ask::Forward(pod) => Some((Job::Forward(pod), forward::PROTOCOL)),
+        Ask::Forward(..) if !offered.is_empty() && !offered.contains(&forward::PROTOCOL) => None,
+        Ask::Forward(pod, _) => Some((Job::Forward(pod), forward::PROTOCOL)),
     }
 }
 
@@ -311,11 +319,15 @@ fn job(ask: Ask, offered: &[&str]) -> Option<(Job, &'static str)> {
 fn web_job(ask: Ask, offered: &[&str]) -> Option<(Job, &'static str)> {
     match ask {
         Ask::Session(session) => {
-            let (dialect, ends) = Dialect::choose_web(offered.iter().copied())?;
-            Some((Job::Web(session, dialect, ends), dialect.name))
+            let (dialect, coding) = Dialect::choose_web(offered)?;
+            Some((Job::Web(session, dialect, coding), dialect.name))
         }
-        Ask::Forward(pod) => {
-            offered.contains(&forward::TUNNELLED).then_some((Job::WebForward(pod), forward::TUNNELLED))
+        Ask::Forward(pod, _) if offered.contains(&forward::TUNNELLED) => {
+            Some((Job::WebForward(pod), forward::TUNNELLED))
+        }
+        Ask::Forward(pod, ports) => {
+            let (name, coding) = forward::choose_channels(offered, &ports)?;
+            Some((Job::WebPorts(pod, ports, coding), name))
         }
     }
 }

@@ -1,6 +1,8 @@
-//! Owns: WebSockets (RFC 6455): exec and attach as numbered channels in one, port-forward as SPDY inside one.
+//! Serves WebSockets (RFC 6455): exec, attach and ports as numbered channels in one, port-forward as SPDY inside one.
 
 use crate::mux::{CHUNK, Life, OUT, Out, Reader, Writer};
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use bytes::{BufMut, Bytes, BytesMut};
 use futures_util::stream::{SplitSink, SplitStream};
 use futures_util::{SinkExt, StreamExt};
@@ -39,6 +41,53 @@ fn goodbye() -> Message {
     Message::Close(Some(CloseFrame { code: CloseCode::Normal, reason: "".into() }))
 }
 
+/// How the messages of channels are written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Coding {
+    /// Since v5: the client can end its input by a message.
+    pub ends: bool,
+    /// Text messages: the channel as a digit, and the bytes in base64. Else binary ones, whose first byte is the channel.
+    pub base64: bool,
+}
+
+/// The last channel that a text message can name by one byte: the character that comes so far after '0'.
+const LAST_IN_TEXT: u8 = 127 - b'0';
+
+/// A client's message that is none of its protocol.
+#[derive(Debug, thiserror::Error)]
+enum Broken {
+    #[error("a message is not base64")]
+    Base64(#[from] base64::DecodeError),
+    #[error("a message is not of WebSocket")]
+    Socket(#[from] Error),
+}
+
+impl Coding {
+    /// The channel and the bytes of a message; none: it has none for us.
+    fn decode(self, message: Message) -> Result<Option<(u8, Bytes)>, Broken> {
+        let Some(mut bytes) = payload(message).filter(|bytes| !bytes.is_empty()) else { return Ok(None) };
+        let channel = bytes.split_to(1).first().copied().unwrap_or_default();
+        if !self.base64 {
+            return Ok(Some((channel, bytes)));
+        }
+        let Some(channel) = channel.checked_sub(b'0') else { return Ok(None) };
+        Ok(Some((channel, STANDARD.decode(&bytes)?.into())))
+    }
+
+    fn encode(self, channel: u8, bytes: &[u8]) -> Message {
+        if self.base64 {
+            let mut text = String::with_capacity(1 + bytes.len().div_ceil(3) * 4);
+            text.push(char::from(b'0' + channel.min(LAST_IN_TEXT)));
+            STANDARD.encode_string(bytes, &mut text);
+            return Message::Text(text.into());
+        }
+        let mut message = BytesMut::with_capacity(bytes.len() + 1);
+        message.put_u8(channel);
+        message.put_slice(bytes);
+        Message::Binary(message.freeze())
+    }
+}
+
 /// The bytes of a message; none: it has none for us.
 fn payload(message: Message) -> Option<Bytes> {
     match message {
@@ -64,18 +113,54 @@ pub(crate) struct Ends {
     pub resize: Reader,
 }
 
+/// The channels of a port.
+pub(crate) struct PortEnds {
+    pub port: u16,
+    pub reader: Reader,
+    pub writer: Writer,
+    pub error: Writer,
+}
+
 impl Socket {
-    /// Serves the channels. With `ends`, the client can end its input by a message.
-    pub async fn serve(io: impl AsyncRead + AsyncWrite + Unpin + Send + 'static, ends: bool) -> (Socket, Ends) {
-        let (output, input) = socket(io).await.split();
+    /// Serves the channels of a command or of a container.
+    pub async fn serve(io: impl AsyncRead + AsyncWrite + Unpin + Send + 'static, coding: Coding) -> (Socket, Ends) {
         let (life, (out, written)) = (Life::default(), mpsc::channel(OUT));
         let (stdin, to_stdin) = Reader::new(STDIN.into(), out.clone());
         let (resize, to_resize) = Reader::new(RESIZE.into(), out.clone());
         let writer = |id: u8| Writer::new(id.into(), out.clone(), Vec::new(), CancellationToken::new());
         let (stdout, stderr, error) = (writer(STDOUT), writer(STDERR), writer(ERROR));
-        tokio::spawn(read(input, [Some(to_stdin), Some(to_resize)], ends, life.clone()));
-        tokio::spawn(write(output, written, life.clone()));
+        let readers = vec![Some(to_stdin), None, None, None, Some(to_resize)];
+        let (output, input) = socket(io).await.split();
+        tokio::spawn(read(input, readers, coding, life.clone()));
+        tokio::spawn(write(output, written, coding, Some(STDOUT), life.clone()));
         (Socket { life, out }, Ends { stdin, stdout, stderr, error, resize })
+    }
+
+    /// Serves two channels for each of these ports: its bytes, and why it cannot be reached. Both begin with its number, in two
+    /// bytes, the lower one first.
+    pub async fn serve_ports(
+        io: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+        coding: Coding,
+        ports: &[u16],
+    ) -> (Socket, Vec<PortEnds>) {
+        let (life, (out, written)) = (Life::default(), mpsc::channel(OUT));
+        let (mut readers, mut ends) = (Vec::new(), Vec::new());
+        for (channel, port) in (0..u8::MAX).step_by(2).zip(ports) {
+            let (reader, to_reader) = Reader::new(channel.into(), out.clone());
+            let writer = |id: u8| Writer::new(id.into(), out.clone(), Vec::new(), CancellationToken::new());
+            ends.push(PortEnds { port: *port, reader, writer: writer(channel), error: writer(channel + 1) });
+            readers.extend([Some(to_reader), None]);
+        }
+        let (output, input) = socket(io).await.split();
+        tokio::spawn(read(input, readers, coding, life.clone()));
+        tokio::spawn(write(output, written, coding, None, life.clone()));
+        for PortEnds { port, writer, error, .. } in &ends {
+            for writer in [writer, error] {
+                // A client that is gone needs no beginning.
+                let _ = writer.send(Bytes::copy_from_slice(&port.to_le_bytes())).await;
+            }
+        }
+        (Socket { life, out }, ends)
     }
 
     /// Says goodbye and waits until the peer has done so; leaves one that does not.
@@ -94,34 +179,26 @@ impl Drop for Socket {
 
 async fn read<T: AsyncRead + AsyncWrite + Unpin>(
     mut input: SplitStream<WebSocketStream<T>>,
-    [mut stdin, mut resize]: [Option<mpsc::Sender<Bytes>>; 2],
-    ends: bool,
+    mut readers: Vec<Option<mpsc::Sender<Bytes>>>,
+    coding: Coding,
     life: Life,
 ) {
     let all = async {
         while let Some(message) = input.next().await {
             life.moved();
-            let Some(mut bytes) = payload(message?).filter(|bytes| !bytes.is_empty()) else { continue };
-            let channel = bytes.split_to(1);
-            let known = match *channel {
-                [STDIN] => &mut stdin,
-                [RESIZE] => &mut resize,
-                [ENDED] if ends => {
-                    match *bytes {
-                        [STDIN] => stdin = None,
-                        [RESIZE] => resize = None,
-                        _ => {}
-                    }
-                    continue;
+            let Some((channel, bytes)) = coding.decode(message?)? else { continue };
+            if channel == ENDED && coding.ends {
+                if let [ended] = *bytes
+                    && let Some(reader) = readers.get_mut(usize::from(ended))
+                {
+                    *reader = None;
                 }
-                _ => continue,
-            };
-            if let Some(known) = known {
-                // Nobody reads it any more: it is thrown away.
-                let _ = known.send(bytes).await;
+            } else if let Some(Some(reader)) = readers.get(usize::from(channel)) {
+                // What no reader takes any more is thrown away.
+                let _ = reader.send(bytes).await;
             }
         }
-        Ok::<_, Error>(())
+        Ok::<_, Broken>(())
     };
     let ended = tokio::select! {
         () = life.gone.cancelled() => Ok(()),
@@ -136,20 +213,21 @@ async fn read<T: AsyncRead + AsyncWrite + Unpin>(
 async fn write<T: AsyncRead + AsyncWrite + Unpin>(
     mut output: SplitSink<WebSocketStream<T>, Message>,
     mut written: mpsc::Receiver<Out>,
+    coding: Coding,
+    first: Option<u8>,
     life: Life,
 ) {
     let all = async {
         // Clients wait for a first message.
-        output.send(Message::Binary(Bytes::from_static(&[STDOUT]))).await?;
+        if let Some(channel) = first {
+            output.send(coding.encode(channel, &[])).await?;
+        }
         while let Some(next) = written.recv().await {
             match next {
                 // The end of a channel is that of all.
                 Out::Data { bytes, .. } if bytes.is_empty() => {}
                 Out::Data { id, bytes, .. } => {
-                    let mut message = BytesMut::with_capacity(bytes.len() + 1);
-                    message.put_u8(u8::try_from(id).unwrap_or(ERROR));
-                    message.put(bytes);
-                    output.feed(Message::Binary(message.freeze())).await?;
+                    output.feed(coding.encode(u8::try_from(id).unwrap_or(ERROR), &bytes)).await?;
                     life.moved();
                 }
                 Out::End => {
@@ -218,5 +296,36 @@ async fn wrap<T: AsyncRead + AsyncWrite + Unpin>(
             return output.send(goodbye()).await;
         }
         output.send(Message::Binary(buffer.split().freeze())).await?;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn messages_in_base64_name_their_channel_by_a_digit() {
+        let text = Coding { base64: true, ..Coding::default() };
+        assert_eq!(text.encode(STDERR, b"hello"), Message::Text("2aGVsbG8=".into()));
+        assert_eq!(text.encode(STDOUT, b""), Message::Text("1".into()));
+        assert_eq!(text.decode(Message::Text("0aGk=".into())).unwrap(), Some((STDIN, Bytes::from_static(b"hi"))));
+        // Browsers send what they have: the kind of the message does not count.
+        assert_eq!(text.decode(Message::Binary("4e30=".into())).unwrap(), Some((RESIZE, Bytes::from_static(b"{}"))));
+        for none in ["", "\0aGk="] {
+            assert_eq!(text.decode(Message::Text(none.into())).unwrap(), None);
+        }
+        for broken in ["0a", "0aGk", "0a?==", "0aGk= "] {
+            assert!(text.decode(Message::Text(broken.into())).is_err(), "{broken}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_encoded_is_decoded(channel in 0..=LAST_IN_TEXT, bytes: Vec<u8>, base64: bool) {
+            let coding = Coding { base64, ..Coding::default() };
+            let message = coding.encode(channel, &bytes);
+            prop_assert_eq!(coding.decode(message).unwrap(), Some((channel, bytes.into())));
+        }
     }
 }

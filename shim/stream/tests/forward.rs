@@ -33,7 +33,7 @@ async fn pair(client: &mut Client, port: &str, request: &str) -> [u32; 2] {
 fn connections_of_one_client_do_not_mix() {
     run(async {
         let (server, _) = serve(LONG).await;
-        let mut client = forward(&server.forward("p".into()).unwrap()).await;
+        let mut client = forward(&server.forward("p".into(), vec![]).unwrap()).await;
         let [first_error, first] = pair(&mut client, "7", "0").await;
         let [second_error, second] = pair(&mut client, "7", "1").await;
         let [refused_error, refused] = pair(&mut client, "80", "2").await;
@@ -60,7 +60,7 @@ fn connections_of_one_client_do_not_mix() {
 fn a_stream_that_is_reset_ends_its_connection_and_no_other() {
     run(async {
         let (server, node) = serve(LONG).await;
-        let mut client = forward(&server.forward("p".into()).unwrap()).await;
+        let mut client = forward(&server.forward("p".into(), vec![]).unwrap()).await;
         let [error, silent] = pair(&mut client, "9", "0").await;
         let reset = [&[0x80, 3, 0, 3, 0, 0, 0, 8][..], &silent.to_be_bytes(), &[0, 0, 0, 5]].concat();
         client.write(&reset).await;
@@ -81,7 +81,7 @@ fn a_stream_that_is_reset_ends_its_connection_and_no_other() {
 fn many_connections_come_and_go() {
     run(async {
         let (server, _) = serve(LONG).await;
-        let mut client = forward(&server.forward("p".into()).unwrap()).await;
+        let mut client = forward(&server.forward("p".into(), vec![]).unwrap()).await;
         // More than may be open at once.
         for number in 0..700 {
             let [error, data] = pair(&mut client, "7", &number.to_string()).await;

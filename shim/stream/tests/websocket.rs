@@ -1,10 +1,12 @@
-//! Owns: exec, attach and port-forward over WebSockets, against a server and a small node.
+//! Tests exec, attach and port-forward over WebSockets, against a server and a small node.
 
 mod common;
 
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use common::{Client, ask, command, serve, soon};
 use futures_util::{SinkExt, StreamExt};
-use nacelle_stream::{Exec, Size};
+use nacelle_stream::{Attach, Exec, Size};
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -33,6 +35,38 @@ async fn connect(url: &str, protocols: &str, chosen: &str) -> WebSocketStream<Tc
     assert!(answer.contains("s3pPLMBiTxaQ9kYGzzhZRbK+xOo="), "{answer}");
     assert!(lower.contains(&format!("sec-websocket-protocol: {}", chosen.to_lowercase())), "{answer}");
     WebSocketStream::from_raw_socket(connection, Role::Client, None).await
+}
+
+/// Of a client that names no protocol, or an older one than v4: what it is answered, and its messages.
+async fn connect_old(url: &str, protocol: &str) -> WebSocketStream<TcpStream> {
+    if !protocol.is_empty() {
+        return connect(url, protocol, protocol).await;
+    }
+    let headers = headers("x").replace("Sec-WebSocket-Protocol: x\r\n", "");
+    let (answer, connection) = ask(url, &headers).await;
+    assert!(answer.starts_with("HTTP/1.1 101 "), "{answer}");
+    assert!(!answer.to_lowercase().contains("sec-websocket-protocol"), "{answer}");
+    WebSocketStream::from_raw_socket(connection, Role::Client, None).await
+}
+
+fn message(protocol: &str, channel: u8, bytes: &[u8]) -> Message {
+    match protocol.contains("base64") {
+        true => Message::Text(format!("{}{}", char::from(b'0' + channel), STANDARD.encode(bytes)).into()),
+        false => Message::Binary([&[channel], bytes].concat().into()),
+    }
+}
+
+/// What the server sends on a channel; none: it says goodbye.
+async fn hear(socket: &mut WebSocketStream<TcpStream>, protocol: &str) -> Option<(u8, Vec<u8>)> {
+    match (soon(socket.next()).await.expect("a goodbye comes first").unwrap(), protocol.contains("base64")) {
+        (Message::Text(text), true) => {
+            let (channel, bytes) = text.split_at(1);
+            Some((channel.parse().unwrap(), STANDARD.decode(bytes).unwrap()))
+        }
+        (Message::Binary(bytes), false) => Some((bytes[0], bytes[1..].to_vec())),
+        (Message::Close(_), _) => None,
+        (other, _) => panic!("{other:?}"),
+    }
 }
 
 /// All that comes on each channel, until the server says goodbye.
@@ -117,12 +151,99 @@ fn v4_tells_the_code_and_a_client_that_goes_kills() {
 }
 
 #[test]
+fn protocols_of_old_clients_are_spoken_by_exec_and_attach() {
+    run(async {
+        for protocol in ["", "channel.k8s.io", "base64.channel.k8s.io", "v4.base64.channel.k8s.io", "v4.channel.k8s.io"]
+        {
+            let (server, node) = serve(LONG).await;
+            let status = protocol.starts_with("v4");
+            // Its end, and its code.
+            for (words, told) in [("exit 0", ""), ("exit 5", "command terminated with non-zero exit code: 5")] {
+                let mut client = connect_old(&server.exec(command(words)).unwrap(), protocol).await;
+                let mut all: [Vec<u8>; 5] = Default::default();
+                while let Some((channel, bytes)) = hear(&mut client, protocol).await {
+                    all[usize::from(channel)].extend(bytes);
+                }
+                if status {
+                    let status: serde_json::Value = serde_json::from_slice(&all[3]).unwrap();
+                    assert_eq!(status["status"] == "Success", told.is_empty(), "{status}");
+                } else {
+                    assert_eq!(String::from_utf8(all[3].clone()).unwrap(), told, "{protocol}");
+                }
+            }
+            // What is written comes back; a terminal's size arrives.
+            let attach = Attach { container: "c".into(), tty: true, stdin: true, stdout: true, stderr: false };
+            let exec = server.exec(Exec { tty: true, ..command("cat") }).unwrap();
+            for url in [exec, server.attach(attach).unwrap()] {
+                let mut client = connect_old(&url, protocol).await;
+                let sent: Vec<u8> = (0..50_000_u32).map(|n| n.to_le_bytes()[0]).collect();
+                if url.contains("/exec/") {
+                    let size = message(protocol, 4, b"{\"Width\":80,\"Height\":24}");
+                    soon(client.send(size)).await.unwrap();
+                }
+                soon(client.send(message(protocol, 0, &sent))).await.unwrap();
+                let mut back = Vec::new();
+                while back.len() < sent.len() {
+                    let (channel, bytes) = hear(&mut client, protocol).await.unwrap();
+                    assert_eq!(channel, 1);
+                    back.extend(bytes);
+                }
+                assert!(back == sent);
+            }
+            assert_eq!(node.sizes.lock().unwrap()[..], [Size { columns: 80, rows: 24 }]);
+        }
+    });
+}
+
+#[test]
+fn text_that_is_no_base64_ends_the_connection() {
+    run(async {
+        let (server, _) = serve(LONG).await;
+        let protocol = "v4.base64.channel.k8s.io";
+        let mut client = connect(&server.exec(command("cat")).unwrap(), protocol, protocol).await;
+        soon(client.send(Message::Text("0a".into()))).await.unwrap();
+        // Closed without a goodbye.
+        while let Some(Ok(message)) = soon(client.next()).await {
+            assert_eq!(message, Message::Text("1".into()));
+        }
+    });
+}
+
+#[test]
+fn ports_of_the_request_are_channels_of_old_clients() {
+    run(async {
+        for protocol in ["", "v4.channel.k8s.io", "v4.base64.channel.k8s.io"] {
+            let (server, _) = serve(LONG).await;
+            let mut client = connect_old(&server.forward("p".into(), vec![7, 8]).unwrap(), protocol).await;
+            let sent: Vec<u8> = (0..70_000_u32).map(|n| n.to_le_bytes()[0]).collect();
+            soon(client.send(message(protocol, 0, &sent))).await.unwrap();
+            let mut all: [Vec<u8>; 4] = Default::default();
+            let why = "there is no port 8 of pod p";
+            while all[0].len() < sent.len() + 2 || all[3].len() < why.len() + 2 {
+                let (channel, bytes) = hear(&mut client, protocol).await.unwrap();
+                all[usize::from(channel)].extend(bytes);
+            }
+            assert!(all[0] == [&[7, 0], &sent[..]].concat(), "each channel begins with its port");
+            assert_eq!((&all[1][..], &all[2][..]), (&[7, 0][..], &[8, 0][..]));
+            assert_eq!(all[3], [&[8, 0], why.as_bytes()].concat());
+        }
+    });
+}
+
+#[test]
 fn what_is_no_websocket_of_ours_is_refused() {
     run(async {
         let (server, _) = serve(LONG).await;
         let answer = ask(&server.exec(command("cat")).unwrap(), &headers("v9.channel.k8s.io")).await.0;
         assert!(answer.starts_with("HTTP/1.1 403 "), "{answer}");
-        let answer = ask(&server.forward("p".into()).unwrap(), &headers("v5.channel.k8s.io")).await.0;
+        // Ports as channels are those of the request: without any there is nothing to forward.
+        for (ports, protocols) in
+            [(vec![], "v4.channel.k8s.io"), (vec![7; 33], "v4.channel.k8s.io"), (vec![7], "channel.k8s.io")]
+        {
+            let answer = ask(&server.forward("p".into(), ports).unwrap(), &headers(protocols)).await.0;
+            assert!(answer.starts_with("HTTP/1.1 403 "), "{answer}");
+        }
+        let answer = ask(&server.forward("p".into(), vec![]).unwrap(), &headers("v5.channel.k8s.io")).await.0;
         assert!(answer.starts_with("HTTP/1.1 403 "), "{answer}");
         // Bytes that are no frames, a frame that is not masked, one that is too long: the connection ends.
         for wrong in [&[0xff; 20][..], &[0x82, 1, 0], &[0x82, 0xff, 0, 0, 0, 1, 0, 0, 0, 0, 1, 2, 3, 4]] {
@@ -141,7 +262,7 @@ fn what_is_no_websocket_of_ours_is_refused() {
 fn ports_are_forwarded_by_spdy_inside_a_websocket() {
     run(async {
         let (server, _) = serve(LONG).await;
-        let url = server.forward("p".into()).unwrap();
+        let url = server.forward("p".into(), vec![]).unwrap();
         let protocol = "SPDY/3.1+portforward.k8s.io";
         let (mut output, mut input) = connect(&url, protocol, protocol).await.split();
         // The client of SPDY wants a connection: what it writes goes into messages, however it is cut.

@@ -13,6 +13,7 @@ use crate::virtio::ring::Ring;
 use crate::virtio::rng;
 use crate::virtio::vsock::{HOST_CID, Header, Muxer};
 use crate::virtio::{Device, Interrupt, Memory};
+use nacelle_base::retry::retry_interrupted;
 use nix::sys::epoll::{Epoll, EpollCreateFlags};
 use nix::sys::eventfd::EventFd;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
@@ -277,7 +278,7 @@ pub fn frames(data: &[u8]) {
         let (tap, other) = pair();
         for place in 0..8 {
             let bytes = vec![7; 12 + number(place) * (1 + number(place + 8) % 32)];
-            let _ = nix::unistd::write(&other, &bytes); // no more fit
+            let _ = retry_interrupted(|| nix::unistd::write(&other, &bytes)); // no more fit
         }
         let mut receiver = net::Receiver::new(ring, mergeable, Arc::default());
         while matches!(receiver.run(tap.as_fd()), net::Need::Turn) {}

@@ -1,6 +1,7 @@
 //! Owns: the system calls that take raw pointers or raw descriptors.
 #![allow(unsafe_code, reason = "guest memory is given to the kernel by address; received descriptors are raw numbers")]
 
+use nacelle_base::retry::retry_interrupted;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -21,7 +22,8 @@ enum Way {
     Send,
 }
 
-/// One transfer between `fd` and at most [`MAX_IOVECS`] of `slices`; the number of bytes moved.
+/// One transfer between `fd` and at most [`MAX_IOVECS`] of `slices`, repeated while signals interrupt it; the number of bytes
+/// moved.
 fn transfer(fd: RawFd, slices: &[VolatileSlice<'_>], way: Way) -> io::Result<usize> {
     let slices = slices.get(..MAX_IOVECS).unwrap_or(slices);
     let guards: Vec<_> = slices.iter().map(|slice| slice.ptr_guard_mut()).collect();
@@ -29,36 +31,39 @@ fn transfer(fd: RawFd, slices: &[VolatileSlice<'_>], way: Way) -> io::Result<usi
         guards.iter().map(|guard| libc::iovec { iov_base: guard.as_ptr().cast(), iov_len: guard.len() }).collect();
     let offset = |at: u64| libc::off64_t::try_from(at).map_err(|_why| io::Error::from(io::ErrorKind::InvalidInput));
     let count = iovecs.len() as libc::c_int; // at most MAX_IOVECS
-    let moved = match way {
-        Way::ReadAt(at) => {
-            let at = offset(at)?;
-            // SAFETY: each iovec lies in a mapping that `guards` keep alive; the kernel writes only there.
-            unsafe { libc::preadv64(fd, iovecs.as_ptr(), count, at) }
-        }
-        Way::ReadCached(at) => {
-            let at = offset(at)?;
-            // SAFETY: each iovec lies in a mapping that `guards` keep alive; the kernel writes only there.
-            unsafe { libc::preadv64v2(fd, iovecs.as_ptr(), count, at, libc::RWF_NOWAIT) }
-        }
-        Way::WriteAt(at) => {
-            let at = offset(at)?;
-            // SAFETY: each iovec lies in a mapping that `guards` keep alive; the kernel only reads it.
-            unsafe { libc::pwritev64(fd, iovecs.as_ptr(), count, at) }
-        }
-        // SAFETY: each iovec lies in a mapping that `guards` keep alive; the kernel writes only there.
-        Way::Read => unsafe { libc::readv(fd, iovecs.as_ptr(), count) },
-        // SAFETY: each iovec lies in a mapping that `guards` keep alive; the kernel only reads it.
-        Way::Write => unsafe { libc::writev(fd, iovecs.as_ptr(), count) },
-        Way::Send => {
-            // SAFETY: an all-zero msghdr is a valid empty one.
-            let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
-            message.msg_iov = iovecs.as_mut_ptr();
-            message.msg_iovlen = iovecs.len();
-            // SAFETY: `message` points to iovecs in mappings that `guards` keep alive; the kernel only reads them.
-            unsafe { libc::sendmsg(fd, &message, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT) }
-        }
+    let at = match way {
+        Way::ReadAt(at) | Way::ReadCached(at) | Way::WriteAt(at) => offset(at)?,
+        Way::Read | Way::Write | Way::Send => 0,
     };
-    usize::try_from(moved).map_err(|_why| io::Error::last_os_error())
+    retry_interrupted(|| {
+        let moved = match way {
+            Way::ReadAt(_) => {
+                // SAFETY: each iovec lies in a mapping that `guards` keep alive; the kernel writes only there.
+                unsafe { libc::preadv64(fd, iovecs.as_ptr(), count, at) }
+            }
+            Way::ReadCached(_) => {
+                // SAFETY: each iovec lies in a mapping that `guards` keep alive; the kernel writes only there.
+                unsafe { libc::preadv64v2(fd, iovecs.as_ptr(), count, at, libc::RWF_NOWAIT) }
+            }
+            Way::WriteAt(_) => {
+                // SAFETY: each iovec lies in a mapping that `guards` keep alive; the kernel only reads it.
+                unsafe { libc::pwritev64(fd, iovecs.as_ptr(), count, at) }
+            }
+            // SAFETY: each iovec lies in a mapping that `guards` keep alive; the kernel writes only there.
+            Way::Read => unsafe { libc::readv(fd, iovecs.as_ptr(), count) },
+            // SAFETY: each iovec lies in a mapping that `guards` keep alive; the kernel only reads it.
+            Way::Write => unsafe { libc::writev(fd, iovecs.as_ptr(), count) },
+            Way::Send => {
+                // SAFETY: an all-zero msghdr is a valid empty one.
+                let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+                message.msg_iov = iovecs.as_mut_ptr();
+                message.msg_iovlen = iovecs.len();
+                // SAFETY: `message` points to iovecs in mappings that `guards` keep alive; the kernel only reads them.
+                unsafe { libc::sendmsg(fd, &message, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT) }
+            }
+        };
+        usize::try_from(moved).map_err(|_why| io::Error::last_os_error())
+    })
 }
 
 /// Moves all bytes of `slices`, repeating after signals and short transfers.
@@ -73,7 +78,6 @@ fn transfer_all(file: &File, mut slices: Vec<VolatileSlice<'_>>, mut at: u64, wr
         let moved = match transfer(file.as_raw_fd(), rest, way) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(moved) => moved,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
             Err(error) => return Err(error),
         };
         at = at.checked_add(moved as u64).ok_or(io::ErrorKind::InvalidInput)?;
@@ -147,8 +151,10 @@ pub(crate) fn discard_blocks(device: &File, at: u64, length: u64) -> io::Result<
     const BLKDISCARD: libc::c_ulong = 0x1277;
     let range = [at, length];
     // SAFETY: the descriptor is open, and the kernel reads two numbers, which live until the call returns.
-    let done = unsafe { libc::ioctl(device.as_raw_fd(), BLKDISCARD as _, range.as_ptr()) };
-    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    retry_interrupted(|| match unsafe { libc::ioctl(device.as_raw_fd(), BLKDISCARD as _, range.as_ptr()) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    })
 }
 
 /// Another descriptor for the same eventfd.

@@ -2,10 +2,9 @@
 //! and it answers with the code that stands behind RunPodSandbox. docs/vm.md (Admission) is the map.
 //! May use: `vmi`, `stream` (its TLS), what this version honours. Needs no node, no daemon and no API server of its own.
 //!
-//! A review goes text -> `json` -> `review` -> `verdict` -> `review` -> text; `server` does the talking.
+//! A review goes text -> `review` -> `verdict` -> `review` -> text; `server` does the talking.
 
 mod certificate;
-mod json;
 pub mod manifests;
 mod review;
 mod server;

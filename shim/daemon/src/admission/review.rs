@@ -1,16 +1,17 @@
 //! Owns: AdmissionReview of admission.k8s.io/v1, as far as it is needed here: a request is read and checked, an answer is
 //! written. Pure.
 
-use super::json;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, Kind, json};
 use nacelle_vmi::{Cause, Causes};
 use serde_json::{Value, json};
 
 /// What is understood.
 const API_VERSION: &str = "admission.k8s.io/v1";
 const KIND: &str = "AdmissionReview";
+/// Values and keys of a review. What people write and clusters add to it has a few thousand.
+const MAX_VALUES: usize = 400_000;
 /// Kubernetes' are 36 long.
 const MAX_UID: usize = 256;
 /// About how many bytes of causes the message has; `details` has them all.
@@ -96,7 +97,7 @@ impl Classify for ReviewError {
 impl Review {
     /// Reads a request.
     pub fn read(body: &[u8]) -> Result<Review, ReviewError> {
-        let mut whole = json::read(body).map_err(|source| ReviewError::Json { source })?;
+        let mut whole: Value = json::read_most(body, MAX_VALUES).map_err(|source| ReviewError::Json { source })?;
         let word = |field: &str| whole.get(field).and_then(Value::as_str).map_or_else(String::new, cut);
         let (api_version, kind) = (word("apiVersion"), word("kind"));
         if api_version != API_VERSION || kind != KIND {

@@ -10,8 +10,7 @@ fn main() -> ExitCode {
     program::more_files();
     let arguments: Vec<_> = std::env::args_os().skip(1).collect();
     match arguments.as_slice() {
-        [flag, dir] if flag == "--dir" => nacelle_pod::run(dir.as_ref()),
-        [flag, dir, held] if flag == "--dir" && held == nacelle_pod::HELD => {
+        [flag, dir] if flag == "--dir" => {
             if nacelle_pod::told() {
                 nacelle_pod::run(dir.as_ref())
             } else {

@@ -59,6 +59,7 @@ pub(super) fn check(config: Config) -> anyhow::Result<ExitCode> {
     }
     findings.push(tap());
     findings.push(network(&config)?);
+    findings.extend(owed(&config)?);
     findings.push(cgroups());
     findings.extend(systemd(config.sandbox.cgroup_driver));
     findings.push(disk(&config.paths.root));
@@ -238,6 +239,15 @@ fn network(config: &Config) -> anyhow::Result<Finding> {
             finding(Level::Good, "cni", format!("the configuration in {dir} and its plugins are ready"))
         }
         Err(error) => finding(Level::Bad, "cni", Chain(&error).to_string()),
+    })
+}
+
+/// CNI DELs of pods that are gone: their network keeps what they had.
+fn owed(config: &Config) -> anyhow::Result<Vec<Finding>> {
+    let network = nacelle_net::Network::new(config.network_options());
+    Ok(match super::runtime()?.block_on(network.owed()) {
+        Ok(owed) => owed.iter().map(|one| finding(Level::Worse, "cni", super::owed_line(one))).collect(),
+        Err(error) => vec![finding(Level::Worse, "cni", Chain(&error).to_string())],
     })
 }
 

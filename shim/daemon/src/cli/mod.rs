@@ -13,6 +13,7 @@ use crate::program::{LogFormat, log, more_files};
 use crate::supervision::Supervisor;
 use clap::{Parser, Subcommand};
 use hyper_util::rt::TokioIo;
+use nacelle_pod::client::connect_unix;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use tonic::transport::{Channel, Endpoint, Uri};
@@ -122,11 +123,26 @@ async fn connect(socket: &Path) -> Option<Channel> {
     let path = socket.to_owned();
     let connector = tower::service_fn(move |_: Uri| {
         let path = path.clone();
-        async move { Ok::<_, std::io::Error>(TokioIo::new(tokio::net::UnixStream::connect(path).await?)) }
+        async move { Ok::<_, std::io::Error>(TokioIo::new(connect_unix(&path).await?)) }
     });
     // The address is never looked at: the connector knows where to go.
     let endpoint = Endpoint::from_static("http://nacelle");
     endpoint.connect_with_connector(connector).await.ok()
+}
+
+/// A CNI DEL that is owed, for a person.
+fn owed_line(owed: &nacelle_net::OwedDelete) -> String {
+    let since = now_seconds().saturating_sub(owed.since);
+    let (pod, network) = (owed.pod.short(), &owed.network);
+    let tried = if owed.attempts == 1 { "once".to_owned() } else { format!("{} times", owed.attempts) };
+    format!(
+        "pod {pod} is gone, and its CNI DEL from network {network:?} has failed for {since} s (tried {tried}, goes on): {}",
+        owed.error
+    )
+}
+
+fn now_seconds() -> u64 {
+    std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default().as_secs()
 }
 
 /// Code and message of a status, as a person reads them.

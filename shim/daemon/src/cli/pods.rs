@@ -27,7 +27,7 @@ pub(super) fn run(config: &Config, timeline: Option<String>) -> anyhow::Result<E
         let mut client = RuntimeServiceClient::new(channel);
         match timeline {
             Some(id) => started(&mut client, id).await,
-            None => list(&mut client).await,
+            None => Ok(list(&mut client).await? + &owed(config).await?),
         }
     })?;
     print!("{text}");
@@ -49,6 +49,12 @@ async fn list(client: &mut Client) -> anyhow::Result<String> {
         rows.push(row(&pod, &status, &info));
     }
     Ok(table(&rows))
+}
+
+/// A line for each CNI DEL that is owed: of pods that are gone.
+async fn owed(config: &Config) -> anyhow::Result<String> {
+    let owed = nacelle_net::Network::new(config.network_options()).owed().await?;
+    Ok(owed.iter().map(|one| super::owed_line(one) + "\n").collect())
 }
 
 struct Info {

@@ -32,7 +32,7 @@ pub(super) fn engine() -> (EngineChoice, probe::KvmVerdict) {
     (choice, verdict)
 }
 
-pub(super) fn serve(config: Config, supervisor: Supervisor) -> anyhow::Result<ExitCode> {
+pub(super) fn serve(config: Config, mut supervisor: Supervisor) -> anyhow::Result<ExitCode> {
     sys::give_memory_back();
     supervisor.status("bringing the pods of this node in order");
     let (engine, verdict) = engine();
@@ -50,6 +50,7 @@ pub(super) fn serve(config: Config, supervisor: Supervisor) -> anyhow::Result<Ex
     super::runtime()?.block_on(async {
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
+        let claim = server::claim(&setup.config, &mut supervisor).await?;
         let node = server::open(setup).await?;
         let end = async move {
             tokio::select! {
@@ -58,7 +59,7 @@ pub(super) fn serve(config: Config, supervisor: Supervisor) -> anyhow::Result<Ex
             }
             tracing::info!("ending; pods run on");
         };
-        server::serve(node, supervisor, end).await?;
+        server::serve(node, supervisor, claim, end).await?;
         Ok(ExitCode::SUCCESS)
     })
 }

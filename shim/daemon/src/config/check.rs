@@ -12,7 +12,7 @@ const MAX_MEMORY_MIB: u64 = 16 << 20;
 /// A scratch disk must hold an ext4 with a journal.
 const MIN_SCRATCH_MIB: u64 = 64;
 
-/// Bytes of the path of a pod's folder, in which sockets lie.
+/// Bytes of the path of the part of a pod's run directory in which sockets lie.
 const POD_DIR: usize = 87;
 
 /// A value that breaks a rule.
@@ -61,9 +61,13 @@ pub(super) fn check(config: &Config) -> Result<(), Rule> {
     if paths.socket.as_os_str().len() > 107 {
         return Err(broken("paths.socket", &paths.socket, "the kernel takes at most 107 bytes for a socket's path"));
     }
-    // A pod's folder has a name of 13 digits; docs/pod-process.md says how long its path may be.
-    if paths.pods().as_os_str().len() + "/0123456789abc".len() > POD_DIR {
-        return Err(broken("paths.run", &paths.run, "too long: the folders of pods below it may have 87 bytes"));
+    // A pod's directory has a name of 13 digits; docs/pod-process.md says how long its path may be.
+    if paths.pods().as_os_str().len() + "/0123456789abc/jail".len() > POD_DIR {
+        return Err(broken(
+            "paths.run",
+            &paths.run,
+            "too long: it may have 63 bytes, so that sockets of pods below it have names",
+        ));
     }
     absolute("network.cni_conf_dir", &config.network.cni_conf_dir)?;
     absolute("network.netns_dir", &config.network.netns_dir)?;
@@ -102,6 +106,8 @@ pub(super) fn check(config: &Config) -> Result<(), Rule> {
     absolute("machines.efi_secure_code".to_owned(), &config.machines.efi_secure_code)?;
     absolute("machines.efi_secure_variables".to_owned(), &config.machines.efi_secure_variables)?;
     in_range("images.parallel_layers", config.images.parallel_layers, 1..=64, "1 to 64 are allowed")?;
+    let memory = config.images.max_unpack_memory;
+    in_range("images.max_unpack_memory", memory, 384 << 20..=u64::MAX, "402653184 bytes (384 MiB) or more are needed")?;
     for (host, registry) in &config.images.registries {
         if let Some(mirror) = registry.mirrors.iter().find(|m| !m.starts_with("http://") && !m.starts_with("https://"))
         {
@@ -158,6 +164,7 @@ mod tests {
             ("[streaming]\ntls_cert_file = \"c\"\ntls_key_file = \"/k\"", "streaming.tls_cert_file"),
             ("[streaming]\ntls_cert_file = \"/c\"", "streaming.tls_key_file"),
             ("[images]\nparallel_layers = 0", "images.parallel_layers"),
+            ("[images]\nmax_unpack_memory = 1000000", "images.max_unpack_memory"),
             ("[images.registries.r]\nmirrors = [\"m:5000\"]", "images.registries.r.mirrors"),
             ("default_handler = \"A\"\n[handlers.A]", "handlers"),
             ("[handlers.nacelle]\nkernel = \"vmlinux\"", "handlers.nacelle.kernel"),

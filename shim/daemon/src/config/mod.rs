@@ -161,6 +161,8 @@ pub struct Images {
     pub max_layer_bytes: u64,
     /// Files and folders that one layer may have.
     pub max_layer_entries: u64,
+    /// Bytes of memory that all pulls and loads together may take for unpacking.
+    pub max_unpack_memory: u64,
     /// Images that kubelet must not collect.
     pub pinned: Vec<String>,
     /// What is special about a registry, by its host and port.
@@ -329,6 +331,7 @@ impl Default for Images {
             progress_seconds: images.progress_timeout_seconds,
             max_layer_bytes: images.max_layer_bytes,
             max_layer_entries: images.max_layer_entries,
+            max_unpack_memory: images.max_unpack_memory,
             pinned: Vec::new(),
             registries: BTreeMap::new(),
         }
@@ -435,6 +438,7 @@ impl Config {
             progress_timeout_seconds: images.progress_seconds,
             max_layer_bytes: images.max_layer_bytes,
             max_layer_entries: images.max_layer_entries,
+            max_unpack_memory: images.max_unpack_memory,
             pinned: images.pinned.clone(),
         }
     }

@@ -1,7 +1,9 @@
 //! Owns: the RPCs about containers: convert, ask the lifecycle, convert.
 
 use super::Cri;
-use super::convert::{container_config, for_a_guest, report, resources_change, seccomp_profile, with_edits};
+use super::convert::{
+    container_config, container_label, for_a_guest, report, resources_change, seccomp_profile, with_edits,
+};
 use super::sandbox::needed;
 use super::status::{refuse, status};
 use crate::cdi;
@@ -46,10 +48,12 @@ impl Cri {
         let view = self.node.pod(pod).map_err(status)?;
         let (node, users) = (view.pod.config.node_namespaces, view.pod.config.user_namespace);
         let config = container_config(request.config.as_ref(), profile, node, users).map_err(status)?;
+        let guest = self.node.parts().has_guest(&view.pod);
+        container_label(request.config.as_ref(), !guest && self.selinux).map_err(status)?;
         if let Some(machine) = &view.pod.config.machine {
             check_container(machine, &config).map_err(status)?;
             check_volumes(machine, &config).map_err(status)?;
-        } else if self.node.parts().has_guest(&view.pod) {
+        } else if guest {
             for_a_guest(&config, &self.node.parts().config).map_err(status)?;
         }
         let image = self.image_of("config.image.image", &config.image)?;

@@ -29,12 +29,14 @@ pub struct Cri {
     accounting: Accounting,
     node: Node,
     streams: nacelle_stream::Server,
+    /// Whether the node's kernel enforces labels of SELinux.
+    selinux: bool,
 }
 
 impl Cri {
     /// The services for this node; streams are opened through the server.
     pub fn new(node: Node, streams: nacelle_stream::Server) -> Cri {
-        Cri { accounting: Accounting::new(node.clone()), node, streams }
+        Cri { accounting: Accounting::new(node.clone()), node, streams, selinux: convert::node_has_selinux() }
     }
 }
 

@@ -1,11 +1,12 @@
 //! Owns: the RPCs about pods: convert, ask the lifecycle, convert.
 
 use super::Cri;
-use super::convert::{empty_dirs, pod_config, pod_resources_change, report, stats};
+use super::convert::{empty_dirs, pod_config, pod_label, pod_resources_change, report, stats};
 use super::machine;
 use super::status::{refuse, status};
 use crate::machine_pod;
 use nacelle_base::{Kind, PodId};
+use nacelle_pod::spec::EngineSpec;
 use nacelle_proto::cri;
 use nacelle_vmi::annotations::PREFIX;
 use std::collections::HashMap;
@@ -38,6 +39,8 @@ impl Cri {
             return Err(refuse(Kind::Invalid, &message));
         }
         let engine = self.node.parts().engine.spec(handler.engine, &pod);
+        let on_node = matches!(engine, EngineSpec::Host { .. });
+        pod_label(request.config.as_ref(), on_node && self.selinux).map_err(status)?;
         match machine::of(&pod, config, handler, &engine)? {
             Some(machine::Asked::Machine { mut machine, name }) => {
                 if let Some(name) = name {

@@ -39,13 +39,13 @@ impl Cri {
         request: cri::PortForwardRequest,
     ) -> Result<cri::PortForwardResponse, Status> {
         let asked = needed("pod_sandbox_id", &request.pod_sandbox_id)?;
-        for port in &request.port {
-            if !(1..=i32::from(u16::MAX)).contains(port) {
-                return Err(refuse(Kind::Invalid, &format!("port is {port}: 1 to 65535 are ports")));
-            }
-        }
+        let port = |port: &i32| match u16::try_from(*port) {
+            Ok(number) if number > 0 => Ok(number),
+            _ => Err(refuse(Kind::Invalid, &format!("port is {port}: 1 to 65535 are ports"))),
+        };
+        let ports = request.port.iter().map(port).collect::<Result<_, _>>()?;
         let pod = self.node.ready(asked).map_err(status)?.0.to_string();
-        Ok(cri::PortForwardResponse { url: self.streams.forward(pod).map_err(too_many)? })
+        Ok(cri::PortForwardResponse { url: self.streams.forward(pod, ports).map_err(too_many)? })
     }
 }
 

@@ -10,19 +10,20 @@ use super::boot::{self, Undone, Up};
 use super::error::{LifecycleError, left_line};
 use super::events::EventKind;
 use super::make::Prepared;
+use super::seams::Admit;
 use super::shown::Told;
 use super::state::{self, PodAct, PodAsk};
 use super::{Parts, Table, View, clip};
 use crate::nouns::{ContainerConfig, ImageOf, MachineSize, PodResources, Resources, User};
 use crate::store::{Change, ContainerRecord, PodRecord, StoreError};
 use nacelle_base::timeline::Timeline;
-use nacelle_base::{Chain, ContainerId};
-use nacelle_pod::client::{ClientError, PodClient};
+use nacelle_base::{Chain, Classify, ContainerId, Kind};
+use nacelle_pod::client::{ClientError, PodClient, Started};
 use nacelle_pod::record::{LOST, blame_memory};
 use nacelle_proto::pod as proto;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
@@ -34,6 +35,8 @@ pub(super) type Answer<T> = oneshot::Sender<Result<T, LifecycleError>>;
 const INBOX: usize = 64;
 /// Between attempts to find a silent pod process again.
 const RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
+/// Before a request is repeated that the pod process did not answer.
+const PAUSE: Duration = Duration::from_millis(100);
 
 pub(super) enum Message {
     /// Asked.
@@ -52,6 +55,7 @@ pub(super) enum Message {
     StopContainer(ContainerId, Duration, Answer<()>),
     RemoveContainer(ContainerId, Answer<()>),
     /// Happened.
+    Spawned(Started, Answer<()>),
     Booted(Box<Result<Up, LifecycleError>>),
     Undone(Undone),
     Forgotten(Result<(), LifecycleError>),
@@ -63,10 +67,40 @@ pub(super) enum Message {
     Prepared(ContainerId, Result<Box<Prepared>, LifecycleError>),
     Made(ContainerId, Result<User, LifecycleError>),
     Started(ContainerId, Result<(), LifecycleError>),
-    Stopped(ContainerId, Result<Option<proto::PodState>, LifecycleError>, Answer<()>),
+    Stopped(ContainerId, Result<Option<proto::PodState>, LifecycleError>, Stopping),
+    StopAgain(ContainerId, Stopping),
     Removed(ContainerId, Result<(), LifecycleError>),
+    RemoveAgain(ContainerId),
     Updated(ContainerId, Box<Resources>, Result<(), LifecycleError>),
     PodUpdated(Box<Option<PodResources>>, Result<MachineSize, LifecycleError>),
+}
+
+/// A container that is to be stopped.
+pub(super) struct Stopping {
+    /// How long after `since` it is killed. CRI sets no bound, so that the sum may be no point in time.
+    grace: Duration,
+    since: Instant,
+    answer: Answer<()>,
+    patience: Patience,
+}
+
+impl Stopping {
+    fn new(grace: Duration, answer: Answer<()>) -> Stopping {
+        Stopping { grace, since: Instant::now(), answer, patience: Patience::default() }
+    }
+}
+
+/// How long a request is repeated that the pod process did not answer. It may have ended, which this task sees only a moment
+/// later: then what was to be stopped or removed has ended with it, and that is what was asked for.
+#[derive(Default)]
+struct Patience(Option<Instant>);
+
+impl Patience {
+    /// Whether to try again after this error; the time runs from the first one on.
+    fn lasts(&mut self, error: &LifecycleError, limit: Duration) -> bool {
+        let end = *self.0.get_or_insert_with(|| Instant::now() + limit);
+        error.kind() == Kind::Unavailable && Instant::now() < end
+    }
 }
 
 /// What a change of the machine's size is for.
@@ -84,6 +118,7 @@ struct Entry {
     make_error: Option<LifecycleError>,
     started: Vec<Answer<()>>,
     removed: Vec<Answer<()>>,
+    removal: Patience,
     /// How it is made and started.
     timeline: Timeline,
     /// Changes of its limits, one after the other; the first is under way.
@@ -99,6 +134,7 @@ impl Entry {
             make_error: None,
             started: Vec::new(),
             removed: Vec::new(),
+            removal: Patience::default(),
             updates: VecDeque::new(),
         }
     }
@@ -219,8 +255,29 @@ impl Actor {
             handler.clone(),
             self.cancel_boot.clone(),
             self.timeline.clone(),
+            self.admit(),
         );
         self.effect(async move { Message::Booted(Box::new(boot.await)) });
+    }
+
+    /// Has the actor record the pod process before that begins.
+    fn admit(&self) -> Admit {
+        let me = self.me.clone();
+        Box::new(move |process: Started| {
+            let pid = process.identity.pid;
+            Box::pin(async move {
+                let recorded = super::asked_inbox(&me, |answer| Message::Spawned(process, answer)).await;
+                recorded.map_err(|error| ClientError::Unrecorded { pid, kind: error.kind(), source: Box::new(error) })
+            })
+        })
+    }
+
+    /// From now on the process is found again, whatever becomes of its run directory.
+    async fn spawned(&mut self, process: Started, answer: Answer<()>) {
+        self.pod.process = Some(process);
+        let recorded = self.commit(vec![Change::Pod(self.pod.clone().into())]).await;
+        // One who has given the start up has ended the process.
+        let _ = answer.send(recorded);
     }
 
     /// Runs an effect beside the actor; its answer comes as a message.
@@ -244,6 +301,7 @@ impl Actor {
                 self.wait_removed.push(answer);
                 self.step(PodAsk::Remove).await;
             }
+            Message::Spawned(process, answer) => self.spawned(process, answer).await,
             Message::Booted(result) => self.booted(*result).await,
             Message::Undone(undone) => self.undone(undone).await,
             Message::Forgotten(result) => self.forgotten(result).await,
@@ -257,14 +315,16 @@ impl Actor {
             Message::UpdatePod(change, answer) => self.update_pod(change, answer).await,
             Message::PodUpdated(next, result) => self.pod_updated(*next, result).await,
             Message::Updated(id, next, result) => self.updated(id, *next, result).await,
-            Message::StopContainer(id, grace, answer) => self.stop_container(id, grace, answer).await,
+            Message::StopContainer(id, grace, answer) => self.stop_container(id, Stopping::new(grace, answer)).await,
+            Message::StopAgain(id, stopping) => self.stop_container(id, stopping).await,
             Message::RemoveContainer(id, answer) => self.remove_container(id, Some(answer)).await,
             Message::MakeAgain(id) => self.make_again(id),
             Message::Prepared(id, result) => self.prepared(id, result).await,
             Message::Made(id, result) => self.made(id, result).await,
             Message::Started(id, result) => self.started(id, result).await,
-            Message::Stopped(id, result, answer) => self.stopped(id, result, answer).await,
+            Message::Stopped(id, result, stopping) => self.stopped(id, result, stopping).await,
             Message::Removed(id, result) => self.removed(id, result).await,
+            Message::RemoveAgain(id) => self.begin_remove(id),
         }
         self.settle().await;
     }
@@ -275,6 +335,11 @@ impl Actor {
             state::Pod::Ready => drop(answer.send(Ok(()))),
             _ => drop(answer.send(Err(self.not_ready()))),
         }
+    }
+
+    /// The pod is ready, and its process is searched for.
+    fn silent(&self) -> LifecycleError {
+        LifecycleError::Silent { id: self.pod.id.to_string() }
     }
 
     fn not_ready(&self) -> LifecycleError {
@@ -309,7 +374,7 @@ impl Actor {
                 self.watching = None;
                 let client = self.client.take();
                 self.publish();
-                let undo = boot::undo(Arc::clone(&self.parts), self.pod.id.clone(), client);
+                let undo = boot::undo(Arc::clone(&self.parts), self.pod.id.clone(), client, self.pod.process.clone());
                 self.effect(async move { Message::Undone(undo.await) });
             }
             PodAct::Forget => {
@@ -359,6 +424,7 @@ impl Actor {
         }
         // What the pod process could not tell of any more has ended with its machine.
         if self.pod.left.is_empty() {
+            self.pod.process = None;
             self.lose_running("the machine of the pod is gone").await;
             self.pod.ips.clear();
             self.step(PodAsk::Undone).await;
@@ -469,7 +535,7 @@ impl Actor {
         if self.pod.state != state::Pod::Ready {
             return;
         }
-        let (parts, id) = (Arc::clone(&self.parts), self.pod.id.clone());
+        let (parts, id, process) = (Arc::clone(&self.parts), self.pod.id.clone(), self.pod.process.clone());
         let search = async move {
             let dir = parts.pod_dir(&id);
             let mut pause = RETRY.0;
@@ -480,7 +546,7 @@ impl Actor {
                         tokio::time::sleep(pause).await;
                         return Message::Found(client);
                     }
-                    Err(ClientError::Gone { .. }) => match parts.clean_up(&dir).await {
+                    Err(ClientError::Gone { .. }) => match parts.clean_up(&dir, process.as_ref()).await {
                         Ok(last) => return Message::Gone(last.as_ref().map(Into::into)),
                         Err(error) => tracing::warn!(pod = %id, "cannot clear up after it: {}", Chain(&error)),
                     },

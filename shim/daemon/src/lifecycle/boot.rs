@@ -3,6 +3,7 @@
 //! Threads: run as tasks of their own; they answer to the pod's actor.
 
 use super::error::{LifecycleError, at};
+use super::seams::Admit;
 use super::size::{self, memory_mib, memory_pages, topology};
 use super::{Parts, clip, kernel};
 use crate::config::{CgroupDriver, Handler};
@@ -12,15 +13,16 @@ use crate::nouns::{MachineSize, OwnKernel, PodConfig};
 use crate::store::Left;
 use crate::systemd;
 use nacelle_base::machine::{EngineKind, MemoryPages};
-use nacelle_base::net::PodNetwork;
+use nacelle_base::net::{Neighbour, PodNetwork};
 use nacelle_base::timeline::{Step, Timeline};
 use nacelle_base::{Chain, PodId, files};
 use nacelle_keeper::spec::INTERFACE;
 use nacelle_net::{Attachment, Dns, PodRef};
-use nacelle_pod::client::PodClient;
+use nacelle_pod::client::{PodClient, Started};
 use nacelle_pod::record::PodRecord as LastRecord;
 use nacelle_pod::spec::{self, EngineSpec, JailSpec, NetworkSpec, PodSpec, ScratchSpec, Timeouts};
 use nacelle_proto::pod as proto;
+use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
@@ -40,8 +42,11 @@ pub(super) struct Up {
 /// Of a pod process, which may say anything: the longest name of a step.
 const STEP_NAME: usize = 64;
 
+/// For removing a namespace and writing down what is owed, beside the time that plugins have.
+const NO_PLUGIN: Duration = Duration::from_secs(30);
+
 /// Makes folder, namespace, machine and network, and waits until the guest is configured. On failure the caller
-/// undoes everything. `cancel` ends it at the next step.
+/// undoes everything. `cancel` ends it at the next step. `admit` records the pod process.
 pub(super) async fn boot(
     parts: Arc<Parts>,
     id: PodId,
@@ -49,6 +54,7 @@ pub(super) async fn boot(
     handler: Handler,
     cancel: CancellationToken,
     timeline: Timeline,
+    admit: Admit,
 ) -> Result<Up, LifecycleError> {
     let dir = parts.pod_dir(&id);
     if !matches!(parts.engine.spec(handler.engine, &config), EngineSpec::Host { .. }) {
@@ -83,7 +89,11 @@ pub(super) async fn boot(
         return Err(LifecycleError::Cancelled);
     }
     let group = choose_group(&parts, &id, &config, &handler).await?;
-    let spec = pod_spec(&parts, &id, &config, &handler, netns, group);
+    let groups = match parts.engine.spec(handler.engine, &config) {
+        EngineSpec::Host { .. } => blocking(Groups::of_this_process).await,
+        _ => Groups::All,
+    };
+    let spec = pod_spec(&parts, &id, &config, &handler, netns, group, groups);
     let guest = !matches!(spec.engine, EngineSpec::Host { .. });
     let interfaces = spec.network.iter().flat_map(|network| &network.interfaces);
     let pod = PodRef {
@@ -97,21 +107,30 @@ pub(super) async fn boot(
         pod_cidrs: parts.pod_cidrs(),
         further: interfaces.filter(|name| *name != INTERFACE).cloned().collect(),
         all_needed: config.machine.is_some(),
+        guest,
     };
     // The machine boots while the plugins run. Both are awaited to their end, so that undoing meets nothing half-done.
     let limit = Duration::from_secs(parts.config.sandbox.boot_seconds);
-    let (client, attached) = tokio::join!(timeline.measure("pod process", parts.pods.spawn(&dir, &spec)), async {
-        match spec.network {
-            Some(_) => timeout(limit, timeline.measure("CNI", parts.networks.setup(&pod))).await,
-            None => Ok(Ok(of_node())),
-        }
-    });
+    let (client, attached) =
+        tokio::join!(timeline.measure("pod process", parts.pods.spawn(&dir, &spec, admit)), async {
+            match spec.network {
+                Some(_) => timeout(limit, timeline.measure("CNI", parts.networks.setup(&pod))).await,
+                None => Ok(Ok(of_node())),
+            }
+        });
     let client = client.map_err(at("start the machine of the pod"))?;
     let mut attached = attached
         .map_err(|_elapsed| LifecycleError::TooSlow { step: "attach the pod to its network", limit })?
         .map_err(at("attach the pod to its network"))?;
     if let Some(network) = &spec.network {
         keep_only(&mut attached.network, &network.interfaces);
+    }
+    if config.machine.is_some() {
+        for interface in attached.network.interfaces.iter().filter(|interface| !interface.neighbours.is_empty()) {
+            let (name, neighbours) = (&interface.name, interface.neighbours.len());
+            let why = "a machine's own system learns no permanent neighbours by DHCP or cloud-init; it asks for their addresses";
+            tracing::warn!(pod = %id, name, neighbours, why);
+        }
     }
     // The pod process has given up the right to do it.
     if guest {
@@ -164,7 +183,12 @@ async fn make_folders(dir: PathBuf, logs: Option<PathBuf>) -> Result<(), Lifecyc
         if let Some(logs) = logs {
             std::fs::create_dir_all(&logs).map_err(files::at("create", &logs))?;
         }
-        std::fs::DirBuilder::new().mode(0o700).create(&dir).map_err(files::at("create", &dir))
+        if let Some(pods) = dir.parent() {
+            // It was there when the daemon started, and may have been removed since with all that was in it.
+            std::fs::DirBuilder::new().recursive(true).mode(0o700).create(pods).map_err(files::at("create", pods))?;
+        }
+        std::fs::DirBuilder::new().mode(0o700).create(&dir).map_err(files::at("create", &dir))?;
+        nacelle_pod::make_jail(&dir)
     };
     blocking(make).await.map_err(at("make the folder of the pod"))
 }
@@ -192,6 +216,7 @@ fn pod_spec(
     handler: &Handler,
     netns: Option<PathBuf>,
     group: PathBuf,
+    groups: Groups,
 ) -> PodSpec {
     PodSpec {
         version: spec::VERSION,
@@ -216,7 +241,7 @@ fn pod_spec(
             .collect(),
         network: netns.map(|netns| network(config, netns, parts.engine.spec(handler.engine, config).has_machine())),
         hostname: config.hostname.clone(),
-        sysctls: config.sysctls.clone(),
+        sysctls: sysctls(config, groups),
         shared_pid: config.shared_pid,
         user_namespace: config.user_namespace,
         shm_bytes: 0,
@@ -230,6 +255,44 @@ fn pod_spec(
             cgroup: Some(group),
         }),
     }
+}
+
+/// Whether this process knows all groups of the kernel: not in a user namespace with a part of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Groups {
+    All,
+    Some,
+}
+
+impl Groups {
+    /// Reads it off the process's own map. One that cannot be read has all.
+    fn of_this_process() -> Groups {
+        std::fs::read_to_string("/proc/self/gid_map").map_or(Groups::All, |map| Groups::in_map(&map))
+    }
+
+    fn in_map(map: &str) -> Groups {
+        let whole = map.split_whitespace().eq(["0", "0", "4294967295"]);
+        if whole { Groups::All } else { Groups::Some }
+    }
+}
+
+/// The sysctls of a pod: its own, and where it has a network of its own those with which programs that are not root may use ports
+/// below 1024 and ping, as containerd 2 sets them by default. Neither gives anything away: no port of the node is among them.
+fn sysctls(config: &PodConfig, groups: Groups) -> BTreeMap<String, String> {
+    let mut sysctls = config.sysctls.clone();
+    // A machine pod's system sets its own.
+    if config.node_namespaces.network || config.machine.is_some() {
+        return sysctls;
+    }
+    let mut default = |name: &str, value: &str| {
+        sysctls.entry(name.to_owned()).or_insert_with(|| value.to_owned());
+    };
+    default("net.ipv4.ip_unprivileged_port_start", "0");
+    // The kernel refuses groups that the writer does not know: of a guest's kernel that is its agent, which knows all.
+    if groups == Groups::All {
+        default("net.ipv4.ping_group_range", "0 2147483647");
+    }
+    sysctls
 }
 
 /// What is made of the pod's network: a tap for each card of a machine pod's machine, or for each interface that the containers' guest
@@ -257,8 +320,8 @@ fn keep_only(network: &mut PodNetwork, interfaces: &[String]) {
     network.routes.retain(|route| interfaces.contains(&route.interface));
 }
 
-/// The control group of the pod's process: kubelet's, unless that would kill the machine. Without an overhead kubelet limits it to
-/// what the containers may use together; the machine, which may grow to all of its memory, is beside the others then.
+/// The control group of the pod's process: kubelet's, unless that has no room for the VM ([`too_small`]): then the VM is beside the
+/// others.
 async fn choose_group(
     parts: &Parts,
     id: &PodId,
@@ -268,18 +331,45 @@ async fn choose_group(
     let driver = parts.config.sandbox.cgroup_driver;
     let group = cgroup(config.cgroup_parent.as_deref(), driver, id);
     let guest = !matches!(parts.engine.spec(handler.engine, config), EngineSpec::Host { .. });
-    if !guest || config.cgroup_parent.is_none() || config.overhead_memory.is_some() {
+    if !guest || config.cgroup_parent.is_none() {
         return Ok(group);
     }
-    let (asked, needed) = (group.clone(), memory_mib(config, handler).saturating_mul(1 << 20));
-    match blocking(move || nacelle_pod::memory_limit(&asked)).await {
-        Some(limit) if limit < needed => {
-            let why = "its control group has room for its containers alone, and its machine is beside it: give its RuntimeClass an overhead";
-            tracing::warn!(pod = %id, group = %group.display(), limit, needed, why);
+    let asked = group.clone();
+    let limits = blocking(move || GroupLimits {
+        memory: nacelle_pod::memory_limit(&asked),
+        cpu_milli: nacelle_pod::cpu_limit(&asked),
+    });
+    match too_small(config, memory_mib(config, handler).saturating_mul(1 << 20), limits.await) {
+        Some(what) => {
+            let why = "its control group has room for its containers alone, and its VM is beside it: give its RuntimeClass an overhead";
+            tracing::warn!(pod = %id, group = %group.display(), what, why);
             parts.pods.keep_controllers(&group).await.map_err(at("keep the control group that kubelet made"))?;
             Ok(cgroup(None, driver, id))
         }
-        _ => Ok(group),
+        None => Ok(group),
+    }
+}
+
+/// What a control group and those above it leave to what is in it.
+#[derive(Clone, Copy, Debug, Default)]
+struct GroupLimits {
+    memory: Option<u64>,
+    cpu_milli: Option<u64>,
+}
+
+/// Below one CPU a VM does not boot in the time of one that has it: the boot is the work of one CPU.
+const BOOT_CPU_MILLI: u64 = 1000;
+
+/// What a pod's control group is too small of for a VM with so many bytes of memory, if it is. Without an overhead kubelet limits the
+/// group to what the containers may use together. Less memory than the VM may come to use kills it; a CPU quota of less than one CPU
+/// throttles its kernel, its agent and the boot, until that takes too long. The guest's kernel keeps each container to its limits.
+fn too_small(config: &PodConfig, needed: u64, group: GroupLimits) -> Option<String> {
+    if let (None, Some(limit)) = (config.overhead_memory, group.memory.filter(|limit| *limit < needed)) {
+        return Some(format!("memory: {limit} of {needed} bytes"));
+    }
+    match (config.overhead_cpu_milli, group.cpu_milli.filter(|limit| *limit < BOOT_CPU_MILLI)) {
+        (None, Some(limit)) => Some(format!("CPU: {limit} of {BOOT_CPU_MILLI} thousandths")),
+        _ => None,
     }
 }
 
@@ -305,12 +395,15 @@ fn configuration(config: &PodConfig, attached: &Attachment, resolv_conf: &str) -
         mac: interface.mac.to_vec(),
         mtu: interface.mtu,
         addresses: interface.addresses.iter().map(ToString::to_string).collect(),
+        neighbours: interface.neighbours.iter().map(neighbour).collect(),
     });
     let routes = attached.network.routes.iter().map(|route| proto::Route {
         destination: route.destination.to_string(),
         gateway: route.gateway.map(|gateway| gateway.to_string()).unwrap_or_default(),
         interface: route.interface.clone(),
         metric: route.metric,
+        source: route.source.map(|source| source.to_string()).unwrap_or_default(),
+        mtu: route.mtu.unwrap_or(0),
     });
     let dns = match &config.dns {
         Some(dns) => dns.clone(),
@@ -323,6 +416,10 @@ fn configuration(config: &PodConfig, attached: &Attachment, resolv_conf: &str) -
         routes: routes.collect(),
         dns: Some(proto::Dns { servers: dns.servers, searches: dns.searches, options: dns.options }),
     }
+}
+
+fn neighbour(neighbour: &Neighbour) -> proto::Neighbour {
+    proto::Neighbour { address: neighbour.ip.to_string(), mac: neighbour.mac.to_vec() }
 }
 
 /// The node's own resolver configuration, for pods that bring none. Its loopback servers cannot be reached from a
@@ -355,16 +452,18 @@ pub(super) struct Undone {
     pub timeline: Timeline,
 }
 
-/// Gives machine and network back. Every step is tried, whatever came of those before, and all can be tried again.
-pub(super) async fn undo(parts: Arc<Parts>, id: PodId, client: Option<PodClient>) -> Undone {
-    let limit = Duration::from_secs(parts.config.sandbox.undo_seconds);
+/// Gives the machine, whose process the store knows as `process`, and the network back. Every step is tried, whatever came of those
+/// before, and all can be tried again.
+pub(super) async fn undo(parts: Arc<Parts>, id: PodId, client: Option<PodClient>, process: Option<Started>) -> Undone {
+    let limit = parts.teardown_limit();
     let timeline = Timeline::default();
     // What runs in the pod is killed in any case: its network need not wait for its end.
-    let machine = timeline.measure("end of the pod process", end_machine(&parts, &id, client, limit));
+    let machine = timeline.measure("end of the pod process", end_machine(&parts, &id, client, process, limit));
     let network = timeline.measure("end of the network", async {
-        match timeout(limit, parts.networks.teardown(&id)).await {
-            Ok(torn) => torn.map_err(|error| Chain(&error).to_string()),
-            Err(_elapsed) => Err(format!("no end after {} s", limit.as_secs())),
+        // The plugins have the limit; what is done without them takes a moment.
+        match timeout(limit + NO_PLUGIN, parts.networks.release(&id, limit)).await {
+            Ok(released) => released.map_err(|error| Chain(&error).to_string()),
+            Err(_elapsed) => Err(format!("no end after {} s", (limit + NO_PLUGIN).as_secs())),
         }
     });
     let (machine, network) = tokio::join!(machine, network);
@@ -377,8 +476,13 @@ pub(super) async fn undo(parts: Arc<Parts>, id: PodId, client: Option<PodClient>
         failed("machine", why);
         None
     });
-    if let Err(why) = network {
-        failed("network", why);
+    match network {
+        Ok(None) => {}
+        Ok(Some(owed)) => tracing::warn!(
+            pod = %id, error = %Chain(&owed),
+            "the CNI DEL of the pod is owed: its network keeps what the pod had until it succeeds; it is tried again"
+        ),
+        Err(why) => failed("network", why),
     }
     Undone { last, left, timeline }
 }
@@ -389,6 +493,7 @@ async fn end_machine(
     parts: &Parts,
     id: &PodId,
     client: Option<PodClient>,
+    process: Option<Started>,
     limit: Duration,
 ) -> Result<Option<LastRecord>, String> {
     if let Some(client) = client {
@@ -402,7 +507,7 @@ async fn end_machine(
             Err(_elapsed) => tracing::warn!(pod = %id, "the pod process did not stop in time"),
         }
     }
-    match timeout(limit, parts.clean_up(&parts.pod_dir(id))).await {
+    match timeout(limit, parts.clean_up(&parts.pod_dir(id), process.as_ref())).await {
         Ok(Ok(last)) => Ok(last),
         Ok(Err(error)) => Err(Chain(&error).to_string()),
         Err(_elapsed) => Err(format!("it still lives after {} s", limit.as_secs())),
@@ -433,6 +538,52 @@ mod tests {
         let path = "/kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-podab_c.slice";
         assert_eq!(group(Some(path), Systemd), slice);
         assert_eq!(group(Some("/a.slice/b"), Systemd), "a.slice/b/nacelle-ID");
+    }
+
+    #[test]
+    fn programs_that_are_not_root_may_use_low_ports_and_ping_unless_the_pod_says_otherwise() {
+        let pod = |change: fn(&mut PodConfig)| {
+            let mut config = (*crate::store::tests_support::pod(1).config).clone();
+            change(&mut config);
+            config
+        };
+        let ports = ("net.ipv4.ip_unprivileged_port_start".to_owned(), "0".to_owned());
+        let ping = ("net.ipv4.ping_group_range".to_owned(), "0 2147483647".to_owned());
+        let plain = pod(|_| ());
+        assert_eq!(sysctls(&plain, Groups::All), [ports.clone(), ping.clone()].into());
+        assert_eq!(sysctls(&plain, Groups::Some), [ports.clone()].into());
+        let said = pod(|config| config.sysctls = [(String::from("net.ipv4.ping_group_range"), "1 0".into())].into());
+        assert_eq!(sysctls(&said, Groups::All), [ports, ("net.ipv4.ping_group_range".into(), "1 0".into())].into());
+        assert!(sysctls(&pod(|config| config.node_namespaces.network = true), Groups::All).is_empty());
+        assert_eq!(Groups::in_map("         0          0 4294967295\n"), Groups::All);
+        for part in ["0 100000 65536", "0 0 65536", "0 0 1\n1 1 4294967294\n", ""] {
+            assert_eq!(Groups::in_map(part), Groups::Some, "{part}");
+        }
+    }
+
+    #[test]
+    fn a_vm_is_in_kubelets_group_unless_that_is_too_small_for_it() {
+        let config = |overhead_memory, overhead_cpu_milli| PodConfig {
+            overhead_memory,
+            overhead_cpu_milli,
+            ..(*crate::store::tests_support::pod(1).config).clone()
+        };
+        for (overhead, memory, cpu_milli, lacks) in [
+            ((None, None), None, None, None),
+            ((None, None), Some(100), Some(1000), None),
+            ((None, None), Some(99), None, Some("memory: 99 of 100 bytes")),
+            ((None, None), Some(100), Some(999), Some("CPU: 999 of 1000 thousandths")),
+            ((None, None), None, Some(10), Some("CPU: 10 of 1000 thousandths")),
+            // An overhead is the node's word of what a VM needs: of each, apart.
+            ((Some(1), None), Some(99), None, None),
+            ((Some(1), None), Some(99), Some(10), Some("CPU: 10 of 1000 thousandths")),
+            ((None, Some(250)), None, Some(260), None),
+            ((None, Some(250)), Some(99), Some(260), Some("memory: 99 of 100 bytes")),
+            ((Some(1), Some(250)), Some(99), Some(260), None),
+        ] {
+            let found = too_small(&config(overhead.0, overhead.1), 100, GroupLimits { memory, cpu_milli });
+            assert_eq!(found.as_deref(), lacks, "{overhead:?} {memory:?} {cpu_milli:?}");
+        }
     }
 
     #[test]

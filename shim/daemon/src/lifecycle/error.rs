@@ -76,6 +76,12 @@ pub enum LifecycleError {
         /// What is known of it.
         why: String,
     },
+    /// A pod whose process does not answer at the moment.
+    #[error("the process of pod {id} does not answer: it is searched for; try again")]
+    Silent {
+        /// Which.
+        id: String,
+    },
     /// A container that would have to run.
     #[error("container {id} does not run")]
     NotRunning {
@@ -262,6 +268,12 @@ pub enum LifecycleError {
     /// The pod's task has ended; asking again finds what is so now.
     #[error("the pod has just been removed")]
     Ended,
+    /// The pod's task has panicked.
+    #[error("BUG: the task of pod {pod} has failed; the pod runs on, restart nacelle to manage it again")]
+    TaskFailed {
+        /// The pod's id.
+        pod: String,
+    },
 }
 
 /// The cause of a step that failed.
@@ -376,7 +388,8 @@ impl Classify for LifecycleError {
             LifecycleError::HugePages(source) => source.kind(),
             LifecycleError::Step { source, .. } => source.kind(),
             LifecycleError::TooSlow { .. } => Kind::Timeout,
-            LifecycleError::Unclean { .. } => Kind::Internal,
+            LifecycleError::Silent { .. } => Kind::Unavailable,
+            LifecycleError::Unclean { .. } | LifecycleError::TaskFailed { .. } => Kind::Internal,
             LifecycleError::Ended => Kind::NotFound,
         }
     }

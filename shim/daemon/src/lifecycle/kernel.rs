@@ -20,6 +20,8 @@ use tokio_util::sync::CancellationToken;
 
 /// The largest kernel: /run is memory.
 const MOST: u64 = 128 << 20;
+/// Its name.
+const FILE: &str = "kernel";
 const STEP: &str = "bring the kernel of the pod's machine";
 
 /// Why there is no kernel.
@@ -94,9 +96,9 @@ impl Classify for OwnKernelError {
     }
 }
 
-/// Where the kernel lies in a pod's folder.
+/// Where the kernel lies: in the part of the run directory that the pod process sees. It is put there before that process begins.
 pub(super) fn file(dir: &Path) -> PathBuf {
-    dir.join("kernel")
+    nacelle_pod::jail_dir(dir).join(FILE)
 }
 
 /// Puts the kernel there. From then on the image is not needed.
@@ -160,6 +162,6 @@ async fn copy(
 
 /// Takes it away again, once the machine has it: the folder is memory.
 pub(super) async fn forget(dir: &Path) -> Result<(), FileError> {
-    let path = file(dir);
-    blocking(move || files::remove_if_there(&path)).await
+    let jailed = nacelle_pod::jailed(dir);
+    blocking(move || jailed.remove(FILE)).await
 }

@@ -50,14 +50,17 @@ pub(super) struct Prepared {
     offers: Vec<Offer>,
     /// The PCI devices of a machine pod's machine.
     passed: Option<Passed>,
+    /// A volume lies in `/sys`, where only the kernel of the containers knows what there is.
+    in_sysfs: bool,
 }
 
 impl Prepared {
     /// Whether nothing that was asked for depends on what is in its images (names of users, paths in volumes), or in the machine:
-    /// room for devices.
+    /// room for devices, paths in sysfs.
     pub(super) fn is_certain(&self) -> bool {
         let numbers = |user: &str| user.chars().all(|c| c.is_ascii_digit() || c == ':');
         self.offers.is_empty()
+            && !self.in_sysfs
             && self.passed.as_ref().is_none_or(Passed::is_empty)
             && numbers(&self.request.user)
             && self.request.volumes.iter().all(|volume| volume.sub_path.is_empty())
@@ -81,7 +84,7 @@ pub(super) async fn prepare(
             parts.vms.of_images(vm, images).await.map_err(at("keep the images of the machine"))?;
         }
         let (request, offers, passed) = machine::prepare(parts, &client, pod, machine, record).await?;
-        return Ok(Prepared { request, client, offers, passed: Some(passed) });
+        return Ok(Prepared { request, client, offers, passed: Some(passed), in_sysfs: false });
     }
     let asked = Arc::clone(&record.config);
     let mut found =
@@ -124,7 +127,8 @@ pub(super) async fn prepare(
                 attached.map_err(at("share the volumes of the container with the pod"))?;
             }
         }
-        let found = as_found(found, &record.id, &plan, &own);
+        let marks = taker == Taker::Share && pod.config.user_namespace.is_none();
+        let found = as_found(found, &record.id, &plan, &own, marks);
         let pushed = plan.into_iter().flatten().collect();
         let mut request = request(parts, pod, record, &found, &nodes, pushed).await?;
         request.empty_dirs = own.into_iter().flatten().collect();
@@ -136,8 +140,10 @@ pub(super) async fn prepare(
         }
         Ok((request, offers))
     };
+    let in_sysfs =
+        record.config.node_volumes.iter().any(|volume| Path::new(&volume.container_path).starts_with("/sys"));
     match prepared.await {
-        Ok((request, offers)) => Ok(Prepared { request, client, offers, passed: None }),
+        Ok((request, offers)) => Ok(Prepared { request, client, offers, passed: None, in_sysfs }),
         Err(error) => {
             take_back(parts, pod, record).await;
             Err(error)
@@ -152,7 +158,7 @@ pub(super) async fn make(
     record: ContainerRecord,
     prepared: Prepared,
 ) -> Result<User, LifecycleError> {
-    let Prepared { request, client, offers, passed } = prepared;
+    let Prepared { request, client, offers, passed, in_sysfs: _ } = prepared;
     let pushed = !request.pushed.is_empty();
     let mut made = ask("make the container", parts.answer_limit(), client.create_container(request)).await;
     // Not before: another machine of the pod may still have its own.
@@ -304,13 +310,15 @@ fn taker(parts: &Parts, pod: &PodRecord) -> Taker {
     if parts.has_guest(pod) { Taker::Share } else { Taker::Agent }
 }
 
-/// Volumes as the agent finds them: the machine's own, pushed or shared. What is mounted below a mount that cannot be written cannot be written
-/// in a guest either: where only the volume itself of a shared one is read-only, it is the node's kernel that refuses.
+/// Volumes as the agent finds them: the machine's own, pushed or shared. A guest's kernel mounts what is mounted below a shared volume with
+/// the flags of that: a mark tells it where only the volume itself is read-only (`guest/kernel/0009-fuse-device-submounts.patch`). No
+/// flag like it can be set in a user namespace, where all below such a volume is read-only.
 fn as_found(
     mut config: ContainerConfig,
     id: &ContainerId,
     plan: &[Option<proto::PushedVolume>],
     own: &[Option<proto::EmptyDir>],
+    marks: bool,
 ) -> ContainerConfig {
     let mut numbers = 0..;
     for (volume, (plan, own)) in config.node_volumes.iter_mut().zip(plan.iter().zip(own)) {
@@ -320,7 +328,9 @@ fn as_found(
             volume.host_path = pushed::in_guest(pushed);
         } else if let Some(number) = numbers.next() {
             volume.host_path = format!("{}/{id}/{number}", share::FOLDER);
-            volume.readonly = volume.recursive_read_only;
+            if marks && volume.readonly && !volume.recursive_read_only {
+                volume.options.insert(MountOption::Nodiratime);
+            }
         }
     }
     config
@@ -530,7 +540,8 @@ mod tests {
         let paths: Vec<_> = resolved.node_volumes.iter().map(|volume| volume.host_path.clone()).collect();
         assert_eq!(paths, [base.join("file"), base.join("new/deep")].map(|path| path.to_str().unwrap().to_owned()));
         assert!(base.join("new/deep").is_dir());
-        let found = as_found(resolved, &ContainerId::from_bytes([1; 32]), &[None, None], &[None, None]).node_volumes[0]
+        let found = as_found(resolved, &ContainerId::from_bytes([1; 32]), &[None, None], &[None, None], true)
+            .node_volumes[0]
             .host_path
             .clone();
         assert_eq!(found, format!("/run/nacelle/volumes/{}/0", "01".repeat(32)));

@@ -32,11 +32,12 @@ use crate::store::{ContainerRecord, PodRecord, Store, VmRecord};
 use crate::vms::{Busy, Vms};
 use actor::{Answer, Begin, Message};
 use ipnet::IpNet;
+use nacelle_base::lock::PathLock;
 use nacelle_base::machine::EngineKind;
 pub(crate) use nacelle_base::timeline::now;
 use nacelle_base::{Chain, ContainerId, PodId};
 use nacelle_image::ImageId;
-use nacelle_pod::client::{ClientError, PodClient};
+use nacelle_pod::client::{ClientError, PodClient, Started};
 use nacelle_pod::record::PodRecord as LastRecord;
 use nacelle_pod::spec::{Accelerator, EngineSpec};
 use nacelle_proto::pod as proto;
@@ -109,10 +110,12 @@ pub struct Parts {
     pub cidrs: RwLock<Vec<IpNet>>,
     /// What happens to pods and containers, for those who want to be told.
     pub events: Events,
+    /// Keep other daemons out of the directories of this one.
+    pub locks: Vec<PathLock>,
 }
 
 impl Parts {
-    /// The folder of a pod.
+    /// The run directory of a pod. It is the daemon's own; its process writes in a part of it (`nacelle_pod::jail_dir`).
     pub fn pod_dir(&self, id: &PodId) -> PathBuf {
         self.config.paths.pods().join(id.short())
     }
@@ -123,12 +126,17 @@ impl Parts {
         !pod.config.needs_host() && handler.is_none_or(|(_, handler)| handler.engine != EngineSetting::Host)
     }
 
-    /// Ends what is left of the pod process of this folder; a folder that is not there has none.
-    async fn clean_up(&self, dir: &std::path::Path) -> Result<Option<LastRecord>, ClientError> {
+    /// Ends what is left of the pod process of this run directory, which the store knows as `stored`: also when the directory was
+    /// lost, with all of `/run` perhaps. Where neither is known, there was no process.
+    async fn clean_up(
+        &self,
+        dir: &std::path::Path,
+        stored: Option<&Started>,
+    ) -> Result<Option<LastRecord>, ClientError> {
         match tokio::fs::try_exists(dir).await {
-            Ok(false) => Ok(None),
+            Ok(false) if stored.is_none() => Ok(None),
             // If that cannot be told, cleaning up says why.
-            Ok(true) | Err(_) => self.pods.clean_up(dir).await,
+            _ => self.pods.clean_up(dir, stored).await,
         }
     }
 
@@ -139,6 +147,11 @@ impl Parts {
     /// For an answer of a pod process, beside what the request itself allows.
     pub(crate) fn answer_limit(&self) -> Duration {
         Duration::from_secs(self.config.sandbox.answer_seconds)
+    }
+
+    /// For one step of taking a pod down.
+    pub(crate) fn teardown_limit(&self) -> Duration {
+        Duration::from_secs(self.config.sandbox.undo_seconds)
     }
 
     /// Lets go of images that nobody needs any more, in the background.
@@ -203,6 +216,23 @@ impl Table {
         rows.pods.remove(&pod.id);
         if rows.names.get(&pod.config.name) == Some(&pod.id) {
             rows.names.remove(&pod.config.name);
+        }
+    }
+
+    /// Asks the task of a pod.
+    async fn ask<T>(&self, handle: &Handle, message: impl FnOnce(Answer<T>) -> Message) -> Result<T, LifecycleError> {
+        let asked = asked_inbox(&handle.inbox, message).await;
+        asked.map_err(|error| self.explain(&handle.view.borrow().pod.id, error))
+    }
+
+    /// The error of a request to the task of a pod. A task that ends removes its row first: with the row still there it has failed,
+    /// and the pod runs on.
+    fn explain(&self, pod: &PodId, error: LifecycleError) -> LifecycleError {
+        match error {
+            LifecycleError::Ended if self.rows().pods.contains_key(pod) => {
+                LifecycleError::TaskFailed { pod: pod.to_string() }
+            }
+            error => error,
         }
     }
 
@@ -346,9 +376,10 @@ impl Node {
         let (answer, ready) = oneshot::channel();
         let (id, known) = self.place(config, handler, answer)?;
         if let Some((inbox, answer)) = known {
-            inbox.send(Message::WaitReady(answer)).await.map_err(|_closed| LifecycleError::Ended)?;
+            let sent = inbox.send(Message::WaitReady(answer)).await;
+            sent.map_err(|_closed| self.table.explain(&id, LifecycleError::Ended))?;
         }
-        ready.await.map_err(|_dropped| LifecycleError::Ended)??;
+        ready.await.map_err(|_dropped| self.table.explain(&id, LifecycleError::Ended))??;
         Ok(id)
     }
 
@@ -400,6 +431,7 @@ impl Node {
             ending: Vec::new(),
             machine: None,
             resources: None,
+            process: None,
         };
         rows.names.insert(record.config.name.clone(), id.clone());
         let (actor, inbox, view) =
@@ -412,7 +444,7 @@ impl Node {
     /// Stops a pod; one that does not exist is stopped.
     pub async fn stop_pod(&self, id: &str) -> Result<(), LifecycleError> {
         match self.table.find(id) {
-            Ok((_, handle)) => asked(&handle, Message::Stop).await.or_else(fine_if_gone),
+            Ok((_, handle)) => self.table.ask(&handle, Message::Stop).await.or_else(fine_if_gone),
             Err(error) => fine_if_gone(error),
         }
     }
@@ -420,7 +452,7 @@ impl Node {
     /// Stops and forgets a pod; one that does not exist is forgotten.
     pub async fn remove_pod(&self, id: &str) -> Result<(), LifecycleError> {
         match self.table.find(id) {
-            Ok((_, handle)) => asked(&handle, Message::Remove).await.or_else(fine_if_gone),
+            Ok((_, handle)) => self.table.ask(&handle, Message::Remove).await.or_else(fine_if_gone),
             Err(error) => fine_if_gone(error),
         }
     }
@@ -434,32 +466,32 @@ impl Node {
         volumes: Vec<ImageOf>,
     ) -> Result<ContainerId, LifecycleError> {
         let (_, handle) = self.table.find(pod)?;
-        asked(&handle, |answer| Message::Create { config: Box::new(config), image, volumes, answer }).await
+        self.table.ask(&handle, |answer| Message::Create { config: Box::new(config), image, volumes, answer }).await
     }
 
     /// Starts a container; one that runs is started.
     pub async fn start(&self, id: &str) -> Result<(), LifecycleError> {
         let (id, handle, _) = self.table.find_container(id)?;
-        asked(&handle, |answer| Message::Start(id, answer)).await
+        self.table.ask(&handle, |answer| Message::Start(id, answer)).await
     }
 
     /// Changes the limits of a container that has not ended; what the change does not set stays.
     pub async fn update(&self, id: &str, change: Resources) -> Result<(), LifecycleError> {
         let (id, handle, _) = self.table.find_container(id)?;
-        asked(&handle, |answer| Message::Update(id, Box::new(change), answer)).await
+        self.table.ask(&handle, |answer| Message::Update(id, Box::new(change), answer)).await
     }
 
     /// Records what a ready pod may have, if its machine can hold it; what the change does not set stays.
     pub async fn update_pod(&self, id: &str, change: PodResources) -> Result<(), LifecycleError> {
         let (_, handle) = self.table.find(id)?;
-        asked(&handle, |answer| Message::UpdatePod(Box::new(change), answer)).await
+        self.table.ask(&handle, |answer| Message::UpdatePod(Box::new(change), answer)).await
     }
 
     /// Stops a container; one that does not run or exist is stopped.
     pub async fn stop(&self, id: &str, grace: Duration) -> Result<(), LifecycleError> {
         match self.table.find_container(id) {
             Ok((id, handle, _)) => {
-                asked(&handle, |answer| Message::StopContainer(id, grace, answer)).await.or_else(fine_if_gone)
+                self.table.ask(&handle, |answer| Message::StopContainer(id, grace, answer)).await.or_else(fine_if_gone)
             }
             Err(error) => fine_if_gone(error),
         }
@@ -469,7 +501,7 @@ impl Node {
     pub async fn remove(&self, id: &str) -> Result<(), LifecycleError> {
         match self.table.find_container(id) {
             Ok((id, handle, _)) => {
-                asked(&handle, |answer| Message::RemoveContainer(id, answer)).await.or_else(fine_if_gone)
+                self.table.ask(&handle, |answer| Message::RemoveContainer(id, answer)).await.or_else(fine_if_gone)
             }
             Err(error) => fine_if_gone(error),
         }
@@ -490,6 +522,15 @@ impl Node {
     pub async fn reopen_log(&self, id: &str) -> Result<(), LifecycleError> {
         let Running { id, client, .. } = self.running(id)?;
         make::reopen(&self.parts, client, &id).await
+    }
+
+    /// Waits, at most so long, until a container does not run; whether that came.
+    pub(crate) async fn ends(&self, id: &str, limit: Duration) -> bool {
+        let Ok((id, mut handle, _)) = self.table.find_container(id) else { return true };
+        let runs = |record: &ContainerRecord| record.state == state::Container::Running;
+        let ended = handle.view.wait_for(|view| !view.containers.get(&id).is_some_and(runs));
+        // The view ends with the pod.
+        tokio::time::timeout(limit, ended).await.is_ok()
     }
 
     /// A container that runs.
@@ -517,8 +558,15 @@ impl Node {
 
     /// The end of the console of a pod's guest; nothing if there is none.
     pub async fn console(&self, pod: &PodId) -> String {
-        let log = self.parts.pod_dir(pod).join(nacelle_pod::CONSOLE_FILE);
-        boot::blocking(move || nacelle_engine::log_tail(&log, CONSOLE_SHOWN)).await.unwrap_or_default()
+        let jailed = nacelle_pod::jailed(&self.parts.pod_dir(pod));
+        let tail = boot::blocking(move || nacelle_engine::log_tail(&jailed, nacelle_pod::CONSOLE_FILE, CONSOLE_SHOWN));
+        match tail.await {
+            Ok(text) => text.unwrap_or_default(),
+            Err(error) => {
+                tracing::warn!(%pod, "the console's log cannot be shown: {}", Chain(&error));
+                String::new()
+            }
+        }
     }
 
     /// Remembers the node's pod CIDRs.
@@ -529,10 +577,6 @@ impl Node {
         *self.parts.cidrs.write().unwrap_or_else(PoisonError::into_inner) = cidrs;
         Ok(())
     }
-}
-
-async fn asked<T>(handle: &Handle, message: impl FnOnce(Answer<T>) -> Message) -> Result<T, LifecycleError> {
-    asked_inbox(&handle.inbox, message).await
 }
 
 async fn asked_inbox<T>(
@@ -571,4 +615,24 @@ pub(crate) fn clip(text: &str) -> String {
         short.push(c);
     }
     short
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nacelle_base::{Classify, Kind};
+
+    #[tokio::test]
+    async fn a_pod_whose_task_has_failed_is_not_said_to_be_gone() {
+        let (table, pod) = (Table::default(), crate::store::tests_support::pod(1));
+        let (inbox, task) = mpsc::channel(1);
+        drop(task);
+        let (_view, view) = watch::channel(Arc::new(View::new(&pod, std::iter::empty(), None)));
+        let handle = Handle { inbox, view };
+        table.rows().pods.insert(pod.id.clone(), handle.clone());
+        let error = table.ask(&handle, Message::Stop).await.or_else(fine_if_gone).unwrap_err();
+        assert!(matches!(&error, LifecycleError::TaskFailed { .. }) && error.kind() == Kind::Internal, "{error}");
+        table.forget(&pod);
+        table.ask(&handle, Message::Stop).await.or_else(fine_if_gone).unwrap();
+    }
 }

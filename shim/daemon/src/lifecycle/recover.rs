@@ -246,7 +246,7 @@ async fn look(parts: &Parts, pod: &PodRecord) -> (Found, Option<PodClient>, Opti
             Ok(Ok(state)) => (Found::Alive, Some(client), Some(state)),
             Ok(Err(_)) | Err(_) => (Found::Silent, None, None),
         },
-        Err(ClientError::Gone { .. }) => match parts.clean_up(&dir).await {
+        Err(ClientError::Gone { .. }) => match parts.clean_up(&dir, pod.process.as_ref()).await {
             Ok(last) => (Found::Dead, None, last.as_ref().map(Into::into)),
             Err(error) => {
                 tracing::warn!(pod = %pod.id, "cannot read what is left of it: {}", Chain(&error));
@@ -275,7 +275,7 @@ async fn remove_orphans(parts: &Parts, known: &[PodRecord]) {
     };
     for dir in there.into_iter().filter(|dir| !folders.contains(dir)) {
         tracing::warn!(dir = %dir.display(), "a pod without a record is removed");
-        match parts.clean_up(&dir).await {
+        match parts.clean_up(&dir, None).await {
             Ok(_) => {
                 let removed = blocking(move || nacelle_base::files::remove_tree_if_there(&dir)).await;
                 if let Err(error) = removed {
@@ -291,7 +291,7 @@ async fn remove_orphans(parts: &Parts, known: &[PodRecord]) {
     if let Err(error) = blocking(move || nacelle_pod::scratch::remove_disks(&scratch, &kept)).await {
         tracing::error!("cannot remove the disks of starts that were cut: {}", Chain(&error));
     }
-    if let Err(error) = parts.networks.gc(&keep).await {
+    if let Err(error) = parts.networks.gc(&keep, parts.teardown_limit()).await {
         tracing::error!("cannot remove networks without a pod: {}", Chain(&error));
     }
 }

@@ -4,20 +4,27 @@
 
 use crate::systemd::{Scope, ScopeError};
 use nacelle_base::{Classify, PodId};
-use nacelle_net::{Attachment, NetError, Network, PodRef};
-use nacelle_pod::client::{self, ClientError, PodClient};
+use nacelle_net::{Attachment, CniError, NetError, Network, PodRef};
+use nacelle_pod::client::{self, ClientError, PodClient, Started};
 use nacelle_pod::processors::{self, ProcessorsError};
 use nacelle_pod::record::PodRecord;
 use nacelle_pod::share::{self, Taker, Volume, VolumesError};
 use nacelle_pod::spec::PodSpec;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::time::Duration;
+
+/// Records a process that has been started and has not begun.
+pub type Admit = Box<dyn FnOnce(Started) -> Admitted + Send>;
+/// Whether the process may begin.
+pub type Admitted = Pin<Box<dyn Future<Output = Result<(), ClientError>> + Send>>;
 
 /// Pod processes. Each lives in its folder.
 #[tonic::async_trait]
 pub trait Pods: Send + Sync + 'static {
-    /// Starts the process of this folder; on failure nothing runs. Must be awaited to its end.
-    async fn spawn(&self, dir: &Path, spec: &PodSpec) -> Result<PodClient, ClientError>;
+    /// Starts the process of this folder, which begins when `admit` has answered; on failure nothing runs. Must be awaited to its end.
+    async fn spawn(&self, dir: &Path, spec: &PodSpec, admit: Admit) -> Result<PodClient, ClientError>;
 
     /// A pod's process will not be in this group, which lies in the one that kubelet has made for the pod: what that one can
     /// limit shall stay as if it were.
@@ -57,9 +64,9 @@ pub trait Pods: Send + Sync + 'static {
         client::out_of_memory(dir).await
     }
 
-    /// Ends what is left of the process and returns what it last recorded. Can be said twice.
-    async fn clean_up(&self, dir: &Path) -> Result<Option<PodRecord>, ClientError> {
-        client::clean_up(dir).await
+    /// Ends what is left of the process, which the store knows as `stored`, and returns what it last recorded. Can be said twice.
+    async fn clean_up(&self, dir: &Path, stored: Option<&Started>) -> Result<Option<PodRecord>, ClientError> {
+        client::clean_up(dir, stored).await
     }
 }
 
@@ -72,12 +79,15 @@ pub trait Networks: Send + Sync + 'static {
     async fn setup(&self, pod: &PodRef) -> Result<Attachment, NetError>;
     /// Joins the machine's taps to the interfaces that the plugins made; pairs of names, the tap first.
     async fn join(&self, id: &PodId, pairs: Vec<(String, String)>) -> Result<(), NetError>;
-    /// Takes attachment and namespace away. Can be said twice, and of a pod that has neither.
-    async fn teardown(&self, id: &PodId) -> Result<(), NetError>;
+    /// Takes attachment and namespace away. Plugins that fail within `limit` do not keep the rest: their DEL is owed then, the
+    /// answer is why, and `settle` tries again. Can be said twice, and of a pod that has neither.
+    async fn release(&self, id: &PodId, limit: Duration) -> Result<Option<CniError>, NetError>;
+    /// Tries owed DELs again, each for at most `limit`.
+    async fn settle(&self, limit: Duration);
     /// Why pods could not get a network now, if they could not.
     async fn status(&self) -> Result<(), NetError>;
-    /// Takes away what belongs to no pod in `keep`.
-    async fn gc(&self, keep: &BTreeSet<PodId>) -> Result<(), NetError>;
+    /// Takes away what belongs to no pod in `keep`; one step of it takes at most `limit`.
+    async fn gc(&self, keep: &BTreeSet<PodId>, limit: Duration) -> Result<(), NetError>;
 }
 
 /// Real ones.
@@ -88,11 +98,15 @@ pub struct Processes {
 
 #[tonic::async_trait]
 impl Pods for Processes {
-    async fn spawn(&self, dir: &Path, spec: &PodSpec) -> Result<PodClient, ClientError> {
-        let group = spec.jail.as_ref().and_then(|jail| jail.cgroup.as_deref());
-        let Some(scope) = group.and_then(Scope::of) else { return client::spawn(&self.exe, dir, spec).await };
-        client::spawn_held(&self.exe, dir, spec, |pid| async move {
-            scope.start(pid).await.map_err(|error| of_group(&scope, error))
+    async fn spawn(&self, dir: &Path, spec: &PodSpec, admit: Admit) -> Result<PodClient, ClientError> {
+        let scope = spec.jail.as_ref().and_then(|jail| Scope::of(jail.cgroup.as_deref()?));
+        client::spawn(&self.exe, dir, spec, |started| async move {
+            let pid = started.identity.pid;
+            admit(started).await?;
+            match (scope, u32::try_from(pid)) {
+                (Some(scope), Ok(pid)) => scope.start(pid).await.map_err(|error| of_group(&scope, error)),
+                _ => Ok(()),
+            }
         })
         .await
     }
@@ -122,15 +136,19 @@ impl Networks for Network {
         self.join_taps(id, pairs).await
     }
 
-    async fn teardown(&self, id: &PodId) -> Result<(), NetError> {
-        Network::teardown(self, id).await
+    async fn release(&self, id: &PodId, limit: Duration) -> Result<Option<CniError>, NetError> {
+        Network::release(self, id, limit).await
+    }
+
+    async fn settle(&self, limit: Duration) {
+        Network::settle(self, limit).await;
     }
 
     async fn status(&self) -> Result<(), NetError> {
         Network::status(self).await
     }
 
-    async fn gc(&self, keep: &BTreeSet<PodId>) -> Result<(), NetError> {
-        Network::gc(self, keep).await
+    async fn gc(&self, keep: &BTreeSet<PodId>, limit: Duration) -> Result<(), NetError> {
+        Network::gc(self, keep, limit).await
     }
 }

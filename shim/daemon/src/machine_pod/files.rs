@@ -7,6 +7,7 @@ use super::volumes::{VolumeError, field};
 use crate::nouns::{ContainerConfig, NodeVolume};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
+use nacelle_base::retry::{retry_interrupted, retry_transient};
 use nacelle_keeper::spec::{CloudInit, Disk, FilesDisk, Source};
 use nix::dir::Dir;
 use nix::errno::Errno;
@@ -133,7 +134,7 @@ fn read_once(disk: &str, mount: &NodeVolume) -> Result<Found, VolumeError> {
     let path = Path::new(&mount.host_path);
     let reader = Reader { disk, mount };
     let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
-    let folder = open(path, flags, Mode::empty()).map_err(|errno| match errno {
+    let folder = retry_interrupted(|| open(path, flags, Mode::empty())).map_err(|errno| match errno {
         Errno::ENOTDIR => reader.wrong("it is to be a folder".to_owned()),
         errno => reader.failed("open", path, errno),
     })?;
@@ -179,7 +180,7 @@ impl Reader<'_> {
     fn open(&self, folder: impl AsFd, name: &OsStr, path: &Path) -> Result<Option<OwnedFd>, VolumeError> {
         let flags = OFlag::O_RDONLY | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_NOCTTY;
         let resolve = ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS;
-        match openat2(folder, name, OpenHow::new().flags(flags).resolve(resolve)) {
+        match retry_transient(|| openat2(&folder, name, OpenHow::new().flags(flags).resolve(resolve))) {
             Ok(opened) => Ok(Some(opened)),
             Err(Errno::ELOOP) => Ok(None),
             Err(errno) => Err(self.failed("open", &path.join(name), errno)),
@@ -189,8 +190,8 @@ impl Reader<'_> {
     fn walk(&self, folder: OwnedFd, above: &str, depth: usize, found: &mut Found) -> Result<(), VolumeError> {
         let path = Path::new(&self.mount.host_path).join(above);
         let failed = |errno| self.failed("read", &path, errno);
-        let listed =
-            openat2(&folder, ".", OpenHow::new().flags(OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC));
+        let how = OpenHow::new().flags(OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC);
+        let listed = retry_transient(|| openat2(&folder, ".", how));
         let mut names = Vec::new();
         for entry in Dir::from_fd(listed.map_err(failed)?).map_err(failed)?.iter() {
             let entry = entry.map_err(failed)?;

@@ -4,6 +4,7 @@
 
 use super::{MachinePod, Wish, credentials};
 use crate::nouns::{ContainerConfig, Device, ImageOf, MountOption, NodeVolume, Propagation};
+use nacelle_base::retry::retry_transient;
 use nacelle_base::{Classify, Kind};
 use nacelle_image::ImageId;
 use nacelle_keeper::spec::{Credential, Disk, Filesystem, INITRD, KERNEL};
@@ -311,7 +312,7 @@ pub fn open(disk: &Disk<Wish>, mount: &NodeVolume) -> Result<(PathBuf, File), Vo
     let how = OpenHow::new().flags(flags).resolve(ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS);
     let how = if made.is_empty() { how } else { how.mode(Mode::S_IRUSR | Mode::S_IWUSR) };
     let name = name.display();
-    let file = match openat2(&folder, Path::new(&name.to_string()), how) {
+    let file = match retry_transient(|| openat2(&folder, Path::new(&name.to_string()), how)) {
         Ok(file) => File::from(file),
         Err(Errno::ENOENT) => {
             let rule = format!("disk {}: there is no file {name} in it; make one of the disk's size", disk.name);

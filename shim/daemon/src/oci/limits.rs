@@ -1,7 +1,9 @@
 //! Owns: what a change of limits means for the files of a cgroup v2, as runtimes write them when a container is made.
 
-use crate::nouns::Resources;
+use crate::nouns::{NO_HUGEPAGE_LIMIT, Resources};
 
+/// What a file of a limit reads where there is none.
+const NONE: &str = "max";
 /// The kernel's period of cpu.max, µs.
 const PERIOD: i64 = 100_000;
 
@@ -13,11 +15,11 @@ pub fn limits(after: &Resources, change: &Resources) -> Vec<(String, String)> {
         set("cpu.weight", weight(change.cpu_shares).to_string());
     }
     if change.cpu_quota != 0 || change.cpu_period > 0 {
-        let quota = if after.cpu_quota > 0 { after.cpu_quota.to_string() } else { "max".to_owned() };
+        let quota = if after.cpu_quota > 0 { after.cpu_quota.to_string() } else { NONE.to_owned() };
         set("cpu.max", format!("{quota} {}", if after.cpu_period > 0 { after.cpu_period } else { PERIOD }));
     }
-    if change.memory_limit > 0 {
-        set("memory.max", change.memory_limit.to_string());
+    if change.memory_limit != 0 {
+        set("memory.max", if change.memory_limit > 0 { change.memory_limit.to_string() } else { NONE.to_owned() });
     }
     for (file, list) in [("cpuset.cpus", &change.cpuset_cpus), ("cpuset.mems", &change.cpuset_mems)] {
         if !list.is_empty() {
@@ -27,7 +29,8 @@ pub fn limits(after: &Resources, change: &Resources) -> Vec<(String, String)> {
     for (size, limit) in &change.hugepages {
         // What is promised as well as what is touched (since Linux 5.7), as when the container was made.
         for which in ["max", "rsvd.max"] {
-            set(&format!("hugetlb.{size}.{which}"), limit.to_string());
+            let value = if *limit == NO_HUGEPAGE_LIMIT { NONE.to_owned() } else { limit.to_string() };
+            set(&format!("hugetlb.{size}.{which}"), value);
         }
     }
     change.unified.iter().for_each(|(file, value)| set(file, value.clone()));
@@ -76,6 +79,10 @@ mod tests {
         let before = || Resources { cpu_quota: 5000, cpu_period: 20_000, memory_limit: 9, ..none() };
         assert_eq!(written(before(), Resources { cpu_period: 50_000, ..none() }), ["cpu.max=5000 50000"]);
         assert_eq!(written(before(), Resources { cpu_quota: -1, ..none() }), ["cpu.max=max 20000"]);
+        assert_eq!(written(before(), Resources { memory_limit: -1, ..none() }), ["memory.max=max"]);
+        assert_eq!(before().changed_by(&Resources { memory_limit: -1, ..none() }).memory_limit, -1);
+        let pages = Resources { hugepages: vec![("2MB".into(), NO_HUGEPAGE_LIMIT)], ..none() };
+        assert_eq!(written(before(), pages), ["hugetlb.2MB.max=max", "hugetlb.2MB.rsvd.max=max"]);
         let all = Resources {
             cpu_shares: 1024,
             memory_limit: 77,

@@ -10,11 +10,12 @@ pub use limits::limits;
 
 pub use capabilities::{is_known as is_known_capability, normal as normal_capability};
 
-use crate::nouns::{ContainerConfig, NodeVolume, PodConfig, Propagation, Resources, Seccomp};
+use crate::nouns::{ContainerConfig, NO_HUGEPAGE_LIMIT, NodeVolume, PodConfig, Propagation, Resources, Seccomp};
 use nacelle_base::{Classify, Kind};
 use nacelle_image::ImageConfig;
 use oci_spec::runtime::Spec;
 use serde_json::{Map, Value, json};
+use std::collections::HashMap;
 
 /// Where programs are looked for if neither image nor configuration says.
 const DEFAULT_PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
@@ -219,11 +220,16 @@ fn command(container: &ContainerConfig, image: &ImageConfig) -> Vec<String> {
 /// The image's environment and then the container's, which wins.
 fn environment(pod: &PodConfig, container: &ContainerConfig, image: &ImageConfig) -> Vec<String> {
     let mut env: Vec<String> = Vec::new();
+    // An image and a request may have a hundred thousand.
+    let mut places: HashMap<String, usize> = HashMap::new();
     let mut set = |line: String| {
-        let name = line.split('=').next().unwrap_or_default().to_owned();
-        match env.iter_mut().find(|known| known.split('=').next() == Some(name.as_str())) {
+        let name = line.split('=').next().unwrap_or_default();
+        match places.get(name).and_then(|place| env.get_mut(*place)) {
             Some(known) => *known = line,
-            None => env.push(line),
+            None => {
+                places.insert(name.to_owned(), env.len());
+                env.push(line);
+            }
         }
     };
     set(DEFAULT_PATH.to_owned());
@@ -323,9 +329,11 @@ fn resources(asked: &Resources, privileged: bool, devices: &[DeviceNode]) -> Val
         // The guest has no swap, so a limit of memory and swap together is the limit of memory.
         resources.insert("memory".into(), json!({ "limit": asked.memory_limit }));
     }
-    if !asked.hugepages.is_empty() {
-        let limit = |(size, limit): &(String, u64)| json!({ "pageSize": size, "limit": limit });
-        resources.insert("hugepageLimits".into(), asked.hugepages.iter().map(limit).collect());
+    let pages: Vec<Value> = (asked.hugepages.iter().filter(|(_, limit)| *limit != NO_HUGEPAGE_LIMIT))
+        .map(|(size, limit)| json!({ "pageSize": size, "limit": limit }))
+        .collect();
+    if !pages.is_empty() {
+        resources.insert("hugepageLimits".into(), Value::Array(pages));
     }
     if !asked.unified.is_empty() {
         resources.insert("unified".into(), json!(asked.unified));
@@ -336,7 +344,7 @@ fn resources(asked: &Resources, privileged: bool, devices: &[DeviceNode]) -> Val
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nouns::{MountOption, RunAs};
+    use crate::nouns::{MountOption, RunAs, UNLIMITED};
     use crate::store::tests_support::{container, pod};
     use std::collections::BTreeSet;
 
@@ -389,6 +397,14 @@ mod tests {
         assert_eq!(process["noNewPrivileges"], true);
         assert_eq!(built["linux"]["maskedPaths"], json!(["/proc/kcore"]));
         assert_eq!(built["hostname"], "web");
+    }
+
+    /// With a search for each this takes minutes.
+    #[test]
+    fn an_environment_may_be_large() {
+        let all = built(|config| config.envs = (0..200_000).map(|n| (format!("V{}", n / 2), n.to_string())).collect());
+        let env = all["process"]["env"].as_array().unwrap();
+        assert_eq!((env.len(), env.last().unwrap().as_str()), (100_003, Some("V99999=199999")));
     }
 
     #[test]
@@ -507,6 +523,13 @@ mod tests {
         assert_eq!(resources["hugepageLimits"], json!([{ "pageSize": "2MB", "limit": 1 << 21 }]));
         assert_eq!(resources["unified"], json!({ "memory.oom.group": "1" }));
         assert_eq!(full["process"]["oomScoreAdj"], 500);
+        let endless = built(|config| {
+            config.resources.memory_limit = UNLIMITED;
+            config.resources.hugepages = vec![("2MB".into(), NO_HUGEPAGE_LIMIT), ("1GB".into(), 0)];
+        });
+        let resources = &endless["linux"]["resources"];
+        assert_eq!(resources["memory"], Value::Null);
+        assert_eq!(resources["hugepageLimits"], json!([{ "pageSize": "1GB", "limit": 0 }]));
     }
 
     #[test]

@@ -6,6 +6,7 @@ use crate::nouns::{ContainerConfig, ImageOf, MachineSize, PodConfig, PodResource
 use nacelle_base::timeline::Step;
 use nacelle_base::{ContainerId, PodId};
 use nacelle_image::ImageId;
+use nacelle_pod::client::Started;
 use serde::{Deserialize, Serialize};
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -59,6 +60,9 @@ pub struct PodRecord {
     /// What it may have, if that was said since it was asked for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub resources: Option<PodResources>,
+    /// How its process is found again, from that process's start until all of it is gone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub process: Option<Started>,
 }
 
 /// A container. Times are nanoseconds since 1970; 0: not yet.
@@ -258,6 +262,7 @@ pub(crate) mod tests {
                 privileged: false,
                 memory_limit: Some(1 << 28),
                 overhead_memory: None,
+                overhead_cpu_milli: None,
                 cpu_limit_milli: None,
                 cgroup_parent: None,
             }),
@@ -273,6 +278,7 @@ pub(crate) mod tests {
             ending: vec![],
             machine: None,
             resources: None,
+            process: None,
         }
     }
 
@@ -353,6 +359,21 @@ pub(crate) mod tests {
         assert_eq!(value(&container(2, 1).encode().unwrap()), value(text.as_bytes()));
         let text = include_str!("../../tests/golden/machine-v1.json");
         assert_eq!(value(&machine().encode().unwrap()), value(text.as_bytes()));
+    }
+
+    #[test]
+    fn a_pod_is_stored_with_how_its_process_is_found() {
+        let mut value: serde_json::Value =
+            serde_json::from_str(include_str!("../../tests/golden/pod-v1.json")).unwrap();
+        let process = serde_json::json!({
+            "identity": { "pid": 7, "start_time": 8, "boot_id": "b" },
+            "cgroup": "nacelle/a",
+            "scratch": "/var/lib/nacelle/scratch/pod-a.ext4",
+        });
+        value.as_object_mut().unwrap().insert("process".to_owned(), process);
+        let record = PodRecord::decode("x", value.to_string().as_bytes()).unwrap();
+        assert_eq!(record.process.as_ref().map(|process| process.identity.pid), Some(7));
+        assert_eq!(serde_json::from_slice::<serde_json::Value>(&record.encode().unwrap()).unwrap(), value);
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //! read comes from strangers.
 
 use crate::store::VmRecord;
+use nacelle_base::json;
 use nacelle_image::{ArtifactKind, Digest, ImageId, Reference};
 use nacelle_keeper::qcow2::MAX_SIZE;
 use nacelle_keeper::{Added, read_added};
@@ -190,7 +191,7 @@ impl Document {
 
     /// Reads and checks one, of an artifact with so many layers.
     pub fn read(bytes: &[u8], layers: usize) -> Result<Document, DocumentError> {
-        let Stored::V1(document) = serde_json::from_slice(bytes)?;
+        let Stored::V1(document) = json::read(bytes)?;
         document.check()?;
         match document.files.len() {
             files if files == layers => Ok(document),

@@ -6,12 +6,14 @@ use super::{Folder, Place, Progress, TransferError, blocking, live};
 use crate::lifecycle::{Node, now};
 use crate::store::VmRecord;
 use nacelle_base::files::{FileError, at, remove_if_there};
+use nacelle_base::jailed::JailedDir;
+use nacelle_base::retry::retry_interrupted;
 use nacelle_image::{Artifacts, Digest, pack};
 use nacelle_keeper::qcow2::{self, Format};
 use nacelle_keeper::{ADDED, Added, read_added};
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// The most bytes of the list of disks that were added.
 const LIST: u64 = 64 << 10;
@@ -32,7 +34,10 @@ pub struct Exported {
 /// What a machine keeps, before it is read.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Listed {
-    pub files: Vec<(Kept, PathBuf)>,
+    /// Where the files are.
+    pub dir: JailedDir,
+    /// With their names there.
+    pub files: Vec<(Kept, String)>,
     pub secure_boot: bool,
     pub snapshots: Vec<String>,
 }
@@ -62,8 +67,8 @@ pub async fn export(
                 live::copy(node, container, &record, snapshot, &work).await?
             }
             _ => {
-                let (folder, of) = (parts.vms.folder(&record), record.clone());
-                blocking(move || list(&folder, &of)).await?
+                let (dir, of) = (JailedDir::new(parts.vms.folder(&record)), record.clone());
+                blocking(move || list(&dir, &of)).await?
             }
         };
         // What is copied is nobody's; what is not, must stay as it is.
@@ -88,13 +93,14 @@ async fn send(
     artifacts: &Artifacts,
     progress: &Progress,
 ) -> Result<Digest, TransferError> {
-    let Listed { files, secure_boot, snapshots } = listed;
+    let Listed { dir, files, secure_boot, snapshots } = listed;
     let (mut described, mut layers) = (Vec::new(), Vec::new());
-    for (n, (kept, path)) in files.into_iter().enumerate() {
+    for (n, (kept, name)) in files.into_iter().enumerate() {
         let (to, moved) = (work.path().join(format!("{n}.zst")), progress.moved.clone());
-        let size = tokio::fs::metadata(&path).await.map_err(at("look at", &path))?.len();
+        let (from, of) = (dir.clone(), name.clone());
+        let (source, size) = blocking(move || opened(&from, &of)).await?;
         progress.begin(format!("compressing {}", kept.what()), size);
-        let packed = blocking(move || pack(&path, &to, &moved)).await?;
+        let packed = blocking(move || pack(source, Path::new(&name), &to, &moved)).await?;
         progress.begin(format!("sending {}", kept.what()), packed.blob.size);
         artifacts.put(&packed, &progress.moved).await?;
         let sent = packed.path;
@@ -128,40 +134,40 @@ fn names(node: &Node, id: Digest) -> Vec<String> {
     known.into_iter().flat_map(|image| image.repo_digests.into_iter().chain(image.repo_tags)).take(8).collect()
 }
 
+/// A file that was listed, and its bytes. Blocks.
+pub(super) fn opened(dir: &JailedDir, name: &str) -> Result<(std::fs::File, u64), FileError> {
+    let lost = |error| at("open", Path::new(name))(error);
+    let file = dir.open(name)?.ok_or_else(|| lost(std::io::ErrorKind::NotFound.into()))?;
+    let length = file.metadata().map_err(lost)?.len();
+    Ok((file, length))
+}
+
 /// The files of a machine's folder in the order of their names; those of disks that the next run would make anew are left out. Blocks.
-pub(super) fn list(folder: &Path, record: &VmRecord) -> Result<Listed, TransferError> {
-    let mut names = BTreeMap::new();
-    for entry in std::fs::read_dir(folder).map_err(at("read", folder))? {
-        let entry = entry.map_err(at("read", folder))?;
-        // The machine's own processes write there: a link would lead to whatever they like.
-        if !entry.file_type().map_err(at("look at", &entry.path()))?.is_file() {
-            continue;
-        }
-        if let Some(name) = entry.file_name().to_str() {
-            names.insert(name.to_owned(), entry.path());
-        }
-    }
-    let added = added(&folder.join(ADDED))?;
+pub(super) fn list(dir: &JailedDir, record: &VmRecord) -> Result<Listed, TransferError> {
+    // The machine's own processes write there: only regular files are listed.
+    let names: BTreeSet<String> = dir.files()?.into_iter().collect();
+    let added = added(dir)?;
     let (mut files, mut snapshots) = (Vec::new(), Vec::new());
-    for (name, path) in &names {
+    for name in &names {
         let refused = |disk: &str| {
             let disk = disk.to_owned();
             move |rule| TransferError::Disk { disk, rule }
         };
         let kept = match name.as_str() {
-            "efi-variables" if names.contains_key("efi-variables.qcow2") => Kept::FirmwareVariables {},
-            "efi-variables.qcow2" if names.contains_key("efi-variables") => {
-                Kept::FirmwareWritten { bytes: look(path)?.map_err(refused("efi-variables"))?.0 }
+            "efi-variables" if names.contains("efi-variables.qcow2") => Kept::FirmwareVariables {},
+            "efi-variables.qcow2" if names.contains("efi-variables") => {
+                Kept::FirmwareWritten { bytes: look_at(dir, name)?.map_err(refused("efi-variables"))?.0 }
             }
             "efi-variables.qcow2" => continue,
             name => {
-                if let Some(Added { name, place, bytes }) = added.iter().find(|disk| disk.file() == name).cloned() {
-                    files.push((Kept::AddedDisk { name, place, bytes }, path.clone()));
+                if let Some(disk) = added.iter().find(|disk| disk.file() == name).cloned() {
+                    let Added { name: disk, place, bytes } = disk;
+                    files.push((Kept::AddedDisk { name: disk, place, bytes }, name.to_owned()));
                     continue;
                 }
                 let disk = name.strip_suffix(".qcow2").filter(|disk| !disk.contains('.'));
                 let Some(disk) = disk else { continue };
-                let over_image = match mark(&folder.join(format!("{disk}.image")))? {
+                let over_image = match mark(dir, &format!("{disk}.image"))? {
                     Some(of) if record.image.is_some_and(|image| image.to_string() == of) => true,
                     Some(of) if record.more_images.iter().any(|image| image.to_string() == of) => {
                         let rule = "it lies over another image than the machine's first disk; of such a machine there is no export";
@@ -171,7 +177,7 @@ pub(super) fn list(folder: &Path, record: &VmRecord) -> Result<Listed, TransferE
                     Some(_other) => continue,
                     None => false,
                 };
-                let (bytes, found) = look(path)?.map_err(refused(disk))?;
+                let (bytes, found) = look_at(dir, name)?.map_err(refused(disk))?;
                 // QEMU lists those of the first disk.
                 if snapshots.is_empty() {
                     snapshots = found;
@@ -179,46 +185,38 @@ pub(super) fn list(folder: &Path, record: &VmRecord) -> Result<Listed, TransferE
                 Kept::Disk { name: disk.to_owned(), bytes, over_image }
             }
         };
-        files.push((kept, path.clone()));
+        files.push((kept, name.clone()));
     }
-    Ok(Listed { files, secure_boot: names.contains_key("efi-secure"), snapshots })
+    Ok(Listed { dir: dir.clone(), files, secure_boot: names.contains("efi-secure"), snapshots })
 }
 
 /// The disks that were added.
-fn added(path: &Path) -> Result<Vec<Added>, TransferError> {
-    let Some(text) = small(path, LIST)? else { return Ok(Vec::new()) };
+fn added(dir: &JailedDir) -> Result<Vec<Added>, TransferError> {
+    let Some(text) = dir.read(ADDED, LIST)? else { return Ok(Vec::new()) };
     let rule = "the list of disks that were added cannot be read";
     read_added(&text).map_err(|_told| TransferError::Disk { disk: ADDED.to_owned(), rule })
 }
 
 /// The image that a disk lies over, if it says so.
-fn mark(path: &Path) -> Result<Option<String>, FileError> {
-    Ok(small(path, MARK)?.map(|text| String::from_utf8_lossy(&text).into_owned()))
+fn mark(dir: &JailedDir, name: &str) -> Result<Option<String>, FileError> {
+    Ok(dir.read(name, MARK)?.map(|text| String::from_utf8_lossy(&text).into_owned()))
 }
 
-/// At most so many bytes of a file; none: it is not there.
-fn small(path: &Path, most: u64) -> Result<Option<Vec<u8>>, FileError> {
-    use std::io::Read;
-    let file = match std::fs::File::open(path) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        file => file.map_err(at("open", path))?,
-    };
-    let mut bytes = Vec::new();
-    file.take(most).read_to_end(&mut bytes).map_err(at("read", path))?;
-    Ok(Some(bytes))
+/// As [`look`], of a file that was listed.
+fn look_at(dir: &JailedDir, name: &str) -> Result<Result<(u64, Vec<String>), qcow2::Refusal>, FileError> {
+    look(&opened(dir, name)?.0, Path::new(name))
 }
 
-/// The bytes of a disk in qcow2, and the names of its snapshots; or why it is not taken. Blocks.
-pub(super) fn look(path: &Path) -> Result<Result<(u64, Vec<String>), qcow2::Refusal>, FileError> {
-    let file = std::fs::File::open(path).map_err(at("open", path))?;
-    let head = piece(&file, 0, qcow2::HEADER as u64).map_err(at("read", path))?;
+/// The bytes of a disk in qcow2, and the names of its snapshots; or why it is not taken. `path` is what it is called. Blocks.
+pub(super) fn look(file: &std::fs::File, path: &Path) -> Result<Result<(u64, Vec<String>), qcow2::Refusal>, FileError> {
+    let head = piece(file, 0, qcow2::HEADER as u64).map_err(at("read", path))?;
     let size = match qcow2::format(&head) {
         Ok(Format::Qcow2 { size }) => size,
         Ok(Format::Raw) => return Ok(Err("a qcow2 file is expected")),
         Err(rule) => return Ok(Err(rule)),
     };
     let (table, count) = qcow2::snapshot_table(&head);
-    let table = piece(&file, table, if count == 0 { 0 } else { TABLE }).map_err(at("read", path))?;
+    let table = piece(file, table, if count == 0 { 0 } else { TABLE }).map_err(at("read", path))?;
     Ok(Ok((size, qcow2::snapshot_names(&table, count))))
 }
 
@@ -227,7 +225,7 @@ fn piece(file: &std::fs::File, from: u64, most: u64) -> std::io::Result<Vec<u8>>
     let mut bytes = vec![0; usize::try_from(most).unwrap_or_default()];
     let mut filled = 0;
     while let Some(rest) = bytes.get_mut(filled..).filter(|rest| !rest.is_empty()) {
-        match file.read_at(rest, from.saturating_add(filled as u64))? {
+        match retry_interrupted(|| file.read_at(rest, from.saturating_add(filled as u64)))? {
             0 => break,
             count => filled += count,
         }

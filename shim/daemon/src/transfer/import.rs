@@ -114,7 +114,8 @@ async fn bring(
         artifacts.fetch(layer, &file.content(), to.await?, &path, &progress.moved).await?;
         if let Some(bytes) = file.kept.qcow2() {
             let refused = |rule| TransferError::Disk { disk: file.kept.what(), rule };
-            let (found, _) = blocking(move || look(&path)).await?.map_err(refused)?;
+            let looked = blocking(move || look(&std::fs::File::open(&path).map_err(at("open", &path))?, &path));
+            let (found, _) = looked.await?.map_err(refused)?;
             if found != bytes {
                 return Err(refused("it has another size than is said"));
             }

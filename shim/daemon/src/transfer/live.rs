@@ -1,15 +1,16 @@
 //! Owns: copies of the files of a machine that runs: its keeper takes a snapshot and has it stand still while they are made. If this process
 //! ends meanwhile, the keeper notices, and the machine goes on.
 
-use super::export::{Listed, list};
+use super::export::{Listed, list, opened};
 use super::{Folder, TransferError, blocking};
 use crate::lifecycle::Node;
 use crate::store::VmRecord;
 use crate::streaming::Guests;
 use nacelle_base::files::at;
+use nacelle_base::jailed::JailedDir;
 use nacelle_stream::{Exec, Guests as _, Process};
-use nix::fcntl::OFlag;
 use std::fs::OpenOptions;
+use std::io::Read;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use tokio::io::{AsyncRead, AsyncReadExt};
@@ -36,7 +37,8 @@ pub async fn copy(
         if !beat(&mut beats).await {
             return Err(refusal(stderr).await);
         }
-        let (from, record, to) = (node.parts().vms.folder(record), record.clone(), to.path().to_owned());
+        let from = JailedDir::new(node.parts().vms.folder(record));
+        let (record, to) = (record.clone(), to.path().to_owned());
         let listed = blocking(move || copies(&from, &record, &to)).await?;
         // One that comes after all is copied says that nothing has changed meanwhile.
         old(&mut beats);
@@ -70,18 +72,74 @@ async fn refusal(stderr: impl AsyncRead + Unpin) -> TransferError {
     TransferError::NotHeld { words: if words.is_empty() { "it does not say why" } else { words }.to_owned() }
 }
 
-/// Blocks are shared where the file system can. The machine's own processes may change the folder meanwhile: no link is followed. Blocks.
-fn copies(from: &Path, record: &VmRecord, to: &Path) -> Result<Listed, TransferError> {
+/// Blocks are shared where the file system can. The machine's own processes may change the folder meanwhile: of each file only as much
+/// is copied as it has when its turn comes. Blocks.
+fn copies(from: &JailedDir, record: &VmRecord, to: &Path) -> Result<Listed, TransferError> {
     let mut listed = list(from, record)?;
-    for (kept, path) in &mut listed.files {
+    for (kept, name) in &mut listed.files {
         let copy = to.join(kept.file());
-        let file = |options: &mut OpenOptions, path: &Path| {
-            options.mode(0o600).custom_flags(OFlag::O_NOFOLLOW.bits()).open(path)
-        };
-        let mut source = file(OpenOptions::new().read(true), path).map_err(at("open", path))?;
-        let mut target = file(OpenOptions::new().write(true).create_new(true), &copy).map_err(at("create", &copy))?;
-        std::io::copy(&mut source, &mut target).map_err(at("copy", path))?;
-        *path = copy;
+        let (source, length) = opened(from, name)?;
+        let made = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&copy);
+        std::io::copy(&mut source.take(length), &mut made.map_err(at("create", &copy))?).map_err(at("copy", &copy))?;
+        *name = kept.file();
     }
+    listed.dir = JailedDir::new(to);
     Ok(listed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nacelle_keeper::qcow2;
+    use nix::sys::stat::Mode;
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    /// The folder of a machine whose processes have been taken over.
+    fn hostile() -> (tempfile::TempDir, JailedDir, VmRecord) {
+        let folder = tempfile::tempdir().unwrap();
+        fs::create_dir(folder.path().join("copy")).unwrap();
+        let from = folder.path().join("machine");
+        fs::create_dir(&from).unwrap();
+        fs::write(from.join("disk0.qcow2"), qcow2::empty(1 << 20)).unwrap();
+        symlink("/etc/shadow", from.join("disk1.qcow2")).unwrap();
+        symlink("disk0.qcow2", from.join("disk2.qcow2")).unwrap();
+        nix::unistd::mkfifo(&from.join("disk3.qcow2"), Mode::S_IRWXU).unwrap();
+        fs::create_dir(from.join("disk4.qcow2")).unwrap();
+        (folder, JailedDir::new(from), VmRecord::new("default", "db", &[1; 22], 0))
+    }
+
+    #[test]
+    fn only_regular_files_of_a_machine_leave_the_node() {
+        let (folder, from, record) = hostile();
+        let listed = copies(&from, &record, &folder.path().join("copy")).unwrap();
+        let names: Vec<&str> = listed.files.iter().map(|(_, name)| name.as_str()).collect();
+        assert_eq!(names, ["disk0.qcow2"]);
+        assert_eq!(opened(&listed.dir, "disk0.qcow2").unwrap().1, qcow2::empty(1 << 20).len() as u64);
+    }
+
+    #[test]
+    fn what_takes_the_place_of_a_file_that_was_listed_is_not_opened() {
+        let (folder, from, _) = hostile();
+        let disk = folder.path().join("machine/disk0.qcow2");
+        for other in ["disk1.qcow2", "disk3.qcow2"] {
+            fs::remove_file(&disk).unwrap();
+            fs::rename(folder.path().join("machine").join(other), &disk).unwrap();
+            let error = opened(&from, "disk0.qcow2").unwrap_err();
+            assert_eq!(error.source.kind(), std::io::ErrorKind::InvalidData, "{error}: {}", error.source);
+        }
+    }
+
+    #[test]
+    fn a_mark_or_a_list_that_is_too_large_or_no_file_ends_the_export() {
+        for (name, bytes) in [("disk0.image", 129), (nacelle_keeper::ADDED, (64 << 10) + 1)] {
+            let (folder, from, record) = hostile();
+            let file = folder.path().join("machine").join(name);
+            fs::write(&file, vec![b' '; bytes]).unwrap();
+            assert!(list(&from, &record).is_err(), "{name} of {bytes} bytes");
+            fs::remove_file(&file).unwrap();
+            nix::unistd::mkfifo(&file, Mode::S_IRWXU).unwrap();
+            assert!(list(&from, &record).is_err(), "{name} is a FIFO");
+        }
+    }
 }

@@ -17,7 +17,7 @@ use nacelle_daemon::lifecycle::{EngineChoice, Events};
 use nacelle_daemon::server::{self, Setup};
 use nacelle_daemon::store::Observer;
 use nacelle_daemon::supervision::Supervisor;
-use nacelle_net::{Attachment, NetError, PodRef};
+use nacelle_net::{Attachment, CniError, NetError, PodRef};
 use nacelle_pod::spec::Accelerator;
 use nacelle_proto::cri;
 use nacelle_proto::cri::image_service_client::ImageServiceClient;
@@ -157,6 +157,7 @@ impl Networks for FakeNetworks {
             mac: [2, 0, 0, 0, 0, 1],
             mtu: 1500,
             addresses: vec!["10.1.2.3/24".parse().unwrap(), "fd00::3/64".parse().unwrap()],
+            neighbours: vec![],
         };
         let network = PodNetwork { interfaces: vec![interface], routes: vec![] };
         let ips = network.ips().collect();
@@ -168,18 +169,20 @@ impl Networks for FakeNetworks {
         self.script.step("join").await.map_err(broken)
     }
 
-    async fn teardown(&self, id: &PodId) -> Result<(), NetError> {
+    async fn release(&self, id: &PodId, _: Duration) -> Result<Option<CniError>, NetError> {
         self.script.step("teardown").await.map_err(broken)?;
         self.attached.lock().unwrap().remove(id);
         self.netns.lock().unwrap().remove(id);
-        Ok(())
+        Ok(None)
     }
+
+    async fn settle(&self, _: Duration) {}
 
     async fn status(&self) -> Result<(), NetError> {
         self.script.step("status").await.map_err(broken)
     }
 
-    async fn gc(&self, keep: &BTreeSet<PodId>) -> Result<(), NetError> {
+    async fn gc(&self, keep: &BTreeSet<PodId>, _: Duration) -> Result<(), NetError> {
         self.attached.lock().unwrap().retain(|id| keep.contains(id));
         self.netns.lock().unwrap().retain(|id| keep.contains(id));
         Ok(())
@@ -239,6 +242,7 @@ impl World {
         config.paths.root = self.root.path().join("root");
         config.paths.run = self.root.path().join("run");
         config.paths.socket = self.root.path().join("s.sock");
+        config.network.netns_dir = self.root.path().join("netns");
         config.default_handler = "small".into();
         let allowed_annotations = vec!["vm.nacelle.dev/cpus".into()];
         let handler = Handler { allowed_annotations, max_vcpus: Some(4), ..Handler::default() };
@@ -284,9 +288,11 @@ impl World {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
         let (serving, served) = tokio::sync::oneshot::channel();
         runtime.spawn(async move {
+            let mut supervisor = Supervisor::default();
+            let claim = server::claim(&setup.config, &mut supervisor).await.expect("the socket is free");
             let node = server::open(setup).await.expect("the daemon starts");
             let _ = serving.send(());
-            server::serve(node, Supervisor::default(), std::future::pending()).await.expect("the daemon serves");
+            server::serve(node, supervisor, claim, std::future::pending()).await.expect("the daemon serves");
         });
         let channel = self.run(async move {
             served.await.expect("the daemon starts");

@@ -2,8 +2,8 @@
 //! containers in memory and records them as the real one does.
 
 use super::Script;
-use nacelle_daemon::lifecycle::seams::Pods;
-use nacelle_pod::client::{self, ClientError, PodClient};
+use nacelle_daemon::lifecycle::seams::{Admit, Pods};
+use nacelle_pod::client::{self, ClientError, PodClient, Started};
 use nacelle_pod::identity::Identity;
 use nacelle_pod::processors::ProcessorsError;
 use nacelle_pod::record::{ContainerPhase, ContainerRecord, Phase, PodRecord};
@@ -88,14 +88,26 @@ impl FakePods {
         dirs.iter().for_each(|dir| self.kill(dir));
     }
 
-    fn start(&self, dir: &Path, spec: &PodSpec) {
-        let child = Command::new("sleep").arg("3600").stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
+    async fn start(&self, dir: &Path, spec: &PodSpec, admit: Admit) -> Result<(), ClientError> {
+        nacelle_pod::make_jail(dir).unwrap();
+        // As the real one it waits for a word, and ends without it.
+        let mut waits = Command::new("sh");
+        waits.args(["-c", "read word && exec sleep 3600"]).stdin(Stdio::piped()).stdout(Stdio::null());
+        let mut child = waits.spawn().unwrap();
         identity(&child).write(dir).unwrap();
+        let started = Started { identity: identity(&child), cgroup: None, scratch: spec.scratch_file() };
+        if let Err(error) = admit(started).await {
+            child.kill().unwrap();
+            child.wait().unwrap();
+            return Err(error);
+        }
+        std::io::Write::write_all(&mut child.stdin.take().unwrap(), b"\n").unwrap();
         let pid = i32::try_from(child.id()).unwrap();
         let pod = Arc::new(FakePod::new(Arc::clone(&self.script), dir, spec, pid));
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let entered = runtime.enter();
-        let listener = tokio::net::UnixListener::bind(dir.join(nacelle_pod::SOCKET_FILE)).unwrap();
+        let listener =
+            tokio::net::UnixListener::bind(nacelle_pod::SOCKET_FILE.in_jail(&nacelle_pod::jail_dir(dir))).unwrap();
         let service = proto::pod_server::PodServer::new(Service(Arc::clone(&pod))).max_encoding_message_size(64 << 20);
         let serving = tonic::transport::Server::builder()
             .add_service(service)
@@ -103,6 +115,7 @@ impl FakePods {
         runtime.spawn(async move { drop(serving.await) });
         drop(entered);
         self.processes.lock().unwrap().insert(dir.to_owned(), Process { child, runtime, pod });
+        Ok(())
     }
 }
 
@@ -122,7 +135,7 @@ fn identity(child: &Child) -> Identity {
 
 #[tonic::async_trait]
 impl Pods for FakePods {
-    async fn spawn(&self, dir: &Path, spec: &PodSpec) -> Result<PodClient, ClientError> {
+    async fn spawn(&self, dir: &Path, spec: &PodSpec, admit: Admit) -> Result<PodClient, ClientError> {
         spec.write(dir)?;
         self.kernels.lock().unwrap().push((spec.kernel.clone(), std::fs::read(&spec.kernel).ok()));
         if let Err(step) = self.script.step("spawn").await {
@@ -131,7 +144,7 @@ impl Pods for FakePods {
                 message: format!("scripted {step}"),
             });
         }
-        self.start(dir, spec);
+        self.start(dir, spec, admit).await?;
         client::connect(dir).await
     }
 
@@ -144,7 +157,7 @@ impl Pods for FakePods {
         Ok(())
     }
 
-    async fn clean_up(&self, dir: &Path) -> Result<Option<PodRecord>, ClientError> {
+    async fn clean_up(&self, dir: &Path, stored: Option<&Started>) -> Result<Option<PodRecord>, ClientError> {
         if let Err(step) = self.script.step("clean up").await {
             return Err(ClientError::Refused {
                 kind: nacelle_base::Kind::Internal,
@@ -152,7 +165,7 @@ impl Pods for FakePods {
             });
         }
         self.kill(dir);
-        client::clean_up(dir).await
+        client::clean_up(dir, stored).await
     }
 }
 

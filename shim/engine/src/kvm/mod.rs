@@ -16,7 +16,7 @@ use nacelle_jail::ThreadKind;
 use nacelle_vmm::Device;
 use nacelle_vmm::balloon::Balloon;
 use nacelle_vmm::fs::Fs;
-use nacelle_vmm::machine::{self, Backing, Builder, Config, Exit, MAX_DEVICES};
+use nacelle_vmm::machine::{self, Backing, Builder, Config, Exit, HostPages, MAX_DEVICES};
 use nacelle_vmm::net::{self, Net, NetConfig};
 use nacelle_vmm::reserve;
 use nacelle_vmm::rng::Rng;
@@ -166,9 +166,10 @@ fn config(spec: &MachineSpec) -> Config {
         vcpus: spec.vcpus,
         memory_mib: spec.memory_mib,
         reserve_mib: spec.reserve_mib,
-        backing: match spec.memory_pages {
-            MemoryPages::Transparent => Backing::Private,
-            MemoryPages::Hugetlb => Backing::Huge,
+        backing: Backing::Private,
+        pages: match spec.memory_pages {
+            MemoryPages::Transparent => HostPages::Transparent,
+            MemoryPages::Hugetlb => HostPages::Hugetlb,
         },
         kernel: spec.kernel.clone(),
         initrd: Some(spec.initrd.clone()),

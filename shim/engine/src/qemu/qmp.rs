@@ -1,6 +1,7 @@
 //! Owns: the language in which QEMU is told to pause and resume: one JSON object a line, over an inherited socket.
 //! The answers come from a process that a guest may have taken over: bounded, and believed about nothing but itself.
 
+use nacelle_base::{json, retry};
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
@@ -106,7 +107,10 @@ impl Qmp {
     fn command(&mut self, command: &'static str, until: Instant, limit: Duration) -> Result<(), QmpError> {
         let line = format!("{{\"execute\":\"{command}\"}}\r\n");
         self.stream.set_write_timeout(Some(limit.max(Duration::from_millis(1)))).map_err(io_error)?;
-        self.stream.write_all(line.as_bytes()).map_err(io_error)?;
+        self.stream.write_all(line.as_bytes()).map_err(|source| match retry::timed_out(source) {
+            late if late.kind() == io::ErrorKind::TimedOut => QmpError::Timeout { command, limit },
+            source => io_error(source),
+        })?;
         loop {
             let line = self.line(command, until, limit)?;
             match parse(&line)? {
@@ -148,8 +152,7 @@ fn io_error(source: io::Error) -> QmpError {
 }
 
 fn parse(line: &[u8]) -> Result<Message, QmpError> {
-    let message: serde_json::Map<String, Value> =
-        serde_json::from_slice(line).map_err(|source| QmpError::Garbled { source })?;
+    let message: serde_json::Map<String, Value> = json::read(line).map_err(|source| QmpError::Garbled { source })?;
     if message.contains_key("return") {
         return Ok(Message::Answer);
     }

@@ -21,9 +21,11 @@ use std::time::Duration;
 use vm_memory::{Bytes, GuestAddress};
 
 const LOOKUP: u32 = 1;
+pub const FORGET: u32 = 2;
 pub const GETATTR: u32 = 3;
 const MKNOD: u32 = 8;
 pub const UNLINK: u32 = 10;
+pub const RENAME: u32 = 12;
 const OPEN: u32 = 14;
 pub const READ: u32 = 15;
 pub const WRITE: u32 = 16;
@@ -170,6 +172,16 @@ impl Guest {
     pub fn ask(&mut self, opcode: u32, node: u64, body: &[u8]) -> Result<Vec<u8>, i32> {
         let request = self.request(opcode, node, body);
         self.raw(&request)
+    }
+
+    /// A request that has no answer.
+    pub fn tell(&mut self, opcode: u32, node: u64, body: &[u8]) {
+        let request = self.request(opcode, node, body);
+        let answer = match self.machine {
+            None => self.copied(&request),
+            Some(_) => self.there(&request, &[]),
+        };
+        assert!(answer.is_empty(), "{answer:?}");
     }
 
     /// A request with its header.

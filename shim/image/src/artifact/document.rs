@@ -4,6 +4,7 @@
 
 use crate::manifest::{Descriptor, ManifestError, RawDescriptor};
 use crate::{Digest, ImageError};
+use nacelle_base::json;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -80,7 +81,7 @@ pub fn read(kind: &ArtifactKind, name: &str, bytes: &[u8], most: usize) -> Resul
         let found = found.chars().filter(|c| !c.is_control()).take(100).collect();
         Err(ImageError::OtherArtifact { name: name.to_owned(), found, wanted: kind.artifact })
     };
-    let raw: Raw = serde_json::from_slice(bytes).map_err(|source| wrong(source.into()))?;
+    let raw: Raw = json::read(bytes).map_err(|source| wrong(source.into()))?;
     let (Some(config), Some(layers)) = (raw.config, raw.layers) else {
         return other(raw.media_type.as_deref().unwrap_or("no manifest"));
     };

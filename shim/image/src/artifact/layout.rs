@@ -4,11 +4,12 @@
 use super::{ArtifactKind, document};
 use crate::manifest::{Descriptor, MAX_MANIFEST, RawDescriptor};
 use crate::{Digest, ImageError};
-use nacelle_base::files::{at, remove_if_there, write_whole};
+use nacelle_base::draft::{self, Draft};
+use nacelle_base::files::{at, write_whole};
+use nacelle_base::json;
 use serde_json::{Value, json};
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::Read;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 /// The name of a manifest in a layout's index.
@@ -53,7 +54,9 @@ impl Layout {
 
     fn make(&self) -> Result<(), ImageError> {
         let blobs = self.folder.join("blobs/sha256");
-        Ok(std::fs::create_dir_all(&blobs).map_err(at("create", &blobs))?)
+        std::fs::create_dir_all(&blobs).map_err(at("create", &blobs))?;
+        // Of exports that were killed.
+        Ok(draft::sweep(&blobs)?)
     }
 
     /// Copies a file there.
@@ -63,18 +66,10 @@ impl Layout {
         if path.exists() {
             return Ok(());
         }
-        let temporary = path.with_extension(format!("tmp.{}", std::process::id()));
-        let copied = (|| {
-            let mut source = File::open(from)?;
-            let mut target = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
-            std::io::copy(&mut source, &mut target)?;
-            target.sync_all()?;
-            std::fs::rename(&temporary, &path)
-        })();
-        if copied.is_err() {
-            remove_if_there(&temporary)?;
-        }
-        Ok(copied.map_err(at("write", &path))?)
+        let mut source = File::open(from).map_err(at("open", from))?;
+        let mut draft = Draft::of(&path)?;
+        std::io::copy(&mut source, &mut draft.file).map_err(at("write", &path))?;
+        Ok(draft.keep()?)
     }
 
     /// Writes a few bytes there.
@@ -92,7 +87,7 @@ impl Layout {
         lock.lock().map_err(at("lock", &self.folder))?;
         write_whole(&mark, MARK)?;
         let mut whole = match self.read(&index, MAX_MANIFEST, "index.json")? {
-            Some(bytes) => serde_json::from_slice(&bytes).map_err(|source| self.wrong("index.json", source.into()))?,
+            Some(bytes) => json::read(&bytes).map_err(|source| self.wrong("index.json", source.into()))?,
             None => json!({ "schemaVersion": 2, "mediaType": "application/vnd.oci.image.index.v1+json" }),
         };
         let others = whole.get("manifests").and_then(Value::as_array).into_iter().flatten();

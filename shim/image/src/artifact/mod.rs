@@ -209,5 +209,5 @@ impl Read for Incoming {
 fn sample(folder: &Path, name: &str, bytes: &[u8]) -> Packed {
     let (from, to) = (folder.join(name), folder.join(format!("{name}.zst")));
     std::fs::write(&from, bytes).unwrap();
-    pack(&from, &to, &Moved::default()).unwrap()
+    pack(std::fs::File::open(&from).unwrap(), &from, &to, &Moved::default()).unwrap()
 }

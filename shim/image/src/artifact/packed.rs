@@ -5,6 +5,7 @@
 use super::Descriptor;
 use crate::{Digest, ImageError};
 use nacelle_base::files::at;
+use nacelle_base::retry::retry_interrupted;
 use sha2::{Digest as _, Sha256};
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufReader, Read};
@@ -69,9 +70,8 @@ pub struct Packed {
     pub content: Content,
 }
 
-/// Compresses a file into another one, which must not be there. `moved` counts what was read.
-pub fn pack(from: &Path, to: &Path, moved: &Moved) -> Result<Packed, ImageError> {
-    let source = File::open(from).map_err(at("open", from))?;
+/// Compresses an open file, which is called `from`, into another one, which must not be there. `moved` counts what was read.
+pub fn pack(source: File, from: &Path, to: &Path, moved: &Moved) -> Result<Packed, ImageError> {
     let target = OpenOptions::new().write(true).create_new(true).mode(0o600).open(to).map_err(at("create", to))?;
     let mut content = Hashed::new(source);
     let mut blob = Hashed::new(&target);
@@ -80,7 +80,7 @@ pub fn pack(from: &Path, to: &Path, moved: &Moved) -> Result<Packed, ImageError>
         let mut piece = vec![0; PIECE];
         loop {
             moved.check()?;
-            let count = content.read(&mut piece)?;
+            let count = retry_interrupted(|| content.read(&mut piece))?;
             let Some(read) = piece.get(..count).filter(|read| !read.is_empty()) else { break };
             io::Write::write_all(&mut encoder, read)?;
             moved.add(read.len() as u64);
@@ -240,10 +240,11 @@ mod tests {
         unpack(stored.as_slice(), &packed.blob, &packed.content, &file, &back, &moved).unwrap();
         assert!(std::fs::read(&back).unwrap() == bytes && moved.bytes() == bytes.len() as u64);
         assert!(std::fs::metadata(&back).unwrap().blocks() * 512 < 1 << 20, "zeros take no room");
-        assert!(pack(&packed.path, &packed.path, &moved).is_err(), "nothing is overwritten");
+        let stored_file = || File::open(&packed.path).unwrap();
+        assert!(pack(stored_file(), &packed.path, &packed.path, &moved).is_err(), "nothing is overwritten");
         moved.give_up();
         assert!(unpack(stored.as_slice(), &packed.blob, &packed.content, &file, &back, &moved).is_err());
-        assert!(pack(&back, &folder.path().join("c"), &moved).is_err());
+        assert!(pack(stored_file(), &back, &folder.path().join("c"), &moved).is_err());
     }
 
     #[test]

@@ -1,22 +1,24 @@
-//! Owns: the index of a layer: what the tar said, without the files' data, and its compact form on disk.
-//! The bytes come from our own disk, but they are read as if a stranger had written them.
+//! The index of a layer: what the tar said, without the files' data, in the compact form that lies on the disk. It is written and
+//! read entry by entry, so that no layer is in memory in another form. The bytes come from our own disk, but they are read as if
+//! they were hostile.
 
 use super::{BLOCK, MAX_PATH};
 use crate::Digest;
+use crate::budget::{Budget, BudgetError};
 
 const MAGIC: &[u8; 8] = b"NACLAYR1";
 
 /// Chunks of a sparse file at most; bigger files have bigger chunks.
 pub const MAX_CHUNKS: u64 = 1 << 16;
 
-/// All that is known of one layer beside its blob.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct LayerIndex {
-    /// Bytes of the blob, a multiple of `BLOCK`.
-    pub blob_length: u64,
-    /// The entries, in the order of the tar.
-    pub entries: Vec<Entry>,
-}
+/// Bytes of a number that is written before it is known.
+const PADDED: usize = 10;
+/// Bytes before the entries: the mark, the length of the blob and the number of entries.
+const HEAD: usize = MAGIC.len() + 2 * PADDED;
+/// Bytes of the checksum at the end.
+const SUM: usize = 32;
+/// Bytes by which an index grows at least.
+const GROWTH: usize = 64 << 10;
 
 /// One entry of the tar.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -125,42 +127,111 @@ pub enum IndexError {
     },
 }
 
-impl LayerIndex {
-    /// The form that `decode` reads.
-    pub fn encode(&self) -> Vec<u8> {
-        let mut out = MAGIC.to_vec();
-        number(&mut out, self.blob_length);
-        number(&mut out, self.entries.len() as u64);
-        for entry in &self.entries {
-            encode_entry(&mut out, entry);
-        }
-        let sum = Digest::of(&out);
-        out.extend_from_slice(&sum.0);
-        out
+/// An index that is being written.
+#[derive(Debug)]
+pub struct IndexWriter {
+    bytes: Vec<u8>,
+    count: u64,
+}
+
+impl IndexWriter {
+    /// One without entries.
+    pub fn new() -> Self {
+        IndexWriter { bytes: vec![0; HEAD], count: 0 }
     }
 
-    /// Reads what `encode` wrote.
-    pub fn decode(bytes: &[u8]) -> Result<LayerIndex, IndexError> {
-        let (body, sum) = bytes.split_last_chunk::<32>().ok_or(IndexError::Damaged)?;
+    /// Adds an entry; the memory for it is charged first.
+    pub fn push(&mut self, entry: &Entry, budget: &mut Budget) -> Result<(), BudgetError> {
+        self.grow(encoded_length(entry), budget)?;
+        encode_entry(&mut self.bytes, entry);
+        self.count += 1;
+        Ok(())
+    }
+
+    fn grow(&mut self, more: usize, budget: &mut Budget) -> Result<(), BudgetError> {
+        let needed = self.bytes.len() + more + SUM;
+        if needed > self.bytes.capacity() {
+            let capacity = needed + (needed / 4).max(GROWTH);
+            budget.charge((capacity - self.bytes.capacity()) as u64)?;
+            self.bytes.reserve_exact(capacity - self.bytes.len());
+        }
+        Ok(())
+    }
+
+    /// Entries so far.
+    pub fn count(&self) -> u64 {
+        self.count
+    }
+
+    /// The whole, of a layer whose blob has so many bytes.
+    pub fn finish(mut self, blob_length: u64) -> Vec<u8> {
+        let mut head = MAGIC.to_vec();
+        padded(&mut head, blob_length);
+        padded(&mut head, self.count);
+        if let Some(place) = self.bytes.get_mut(..HEAD) {
+            place.copy_from_slice(&head);
+        }
+        let sum = Digest::of(&self.bytes);
+        self.bytes.extend_from_slice(&sum.0);
+        self.bytes
+    }
+}
+
+/// An index that was read, and is whole. Its entries are decoded one by one.
+#[derive(Clone, Copy, Debug)]
+pub struct LayerIndex<'a> {
+    /// Bytes of the blob, a multiple of `BLOCK`.
+    pub blob_length: u64,
+    count: u64,
+    entries: &'a [u8],
+}
+
+impl<'a> LayerIndex<'a> {
+    /// Checks what `IndexWriter` wrote, but for its entries.
+    pub fn open(bytes: &'a [u8]) -> Result<Self, IndexError> {
+        let (body, sum) = bytes.split_last_chunk::<SUM>().ok_or(IndexError::Damaged)?;
         if Digest::of(body).0 != *sum {
             return Err(IndexError::Damaged);
         }
         let mut reader = Reader(body.strip_prefix(MAGIC).ok_or(IndexError::Damaged)?);
-        let (Some(blob_length), Some(count)) = (reader.number(), reader.number()) else {
-            return Err(IndexError::Damaged);
-        };
-        if blob_length % BLOCK != 0 {
-            return Err(IndexError::Damaged);
+        match (reader.number(), reader.number()) {
+            (Some(blob_length), Some(count)) if blob_length % BLOCK == 0 => {
+                Ok(LayerIndex { blob_length, count, entries: reader.0 })
+            }
+            _ => Err(IndexError::Damaged),
         }
-        let blocks = blob_length / BLOCK;
-        let mut entries = Vec::new();
-        for at in 0..count {
-            let wrong = |why| IndexError::Entry { entry: at, why };
-            let entry = reader.entry().ok_or(wrong("it is cut or has an unknown kind"))?;
-            check(&entry, blocks).map_err(wrong)?;
-            entries.push(entry);
+    }
+
+    /// The entries, in the order of the tar; the last one is an error if one is wrong.
+    pub fn entries(&self) -> Entries<'a> {
+        Entries { reader: Reader(self.entries), blocks: self.blob_length / BLOCK, at: 0, count: self.count }
+    }
+}
+
+/// See [`LayerIndex::entries`].
+pub struct Entries<'a> {
+    reader: Reader<'a>,
+    blocks: u64,
+    at: u64,
+    count: u64,
+}
+
+impl Iterator for Entries<'_> {
+    type Item = Result<Entry, IndexError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.at == self.count {
+            // What follows the last one belongs to nothing.
+            return (!std::mem::take(&mut self.reader.0).is_empty()).then_some(Err(IndexError::Damaged));
         }
-        if reader.0.is_empty() { Ok(LayerIndex { blob_length, entries }) } else { Err(IndexError::Damaged) }
+        let wrong = |why| IndexError::Entry { entry: self.at, why };
+        let entry = self.reader.entry().ok_or(wrong("it is cut or has an unknown kind"));
+        let entry = entry.and_then(|entry| check(&entry, self.blocks).map_err(wrong).map(|()| entry));
+        self.at += 1;
+        if entry.is_err() {
+            (self.at, self.reader.0) = (self.count, &[]);
+        }
+        Some(entry)
     }
 }
 
@@ -201,6 +272,25 @@ fn number(out: &mut Vec<u8>, mut value: u64) {
         value >>= 7;
     }
     out.push(value as u8);
+}
+
+/// A number in `PADDED` bytes, whatever it is.
+fn padded(out: &mut Vec<u8>, value: u64) {
+    for digit in 0..PADDED {
+        let bits = (value >> (7 * digit) & 0x7f) as u8;
+        out.push(if digit + 1 < PADDED { bits | 0x80 } else { bits });
+    }
+}
+
+/// At least as many bytes as `encode_entry` writes.
+fn encoded_length(entry: &Entry) -> usize {
+    let texts = entry.meta.xattrs.iter().map(|(name, value)| name.len() + value.len() + 2 * PADDED).sum::<usize>();
+    let content = match &entry.what {
+        What::Symlink(target) | What::Hardlink(target) => target.len(),
+        What::File(Data::Chunks { chunks, .. }) => chunks.len() * 10,
+        _ => 0,
+    };
+    entry.path.len() + texts + content + 10 * PADDED
 }
 
 fn bytes(out: &mut Vec<u8>, value: &[u8]) {
@@ -324,6 +414,7 @@ impl<'a> Reader<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::budget::{Cancel, Pool};
     use proptest::prelude::*;
 
     fn device() -> impl Strategy<Value = Device> {
@@ -359,6 +450,22 @@ mod tests {
         }
     }
 
+    fn encode(blob_length: u64, entries: &[Entry]) -> Vec<u8> {
+        let mut budget = Budget::layer(&Pool::new(1 << 30), &Cancel::default());
+        let mut writer = IndexWriter::new();
+        for entry in entries {
+            let before = writer.bytes.len();
+            writer.push(entry, &mut budget).unwrap();
+            assert!(writer.bytes.len() - before <= encoded_length(entry));
+        }
+        assert!(budget.peak() + GROWTH as u64 >= writer.bytes.capacity() as u64);
+        writer.finish(blob_length)
+    }
+
+    fn decode(bytes: &[u8]) -> Result<Vec<Entry>, IndexError> {
+        LayerIndex::open(bytes)?.entries().collect()
+    }
+
     fn sealed(mut body: Vec<u8>) -> Vec<u8> {
         let sum = Digest::of(&body);
         body.extend_from_slice(&sum.0);
@@ -370,24 +477,25 @@ mod tests {
 
         #[test]
         fn an_index_comes_back(entries in prop::collection::vec(entry(), 0..20)) {
-            let index = LayerIndex { blob_length: 40 * BLOCK, entries };
-            prop_assert_eq!(LayerIndex::decode(&index.encode()).unwrap(), index);
+            let bytes = encode(40 * BLOCK, &entries);
+            prop_assert_eq!(LayerIndex::open(&bytes).unwrap().blob_length, 40 * BLOCK);
+            prop_assert_eq!(decode(&bytes).unwrap(), entries);
         }
 
         #[test]
         fn changed_bytes_are_refused(entries in prop::collection::vec(entry(), 1..5), at: prop::sample::Index, bit in 0..8u32) {
-            let mut bytes = LayerIndex { blob_length: 40 * BLOCK, entries }.encode();
+            let mut bytes = encode(40 * BLOCK, &entries);
             *at.get_mut(&mut bytes) ^= 1u8 << bit;
-            prop_assert_eq!(LayerIndex::decode(&bytes), Err(IndexError::Damaged));
+            prop_assert_eq!(decode(&bytes), Err(IndexError::Damaged));
         }
 
         #[test]
         fn any_sealed_bytes_are_read_without_harm(entries in prop::collection::vec(entry(), 1..5), at: prop::sample::Index, byte: u8, noise in prop::collection::vec(any::<u8>(), 0..64)) {
-            let mut body = LayerIndex { blob_length: 40 * BLOCK, entries }.encode();
+            let mut body = encode(40 * BLOCK, &entries);
             body.truncate(body.len() - 32);
             *at.get_mut(&mut body) = byte;
-            let _ = LayerIndex::decode(&sealed(body));
-            let _ = LayerIndex::decode(&sealed([MAGIC.as_slice(), &noise].concat()));
+            let _ = decode(&sealed(body));
+            let _ = decode(&sealed([MAGIC.as_slice(), &noise].concat()));
         }
     }
 
@@ -402,8 +510,8 @@ mod tests {
             Data::Chunks { size: 4096, bits: 0, chunks: vec![(1, 0)] },
         ] {
             let entry = Entry { path: b"a".to_vec(), meta: Meta::default(), what: What::File(data) };
-            let bytes = LayerIndex { blob_length: 2 * BLOCK, entries: vec![entry] }.encode();
-            assert!(matches!(LayerIndex::decode(&bytes), Err(IndexError::Entry { entry: 0, .. })));
+            let bytes = encode(2 * BLOCK, &[entry]);
+            assert!(matches!(decode(&bytes), Err(IndexError::Entry { entry: 0, .. })));
         }
     }
 }

@@ -1,23 +1,36 @@
-//! Owns: turning one layer's stream into a blob and an index, in one pass: hash, decompress, hash, tar, blob.
-//! Threads: two per layer, so that decompressing and writing overlap; both blocking. The caller gives one of
-//! them, `ingest` starts the other and ends with it.
+//! Turns one layer's stream into a blob and an index, in one pass: hash, decompress, hash, tar, blob.
+//! Two blocking threads work on a layer, so that decompressing and writing overlap: the caller's, and one that `ingest` starts and
+//! that ends with it. Both end soon after the budget's caller has gone. In memory are one entry, the pieces that travel, and the
+//! encoded index; all of it is charged to the budget.
 
-use super::index::{Data, Device, Entry, LayerIndex, MAX_CHUNKS, Meta, What};
+use super::index::{Data, Device, Entry, IndexWriter, MAX_CHUNKS, Meta, What};
 use super::tar::{Archive, Header, Kind, TarError};
 use super::{BLOCK, MAX_NAME, MAX_PATH, clean};
 use crate::Digest;
+use crate::budget::{Budget, BudgetError, Cancel};
 use sha2::{Digest as _, Sha256};
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read};
+use std::io::{self, BufReader, Read};
 use std::os::unix::fs::FileExt;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
-/// Bytes of names, attributes and chunk lists of all entries of a layer.
-const MAX_INDEX: u64 = 256 << 20;
 /// Bytes of extended attributes of one file, so that they fit behind its inode.
 const MAX_XATTRS: usize = 128 << 10;
 /// The size of the pieces that travel between the threads and to the disk.
 const PIECE: usize = 256 << 10;
+/// Pieces on their way between the threads.
+const PIECES: usize = 8;
+/// What a layer takes in memory whatever is in it: the pieces and buffers of both threads, the pieces of a download (16 of at most
+/// 408 KiB, hyper's largest), the headers before one entry as they come and as they are read, and the map of one sparse file.
+pub const FIXED: u64 = 32 << 20;
+/// Bytes at the beginning of a stream that say how it is packed: the magic number and the longest header of a frame in zstd
+/// (RFC 8878, section 3.1.1.1), which is longer than the magic number of gzip.
+const START: usize = 4 + 14;
+/// The window of a stream in zstd that says no larger one in its first frame, as a power of two: what the encoders of image builders
+/// use at most. A larger one is charged as well.
+const WINDOW: u32 = 25;
+/// The largest window, as a power of two: that of `zstd --ultra`.
+const MAX_WINDOW: u32 = 27;
 
 /// What one layer may have.
 #[derive(Clone, Copy, Debug)]
@@ -56,6 +69,9 @@ pub enum LayerError {
         /// How many it may have.
         limit: u64,
     },
+    /// It costs more than it may.
+    #[error("the layer cannot be unpacked")]
+    Budget(#[from] BudgetError),
     /// The blob cannot be written.
     #[error("cannot write the layer's data")]
     Write(#[source] io::Error),
@@ -68,20 +84,35 @@ pub struct Ingested {
     pub digest: Digest,
     /// The digest of the tar in it.
     pub diff_id: Digest,
-    /// What is in it.
-    pub index: LayerIndex,
+    /// What is in it, as `LayerIndex` reads it.
+    pub index: Vec<u8>,
 }
 
 /// Reads a layer from `source`, gzip, zstd or plain as its first bytes say, and writes the files' data into
-/// `blob`, which is synced then.
-pub fn ingest(source: impl Read, blob: &File, limits: Limits) -> Result<Ingested, LayerError> {
-    let (sender, receiver) = sync_channel(8);
+/// `blob`, which is synced then. The index is charged to the budget as long as that lives.
+pub fn ingest(source: impl Read, blob: &File, limits: Limits, budget: &mut Budget) -> Result<Ingested, LayerError> {
+    let cancel = budget.cancel().clone();
+    budget.charge(FIXED)?;
+    let mut source = Hashing::new(source, &cancel);
+    // One read may return less, whatever the sender's pieces are.
+    let mut start = Vec::with_capacity(START);
+    let read = (&mut source).take(START as u64).read_to_end(&mut start);
+    read.map_err(|error| failed(error, &cancel, LayerError::Source))?;
+    let packing = Packing::of(&start);
+    let source = BufReader::with_capacity(PIECE, io::Cursor::new(start).chain(source));
+    if let Packing::Zstd { window } = packing {
+        budget.charge(1 << window)?;
+    }
+    let (sender, receiver) = sync_channel(PIECES);
     std::thread::scope(|scope| {
-        let unpacking = scope.spawn(move || unpack(receiver, blob, limits));
-        let fed = feed(source, sender);
+        let unpacking = scope.spawn(move || unpack(receiver, blob, limits, budget));
+        let fed = feed(source, packing, sender, &cancel);
         let unpacked = unpacking.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         // If the reader stopped, it knows why, and the feeder only knows that nobody listens.
         match (fed, unpacked) {
+            // Either thread may be the first that finds it cancelled, and the other only sees what follows.
+            (Err(_), _) | (_, Err(_)) if cancel.is_cancelled() => Err(BudgetError::Cancelled.into()),
+            (_, Err(error @ LayerError::Budget(_))) => Err(error),
             (Err(Fed::Failed(error)), _) => Err(error),
             (_, Err(LayerError::Tar(TarError::Read { source, .. })))
                 if source.kind() == io::ErrorKind::FileTooLarge =>
@@ -100,34 +131,87 @@ enum Fed {
     Unheard,
 }
 
+/// An error of a stream, which may be that the work was cancelled.
+fn failed(error: io::Error, cancel: &Cancel, what: impl FnOnce(io::Error) -> LayerError) -> LayerError {
+    if cancel.is_cancelled() { BudgetError::Cancelled.into() } else { what(error) }
+}
+
+/// How a stream is compressed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Packing {
+    Plain,
+    Gzip,
+    /// The largest window that frames may have, as a power of two.
+    Zstd {
+        window: u32,
+    },
+}
+
+impl Packing {
+    /// That of a stream that begins so.
+    fn of(start: &[u8]) -> Packing {
+        match start {
+            [0x1f, 0x8b, ..] => Packing::Gzip,
+            [0x28, 0xb5, 0x2f, 0xfd, frame @ ..] => {
+                Packing::Zstd { window: window(frame).unwrap_or(WINDOW).clamp(WINDOW, MAX_WINDOW) }
+            }
+            [0x50..=0x5f, 0x2a, 0x4d, 0x18, ..] => Packing::Zstd { window: WINDOW },
+            _ => Packing::Plain,
+        }
+    }
+}
+
+/// The window that the header of a frame asks for, as a power of two that is not smaller (RFC 8878, section 3.1.1.1).
+fn window(frame: &[u8]) -> Option<u32> {
+    let (&descriptor, rest) = frame.split_first()?;
+    // One segment: the window is the whole content. Its size follows the number of a dictionary.
+    if descriptor & 0x20 != 0 {
+        let (dictionary, field) = (descriptor & 3, descriptor >> 6);
+        let size = rest.get((1 << dictionary >> 1)..)?.get(..1 << field)?;
+        let mut bytes = [0; 8];
+        bytes.iter_mut().zip(size).for_each(|(to, from)| *to = *from);
+        let least = if field == 1 { 256 } else { 0 };
+        let size = u64::from_le_bytes(bytes).saturating_add(least);
+        return Some(size.checked_next_power_of_two().map_or(u64::BITS, u64::trailing_zeros));
+    }
+    let &value = rest.first()?;
+    Some(10 + u32::from(value >> 3) + u32::from(value & 7 != 0))
+}
+
 /// First thread: hashes what comes and sends it decompressed to the second.
-fn feed(source: impl Read, sender: SyncSender<Vec<u8>>) -> Result<Digest, Fed> {
-    let mut source =
-        BufReader::with_capacity(PIECE, Hashing { stream: source, hash: Sha256::new(), count: 0, failed: false });
-    let start = source.fill_buf().map_err(|error| Fed::Failed(LayerError::Source(error)))?;
-    let plain = !matches!(start, [0x1f, 0x8b, ..] | [0x28, 0xb5, 0x2f, 0xfd, ..] | [0x50..=0x5f, 0x2a, 0x4d, 0x18, ..]);
-    let sent = match start {
-        _ if plain => forward(&mut source, &sender),
-        [0x1f, ..] => forward(flate2::bufread::MultiGzDecoder::new(&mut source), &sender),
-        _ => match zstd::stream::read::Decoder::with_buffer(&mut source) {
-            Ok(decoder) => forward(decoder, &sender),
-            Err(error) => Err(Some(error)),
-        },
+fn feed<R: Read>(
+    mut source: BufReader<io::Chain<io::Cursor<Vec<u8>>, Hashing<R>>>,
+    packing: Packing,
+    sender: SyncSender<Vec<u8>>,
+    cancel: &Cancel,
+) -> Result<Digest, Fed> {
+    let sent = match packing {
+        Packing::Plain => forward(&mut source, &sender, cancel),
+        Packing::Gzip => forward(flate2::bufread::MultiGzDecoder::new(&mut source), &sender, cancel),
+        Packing::Zstd { window } => zstd::stream::read::Decoder::with_buffer(&mut source)
+            .and_then(|mut decoder| decoder.window_log_max(window).map(|()| decoder))
+            .map_err(Some)
+            .and_then(|decoder| forward(decoder, &sender, cancel)),
     };
+    let of_source = |error| Fed::Failed(failed(error, cancel, LayerError::Source));
     sent.map_err(|error| match error {
         None => Fed::Unheard,
-        Some(error) if plain || source.get_ref().failed => Fed::Failed(LayerError::Source(error)),
-        Some(error) => Fed::Failed(LayerError::Decompress(error)),
+        Some(error) if packing == Packing::Plain || source.get_ref().get_ref().1.failed => of_source(error),
+        Some(error) => Fed::Failed(failed(error, cancel, LayerError::Decompress)),
     })?;
     drop(sender);
     // What follows the compressed data belongs to the digest.
-    io::copy(&mut source, &mut io::sink()).map_err(|error| Fed::Failed(LayerError::Source(error)))?;
-    Ok(Digest(source.into_inner().hash.finalize().into()))
+    io::copy(&mut source, &mut io::sink()).map_err(of_source)?;
+    let (_start, hashing) = source.into_inner().into_inner();
+    Ok(Digest(hashing.hash.finalize().into()))
 }
 
 /// Sends everything; the error is none if nobody listens.
-fn forward(mut stream: impl Read, sender: &SyncSender<Vec<u8>>) -> Result<(), Option<io::Error>> {
+fn forward(mut stream: impl Read, sender: &SyncSender<Vec<u8>>, cancel: &Cancel) -> Result<(), Option<io::Error>> {
     loop {
+        if cancel.is_cancelled() {
+            return Err(Some(io::ErrorKind::Interrupted.into()));
+        }
         let mut piece = Vec::with_capacity(PIECE);
         let got = (&mut stream).take(PIECE as u64).read_to_end(&mut piece).map_err(Some)?;
         if got == 0 {
@@ -143,10 +227,21 @@ struct Hashing<R> {
     hash: Sha256,
     count: u64,
     failed: bool,
+    cancel: Cancel,
+}
+
+impl<R> Hashing<R> {
+    fn new(stream: R, cancel: &Cancel) -> Self {
+        Hashing { stream, hash: Sha256::new(), count: 0, failed: false, cancel: cancel.clone() }
+    }
 }
 
 impl<R: Read> Read for Hashing<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        if self.cancel.is_cancelled() {
+            self.failed = true;
+            return Err(io::ErrorKind::ConnectionAborted.into());
+        }
         let got = self.stream.read(buffer).inspect_err(|_| self.failed = true)?;
         self.hash.update(buffer.get(..got).unwrap_or_default());
         self.count += got as u64;
@@ -176,24 +271,25 @@ impl Read for Pieces {
 }
 
 /// Second thread: reads the tar, writes the blob.
-fn unpack(receiver: Receiver<Vec<u8>>, blob: &File, limits: Limits) -> Result<(Digest, LayerIndex), LayerError> {
+fn unpack(
+    receiver: Receiver<Vec<u8>>,
+    blob: &File,
+    limits: Limits,
+    budget: &mut Budget,
+) -> Result<(Digest, Vec<u8>), LayerError> {
     let pieces = Pieces { receiver, piece: io::Cursor::default() };
     let counted = Counted { stream: pieces, left: limits.bytes };
-    let hashing = Hashing { stream: counted, hash: Sha256::new(), count: 0, failed: false };
+    let hashing = Hashing::new(counted, budget.cancel());
     let mut archive = Archive::new(BufReader::with_capacity(PIECE, hashing));
     let mut writer = BlobWriter { file: blob, buffer: Vec::new(), start: 0, end: 0, limit: limits.bytes };
-    let mut entries = Vec::new();
-    let mut described = 0;
+    let mut index = IndexWriter::new();
     while let Some(header) = archive.next()? {
-        if entries.len() as u64 >= limits.entries {
+        budget.step(1)?;
+        if index.count() >= limits.entries {
             return Err(LayerError::TooLarge { what: "entries", limit: limits.entries });
         }
         if let Some(entry) = entry(header, &mut archive, &mut writer)? {
-            described += weight(&entry);
-            if described > MAX_INDEX {
-                return Err(LayerError::TooLarge { what: "bytes of names and attributes", limit: MAX_INDEX });
-            }
-            entries.push(entry);
+            index.push(&entry, budget)?;
         }
     }
     let mut rest = archive.into_inner();
@@ -201,18 +297,7 @@ fn unpack(receiver: Receiver<Vec<u8>>, blob: &File, limits: Limits) -> Result<(D
     io::copy(&mut rest, &mut io::sink()).map_err(|source| TarError::Read { at, source })?;
     let diff_id = Digest(rest.into_inner().hash.finalize().into());
     let blob_length = writer.finish()?;
-    Ok((diff_id, LayerIndex { blob_length, entries }))
-}
-
-/// About how much memory an entry takes beyond its fixed size.
-fn weight(entry: &Entry) -> u64 {
-    let xattrs = entry.meta.xattrs.iter().map(|(name, value)| name.len() + value.len()).sum::<usize>();
-    let content = match &entry.what {
-        What::Symlink(target) | What::Hardlink(target) => target.len(),
-        What::File(Data::Chunks { chunks, .. }) => chunks.len() * 8,
-        _ => 0,
-    };
-    (entry.path.len() + xattrs + content) as u64
+    Ok((diff_id, index.finish(blob_length)))
 }
 
 /// A stream that fails when it is longer than allowed.
@@ -268,7 +353,7 @@ fn entry<R: Read>(
         What::Whiteout
     } else {
         match header.kind {
-            _ if parts.is_empty() && header.kind != Kind::Folder => return Err(wrong("the root is not a folder")),
+            _ if parts.is_empty() && header.kind != Kind::Folder => return Err(wrong("the root is not a directory")),
             Kind::Folder => What::Folder,
             Kind::File => What::File(match &header.sparse {
                 None => writer.flat(header.size, archive)?,

@@ -1,6 +1,8 @@
-//! Owns: the tests of ingest with damaged, cut and odd streams.
+//! Tests of ingest with damaged, cut, odd and costly streams.
 
 use super::*;
+use crate::budget::Pool;
+use crate::layer::index::LayerIndex;
 use proptest::prelude::*;
 use std::io::Write;
 
@@ -37,9 +39,17 @@ fn packed(packing: u8, bytes: &[u8]) -> Vec<u8> {
     }
 }
 
+fn budget() -> Budget {
+    Budget::layer(&Pool::new(1 << 30), &Cancel::default())
+}
+
+fn index(ingested: &Ingested) -> LayerIndex<'_> {
+    LayerIndex::open(&ingested.index).unwrap()
+}
+
 fn take(stream: &[u8]) -> Result<(Ingested, Vec<u8>), LayerError> {
     let blob = tempfile::NamedTempFile::new().unwrap();
-    let ingested = ingest(stream, blob.as_file(), LIMITS)?;
+    let ingested = ingest(stream, blob.as_file(), LIMITS, &mut budget())?;
     Ok((ingested, std::fs::read(blob.path()).unwrap()))
 }
 
@@ -50,7 +60,7 @@ fn every_packing_gives_the_same_layer_and_its_own_digest() {
         let stream = packed(packing, &tar);
         let (ingested, blob) = take(&stream).unwrap();
         assert_eq!((ingested.digest, ingested.diff_id), (Digest::of(&stream), Digest::of(&tar)));
-        assert_eq!((blob.len() as u64, ingested.index.blob_length), (12_288, 12_288));
+        assert_eq!((blob.len() as u64, index(&ingested).blob_length), (12_288, 12_288));
         assert_eq!((&blob[..5000], &blob[8192..8195]), ([7; 5000].as_slice(), b"abc".as_slice()));
         assert!(blob[5000..8192].iter().all(|&byte| byte == 0));
     }
@@ -77,7 +87,7 @@ fn a_source_that_fails_is_the_reason() {
     impl Read for Failing {
         fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
             let stream = gzip(&sample());
-            let part = &stream[self.0..(self.0 + 40).min(stream.len() / 2)];
+            let part = &stream[self.0..(self.0 + buffer.len().min(40)).min(stream.len() / 2)];
             if part.is_empty() {
                 return Err(io::ErrorKind::ConnectionAborted.into());
             }
@@ -87,7 +97,7 @@ fn a_source_that_fails_is_the_reason() {
         }
     }
     let blob = tempfile::tempfile().unwrap();
-    match ingest(Failing(0), &blob, LIMITS) {
+    match ingest(Failing(0), &blob, LIMITS, &mut budget()) {
         Err(LayerError::Source(error)) => assert_eq!(error.kind(), io::ErrorKind::ConnectionAborted),
         other => panic!("{other:?}"),
     }
@@ -100,6 +110,99 @@ fn a_bomb_ends_at_the_limit() {
     for stream in [bomb, gzip(&many_zeros)] {
         assert!(matches!(take(&stream), Err(LayerError::TooLarge { what: "bytes", limit: 1_048_576 })));
     }
+}
+
+/// A tar of files, each with these pax records before it.
+fn with_records(files: usize, records: &[(&str, &[u8])]) -> Vec<u8> {
+    let mut builder = tar::Builder::new(Vec::new());
+    for n in 0..files {
+        builder.append_pax_extensions(records.iter().copied()).unwrap();
+        let mut header = tar::Header::new_ustar();
+        header.set_size(0);
+        header.set_mode(0o644);
+        builder.append_data(&mut header, format!("f{n}"), &b""[..]).unwrap();
+    }
+    builder.into_inner().unwrap()
+}
+
+#[test]
+fn an_entry_has_so_many_attributes() {
+    let names: Vec<_> = (0..200).map(|n| format!("SCHILY.xattr.user.{n}")).collect();
+    let records = |count: usize| names.iter().take(count).map(|name| (name.as_str(), &b""[..])).collect::<Vec<_>>();
+    let tar = with_records(1, &records(128));
+    let (ingested, _) = take(&gzip(&tar)).unwrap();
+    assert_eq!(index(&ingested).entries().next().unwrap().unwrap().meta.xattrs.len(), 128);
+    let error = take(&gzip(&with_records(1, &records(129)))).unwrap_err();
+    assert!(matches!(error, LayerError::Tar(TarError::Header { why, .. }) if why.contains("128")), "{error:?}");
+}
+
+#[test]
+fn an_index_that_is_too_large_is_refused() {
+    let value = vec![b'x'; 60_000];
+    let tar = gzip(&with_records(99, &[("SCHILY.xattr.user.a", &value)]));
+    let blob = tempfile::tempfile().unwrap();
+    // A quarter of it for a layer: its fixed part, and 2 MiB.
+    let pool = Pool::new(4 * (FIXED + (2 << 20)));
+    let mut budget = Budget::layer(&pool, &Cancel::default());
+    let limits = Limits { bytes: 16 << 20, ..LIMITS };
+    let refused = ingest(tar.as_slice(), &blob, limits, &mut budget).unwrap_err();
+    assert!(matches!(refused, LayerError::Budget(BudgetError::Memory { .. })), "{refused:?}");
+    drop(budget);
+    assert_eq!(pool.free(), 4 * (FIXED + (2 << 20)));
+}
+
+#[test]
+fn a_layer_that_is_cancelled_ends() {
+    /// Zeros for ever; after some of them the caller goes.
+    struct Endless(Cancel, u64);
+    impl Read for Endless {
+        fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+            self.1 += buffer.len() as u64;
+            if self.1 > 8 << 20 {
+                self.0.cancel();
+            }
+            assert!(self.1 < 64 << 20, "it is read on after it was cancelled");
+            buffer.fill(0);
+            Ok(buffer.len())
+        }
+    }
+    let (blob, cancel) = (tempfile::tempfile().unwrap(), Cancel::default());
+    let mut budget = Budget::layer(&Pool::new(1 << 30), &cancel);
+    let limits = Limits { bytes: u64::MAX, ..LIMITS };
+    let ended = ingest(Endless(cancel, 0), &blob, limits, &mut budget).unwrap_err();
+    assert!(matches!(ended, LayerError::Budget(BudgetError::Cancelled)), "{ended:?}");
+}
+
+#[test]
+fn windows_of_zstd_are_those_of_the_first_frame() {
+    for log in [21, 25, 27] {
+        let mut encoder = zstd::stream::write::Encoder::new(Vec::new(), 1).unwrap();
+        encoder.window_log(log).unwrap();
+        encoder.write_all(&sample()).unwrap();
+        let stream = encoder.finish().unwrap();
+        assert_eq!(Packing::of(&stream), Packing::Zstd { window: log.max(WINDOW) });
+        assert!(take(&stream).is_ok());
+    }
+    // A frame of one segment, whose window is its content.
+    for (length, window) in [(1000, WINDOW), (300, WINDOW), (40 << 20, 26)] {
+        let mut content = sample();
+        content.resize(length.max(content.len()), 0);
+        let stream = zstd::bulk::compress(&content, 22).unwrap();
+        assert_ne!(stream[4] & 0x20, 0, "one segment");
+        assert_eq!(Packing::of(&stream), Packing::Zstd { window });
+        let (blob, limits) = (tempfile::tempfile().unwrap(), Limits { bytes: 64 << 20, ..LIMITS });
+        let mut budget = Budget::layer(&Pool::new(1 << 30), &Cancel::default());
+        ingest(&stream[..], &blob, limits, &mut budget).unwrap_or_else(|error| panic!("{length}: {error:?}"));
+        // However small the pieces are in which it comes.
+        let mut budget = Budget::layer(&Pool::new(1 << 30), &Cancel::default());
+        ingest(Bytewise(&stream), &blob, limits, &mut budget).unwrap_or_else(|error| panic!("{length}: {error:?}"));
+    }
+    // The second frame must not ask for more than was charged.
+    let mut encoder = zstd::stream::write::Encoder::new(Vec::new(), 1).unwrap();
+    encoder.window_log(27).unwrap();
+    encoder.write_all(&sample()).unwrap();
+    let stream = [packed(2, &sample()[..512]), encoder.finish().unwrap()].concat();
+    assert!(matches!(take(&stream), Err(LayerError::Decompress(_))));
 }
 
 proptest! {
@@ -126,9 +229,19 @@ proptest! {
         }
         if let Ok((ingested, blob)) = take(&stream) {
             prop_assert_eq!(ingested.digest, Digest::of(&stream));
-            prop_assert_eq!(blob.len() as u64, ingested.index.blob_length);
+            prop_assert_eq!(blob.len() as u64, index(&ingested).blob_length);
             // Whatever is taken keeps the rules on which the later stages rely.
-            prop_assert_eq!(LayerIndex::decode(&ingested.index.encode()).unwrap(), ingested.index);
+            prop_assert!(index(&ingested).entries().all(|entry| entry.is_ok()));
         }
+    }
+}
+
+/// A stream of which each read returns one byte, as a slow sender's may.
+struct Bytewise<'a>(&'a [u8]);
+
+impl Read for Bytewise<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let most = buffer.len().min(1);
+        self.0.read(&mut buffer[..most])
     }
 }

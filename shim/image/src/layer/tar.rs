@@ -9,6 +9,9 @@ const MAX_SPECIAL: u64 = 1 << 20;
 const MAX_SPECIALS: u64 = 4 << 20;
 /// Pieces of one sparse file.
 const MAX_PIECES: usize = 1 << 18;
+/// Extended attributes of one entry: what Linux allows users on the files of kernfs (KERNFS_MAX_USER_XATTRS in
+/// include/linux/kernfs.h). Their names are then far below the 64 KiB that listxattr(2) returns (XATTR_LIST_MAX).
+const MAX_XATTRS: usize = 128;
 const BLOCK: u64 = 512;
 
 /// Why a stream is no tar that we take.
@@ -388,15 +391,21 @@ impl Extra {
             b"GNU.sparse.size" | b"GNU.sparse.realsize" => self.sparse.size = whole()?,
             b"GNU.sparse.major" if value == b"1" => self.sparse.version = Some(()),
             b"GNU.sparse.major" if value != b"0" => return Err("the sparse format is unknown"),
-            b"GNU.sparse.map" => self.sparse.map = Some(pairs(value).ok_or("a sparse map is not pairs of numbers")?),
+            b"GNU.sparse.map" => {
+                self.sparse.map =
+                    Some(pairs(value).ok_or("a sparse map is not pairs of numbers, or has more than 262144")?)
+            }
             b"GNU.sparse.numblocks" => self.sparse.map = Some(Vec::new()),
             b"GNU.sparse.offset" => self.sparse.offset = whole()?,
             b"GNU.sparse.numbytes" => {
                 let piece = self.sparse.offset.take().zip(whole()?).ok_or("a sparse piece has no offset")?;
-                self.sparse.map.get_or_insert_default().push(piece); // A header of 1 MiB bounds their number.
+                self.sparse.map.get_or_insert_default().push(piece); // Headers of 4 MiB bound their number.
             }
             _ => {
                 if let Some(name) = key.strip_prefix(b"SCHILY.xattr.") {
+                    if self.xattrs.len() >= MAX_XATTRS {
+                        return Err("an entry has more than 128 extended attributes");
+                    }
                     self.xattrs.push((name.to_vec(), value.to_vec()));
                 }
             }
@@ -429,6 +438,9 @@ fn pairs(text: &[u8]) -> Option<Vec<(u64, u64)>> {
     let mut numbers = text.split(|&byte| byte == b',').map(decimal);
     let mut map = Vec::new();
     while let Some(offset) = numbers.next() {
+        if map.len() >= MAX_PIECES {
+            return None;
+        }
         map.push((offset?, numbers.next()??));
     }
     Some(map)

@@ -8,6 +8,7 @@ use ::http::{HeaderValue, Method, Uri};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
+use nacelle_base::json;
 use serde::Deserialize;
 
 /// Bytes of a token server's answer.
@@ -154,7 +155,7 @@ pub async fn token_for(
     };
     let bytes = answer.ok().await?.all(MAX_TOKEN, "the token").await?;
     let no_token = || ImageError::Protocol { url: shown(&uri), why: "it gives no token" };
-    let answer: TokenAnswer = serde_json::from_slice(&bytes).map_err(|_cause| no_token())?;
+    let answer: TokenAnswer = json::read(&bytes).map_err(|_cause| no_token())?;
     let given = [answer.token, answer.access_token].into_iter().flatten().find(|token| !token.is_empty());
     given.ok_or_else(no_token)
 }

@@ -13,6 +13,7 @@ use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use nacelle_base::files::at;
+use nacelle_base::json;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
@@ -193,7 +194,7 @@ impl Answer {
 
 /// The words of the first error in a registry's JSON.
 fn message(body: &[u8]) -> String {
-    let json: serde_json::Value = serde_json::from_slice(body).unwrap_or_default();
+    let json: serde_json::Value = json::read(body).unwrap_or_default();
     let text = json.pointer("/errors/0/message").or_else(|| json.get("details")).and_then(|text| text.as_str());
     text.map(|text| format!(": {}", text.chars().filter(|c| !c.is_control()).take(300).collect::<String>()))
         .unwrap_or_default()

@@ -12,6 +12,7 @@ use http_body_util::{Either, Full};
 use hyper::body::{Body, Frame, SizeHint};
 use nacelle_base::Chain;
 use nacelle_base::files::at;
+use nacelle_base::retry::retry_interrupted;
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::PathBuf;
@@ -78,7 +79,7 @@ impl Payload {
 fn read(mut file: File, to: &mpsc::Sender<io::Result<Bytes>>) {
     loop {
         let mut piece = vec![0; PIECE];
-        let read = file.read(&mut piece).map(|count| {
+        let read = retry_interrupted(|| file.read(&mut piece)).map(|count| {
             piece.truncate(count);
             Bytes::from(piece)
         });

@@ -3,6 +3,7 @@
 
 mod artifact;
 mod common;
+mod cost;
 mod crash;
 mod disk_full;
 mod hostile;

@@ -5,11 +5,13 @@
 //! Threads: blocks.
 
 use super::CniError;
-use super::config::{NetworkList, parse_object, read_limited};
+use super::config::{NetworkList, read_limited};
 use nacelle_base::PodId;
 use nacelle_base::files::{at, remove_if_there, write_whole};
+use nacelle_base::json;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Seek, Write};
 use std::os::unix::fs::OpenOptionsExt;
@@ -18,6 +20,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// More than the largest configuration and the largest result, each of 1 MiB.
 const MAX_RECORD: u64 = 8 << 20;
+/// Values of a record: of a configuration, arguments and a result, each of which may have `json::VALUES`.
+const MAX_VALUES: usize = 4 * json::VALUES;
 
 #[derive(Clone, Debug)]
 pub(crate) struct Cache {
@@ -37,6 +41,20 @@ pub(crate) struct Record {
     /// The configuration list.
     pub network: Map<String, Value>,
     pub result: Option<Map<String, Value>>,
+    /// Set when the pod is gone and DEL has not succeeded: it is still to be done.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub owed: Option<Owed>,
+}
+
+/// A DEL that is still to be done.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Owed {
+    /// When it failed first, in seconds since 1970.
+    pub since: u64,
+    /// How often it was tried.
+    pub attempts: u32,
+    /// Why it failed last.
+    pub error: String,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -71,8 +89,7 @@ impl Cache {
 
     pub(super) fn parse(path: &Path, bytes: &[u8]) -> Result<(Record, NetworkList), CniError> {
         let what = path.display().to_string();
-        let stored = Value::Object(parse_object(&what, bytes)?);
-        let Stored::V1(record) = serde_json::from_value(stored).map_err(bad(path))?;
+        let Stored::V1(record) = json::read_most(bytes, MAX_VALUES).map_err(bad(path))?;
         let network = NetworkList::from_list(&what, record.network.clone())?;
         Ok((record, network))
     }
@@ -101,16 +118,17 @@ impl Cache {
         self.dir.join(format!("{id}.input"))
     }
 
-    /// All pods that have a record.
-    pub fn ids(&self) -> Result<Vec<PodId>, CniError> {
+    /// All pods that have a record, or an input file: a killed daemon may have left that alone.
+    pub fn ids(&self) -> Result<BTreeSet<PodId>, CniError> {
         let entries = match fs::read_dir(&self.dir) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(BTreeSet::new()),
             other => other.map_err(at("read", &self.dir))?,
         };
-        let mut ids = Vec::new();
+        let mut ids = BTreeSet::new();
         for entry in entries {
             let name = entry.map_err(at("read", &self.dir))?.file_name();
-            ids.extend(name.to_str().and_then(|name| name.strip_suffix(".json")?.parse::<PodId>().ok()));
+            let stem = |name: &str| name.strip_suffix(".json").or_else(|| name.strip_suffix(".input"))?.parse().ok();
+            ids.extend(name.to_str().and_then(stem));
         }
         Ok(ids)
     }

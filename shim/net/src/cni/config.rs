@@ -1,6 +1,7 @@
 //! Owns: network configurations: finding the one that counts, checking it, and what a plugin is fed from it.
 
 use super::CniError;
+use nacelle_base::json;
 use serde_json::{Map, Value, json};
 use std::fs::{self, File};
 use std::io::Read;
@@ -186,7 +187,7 @@ pub(super) fn read_limited(path: &Path, limit: u64) -> Result<Vec<u8>, CniError>
 }
 
 pub(super) fn parse_object(what: &str, bytes: &[u8]) -> Result<Map<String, Value>, CniError> {
-    serde_json::from_slice(bytes).map_err(|source| CniError::Json { what: what.to_owned(), source })
+    json::read(bytes).map_err(|source| CniError::Json { what: what.to_owned(), source })
 }
 
 fn name(what: &str, conf: &Map<String, Value>) -> Result<String, CniError> {

@@ -95,6 +95,14 @@ pub enum CniError {
         /// The limit.
         seconds: u64,
     },
+    /// All plugins together did not end in time; the one that ran was killed.
+    #[error("the CNI plugins did not finish {command} within {seconds} s")]
+    TooSlow {
+        /// DEL or GC.
+        command: &'static str,
+        /// The limit.
+        seconds: u64,
+    },
     /// The plugin printed more than an answer may have, and was killed.
     #[error("CNI plugin {plugin} printed more than {limit} bytes for {command} and was killed")]
     TooMuchOutput {
@@ -172,7 +180,7 @@ impl Classify for CniError {
             | CniError::Failed { .. } => Kind::Unavailable,
             CniError::File { source } => source.kind(),
             CniError::Argument { .. } => Kind::Invalid,
-            CniError::Timeout { .. } => Kind::Timeout,
+            CniError::Timeout { .. } | CniError::TooSlow { .. } => Kind::Timeout,
             CniError::NotAttached { .. } => Kind::NotFound,
             CniError::Busy { .. } => Kind::Unavailable,
             CniError::Input { source, .. } => source.kind().into(),

@@ -3,6 +3,7 @@
 //! Threads: async; a call that is given up kills its plugin.
 
 use super::CniError;
+use nacelle_base::json;
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 use serde::Deserialize;
@@ -106,7 +107,7 @@ impl Exec {
             }
             return Ok(output);
         }
-        Err(match serde_json::from_slice::<WireError>(&output) {
+        Err(match json::read::<WireError>(&output) {
             Ok(WireError { code, msg, details }) => CniError::Plugin {
                 plugin: plugin.to_owned(),
                 command: name,

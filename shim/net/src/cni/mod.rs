@@ -6,6 +6,7 @@
 
 mod cache;
 mod config;
+mod debts;
 mod error;
 mod exec;
 mod result;
@@ -14,9 +15,12 @@ mod tests;
 mod types;
 
 use crate::network::NetConfig;
+use crate::{NetError, NetNs};
 use cache::{Cache, Claim, Record, fill};
 use config::{NetworkList, Plugin, Version};
+use debts::Debts;
 use exec::{Command, Exec};
+use nacelle_base::json;
 use nacelle_base::{Chain, PodId};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use serde::Deserialize;
@@ -29,6 +33,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 use tokio::sync::{Semaphore, SemaphorePermit};
 
+pub use debts::OwedDelete;
 pub use error::CniError;
 pub(crate) use result::CniResult;
 pub use types::{Bandwidth, Dns, PodRef, PortMapping, Protocol};
@@ -48,6 +53,7 @@ pub(crate) struct Cni {
     cache: Cache,
     turns: Semaphore,
     versions: Mutex<HashMap<PathBuf, Spoken>>,
+    debts: Mutex<Debts>,
 }
 
 /// What a plugin said of itself, and which state of its file said it.
@@ -71,6 +77,7 @@ impl Cni {
             cache: Cache { dir: config.cache_dir.clone() },
             turns: Semaphore::new(MAX_PARALLEL as usize),
             versions: Mutex::default(),
+            debts: Mutex::default(),
         }
     }
 
@@ -94,6 +101,7 @@ impl Cni {
             capabilities,
             network: network.to_list(),
             result: None,
+            owed: None,
         };
         self.write(&record).await?;
         for (position, plugin) in network.plugins.iter().enumerate() {
@@ -232,8 +240,9 @@ impl Cni {
         network: &NetworkList,
         plugins: &[Plugin],
     ) -> Result<(), CniError> {
-        // After a reboot the namespace is gone; plugins know that by an empty path.
-        let there = tokio::fs::try_exists(&record.netns).await.unwrap_or(false);
+        // After a reboot, or when its mount was lost, there is no namespace; plugins know that by an empty path.
+        let netns = record.netns.clone();
+        let there = blocking(move || Ok(is_namespace(&netns))).await?;
         let environment = record.environment(if there { &record.netns } else { Path::new("") });
         let known = record.result.as_ref().filter(|_| network.version >= Version::V0_4_0);
         let mut first = Ok(());
@@ -258,7 +267,7 @@ impl Cni {
         }
         let input = json!({ "cniVersion": Version::V1_1_0.as_str() }).to_string();
         let output = self.ask(plugin, Command::Version, input.as_bytes()).await?;
-        let wire: WireVersions = serde_json::from_slice(&output).map_err(|source| {
+        let wire: WireVersions = json::read(&output).map_err(|source| {
             let what = format!("the answer of CNI plugin {plugin} to VERSION");
             CniError::Json { what, source }
         })?;
@@ -330,7 +339,7 @@ impl Cni {
     }
 
     /// All pods that are attached, or were when something failed.
-    pub async fn ids(&self) -> Result<Vec<PodId>, CniError> {
+    pub async fn ids(&self) -> Result<BTreeSet<PodId>, CniError> {
         let cache = self.cache.clone();
         blocking(move || cache.ids()).await
     }
@@ -344,6 +353,15 @@ impl Record {
             ("CNI_IFNAME", self.interface.clone().into()),
             ("CNI_ARGS", self.args.clone().into()),
         ]
+    }
+}
+
+/// Whether DEL can name this namespace; if that cannot be found out, the plugins shall say why.
+fn is_namespace(path: &Path) -> bool {
+    match NetNs::open(path) {
+        Err(NetError::NotNetns { .. }) => false,
+        Err(NetError::Netns { source, .. }) => source.kind() != std::io::ErrorKind::NotFound,
+        _ => true,
     }
 }
 

@@ -108,7 +108,7 @@ fn a_record_comes_back_and_an_unknown_version_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let cache = Cache { dir: dir.path().join("cache") };
     let id = PodId::from_bytes([9; 32]);
-    assert_eq!(cache.ids().unwrap(), []);
+    assert_eq!(cache.ids().unwrap(), [].into());
     assert_eq!(cache.read(&id).unwrap(), None);
     let network = single(r#"{"cniVersion":"1.0.0","name":"a","type":"x","capabilities":{"dns":true}}"#).unwrap();
     let record = Record {
@@ -119,10 +119,13 @@ fn a_record_comes_back_and_an_unknown_version_is_refused() {
         capabilities: Map::new(),
         network: network.to_list(),
         result: None,
+        owed: None,
     };
+    // As daemons wrote it that did not know of owed DELs.
+    assert!(!serde_json::to_string(&record).unwrap().contains("owed"));
     cache.write(&record).unwrap();
     assert_eq!(cache.read(&id).unwrap(), Some((record.clone(), network)));
-    assert_eq!(cache.ids().unwrap(), std::slice::from_ref(&id));
+    assert_eq!(cache.ids().unwrap(), [id.clone()].into());
     let path = cache.dir.join(format!("{id}.json"));
     let text = fs::read_to_string(&path).unwrap();
     fs::write(&path, text.replace(r#""version":"1""#, r#""version":"2""#)).unwrap();
@@ -130,6 +133,9 @@ fn a_record_comes_back_and_an_unknown_version_is_refused() {
     cache.remove(&id).unwrap();
     cache.remove(&id).unwrap();
     assert_eq!(cache.read(&id).unwrap(), None);
+    // Of a daemon that was killed before it wrote the record.
+    drop(cache.claim(&id).unwrap());
+    assert_eq!(cache.ids().unwrap(), [id].into());
 }
 
 /// JSON in which the words of CNI are frequent.

@@ -31,6 +31,8 @@ pub struct PodRef {
     pub further: Vec<String>,
     /// Without one of these the pod is not attached; else those that there are count.
     pub all_needed: bool,
+    /// The pod has a guest, which takes the place of the interfaces; without one it uses the namespace as it is.
+    pub guest: bool,
 }
 
 /// A port of the node that leads to a port of the pod.

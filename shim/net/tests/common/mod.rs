@@ -136,6 +136,7 @@ pub fn pod(number: u8) -> PodRef {
         pod_cidrs: Vec::new(),
         further: Vec::new(),
         all_needed: true,
+        guest: true,
     }
 }
 

@@ -8,6 +8,7 @@ use crate::log::LogPath;
 use crate::machine::blocking;
 use crate::record::{ContainerPhase, ContainerRecord, LOST, Phase};
 use crate::state::{self, Container, ContainerAct, ContainerAsk};
+use crate::stops::{Stop, Stops};
 use nacelle_base::machine::{Extent, ImageDisk};
 use nacelle_base::{Chain, Kind};
 use nacelle_engine::Slot;
@@ -85,6 +86,7 @@ impl Actor {
             waiting: Vec::new(),
             started: None,
             life: None,
+            stops: Stops::default(),
         })
     }
 
@@ -228,17 +230,15 @@ impl Actor {
     }
 
     pub(super) fn stop(&mut self, id: &str, grace: Duration, reply: Reply<()>) {
-        let entry = self.containers.get(id);
-        match state::container(entry.map_or(Container::Gone, |entry| entry.state), ContainerAsk::Stop) {
+        let entry = self.containers.get_mut(id);
+        match state::container(entry.as_ref().map_or(Container::Gone, |entry| entry.state), ContainerAsk::Stop) {
             Err(source) => tell(reply, Err(PodError::Container { id: id.to_owned(), source }.into())),
             Ok((_, ContainerAct::Stop)) => {
                 let (Some(entry), Some(agent)) = (entry, self.agent.clone()) else { return tell(reply, Ok(())) };
                 let (id, published) = (id.to_owned(), self.published.subscribe());
                 let (signal, limit) = (signal_of(&entry.request), self.spec.timeouts.call());
-                tokio::spawn(async move {
-                    let stopped = container::stop(agent, published, &id, signal, grace, limit).await;
-                    tell(reply, stopped.map_err(Failure::from));
-                });
+                let outcome = entry.stops.begin(Stop { agent, published, id, signal, limit }, grace);
+                tokio::spawn(async move { tell(reply, outcome.wait().await) });
             }
             Ok(_) => tell(reply, Ok(())),
         }

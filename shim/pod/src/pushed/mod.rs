@@ -10,8 +10,7 @@ use crate::agent::Agent;
 use crate::error::{Failure, PodError, guest_text};
 use nacelle_base::Chain;
 use nacelle_base::push::{Ask, Told, Why};
-use nacelle_proto::{agent as proto, pod};
-use prost::Message;
+use nacelle_proto::{agent as proto, pod, wire};
 use room::{Room, Volume};
 use std::collections::BTreeMap;
 use std::os::unix::net::UnixStream;
@@ -198,8 +197,8 @@ impl Push {
                 Some(Told::Part { last, tree, .. }) => (last, tree),
                 other => return Err(unread(path, other)),
             };
-            let tree = proto::Tree::decode(tree.as_slice());
-            let tree = tree.map_err(|_not_protobuf| PodError::NoReader { path: path.to_owned() })?;
+            let tree: Result<proto::Tree, _> = wire::decode(&tree);
+            let tree = tree.map_err(|_wrong| PodError::NoReader { path: path.to_owned() })?;
             let part = proto::PushVolumeRequest { name: std::mem::take(&mut name), tree: Some(tree), whole: last };
             if send.send(part).await.is_err() || last {
                 return Ok(());

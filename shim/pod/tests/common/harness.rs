@@ -1,4 +1,4 @@
-//! Owns: the `main` of test programs that are their own pod process: `TEST --dir DIR [--held]` serves, everything else is
+//! Owns: the `main` of test programs that are their own pod process: `TEST --dir DIR` serves, everything else is
 //! as with cargo's test programs.
 
 use nacelle_pod::identity::Identity;
@@ -14,8 +14,7 @@ pub type Start = fn() -> Test;
 pub fn main(tests: &[(&str, Start)]) -> ExitCode {
     let args: Vec<String> = std::env::args().collect();
     match args.as_slice() {
-        [_, flag, dir] if flag == "--dir" => return serve(Path::new(dir)),
-        [_, flag, dir, held] if flag == "--dir" && held == nacelle_pod::HELD => {
+        [_, flag, dir] if flag == "--dir" => {
             return if nacelle_pod::told() { serve(Path::new(dir)) } else { ExitCode::FAILURE };
         }
         _ => {}

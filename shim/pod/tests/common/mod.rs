@@ -9,6 +9,7 @@ use agent::Shared;
 use nacelle_base::PodId;
 use nacelle_engine::fake::{Fake, Guest, Script};
 use nacelle_pod::client::{self, ClientError, PodClient};
+use nacelle_pod::identity::Identity;
 use nacelle_pod::record::{self, PodRecord};
 use nacelle_pod::spec::{Accelerator, EngineSpec, PodSpec, ScratchSpec, Timeouts, VERSION};
 use nacelle_proto::pod;
@@ -90,6 +91,8 @@ impl World {
         let mut spec = spec(self.root.path());
         change(&mut spec);
         spec.write(&self.dir).unwrap();
+        nacelle_pod::make_jail(&self.dir).unwrap();
+        Identity::own().unwrap().write(&self.dir).unwrap();
         let (dir, engine) = (self.dir.clone(), engine(&self.agent).with_script(script));
         self.process = Some(std::thread::spawn(move || nacelle_pod::run_with(&dir, |_| Ok(Arc::new(engine)))));
         let deadline = Instant::now() + LIMIT;
@@ -158,15 +161,29 @@ impl World {
         let process = self.process.take().unwrap();
         let code = tokio::task::spawn_blocking(move || process.join().unwrap()).await.unwrap();
         assert_eq!(format!("{code:?}"), format!("{:?}", std::process::ExitCode::SUCCESS));
-        let mut files: Vec<String> = std::fs::read_dir(&self.dir)
-            .unwrap()
-            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-            .filter(|name| name != "console.log")
-            .collect();
-        files.sort();
-        assert_eq!(files, ["process.json", "spec.json", "state.json"]);
+        assert_eq!(names(&self.dir), ["jail", "process.json", "spec.json"]);
+        let mut files = names(&nacelle_pod::jail_dir(&self.dir));
+        files.retain(|name| name != "console.log");
+        assert_eq!(files, ["state.json"]);
         self.record()
     }
+}
+
+/// Waits until a condition holds that no event announces; fails with `what` after [`LIMIT`].
+pub async fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
+    let deadline = std::time::Instant::now() + LIMIT;
+    while !holds() {
+        assert!(std::time::Instant::now() < deadline, "not within {LIMIT:?}: {what}");
+        tokio::time::sleep(std::time::Duration::from_millis(2)).await;
+    }
+}
+
+/// What lies in a directory, in order.
+pub fn names(dir: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let mut names: Vec<String> = entries.collect();
+    names.sort();
+    names
 }
 
 pub fn network() -> pod::ConfigureRequest {

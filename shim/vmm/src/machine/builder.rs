@@ -42,14 +42,16 @@ pub struct Builder {
 impl Builder {
     /// Opens KVM and makes memory and interrupt controllers.
     pub fn new(config: Config) -> Result<Builder, Error> {
-        let memory = GuestMemory::new(layout::made_mib(config.memory_mib, config.reserve_mib), config.backing);
+        let mib = layout::made_mib(config.memory_mib, config.reserve_mib);
+        let memory = GuestMemory::new(mib, config.backing, config.pages);
         Builder::with_memory(config, memory)
     }
 
     /// As [`new`](Builder::new), with the memory that was saved to `file` (see [`Machine::save`]), which must not change as long as
     /// the machine lives: it is mapped privately.
     pub fn with_saved_memory(config: Config, file: &File) -> Result<Builder, Error> {
-        let memory = GuestMemory::from_file(layout::made_mib(config.memory_mib, config.reserve_mib), file);
+        let mib = layout::made_mib(config.memory_mib, config.reserve_mib);
+        let memory = GuestMemory::from_file(mib, file, config.pages);
         Builder::with_memory(config, memory)
     }
 

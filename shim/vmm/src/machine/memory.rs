@@ -1,8 +1,8 @@
 //! Owns: guest memory on the host: one reservation, aligned to huge pages, with inaccessible pages around it.
 #![allow(unsafe_code)] // reason: guest memory is a mapping that is given to KVM by address.
 
-use super::Backing;
 use super::layout;
+use super::{Backing, HostPages};
 use crate::Memory;
 use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::VmFd;
@@ -122,50 +122,52 @@ pub(super) struct GuestMemory {
 struct Source<'a> {
     file: Option<&'a File>,
     flags: MapFlags,
+    pages: HostPages,
 }
 
 impl GuestMemory {
-    /// New memory, all zero; populated when touched, except huge pages, which are taken now.
-    pub fn new(mib: u32, backing: Backing) -> Result<GuestMemory, MemoryError> {
-        let step_mib = if backing == Backing::Huge { 2 } else { 1 };
+    /// New memory, all zero; populated when touched, except pages of the pool, which are taken now.
+    pub fn new(mib: u32, backing: Backing, pages: HostPages) -> Result<GuestMemory, MemoryError> {
+        let in_pool = pages == HostPages::Hugetlb;
+        let step_mib = if in_pool { 2 } else { 1 };
         if mib < 16 || !mib.is_multiple_of(step_mib) {
             return Err(MemoryError::Size { min_mib: 16, step_mib });
         }
-        match backing {
-            Backing::Private => {
-                GuestMemory::map(mib, Source { file: None, flags: MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE })
-            }
-            Backing::Shared => {
-                let file =
-                    memfd(u64::from(mib) * layout::MIB).map_err(|source| MemoryError::File { what: "made", source })?;
-                GuestMemory::map(
-                    mib,
-                    Source { file: Some(&file), flags: MapFlags::MAP_SHARED | MapFlags::MAP_NORESERVE },
-                )
-            }
-            Backing::Huge => {
-                let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_HUGETLB | MapFlags::MAP_HUGE_2MB;
-                let mapped = GuestMemory::map(mib, Source { file: None, flags }).map_err(|error| match error {
-                    MemoryError::Map { source: source @ (Errno::ENOMEM | Errno::EINVAL) } => {
-                        MemoryError::HugePages { source }
-                    }
-                    other => other,
-                })?;
-                mapped.populate()?;
-                Ok(mapped)
-            }
+        let file = match backing {
+            Backing::Private => None,
+            Backing::Shared => Some(
+                memfd(u64::from(mib) * layout::MIB, pages)
+                    .map_err(|source| MemoryError::File { what: "made", source })?,
+            ),
+        };
+        let mut flags = if file.is_some() { MapFlags::MAP_SHARED } else { MapFlags::MAP_PRIVATE };
+        if !in_pool {
+            flags |= MapFlags::MAP_NORESERVE;
+        } else if file.is_none() {
+            flags |= MapFlags::MAP_HUGETLB | MapFlags::MAP_HUGE_2MB;
         }
+        let mapped = GuestMemory::map(mib, Source { file: file.as_ref(), flags, pages });
+        if !in_pool {
+            return mapped;
+        }
+        let mapped = mapped.map_err(|error| match error {
+            MemoryError::Map { source: source @ (Errno::ENOMEM | Errno::EINVAL) } => MemoryError::HugePages { source },
+            other => other,
+        })?;
+        mapped.populate()?;
+        Ok(mapped)
     }
 
     /// Memory with the content of `file`, which must not change as long as the machine lives. What the guest writes
     /// stays private; pages are read when touched.
-    pub fn from_file(mib: u32, file: &File) -> Result<GuestMemory, MemoryError> {
+    pub fn from_file(mib: u32, file: &File, pages: HostPages) -> Result<GuestMemory, MemoryError> {
         let want = u64::from(mib) * layout::MIB;
         match file.metadata().map_err(|source| MemoryError::File { what: "measured", source })?.len() {
             got if got == want => {}
             got => return Err(MemoryError::Length { got, want }),
         }
-        GuestMemory::map(mib, Source { file: Some(file), flags: MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE })
+        let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
+        GuestMemory::map(mib, Source { file: Some(file), flags, pages })
     }
 
     fn map(mib: u32, source: Source<'_>) -> Result<GuestMemory, MemoryError> {
@@ -239,12 +241,12 @@ fn slot_of(slot: u32, region: &GuestRegionMmap<()>) -> kvm_userspace_memory_regi
 
 /// Memory that can be shared with other processes, for a place in the guest outside of [`GuestMemory`].
 pub(super) fn shared(address: u64, size: u64) -> Result<Arc<GuestRegionMmap<()>>, MemoryError> {
-    let file = memfd(size).map_err(|source| MemoryError::File { what: "made", source })?;
+    let file = memfd(size, HostPages::Small).map_err(|source| MemoryError::File { what: "made", source })?;
     let length = usize::try_from(size).map_err(|_huge| MemoryError::Map { source: Errno::ENOMEM })?;
     let region = MmapRegion::from_file(FileOffset::new(file, 0), length)
         .map_err(|source| MemoryError::File { what: "mapped", source: io::Error::other(source) })?;
     if let Some(start) = NonNull::new(region.as_ptr().cast()) {
-        advise(start, length, false);
+        advise(start, length, None);
     }
     GuestRegionMmap::new(region, GuestAddress(address)).map(Arc::new).ok_or(MemoryError::Regions)
 }
@@ -284,7 +286,12 @@ fn map_region(
         None => unsafe { mmap_anonymous(Some(at.addr()), size, protection, flags) },
     };
     done.map_err(|source| MemoryError::Map { source })?;
-    advise(at, size.get(), !source.flags.contains(MapFlags::MAP_HUGETLB));
+    let pages = match source.pages {
+        HostPages::Transparent => Some(MmapAdvise::MADV_HUGEPAGE),
+        HostPages::Small => Some(MmapAdvise::MADV_NOHUGEPAGE),
+        HostPages::Hugetlb => None,
+    };
+    advise(at, size.get(), pages);
     let mut builder =
         MmapRegionBuilder::new(size.get()).with_mmap_prot(protection.bits()).with_mmap_flags(source.flags.bits());
     // Also of private memory: whoever saves it again must know that pages never touched are in the file.
@@ -298,12 +305,9 @@ fn map_region(
     region.map(Arc::new).map_err(|_unaligned| MemoryError::Regions)
 }
 
-/// Children do not get guest memory, nor do core files; huge pages where the host has them. None of it is vital.
-fn advise(at: NonNull<libc::c_void>, size: usize, huge: bool) {
-    let mut advice = vec![MmapAdvise::MADV_DONTFORK, MmapAdvise::MADV_DONTDUMP];
-    if huge {
-        advice.push(MmapAdvise::MADV_HUGEPAGE);
-    }
+/// Children do not get guest memory, nor do core files; and the size of pages. None of it is vital.
+fn advise(at: NonNull<libc::c_void>, size: usize, pages: Option<MmapAdvise>) {
+    let advice = [MmapAdvise::MADV_DONTFORK, MmapAdvise::MADV_DONTDUMP].into_iter().chain(pages);
     for advice in advice {
         // SAFETY: our own mapping; none of these changes its content.
         if let Err(error) = unsafe { madvise(at, size, advice) } {
@@ -313,8 +317,12 @@ fn advise(at: NonNull<libc::c_void>, size: usize, huge: bool) {
 }
 
 /// A file in memory that nobody can shorten.
-fn memfd(size: u64) -> io::Result<File> {
-    let file = File::from(memfd_create(c"nacelle-guest", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?);
+fn memfd(size: u64, pages: HostPages) -> io::Result<File> {
+    let mut flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
+    if pages == HostPages::Hugetlb {
+        flags |= MFdFlags::MFD_HUGETLB | MFdFlags::MFD_HUGE_2MB;
+    }
+    let file = File::from(memfd_create(c"nacelle-guest", flags)?);
     file.set_len(size)?;
     fcntl(&file, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL))?;
     Ok(file)
@@ -342,7 +350,7 @@ mod tests {
     #[test]
     fn memory_is_aligned_and_fenced_and_goes_away() {
         for backing in [Backing::Private, Backing::Shared] {
-            let guest = GuestMemory::new(33, backing).unwrap();
+            let guest = GuestMemory::new(33, backing, HostPages::Transparent).unwrap();
             let region = guest.memory().iter().next().unwrap();
             let (start, length) = (region.as_ptr().addr(), region.len() as usize);
             assert!(start.is_multiple_of(HUGE_PAGE) && length == 33 << 20);
@@ -365,7 +373,7 @@ mod tests {
 
     #[test]
     fn memory_in_use_outlives_its_machine() {
-        let guest = GuestMemory::new(16, Backing::Private).unwrap();
+        let guest = GuestMemory::new(16, Backing::Private, HostPages::Transparent).unwrap();
         let kept = guest.memory().clone();
         drop(guest);
         kept.write_obj(7u64, GuestAddress(0x1000)).unwrap();
@@ -374,7 +382,7 @@ mod tests {
 
     #[test]
     fn memory_above_the_hole_follows_on_the_host() {
-        let guest = GuestMemory::new(3 * 1024 + 32, Backing::Private).unwrap();
+        let guest = GuestMemory::new(3 * 1024 + 32, Backing::Private, HostPages::Transparent).unwrap();
         let ends: Vec<_> = guest.memory().iter().map(|region| (region.start_addr().0, region.len())).collect();
         assert_eq!(ends, [(0, 3 << 30), (4 << 30, 32 << 20)]);
         guest.memory().write_obj(9u64, GuestAddress(4 << 30)).unwrap();
@@ -388,21 +396,74 @@ mod tests {
     fn a_file_is_mapped_privately_and_whole() {
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(&[0x5a; 4096]).unwrap();
-        let got = GuestMemory::from_file(16, &file).err();
+        let got = GuestMemory::from_file(16, &file, HostPages::Transparent).err();
         assert!(matches!(got, Some(MemoryError::Length { got: 4096, .. })), "{got:?}");
         file.set_len(16 << 20).unwrap();
-        let (one, two) = (GuestMemory::from_file(16, &file).unwrap(), GuestMemory::from_file(16, &file).unwrap());
+        let (one, two) = (
+            GuestMemory::from_file(16, &file, HostPages::Transparent).unwrap(),
+            GuestMemory::from_file(16, &file, HostPages::Transparent).unwrap(),
+        );
         one.memory().write_obj(1u8, GuestAddress(5)).unwrap();
         assert_eq!(two.memory().read_obj::<u16>(GuestAddress(4)).unwrap(), 0x5a5a);
         assert_eq!(one.memory().read_obj::<u16>(GuestAddress(4)).unwrap(), 0x015a);
     }
 
+    /// A field of the mapping in /proc/self/smaps that begins at `address`.
+    fn smaps(address: usize, field: &str) -> Option<String> {
+        let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let mut lines = smaps.lines().skip_while(|line| !line.starts_with(&format!("{address:x}-")));
+        lines.find_map(|line| Some(line.strip_prefix(field)?.strip_prefix(':')?.trim().to_owned()))
+    }
+
+    #[test]
+    fn the_host_is_asked_for_pages_of_the_size() {
+        if !std::path::Path::new("/sys/kernel/mm/transparent_hugepage").exists() {
+            return println!("skipped: this kernel has no transparent huge pages");
+        }
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(16 << 20).unwrap();
+        for (pages, flag) in [(HostPages::Transparent, "hg"), (HostPages::Small, "nh")] {
+            let made = [
+                GuestMemory::new(16, Backing::Private, pages).unwrap(),
+                GuestMemory::new(16, Backing::Shared, pages).unwrap(),
+                GuestMemory::from_file(16, &file, pages).unwrap(),
+            ];
+            for guest in made {
+                let start = guest.memory().iter().next().unwrap().as_ptr().addr();
+                let flags = smaps(start, "VmFlags").unwrap();
+                assert!(flags.split(' ').any(|found| found == flag), "{pages:?}: {flags}");
+            }
+        }
+    }
+
+    #[test]
+    fn memory_of_the_pool_has_its_pages_or_says_what_is_missing() {
+        for backing in [Backing::Private, Backing::Shared] {
+            match GuestMemory::new(16, backing, HostPages::Hugetlb) {
+                Ok(guest) => {
+                    let start = guest.memory().iter().next().unwrap().as_ptr().addr();
+                    assert_eq!(smaps(start, "KernelPageSize").as_deref(), Some("2048 kB"), "{backing:?}");
+                }
+                Err(error) => {
+                    assert!(matches!(error, MemoryError::HugePages { .. }), "{backing:?}: {error:?}");
+                    println!("skipped: {error}");
+                }
+            }
+        }
+    }
+
     #[test]
     fn sizes_that_cannot_be_are_refused() {
-        for (mib, backing) in [(0, Backing::Private), (15, Backing::Shared), (17, Backing::Huge)] {
-            assert!(matches!(GuestMemory::new(mib, backing), Err(MemoryError::Size { .. })), "{mib} {backing:?}");
+        for (mib, backing, pages) in [
+            (0, Backing::Private, HostPages::Transparent),
+            (15, Backing::Shared, HostPages::Small),
+            (17, Backing::Private, HostPages::Hugetlb),
+            (17, Backing::Shared, HostPages::Hugetlb),
+        ] {
+            let got = GuestMemory::new(mib, backing, pages);
+            assert!(matches!(got, Err(MemoryError::Size { .. })), "{mib} {backing:?} {pages:?}");
         }
-        let size = GuestMemory::new(u32::MAX, Backing::Private).err();
+        let size = GuestMemory::new(u32::MAX, Backing::Private, HostPages::Small).err();
         assert_eq!(size.map(|error| error.kind()), Some(Kind::Exhausted));
     }
 }

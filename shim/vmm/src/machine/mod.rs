@@ -60,6 +60,8 @@ pub struct Config {
     pub reserve_mib: u32,
     /// What lies under the guest's memory.
     pub backing: Backing,
+    /// The size of the host's pages there.
+    pub pages: HostPages,
     /// The guest kernel: an uncompressed ELF `vmlinux`, or a bzImage.
     pub kernel: PathBuf,
     /// The initial file system.
@@ -76,6 +78,7 @@ impl Default for Config {
             memory_mib: 128,
             reserve_mib: 0,
             backing: Backing::Private,
+            pages: HostPages::Transparent,
             kernel: PathBuf::new(),
             initrd: None,
             cmdline: Vec::new(),
@@ -86,11 +89,22 @@ impl Default for Config {
 /// What lies under a guest's memory. Private memory with huge pages is the fastest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Backing {
-    /// Anonymous memory of this process alone, with transparent huge pages where the host has them.
+    /// Anonymous memory of this process alone.
     #[default]
     Private,
     /// A memfd that other processes can map (vhost-user devices).
     Shared,
-    /// Pages of 2 MiB from the host's hugetlb pool, all taken when the machine is made.
-    Huge,
+}
+
+/// The size of the host's pages under a guest's memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum HostPages {
+    /// 2 MiB where the host has transparent huge pages for such memory, 4 KiB elsewhere.
+    #[default]
+    Transparent,
+    /// 4 KiB, also where the host would give transparent huge pages.
+    Small,
+    /// 2 MiB from the host's hugetlb pool, all taken when the machine is made. A file of saved memory must be one of hugetlbfs, and its
+    /// pages are copied when they are written.
+    Hugetlb,
 }

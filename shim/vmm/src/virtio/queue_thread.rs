@@ -3,8 +3,9 @@
 
 use super::Memory;
 use super::ring::{Request, Ring};
+use nacelle_base::retry;
 use nacelle_jail::ThreadKind;
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::poll::{PollFd, PollFlags};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use std::collections::VecDeque;
 use std::io;
@@ -161,7 +162,7 @@ fn wait(ring: &mut Ring, stop: &Stop) {
     if !ring.is_broken() {
         events.push(PollFd::new(ring.as_fd(), PollFlags::POLLIN));
     }
-    let found = poll(&mut events, PollTimeout::NONE);
+    let found = retry::poll(&mut events, None);
     let kicked = found.is_ok() && events.get(1).is_some_and(|event| event.any().unwrap_or(true));
     if kicked {
         ring.kicked();

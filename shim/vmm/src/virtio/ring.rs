@@ -5,6 +5,7 @@
 use super::pieces::{BadChain, Buffers};
 use super::{Interrupt, Memory};
 use crate::guest_warn;
+use nacelle_base::retry::retry_interrupted;
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use std::io;
@@ -93,7 +94,7 @@ impl Ring {
 
     /// Kicks, as the guest does.
     pub(crate) fn kick(&self) -> io::Result<()> {
-        match nix::unistd::write(&self.kick, &1u64.to_ne_bytes()) {
+        match retry_interrupted(|| nix::unistd::write(&self.kick, &1u64.to_ne_bytes())) {
             Ok(_) | Err(Errno::EAGAIN) => Ok(()), // a full counter is a kick too
             Err(error) => Err(error.into()),
         }
@@ -283,8 +284,8 @@ impl Ring {
 
     /// Takes note of a kick. A descriptor that cannot be read breaks the ring, so that nobody waits on it.
     pub(crate) fn kicked(&mut self) {
-        match nix::unistd::read(&self.kick, &mut [0; 8]) {
-            Ok(1..) | Err(Errno::EAGAIN | Errno::EINTR) => {}
+        match retry_interrupted(|| nix::unistd::read(&self.kick, &mut [0; 8])) {
+            Ok(1..) | Err(Errno::EAGAIN) => {}
             Ok(_) | Err(_) => self.breaks(&"its kick cannot be read"),
         }
     }

@@ -3,8 +3,9 @@
 
 use super::ring::{Request, Ring};
 use super::{DeviceKind, Interrupt, Memory, StartError};
+use nacelle_base::retry;
 use nacelle_jail::ThreadKind;
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::poll::{PollFd, PollFlags};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use std::io;
 use std::os::fd::AsFd;
@@ -230,7 +231,7 @@ fn wait(rings: &mut [Ring], bell: &Bell) {
     let kicks = watched.map(|ring| PollFd::new(ring.as_fd(), PollFlags::POLLIN));
     let mut events: Vec<PollFd<'_>> =
         std::iter::once(PollFd::new(bell.0.as_fd(), PollFlags::POLLIN)).chain(kicks).collect();
-    let found = poll(&mut events, PollTimeout::NONE);
+    let found = retry::poll(&mut events, None);
     let kicked: Vec<bool> = events.iter().skip(1).map(|event| found.is_ok() && event.any().unwrap_or(true)).collect();
     let watched = rings.iter_mut().filter(|ring| !ring.is_broken());
     watched.zip(kicked).filter(|(_, kicked)| *kicked).for_each(|(ring, _)| ring.kicked());

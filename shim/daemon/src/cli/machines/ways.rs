@@ -2,6 +2,7 @@
 
 use super::{Client, told};
 use anyhow::Context;
+use nacelle_base::retry::retry_interrupted;
 use nacelle_proto::vm;
 use nix::sys::termios::{SetArg, Termios, cfmakeraw, tcgetattr, tcsetattr};
 use std::io::{IsTerminal, Read};
@@ -65,7 +66,7 @@ pub(super) async fn console(mut client: Client, machine: vm::MachineRef) -> anyh
 /// Until it ends, or Ctrl-] is typed.
 fn read_stdin(speak: &mpsc::Sender<vm::WayRequest>, leave: &mpsc::Sender<()>, terminal: bool) {
     let mut buffer = [0; PIECE];
-    while let Ok(count @ 1..) = std::io::stdin().read(&mut buffer) {
+    while let Ok(count @ 1..) = retry_interrupted(|| std::io::stdin().read(&mut buffer)) {
         let typed = buffer.get(..count).unwrap_or_default();
         let end = typed.iter().position(|byte| terminal && *byte == LEAVE);
         let data = typed.get(..end.unwrap_or(count)).unwrap_or_default().to_vec();

@@ -1,33 +1,15 @@
 //! Owns: ContainerConfig → `ContainerConfig` of ours.
 
 use super::device::devices;
+use super::resources::{fields, resources};
 use super::volume::volumes;
-use super::{FieldError, apparmor, bad, id_number, name, name_of_image, not_yet, pairs, selinux, users};
-use crate::lists;
-use crate::nouns::{Capabilities, ContainerConfig, PidMode, PodResources, Resources, RunAs, Seccomp};
+use super::{FieldError, apparmor, bad, id_number, name, name_of_image, pairs, users};
+use crate::nouns::{Capabilities, ContainerConfig, PidMode, RunAs, Seccomp};
 use crate::oci;
 use crate::profile::Profile;
 use nacelle_pod::spec::{Shares, UserNamespace};
 use nacelle_proto::cri;
 use std::path::{Component, Path, PathBuf};
-
-/// The names of the fields of limits, below where they stand in the request.
-macro_rules! fields {
-    ($below:literal) => {
-        [
-            concat!($below, ".cpu_period"),
-            concat!($below, ".cpu_quota"),
-            concat!($below, ".cpu_shares"),
-            concat!($below, ".memory_limit_in_bytes"),
-            concat!($below, ".memory_swap_limit_in_bytes"),
-            concat!($below, ".oom_score_adj"),
-            concat!($below, ".cpuset_cpus"),
-            concat!($below, ".cpuset_mems"),
-            concat!($below, ".hugepage_limits.page_size"),
-            concat!($below, ".unified"),
-        ]
-    };
-}
 
 /// The file of the node with the seccomp profile that this container asks for. A privileged one has no filter,
 /// whatever it asks for.
@@ -104,7 +86,6 @@ pub fn container_config(
 
 #[expect(deprecated, reason = "kubelets before 1.30 send the old field")]
 fn check_security(security: &cri::LinuxContainerSecurityContext) -> Result<(), FieldError> {
-    selinux("config.linux.security_context.selinux_options", security.selinux_options.as_ref())?;
     apparmor(
         "config.linux.security_context.apparmor",
         security.apparmor.as_ref(),
@@ -149,73 +130,6 @@ fn stop_signal(signal: i32) -> Result<Option<u32>, FieldError> {
 pub(super) fn signal_number(signal: cri::Signal) -> Option<u32> {
     let name = signal.as_str_name().strip_prefix("SIGNAL_SIG")?;
     crate::signals::number(&name.replace("PLUS", "+").replace("MINUS", "-"))
-}
-
-/// A change of the limits of a container; what is not set stays as it is.
-pub fn resources_change(linux: Option<&cri::LinuxContainerResources>) -> Result<Resources, FieldError> {
-    resources(linux.ok_or(FieldError::Missing { field: "linux" })?, fields!("linux"))
-}
-
-/// A change of what a pod may have; what is not set stays as it is.
-pub fn pod_resources_change(request: &cri::UpdatePodSandboxResourcesRequest) -> Result<PodResources, FieldError> {
-    for part in request.resources.iter().chain(&request.overhead) {
-        if let Some(list) = [&part.cpuset_cpus, &part.cpuset_mems].into_iter().find(|list| !list.is_empty()) {
-            let instead = "a pod runs where its containers may; set them for those";
-            return not_yet("resources.cpuset_cpus, cpuset_mems", list, instead);
-        }
-    }
-    let part = |part: Option<&cri::LinuxContainerResources>, fields| {
-        part.map(|part| resources(part, fields)).transpose().map(Option::unwrap_or_default)
-    };
-    Ok(PodResources {
-        containers: part(request.resources.as_ref(), fields!("resources"))?,
-        overhead: part(request.overhead.as_ref(), fields!("overhead"))?,
-    })
-}
-
-fn resources(asked: &cri::LinuxContainerResources, fields: [&'static str; 10]) -> Result<Resources, FieldError> {
-    let [period, quota, shares, memory, swap, oom_score_adj, cpus, mems, pages, unified] = fields;
-    for (field, value, range) in [
-        (period, asked.cpu_period, 0..=1_000_000),
-        (quota, asked.cpu_quota, -1..=i64::MAX),
-        (shares, asked.cpu_shares, 0..=262_144),
-        (memory, asked.memory_limit_in_bytes, 0..=i64::MAX),
-        (swap, asked.memory_swap_limit_in_bytes, -1..=i64::MAX),
-        (oom_score_adj, asked.oom_score_adj, -1000..=1000),
-    ] {
-        if !range.contains(&value) {
-            return bad(field, value, format!("{} to {} are allowed", range.start(), range.end()));
-        }
-    }
-    for (field, list) in [(cpus, &asked.cpuset_cpus), (mems, &asked.cpuset_mems)] {
-        if lists::numbers(list).is_none() {
-            return bad(field, list, "a list of numbers from 0 to 1023 is needed, as in 0-3,7");
-        }
-    }
-    let plain = |key: &str| !key.is_empty() && !key.starts_with('.') && !key.contains(['/', '\0']);
-    let size = |text: &str| {
-        let digits = ["KB", "MB", "GB"].iter().find_map(|unit| text.strip_suffix(unit));
-        digits.is_some_and(|digits| (1..=4).contains(&digits.len()) && digits.bytes().all(|byte| byte.is_ascii_digit()))
-    };
-    if let Some(limit) = asked.hugepage_limits.iter().find(|limit| !size(&limit.page_size)) {
-        return bad(pages, &limit.page_size, "a size of huge pages is needed, as 2MB");
-    }
-    if let Some(key) = asked.unified.keys().find(|key| !plain(key)) {
-        return bad(unified, key, "the name of a file of cgroup v2 is needed");
-    }
-    Ok(Resources {
-        cpu_period: asked.cpu_period,
-        cpu_quota: asked.cpu_quota,
-        cpu_shares: asked.cpu_shares,
-        memory_limit: asked.memory_limit_in_bytes,
-        memory_swap_limit: asked.memory_swap_limit_in_bytes,
-        oom_score_adj: asked.oom_score_adj,
-        // kubelet names every size of its node, with a limit of 0 for those of which the container has none.
-        hugepages: asked.hugepage_limits.iter().map(|limit| (limit.page_size.clone(), limit.limit)).collect(),
-        unified: pairs(&asked.unified),
-        cpuset_cpus: asked.cpuset_cpus.clone(),
-        cpuset_mems: asked.cpuset_mems.clone(),
-    })
 }
 
 fn capabilities(asked: Option<&cri::Capability>) -> Result<Capabilities, FieldError> {

@@ -7,15 +7,19 @@ mod empty_dirs;
 pub mod metrics;
 mod pod;
 pub mod report;
+mod resources;
+mod selinux;
 mod shape;
 pub mod stats;
 mod users;
 mod volume;
 
-pub use container::{container_config, pod_resources_change, resources_change, seccomp_profile};
+pub use container::{container_config, seccomp_profile};
 pub use device::with_edits;
 pub use empty_dirs::{LIMITS as EMPTY_DIR_LIMITS, empty_dirs};
 pub use pod::pod_config;
+pub use resources::{pod_resources_change, resources_change};
+pub use selinux::{container_label, node_has_selinux, pod_label};
 #[cfg(test)]
 pub use shape::honours;
 pub use shape::{not_honoured, reason, shape};
@@ -69,7 +73,7 @@ pub enum FieldError {
     },
     /// It asks for what a machine cannot share with the node.
     #[error(
-        "{field} is {value:?}, which a machine cannot have: its mounts are its own kernel's; run the pod by a handler \
+        "{field} is {value:?}, which a VM cannot have: its mounts and devices are its own kernel's; run the pod by a handler \
          whose engine is host (this node has: {handlers}), or privileged, with sandbox.privileged = \"run-on-host\""
     )]
     NeedsHost {
@@ -171,11 +175,4 @@ fn apparmor(
         return not_yet(old_field, old, "the guest's kernel has no AppArmor; leave it out");
     }
     Ok(())
-}
-
-fn selinux(field: &'static str, options: Option<&cri::SeLinuxOption>) -> Result<(), FieldError> {
-    match options.filter(|options| **options != cri::SeLinuxOption::default()) {
-        Some(options) => not_yet(field, format!("{options:?}"), "the guest's kernel has no SELinux; leave it out"),
-        None => Ok(()),
-    }
 }

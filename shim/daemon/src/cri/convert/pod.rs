@@ -1,6 +1,7 @@
 //! Owns: PodSandboxConfig → `PodConfig`.
 
-use super::{FieldError, apparmor, bad, id_number, name, pairs, selinux, users};
+use super::resources::{fields, pod_resources};
+use super::{FieldError, apparmor, bad, id_number, name, pairs, users};
 use crate::config::{HostNamespaces, PrivilegedPods, Sandbox};
 use crate::nouns::{PodConfig, PodName, cpu_milli};
 use nacelle_net::{Dns, PortMapping, Protocol};
@@ -33,12 +34,15 @@ pub fn pod_config(
     let namespaces = security.namespace_options.clone().unwrap_or_default();
     let shares = node_namespaces(&namespaces, policy.host_namespaces)?;
     check_security(&security)?;
-    let resources = linux.resources.unwrap_or_default();
+    let resources = pod_resources(
+        (linux.resources.as_ref(), fields!("config.linux.resources")),
+        (linux.overhead.as_ref(), fields!("config.linux.overhead")),
+    )?;
     let user_namespace = users::of_pod(&namespaces)?;
     // With users of its own it has no rights on the node that it could need.
     let on_host = security.privileged && user_namespace.is_none() && policy.privileged == PrivilegedPods::RunOnHost;
     Ok(PodConfig {
-        hostname: hostname(&config.hostname, &name.name)?,
+        hostname: hostname(&config.hostname, &name.name, shares)?,
         name,
         handler: handler.to_owned(),
         log_directory: log_directory(&config.log_directory)?,
@@ -56,18 +60,20 @@ pub fn pod_config(
         shape: None,
         vm: None,
         privileged: security.privileged,
-        memory_limit: positive(resources.memory_limit_in_bytes),
-        overhead_memory: positive(linux.overhead.unwrap_or_default().memory_limit_in_bytes),
-        cpu_limit_milli: cpu_milli(resources.cpu_period, resources.cpu_quota),
+        memory_limit: positive(resources.containers.memory_limit),
+        overhead_memory: positive(resources.overhead.memory_limit),
+        overhead_cpu_milli: cpu_milli(resources.overhead.cpu_period, resources.overhead.cpu_quota),
+        cpu_limit_milli: cpu_milli(resources.containers.cpu_period, resources.containers.cpu_quota),
         cgroup_parent: cgroup_parent(&linux.cgroup_parent)?,
     })
 }
 
-/// The namespaces of the node that a pod shall have, if that is allowed.
+/// A limit, if there is one.
 fn positive(bytes: i64) -> Option<u64> {
     u64::try_from(bytes).ok().filter(|bytes| *bytes > 0)
 }
 
+/// The namespaces of the node that a pod shall have, if that is allowed.
 fn node_namespaces(namespaces: &cri::NamespaceOption, policy: HostNamespaces) -> Result<Shares, FieldError> {
     use cri::NamespaceMode::{Container, Node, Pod};
     for (field, mode, allowed) in [
@@ -96,7 +102,6 @@ fn check_security(security: &cri::LinuxSandboxSecurityContext) -> Result<(), Fie
     if let Some(user) = &security.run_as_user {
         id_number("config.linux.security_context.run_as_user", user.value)?;
     }
-    selinux("config.linux.security_context.selinux_options", security.selinux_options.as_ref())?;
     apparmor(
         "config.linux.security_context.apparmor",
         security.apparmor.as_ref(),
@@ -105,8 +110,12 @@ fn check_security(security: &cri::LinuxSandboxSecurityContext) -> Result<(), Fie
     )
 }
 
-fn hostname(hostname: &str, pod: &str) -> Result<String, FieldError> {
+/// kubelet sends none for a pod with the node's network: it is called as the node.
+fn hostname(hostname: &str, pod: &str, node: Shares) -> Result<String, FieldError> {
     if hostname.is_empty() {
+        if let Some(name) = nix::unistd::gethostname().ok().filter(|name| node.network && !name.is_empty()) {
+            return Ok(name.to_string_lossy().into_owned());
+        }
         // A host name has no other characters than these, and a pod's name is nothing else in Kubernetes.
         let usable = |c: &char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.');
         let name: String = pod.chars().filter(usable).take(HOSTNAME - 1).collect();
@@ -188,12 +197,25 @@ fn port(port: &cri::PortMapping) -> Option<Result<PortMapping, FieldError>> {
     })
 }
 
+/// The name of a sysctl with dots between its parts. Both spellings are in use, and as sysctl(8) has it, the first separator says
+/// which: net/ipv4/conf/eth0.1/forwarding is net.ipv4.conf.eth0/1.forwarding.
+fn dotted(key: &str) -> String {
+    let swap = |c| match c {
+        '/' => '.',
+        '.' => '/',
+        other => other,
+    };
+    match key.find(['.', '/']) {
+        Some(first) if key[first..].starts_with('/') => key.chars().map(swap).collect(),
+        _ => key.to_owned(),
+    }
+}
+
 fn sysctl(key: &str, value: &str, node: Shares) -> Result<(String, String), FieldError> {
     let field = "config.linux.sysctls";
-    // Both spellings, a.b and a/b, are in use.
-    let dotted = key.replace('/', ".");
-    let clean = dotted.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b))
-        && dotted.split('.').all(|part| !part.is_empty());
+    let dotted = dotted(key);
+    let clean = dotted.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-/".contains(&b))
+        && dotted.split('.').all(|part| !part.is_empty() && part.bytes().any(|b| b != b'/'));
     if !clean || !SYSCTLS.iter().any(|start| dotted.starts_with(start)) {
         let rule = "a pod may set net.*, kernel.shm*, kernel.msg*, kernel.sem and fs.mqueue.*";
         return bad(field, key, rule);
@@ -264,8 +286,12 @@ pub(crate) mod tests {
                 memory_limit_in_bytes: 1 << 28,
                 ..Default::default()
             });
-            linux.overhead =
-                Some(cri::LinuxContainerResources { memory_limit_in_bytes: 1 << 20, ..Default::default() });
+            linux.overhead = Some(cri::LinuxContainerResources {
+                memory_limit_in_bytes: 1 << 20,
+                cpu_period: 100_000,
+                cpu_quota: 25_000,
+                ..Default::default()
+            });
         })
         .unwrap();
         assert_eq!((pod.name.attempt, pod.handler.as_str(), pod.hostname.as_str()), (2, "h", "web-0"));
@@ -274,7 +300,7 @@ pub(crate) mod tests {
         assert_eq!((pod.ports[0].protocol, pod.ports[0].container_port), (Protocol::Udp, 53));
         assert_eq!(pod.sysctls["net.ipv4.ip_forward"], "1");
         assert_eq!((pod.memory_limit, pod.cpu_limit_milli), (Some(1 << 28), Some(1500)));
-        assert_eq!(pod.overhead_memory, Some(1 << 20));
+        assert_eq!((pod.overhead_memory, pod.overhead_cpu_milli), (Some(1 << 20), Some(250)));
         assert_eq!(pod.cgroup_parent, None);
         assert!(pod.shared_pid);
         assert_eq!(pod.annotations["a"], "b\nc");
@@ -283,7 +309,7 @@ pub(crate) mod tests {
     #[test]
     fn every_refusal_names_field_and_rule() {
         type Change = fn(&mut cri::PodSandboxConfig);
-        let rows: [(Change, Kind, &str); 18] = [
+        let rows: [(Change, Kind, &str); 17] = [
             (|c| c.metadata = None, Kind::Invalid, "config.metadata is missing"),
             (|c| c.metadata.as_mut().unwrap().name.clear(), Kind::Invalid, "config.metadata.name is missing"),
             (|c| c.metadata.as_mut().unwrap().namespace.clear(), Kind::Invalid, "namespace"),
@@ -297,11 +323,6 @@ pub(crate) mod tests {
             (|c| namespaces(c).network = 1, Kind::Invalid, "network"),
             (|c| namespaces(c).userns_options = Some(Default::default()), Kind::Invalid, "userns_options"),
             (|c| security(c).run_as_group = Some(cri::Int64Value { value: 5 }), Kind::Invalid, "run_as_user"),
-            (
-                |c| security(c).selinux_options = Some(cri::SeLinuxOption { level: "s0".into(), ..Default::default() }),
-                Kind::Unsupported,
-                "SELinux",
-            ),
             (
                 |c| c.linux.as_mut().unwrap().sysctls.extend([("kernel.core_pattern".into(), "x".into())]),
                 Kind::Invalid,
@@ -347,6 +368,7 @@ pub(crate) mod tests {
         };
         let pod = converted(Some("kernel.shmmax")).unwrap();
         assert_eq!(pod.node_namespaces, Shares { network: true, pid: true, ipc: false });
+        assert_eq!(pod.hostname, "web-0");
         assert!(!pod.shared_pid && pod.needs_host());
         let error = converted(Some("net.ipv4.ip_forward")).unwrap_err();
         assert!(error.to_string().contains("shares with the node"), "{error}");
@@ -371,8 +393,32 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_pod_without_a_host_name_is_called_by_its_own() {
+    fn a_pod_without_a_host_name_is_called_by_its_own_or_as_the_node_whose_network_it_has() {
         assert_eq!(converted(|c| c.hostname.clear()).unwrap().hostname, "web");
+        let mut config = sample();
+        config.hostname.clear();
+        let policy = Sandbox { host_namespaces: HostNamespaces::RunOnHost, ..Sandbox::default() };
+        let node = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
+        for (network, pid, expected) in [(2, 0, node.trim()), (0, 2, "web")] {
+            let options = cri::NamespaceOption { network, pid, ..Default::default() };
+            security(&mut config).namespace_options = Some(options);
+            assert_eq!(pod_config(Some(&config), "h", &policy).unwrap().hostname, expected);
+        }
+    }
+
+    #[test]
+    fn names_of_sysctls_keep_the_names_of_their_interfaces() {
+        for (key, taken) in [
+            ("net.ipv4.ip_forward", "net.ipv4.ip_forward"),
+            ("net/ipv4/ip_forward", "net.ipv4.ip_forward"),
+            ("net.ipv4.conf.eth0/1.forwarding", "net.ipv4.conf.eth0/1.forwarding"),
+            ("net/ipv4/conf/eth0.1/forwarding", "net.ipv4.conf.eth0/1.forwarding"),
+        ] {
+            assert_eq!(sysctl(key, "1", Shares::default()).unwrap().0, taken);
+        }
+        for key in ["net/ipv4/../x", "net.ipv4.//.x", "net..x", "net.", "/net/ipv4/x", "net.ipv4.ip forward"] {
+            assert_eq!(sysctl(key, "1", Shares::default()).unwrap_err().kind(), Kind::Invalid, "{key}");
+        }
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use super::{FieldError, bad, name_of_image, not_yet, users};
 use crate::config::{Config, EngineSetting};
 use crate::nouns::{ContainerConfig, ImageVolume, MountOption, NodeVolume, Propagation};
+use nacelle_base::mounts;
 use nacelle_pod::spec::UserNamespace;
 use nacelle_proto::cri;
 use std::collections::BTreeSet;
@@ -12,6 +13,8 @@ use std::path::{Component, Path, PathBuf};
 const PATH_MAX: usize = 4095;
 /// The option that is a field as well.
 const READ_ONLY: &str = "ro";
+/// Where a container's devices are.
+const DEV: &str = "/dev";
 
 /// Checks and converts; in the order in which they are mounted, so that a volume inside another lies on top of it.
 pub fn volumes(
@@ -38,16 +41,22 @@ pub fn volumes(
     Ok((of_images, of_node))
 }
 
-/// Refuses what a machine cannot have: mounts that the node sees. Which devices it cannot have is known when they are looked at.
+/// Refuses what a VM cannot have: mounts that the node sees, and the node's `/dev` in place of that of its own kernel. Which devices
+/// it cannot have is known when they are looked at.
 pub fn for_a_guest(config: &ContainerConfig, node: &Config) -> Result<(), FieldError> {
-    if config.node_volumes.iter().all(|volume| volume.propagation != Propagation::BothWays) {
+    let both_ways = |volume: &NodeVolume| volume.propagation == Propagation::BothWays;
+    let over_dev = |volume: &NodeVolume| Path::new(&volume.container_path) == Path::new(DEV);
+    let (field, value) = if config.node_volumes.iter().any(both_ways) {
+        ("config.mounts.propagation", cri::MountPropagation::PropagationBidirectional.as_str_name())
+    } else if config.node_volumes.iter().any(over_dev) {
+        ("config.mounts.container_path", DEV)
+    } else {
         return Ok(());
-    }
+    };
     let hosts = node.handlers.iter().filter(|(_, handler)| handler.engine == EngineSetting::Host);
     let names: Vec<&str> = hosts.map(|(name, _)| name.as_str()).collect();
     let handlers = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
-    let value = cri::MountPropagation::PropagationBidirectional.as_str_name();
-    Err(FieldError::NeedsHost { field: "config.mounts.propagation", value, handlers })
+    Err(FieldError::NeedsHost { field, value, handlers })
 }
 
 /// What a mount takes away besides; "ro" is `readonly` in another word.
@@ -72,6 +81,11 @@ fn image_volume(
     container_path: String,
     options: BTreeSet<MountOption>,
 ) -> Result<ImageVolume, FieldError> {
+    let path = Path::new(&container_path);
+    if path == Path::new(DEV) || path.starts_with("/proc") || path.starts_with("/sys") {
+        let rule = "/dev, /proc and /sys are the container's own file systems, which no image takes the place of";
+        return bad("config.mounts.container_path", container_path, rule);
+    }
     if !mount.host_path.is_empty() {
         return bad("config.mounts.host_path", &mount.host_path, "a mount with an image has none");
     }
@@ -154,8 +168,9 @@ fn container_path(text: &str) -> Result<String, FieldError> {
     if !absolute || !plain || names.is_empty() || text.contains('\0') || text.len() > PATH_MAX {
         return bad("config.mounts.container_path", text, "an absolute path below /, without .., is needed");
     }
-    if path == Path::new("/dev") || path.starts_with("/proc") || path.starts_with("/sys") {
-        return bad("config.mounts.container_path", text, "/dev, /proc and /sys are the container's own file systems");
+    if path.starts_with("/proc") && !mounts::is_place_in_proc(path) {
+        let rule = "/proc is the container's own file system: only a few of its files can be mounted over, such as /proc/meminfo";
+        return bad("config.mounts.container_path", text, rule);
     }
     Ok(text.to_owned())
 }
@@ -217,6 +232,13 @@ mod tests {
         for_a_guest(&config, &node).unwrap();
         config.node_volumes[1].propagation = Propagation::BothWays;
         assert!(for_a_guest(&config, &node).unwrap_err().to_string().contains("(this node has: none)"));
+        config.node_volumes[1].propagation = Propagation::Private;
+        config.node_volumes[1].container_path = "/dev/".into();
+        let error = for_a_guest(&config, &node).unwrap_err();
+        assert!(error.to_string().contains("container_path is \"/dev\""), "{error}");
+        config.node_volumes[1].container_path = "/dev/net".into();
+        for_a_guest(&config, &node).unwrap();
+        config.node_volumes[1].propagation = Propagation::BothWays;
         let handler = crate::config::Handler { engine: EngineSetting::Host, ..Default::default() };
         node.handlers.insert("on-host".into(), handler);
         let error = for_a_guest(&config, &node).unwrap_err();
@@ -298,6 +320,22 @@ mod tests {
     }
 
     #[test]
+    fn volumes_of_the_node_may_lie_in_the_containers_own_file_systems() {
+        let at = |container_path: &str| {
+            let mount =
+                cri::Mount { container_path: container_path.into(), host_path: "/srv".into(), ..Default::default() };
+            volumes(&[mount], None)
+        };
+        for path in ["/dev", "/dev/", "/dev/net", "/sys", "/sys/fs", "/sys/fs/bpf", "/proc/cpuinfo", "/processes"] {
+            assert_eq!(at(path).unwrap().1[0].container_path, path);
+        }
+        for path in ["/proc", "/proc/", "/proc/1", "/proc/sys", "/proc/sys/kernel/core_pattern", "/proc/cpuinfo/x"] {
+            let error = at(path).unwrap_err();
+            assert!(error.kind() == Kind::Invalid && error.to_string().contains("/proc/meminfo"), "{error}");
+        }
+    }
+
+    #[test]
     fn every_refusal_names_field_and_rule() {
         type Change = fn(&mut cri::Mount);
         let rows: [(Change, Kind, &str); 16] = [
@@ -314,7 +352,7 @@ mod tests {
             (|m| m.container_path = "mnt".into(), Kind::Invalid, "container_path"),
             (|m| m.container_path = "//".into(), Kind::Invalid, "container_path"),
             (|m| m.container_path = "/mnt/../x".into(), Kind::Invalid, "container_path"),
-            (|m| m.container_path = "/proc/1".into(), Kind::Invalid, "own file systems"),
+            (|m| m.container_path = "/proc/1".into(), Kind::Invalid, "own file system"),
             (|m| m.container_path = "/sys".into(), Kind::Invalid, "own file systems"),
             (|m| m.container_path = "/dev/".into(), Kind::Invalid, "own file systems"),
         ];

@@ -5,14 +5,13 @@ use super::super::make::{self, Prepared, Told, told};
 use super::super::processors;
 use super::super::state::{self, Container, ContainerAct, ContainerAsk};
 use super::super::{clip, new_id, now};
-use super::{Actor, Answer, Entry, Message, tell};
+use super::{Actor, Answer, Entry, Message, PAUSE, Patience, Stopping, tell};
 use crate::nouns::{ContainerConfig, ImageOf, PidMode, User};
 use crate::store::{Change, ContainerRecord};
 use nacelle_base::{Chain, ContainerId};
 use nacelle_pod::record::LOST;
 use nacelle_proto::pod as proto;
 use std::sync::Arc;
-use std::time::Duration;
 
 /// The exit code of a container that could not be started, as other runtimes have it.
 const START_FAILED: i32 = 128;
@@ -281,17 +280,22 @@ impl Actor {
         }
     }
 
-    pub(super) async fn stop_container(&mut self, id: ContainerId, grace: Duration, answer: Answer<()>) {
+    pub(super) async fn stop_container(&mut self, id: ContainerId, stopping: Stopping) {
         let client = self.client.clone();
-        let Some(entry) = self.containers.get_mut(&id) else { return drop(answer.send(Ok(()))) };
+        let Some(entry) = self.containers.get_mut(&id) else { return drop(stopping.answer.send(Ok(()))) };
         match (entry.record.state.step(ContainerAsk::Stop), client) {
             (Ok((_, ContainerAct::Stop)), Some(client)) => {
-                let stopping = make::stop(Arc::clone(&self.parts), client, id.clone(), grace);
-                self.effect(async move { Message::Stopped(id, stopping.await, answer) });
+                let grace = stopping.grace.saturating_sub(stopping.since.elapsed());
+                let work = make::stop(Arc::clone(&self.parts), client, id.clone(), grace);
+                self.effect(async move { Message::Stopped(id, work.await, stopping) });
+            }
+            // The pod process is searched for.
+            (Ok((_, ContainerAct::Stop)), None) if self.pod.state == state::Pod::Ready => {
+                self.stopped(id, Err(self.silent()), stopping).await;
             }
             // It ends with its machine, which is on its way down.
-            (Ok((_, ContainerAct::Stop)), None) => self.wait_stopped.push(answer),
-            _ => drop(answer.send(Ok(()))),
+            (Ok((_, ContainerAct::Stop)), None) => self.wait_stopped.push(stopping.answer),
+            _ => drop(stopping.answer.send(Ok(()))),
         }
     }
 
@@ -299,7 +303,7 @@ impl Actor {
         &mut self,
         id: ContainerId,
         result: Result<Option<proto::PodState>, LifecycleError>,
-        answer: Answer<()>,
+        mut stopping: Stopping,
     ) {
         let result = match result {
             Ok(Some(state)) => {
@@ -317,14 +321,21 @@ impl Actor {
             .containers
             .get(&id)
             .is_some_and(|entry| matches!(entry.record.state, Container::Running | Container::Starting));
-        drop(answer.send(match result {
+        let result = match result {
             Err(_) if !runs => Ok(()),
+            Err(error) if stopping.patience.lasts(&error, self.parts.answer_limit()) => {
+                return self.effect(async move {
+                    tokio::time::sleep(PAUSE).await;
+                    Message::StopAgain(id, stopping)
+                });
+            }
             Ok(()) if runs => {
                 let why = "the pod process said that the container has stopped, but it has not".to_owned();
                 Err(LifecycleError::NotReady { id: self.pod.id.to_string(), why })
             }
             other => other,
-        }));
+        };
+        drop(stopping.answer.send(result));
     }
 
     pub(super) async fn remove_container(&mut self, id: ContainerId, answer: Option<Answer<()>>) {
@@ -340,9 +351,9 @@ impl Actor {
         }
     }
 
-    fn begin_remove(&mut self, id: ContainerId) {
+    pub(super) fn begin_remove(&mut self, id: ContainerId) {
         if self.pod.state == state::Pod::Ready && self.client.is_none() {
-            let error = self.not_ready();
+            let error = self.silent();
             return self.effect(async move { Message::Removed(id, Err(error)) });
         }
         let Some(config) = self.containers.get(&id).map(|entry| Arc::clone(&entry.record.config)) else { return };
@@ -371,12 +382,20 @@ impl Actor {
                 self.parts.collect_images(&self.table);
             }
             Err(error) => {
+                let limit = self.parts.answer_limit();
+                if self.containers.get_mut(&id).is_some_and(|entry| entry.removal.lasts(&error, limit)) {
+                    return self.effect(async move {
+                        tokio::time::sleep(PAUSE).await;
+                        Message::RemoveAgain(id)
+                    });
+                }
                 if let Some(entry) = self.containers.get_mut(&id).filter(|entry| entry.record.finished_at == 0) {
                     entry.record.finished_at = now();
                     entry.record.exit_code = lost_code();
                 }
                 self.step_container(&id, ContainerAsk::RemoveFailed).await;
                 if let Some(entry) = self.containers.get_mut(&id) {
+                    entry.removal = Patience::default();
                     tell(&mut entry.made, &Err(entry.make_error.take().unwrap_or_else(|| error.clone())));
                     tell(&mut entry.removed, &Err(error));
                 }

@@ -5,6 +5,7 @@
 use super::wire;
 use crate::guest_warn;
 use crate::virtio::Interrupt;
+use nacelle_base::retry::retry_interrupted;
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::socket::{MsgFlags, send};
@@ -62,7 +63,7 @@ impl Interrupt for Line {
     fn queue(&self, index: u16) {
         let Some(place) = self.calls.get(usize::from(index)) else { return };
         if let Some(call) = lock(place).as_ref() {
-            match nix::unistd::write(call, &1u64.to_ne_bytes()) {
+            match retry_interrupted(|| nix::unistd::write(call, &1u64.to_ne_bytes())) {
                 Ok(_) | Err(Errno::EAGAIN) => {} // EAGAIN: a call is pending already
                 Err(error) => guest_warn!(queue = index, "cannot call a vhost-user front end: {error}"),
             }
@@ -79,7 +80,7 @@ impl Interrupt for Line {
         let channel = lock(&self.channel);
         let Some(channel) = channel.as_ref() else { return };
         let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
-        if let Err(error) = send(channel.as_raw_fd(), &wire::config_change(), flags) {
+        if let Err(error) = retry_interrupted(|| send(channel.as_raw_fd(), &wire::config_change(), flags)) {
             guest_warn!("cannot tell a vhost-user front end of a new configuration: {error}");
         }
     }

@@ -12,9 +12,10 @@ pub(crate) mod harness;
 
 use crate::guest_warn;
 use crate::virtio::{Device, DeviceKind, Memory};
+use nacelle_base::retry;
 use nacelle_base::{Chain, Classify, Kind};
 use nacelle_jail::ThreadKind;
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::poll::{PollFd, PollFlags};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use session::Session;
 use std::io;
@@ -22,7 +23,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::{Builder, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// A front end that does not take an answer for so long is given up.
 const WRITE_LIMIT: Duration = Duration::from_secs(10);
@@ -101,7 +102,7 @@ pub fn serve(device: Box<dyn Device>, listener: UnixListener) -> Result<Server, 
 }
 
 fn accept_all(mut device: Box<dyn Device>, listener: &UnixListener, stop: &EventFd, seen: &Seen) {
-    while wait(listener, stop, PollTimeout::NONE) {
+    while wait(listener, stop) {
         match listener.accept() {
             Ok((stream, _)) => {
                 if let Err(error) = converse(device.as_mut(), stream, stop, seen) {
@@ -113,8 +114,8 @@ fn accept_all(mut device: Box<dyn Device>, listener: &UnixListener, stop: &Event
             Err(error) => {
                 guest_warn!(device = %device.kind(), "cannot accept a vhost-user front end: {error}");
                 // Out of descriptors, most likely: try again a little later, unless told to stop.
-                let later = PollTimeout::from(100u8);
-                let told = poll(&mut [PollFd::new(stop.as_fd(), PollFlags::POLLIN)], later);
+                let later = Instant::now() + Duration::from_millis(100);
+                let told = retry::poll(&mut [PollFd::new(stop.as_fd(), PollFlags::POLLIN)], Some(later));
                 if told.is_ok_and(|events| events > 0) {
                     return;
                 }
@@ -127,7 +128,7 @@ fn converse(device: &mut dyn Device, stream: UnixStream, stop: &EventFd, seen: &
     stream.set_nonblocking(false)?;
     stream.set_write_timeout(Some(WRITE_LIMIT))?;
     let mut session = Session::new(device);
-    while let Some(message) = wire::receive(&stream, || wait(&stream, stop, PollTimeout::NONE))? {
+    while let Some(message) = wire::receive(&stream, || wait(&stream, stop))? {
         let header = message.header;
         let answer = session.handle(wire::parse(message)?)?;
         *seen.lock().unwrap_or_else(PoisonError::into_inner) = session.memory();
@@ -137,16 +138,12 @@ fn converse(device: &mut dyn Device, stream: UnixStream, stop: &EventFd, seen: &
 }
 
 /// Waits until `fd` is readable; `false`: it is time to stop.
-fn wait(fd: &impl AsFd, stop: &EventFd, limit: PollTimeout) -> bool {
+fn wait(fd: &impl AsFd, stop: &EventFd) -> bool {
     loop {
         let mut events = [PollFd::new(stop.as_fd(), PollFlags::POLLIN), PollFd::new(fd.as_fd(), PollFlags::POLLIN)];
-        match poll(&mut events, limit) {
-            Err(nix::errno::Errno::EINTR) => continue,
-            Err(error) => {
-                tracing::error!("a vhost-user server cannot wait: {error}");
-                return false;
-            }
-            Ok(_) => {}
+        if let Err(error) = retry::poll(&mut events, None) {
+            tracing::error!("a vhost-user server cannot wait: {error}");
+            return false;
         }
         let [stopped, readable] = events.map(|event| event.any().unwrap_or(true));
         if stopped {

@@ -2,7 +2,9 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use crate::sys;
+use nacelle_base::retry::retry_interrupted;
 use nix::cmsg_space;
+use nix::errno::Errno;
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
 use std::io::{self, IoSliceMut, Write};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -166,34 +168,33 @@ fn fill(
             Ok(0) if done == 0 => return Ok(Filled::Nothing),
             Ok(0) => return Ok(Filled::Part),
             Ok(count) => done += count,
-            Err(WireError::Io(error)) if is_passing(&error) => {}
+            Err(WireError::Io(error)) if error.kind() == io::ErrorKind::WouldBlock => {}
             Err(error) => return Err(error),
         }
     }
     Ok(Filled::Whole)
 }
 
-fn is_passing(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock)
-}
-
 fn receive_some(stream: &UnixStream, bytes: &mut [u8], fds: &mut Vec<OwnedFd>) -> Result<usize, WireError> {
-    let mut parts = [IoSliceMut::new(bytes)];
     let mut control = cmsg_space!([RawFd; MAX_FDS]);
     let flags = MsgFlags::MSG_CMSG_CLOEXEC | MsgFlags::MSG_DONTWAIT;
-    let received = recvmsg::<()>(stream.as_raw_fd(), &mut parts, Some(&mut control), flags).map_err(io::Error::from)?;
-    let cut = received.flags.contains(MsgFlags::MSG_CTRUNC);
-    if let Ok(messages) = received.cmsgs() {
-        for message in messages {
-            if let ControlMessageOwned::ScmRights(raw) = message {
-                fds.extend(sys::own(raw));
+    let (count, cut) = retry_interrupted(|| {
+        let mut parts = [IoSliceMut::new(bytes)];
+        let received = recvmsg::<()>(stream.as_raw_fd(), &mut parts, Some(&mut control), flags)?;
+        if let Ok(messages) = received.cmsgs() {
+            for message in messages {
+                if let ControlMessageOwned::ScmRights(raw) = message {
+                    fds.extend(sys::own(raw));
+                }
             }
         }
-    }
+        Ok::<_, Errno>((received.bytes, received.flags.contains(MsgFlags::MSG_CTRUNC)))
+    })
+    .map_err(io::Error::from)?;
     if cut || fds.len() > MAX_FDS {
         return Err(WireError::Descriptors);
     }
-    Ok(received.bytes)
+    Ok(count)
 }
 
 /// Takes numbers from the front of some bytes.

@@ -10,6 +10,7 @@ use crate::virtio::Memory;
 use crate::virtio::pieces::{BadChain, Buffers, Pieces};
 use crate::virtio::ring::Request;
 use crate::{guest_warn, sys};
+use nacelle_base::retry::retry_interrupted;
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
 use std::fs::File;
@@ -387,7 +388,9 @@ fn allocate(file: &File, how: FallocateFlags, at: u64, length: u64) -> Result<()
         return Ok(());
     }
     let number = |value: u64| i64::try_from(value).map_err(|_wide| Errno::EFBIG);
-    fallocate(file, how, number(at)?, number(length)?)
+    let (at, length) = (number(at)?, number(length)?);
+    // On tmpfs any signal interrupts it.
+    retry_interrupted(|| fallocate(file, how, at, length))
 }
 
 /// Makes a range zero: by a hole if allowed, else by allocated zeros; written out where neither is known.

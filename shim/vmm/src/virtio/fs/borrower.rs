@@ -1,5 +1,6 @@
 //! Owns: for tests: what the process that has the files is told over a stream when it is lent a queue.
 
+use nacelle_base::retry::retry_interrupted;
 use nacelle_base::share::{HEADER, LEND, Lent};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
 use std::io::{IoSliceMut, Read};
@@ -18,14 +19,18 @@ pub fn take(stream: &mut UnixStream) -> Option<(Lent, usize)> {
     let [word, length] = header(stream)?;
     assert_eq!(word, LEND);
     let mut bytes = vec![0; length as usize];
-    let mut parts = [IoSliceMut::new(&mut bytes)];
     let mut control = nix::cmsg_space!([RawFd; 32]);
-    let got = recvmsg::<()>(stream.as_raw_fd(), &mut parts, Some(&mut control), MsgFlags::empty()).unwrap();
-    let fds = got.cmsgs().unwrap().map(|message| match message {
-        ControlMessageOwned::ScmRights(fds) => fds.len(),
-        _ => 0,
-    });
-    let (got, fds) = (got.bytes, fds.sum());
+    let (got, fds) = retry_interrupted(|| {
+        let mut parts = [IoSliceMut::new(&mut bytes)];
+        let got = recvmsg::<()>(stream.as_raw_fd(), &mut parts, Some(&mut control), MsgFlags::empty())?;
+        let fds = got.cmsgs()?.map(|message| match message {
+            ControlMessageOwned::ScmRights(fds) => fds.len(),
+            _ => 0,
+        });
+        let fds = fds.sum();
+        Ok::<_, nix::errno::Errno>((got.bytes, fds))
+    })
+    .unwrap();
     assert_eq!(got, bytes.len());
     Some((Lent::decode(&bytes).unwrap(), fds))
 }

@@ -8,9 +8,10 @@ use crate::sys;
 use crate::virtio::pieces::{Buffers, Pieces};
 use crate::virtio::queue_thread::Stop;
 use crate::virtio::{Memory, Ring};
+use nacelle_base::retry::{self, retry_interrupted};
 use nacelle_base::share::{ANSWER_HEADER, HEADER, MAX_MESSAGE};
 use nix::errno::Errno;
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::poll::{PollFd, PollFlags};
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::AsFd;
@@ -219,7 +220,7 @@ impl<'a> Waiting<'a> {
     // read(2) and write(2): the filter of a queue's thread knows no recv and send.
     pub fn send(&mut self, stream: &UnixStream, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
-            match nix::unistd::write(stream, bytes) {
+            match retry_interrupted(|| nix::unistd::write(stream, bytes)) {
                 Ok(sent) => bytes = bytes.get(sent..).unwrap_or_default(),
                 Err(error) => self.or_wait(error, stream, PollFlags::POLLOUT)?,
             }
@@ -283,7 +284,7 @@ impl<'a> Waiting<'a> {
 
     pub fn receive(&mut self, stream: &UnixStream, mut bytes: &mut [u8]) -> io::Result<()> {
         while !bytes.is_empty() {
-            match nix::unistd::read(stream, bytes) {
+            match retry_interrupted(|| nix::unistd::read(stream, bytes)) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(got) => bytes = bytes.get_mut(got..).unwrap_or_default(),
                 Err(error) => self.or_wait(error, stream, PollFlags::POLLIN)?,
@@ -300,24 +301,20 @@ impl<'a> Waiting<'a> {
             _ => return Err(error.into()),
         }
         let stopping = self.stop.asked();
-        let limit = if stopping {
+        let deadline = if stopping {
             let until = *self.until.get_or_insert_with(|| Instant::now() + LAST_ANSWER);
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            if until <= Instant::now() {
                 return Err(io::ErrorKind::TimedOut.into());
             }
-            PollTimeout::try_from(left + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX)
+            Some(until)
         } else {
-            PollTimeout::NONE
+            None
         };
         let mut events = vec![PollFd::new(stream.as_fd(), wanted)];
         if !stopping {
             events.push(PollFd::new(self.stop.as_fd(), PollFlags::POLLIN));
         }
-        match poll(&mut events, limit) {
-            Err(Errno::EINTR) | Ok(_) => {}
-            Err(error) => return Err(error.into()),
-        }
+        retry::poll(&mut events, deadline)?;
         if !stopping {
             self.stop.heard();
         }

@@ -5,9 +5,10 @@
 use super::channel::Waiting;
 use crate::virtio::Ring;
 use crate::virtio::queue_thread::Stop;
+use nacelle_base::retry::{self, retry_interrupted};
 use nacelle_base::share::{ANSWER_HEADER, LEND, Lent, MAX_REGIONS, RETURN, Region};
 use nix::errno::Errno;
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::poll::{PollFd, PollFlags};
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
@@ -59,14 +60,10 @@ impl<'r> Loan<'r> {
         let fds: Vec<RawFd> =
             [self.ring.as_fd().as_raw_fd(), self.call.as_raw_fd()].into_iter().chain(self.files).collect();
         let flags = MsgFlags::MSG_NOSIGNAL;
-        let sent = nix::unistd::write(stream, &header)?
-            + sendmsg::<()>(
-                stream.as_raw_fd(),
-                &[IoSlice::new(&lent)],
-                &[ControlMessage::ScmRights(&fds)],
-                flags,
-                None,
-            )?;
+        let rights = [ControlMessage::ScmRights(&fds)];
+        let parts = [IoSlice::new(&lent)];
+        let sent = retry_interrupted(|| nix::unistd::write(stream, &header))?
+            + retry_interrupted(|| sendmsg::<()>(stream.as_raw_fd(), &parts, &rights, flags, None))?;
         if sent == header.len() + lent.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
     }
 }
@@ -90,15 +87,12 @@ pub(super) fn hold(ring: &mut Ring, stream: &UnixStream, stop: &Stop) -> io::Res
 fn until_stopped(stream: &UnixStream, stop: &Stop) -> io::Result<()> {
     while !stop.asked() {
         let mut events = [PollFd::new(stop.as_fd(), PollFlags::POLLIN), PollFd::new(stream.as_fd(), PollFlags::POLLIN)];
-        match poll(&mut events, PollTimeout::NONE) {
-            Err(Errno::EINTR) | Ok(_) => {}
-            Err(error) => return Err(error.into()),
-        }
+        retry::poll(&mut events, None)?;
         stop.heard();
-        match nix::unistd::read(stream, &mut [0]) {
+        match retry_interrupted(|| nix::unistd::read(stream, &mut [0])) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(_) => return Err(io::Error::new(io::ErrorKind::InvalidData, "a word without a question")),
-            Err(Errno::EAGAIN | Errno::EINTR) => {}
+            Err(Errno::EAGAIN) => {}
             Err(error) => return Err(error.into()),
         }
     }

@@ -1,6 +1,7 @@
 //! Owns: saying which part of the volumes a share shows, before anybody asks for a file. docs/devices/fs.md.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
+use nacelle_base::retry;
 use nacelle_base::share::{ANSWER_HEADER, MAX_PART, SHOW};
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -20,7 +21,7 @@ pub(super) fn show(mut stream: &UnixStream, part: &str) -> io::Result<()> {
     let head = [SHOW, length].map(u32::to_le_bytes).concat();
     stream.write_all(&[head.as_slice(), part.as_bytes()].concat())?;
     let mut told = [0; ANSWER_HEADER];
-    stream.read_exact(&mut told)?;
+    stream.read_exact(&mut told).map_err(retry::timed_out)?;
     stream.set_read_timeout(None)?;
     match i32::from_le_bytes(told) {
         0 => Ok(()),

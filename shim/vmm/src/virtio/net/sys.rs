@@ -2,6 +2,7 @@
 #![allow(unsafe_code, reason = "the ioctls of taps and VHOST_NET_SET_BACKEND have no safe wrapper")]
 
 use libc::{c_int, c_uint};
+use nacelle_base::retry::retry_interrupted;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 use vhost::vhost_kern::vhost_binding::{VHOST_NET_SET_BACKEND, vhost_vring_file};
@@ -16,7 +17,7 @@ pub(super) fn tap_flags(tap: BorrowedFd<'_>) -> io::Result<u32> {
     // SAFETY: ifreq is plain data, for which all zeros is a value.
     let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
     // SAFETY: the descriptor is open, and the kernel writes one ifreq.
-    checked(unsafe { libc::ioctl(tap.as_raw_fd(), libc::TUNGETIFF, &mut request) })?;
+    retry_interrupted(|| checked(unsafe { libc::ioctl(tap.as_raw_fd(), libc::TUNGETIFF, &mut request) }))?;
     // SAFETY: TUNGETIFF fills in the flags.
     let flags = unsafe { request.ifr_ifru.ifru_flags };
     Ok(u32::from(u16::from_ne_bytes(flags.to_ne_bytes())))
@@ -26,13 +27,15 @@ pub(super) fn tap_flags(tap: BorrowedFd<'_>) -> io::Result<u32> {
 pub(super) fn set_header_size(tap: BorrowedFd<'_>, bytes: usize) -> io::Result<()> {
     let size = c_int::try_from(bytes).map_err(|_large| io::Error::from(io::ErrorKind::InvalidInput))?;
     // SAFETY: the descriptor is open, and the kernel reads one int.
-    checked(unsafe { libc::ioctl(tap.as_raw_fd(), libc::TUNSETVNETHDRSZ, &size) })
+    retry_interrupted(|| checked(unsafe { libc::ioctl(tap.as_raw_fd(), libc::TUNSETVNETHDRSZ, &size) }))
 }
 
 /// What may be left undone in frames that are read: `TUN_F_*`. For all queues of the interface.
 pub(super) fn set_offload(tap: BorrowedFd<'_>, bits: c_uint) -> io::Result<()> {
-    // SAFETY: the descriptor is open, and the argument is a number.
-    checked(unsafe { libc::ioctl(tap.as_raw_fd(), libc::TUNSETOFFLOAD, libc::c_ulong::from(bits)) })
+    retry_interrupted(|| {
+        // SAFETY: the descriptor is open, and the argument is a number.
+        checked(unsafe { libc::ioctl(tap.as_raw_fd(), libc::TUNSETOFFLOAD, libc::c_ulong::from(bits)) })
+    })
 }
 
 /// Whether a queue of a tap with several takes part.
@@ -42,14 +45,14 @@ pub(super) fn set_queue(tap: BorrowedFd<'_>, on: bool) -> io::Result<()> {
     let flag = if on { libc::IFF_ATTACH_QUEUE } else { libc::IFF_DETACH_QUEUE };
     request.ifr_ifru.ifru_flags = flag as libc::c_short; // 0x200 or 0x400
     // SAFETY: the descriptor is open, and the kernel reads one ifreq.
-    checked(unsafe { libc::ioctl(tap.as_raw_fd(), libc::TUNSETQUEUE, &request) })
+    retry_interrupted(|| checked(unsafe { libc::ioctl(tap.as_raw_fd(), libc::TUNSETQUEUE, &request) }))
 }
 
 /// Gives a queue of vhost-net its tap, or takes it away; on return the kernel no longer touches the queue then.
 pub(super) fn set_backend(vhost: BorrowedFd<'_>, queue: u32, tap: Option<BorrowedFd<'_>>) -> io::Result<()> {
     let file = vhost_vring_file { index: queue, fd: tap.map_or(-1, |tap| tap.as_raw_fd()) };
     // SAFETY: the descriptor is open, and the kernel reads one struct.
-    checked(unsafe { libc::ioctl(vhost.as_raw_fd(), VHOST_NET_SET_BACKEND(), &file) })
+    retry_interrupted(|| checked(unsafe { libc::ioctl(vhost.as_raw_fd(), VHOST_NET_SET_BACKEND(), &file) }))
 }
 
 /// An eventfd as the crate `vhost` wants it.

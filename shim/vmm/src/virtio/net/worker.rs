@@ -11,7 +11,8 @@ use crate::sys::{read_stream, write_stream};
 use crate::virtio::pieces::Pieces;
 use crate::virtio::queue_thread::Stop;
 use crate::virtio::ring::Ring;
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nacelle_base::retry;
+use nix::poll::{PollFd, PollFlags};
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -383,8 +384,8 @@ fn wait_kick(stop: &Stop, ring: &mut Ring) {
 fn wait(stop: &Stop, other: Option<(BorrowedFd<'_>, PollFlags)>) {
     let mut events = vec![PollFd::new(stop.as_fd(), PollFlags::POLLIN)];
     events.extend(other.map(|(fd, flags)| PollFd::new(fd, flags)));
-    // A failure is a signal: whoever waits looks again.
-    let _ = poll(&mut events, PollTimeout::NONE);
+    // After a failure the caller looks again.
+    let _ = retry::poll(&mut events, None);
     if !stop.asked() && events.first().is_some_and(|event| event.any().unwrap_or(true)) {
         stop.heard();
     }

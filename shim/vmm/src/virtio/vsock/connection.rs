@@ -7,13 +7,15 @@ use super::{HOST_CID, VsockError, WINDOW};
 use crate::sys;
 use crate::virtio::Memory;
 use crate::virtio::pieces::{BadChain, Pieces};
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nacelle_base::retry;
+use nix::poll::{PollFd, PollFlags};
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::mpsc::SyncSender;
+use std::time::Instant;
 use vm_memory::Permissions;
 
 /// The name of a connection: the ports at both ends.
@@ -227,7 +229,7 @@ impl Connection {
                 self.end_seen = true;
                 // Whether it is closed for good is known already, though its event may not have come.
                 let mut state = [PollFd::new(self.stream.as_fd(), PollFlags::empty())];
-                let found = poll(&mut state, PollTimeout::ZERO).unwrap_or(0) > 0;
+                let found = retry::poll(&mut state, Some(Instant::now())).unwrap_or(0) > 0;
                 self.hung_up |= found && state.iter().any(|state| state.any().unwrap_or(false));
             }
             Ok(count) => return Ok(u32::try_from(count).unwrap_or(0)), // at most the guest's window

@@ -1,6 +1,7 @@
 //! Owns: what can go wrong for the host's side of a vsock device.
 
 use nacelle_base::{Classify, Kind};
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// A connection could not be made or taken.
@@ -30,6 +31,12 @@ pub enum VsockError {
         /// The port in the guest.
         port: u32,
     },
+    /// The socket that stands for a port is not there any more.
+    #[error("the socket {} is gone: the pod's run directory was removed while the pod ran; remove the pod and make it again", path.display())]
+    Lost {
+        /// The socket.
+        path: PathBuf,
+    },
     /// The device has as many connections as it may.
     #[error("no more than {limit} vsock connections at a time")]
     TooMany {
@@ -55,7 +62,7 @@ impl Classify for VsockError {
             VsockError::Cid { .. } => Kind::Invalid,
             VsockError::Resources { .. } | VsockError::TooMany { .. } => Kind::Exhausted,
             VsockError::PortInUse { .. } => Kind::AlreadyExists,
-            VsockError::Refused { .. } | VsockError::Stopped => Kind::Unavailable,
+            VsockError::Refused { .. } | VsockError::Lost { .. } | VsockError::Stopped => Kind::Unavailable,
             VsockError::Timeout { .. } => Kind::Timeout,
         }
     }

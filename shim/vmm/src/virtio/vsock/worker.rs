@@ -3,6 +3,7 @@
 use super::muxer::Muxer;
 use super::{Metrics, VsockError};
 use crate::virtio::{DeviceKind, Ring, StartError};
+use nacelle_base::retry::retry_interrupted;
 use nacelle_jail::ThreadKind;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -78,9 +79,8 @@ impl Worker {
         let mut more = false;
         loop {
             let limit = if more { EpollTimeout::ZERO } else { EpollTimeout::NONE };
-            let count = match self.epoll.wait(&mut events, limit) {
+            let count = match retry_interrupted(|| self.epoll.wait(&mut events, limit)) {
                 Ok(count) => count,
-                Err(nix::errno::Errno::EINTR) => 0,
                 Err(error) => {
                     tracing::error!("a vsock device cannot wait: {error}");
                     return;

@@ -1,0 +1,62 @@
+//! Mounts what a container has at and below `/dev`, in its mount namespace, when libcontainer has made the container and its program
+//! has not started yet. Threads: the caller is a child of the zygote with one thread, and stays in that namespace.
+
+use libcontainer::oci_spec::runtime::Mount;
+use nacelle_base::mounts::{self, Change};
+use nix::fcntl::OFlag;
+use nix::sched::CloneFlags;
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+
+use crate::container::root;
+use crate::container::targets::{Shape, Targets};
+
+/// Mounts these over what the container of this first process has. Nothing of the container runs yet that could change its paths.
+pub(super) fn mount_all(pid: i32, late: &[Mount]) -> io::Result<()> {
+    if late.is_empty() {
+        return Ok(());
+    }
+    // Their sources are paths of the agent's namespace.
+    let copies = late.iter().map(copy).collect::<io::Result<Vec<_>>>()?;
+    nix::sched::setns(File::open(format!("/proc/{pid}/ns/mnt"))?, CloneFlags::CLONE_NEWNS)?;
+    for (mount, copy) in late.iter().zip(copies) {
+        let copy = File::from(copy);
+        let shape = if copy.metadata()?.is_dir() { Shape::Directory } else { Shape::File };
+        // What is mounted already may be shared with containers that run: no link of theirs leads out of this root.
+        let targets = Targets::open(Path::new("/"), None).map_err(io::Error::other)?;
+        let at = targets.prepare("mount target", mount.destination(), shape).map_err(io::Error::other)?;
+        let root = root::open_root(Path::new("/")).map_err(io::Error::other)?;
+        let place = root::open_in(&root, &at, OFlag::O_PATH)?;
+        mounts::place_on(&copy, &place)?;
+    }
+    Ok(())
+}
+
+/// A copy of what a mount shows, with its options.
+fn copy(mount: &Mount) -> io::Result<OwnedFd> {
+    let source = mount.source().as_deref().ok_or(io::ErrorKind::InvalidInput)?;
+    let has = |word: &str| mount.options().iter().flatten().any(|option| option == word);
+    let copy = mounts::copy(source, has("rbind"))?;
+    let mut attributes = 0;
+    for (word, attribute) in [
+        ("ro", libc::MOUNT_ATTR_RDONLY),
+        ("nosuid", libc::MOUNT_ATTR_NOSUID),
+        ("nodev", libc::MOUNT_ATTR_NODEV),
+        ("noexec", libc::MOUNT_ATTR_NOEXEC),
+        ("noatime", libc::MOUNT_ATTR_NOATIME),
+    ] {
+        if has(word) {
+            attributes |= attribute;
+        }
+    }
+    let without = if has("noatime") { libc::MOUNT_ATTR__ATIME } else { 0 };
+    if attributes != 0 {
+        mounts::change(&copy, false, &Change { attributes, without, ..Change::default() })?;
+    }
+    if has("rro") {
+        mounts::change(&copy, true, &Change { attributes: libc::MOUNT_ATTR_RDONLY, ..Change::default() })?;
+    }
+    Ok(copy)
+}

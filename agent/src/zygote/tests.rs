@@ -1,0 +1,196 @@
+//! Tests of the agent's side of the zygote, with a thread in the place of the zygote and its children, and of
+//! `nacelle_base::retry` under real signals.
+
+use super::*;
+use nacelle_base::retry;
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollTimeout};
+use std::os::unix::process::ExitStatusExt;
+use std::os::unix::thread::JoinHandleExt;
+use std::process::{Child, Command};
+use std::thread::{JoinHandle, sleep, spawn};
+use std::time::Instant;
+
+const SIGNAL: i32 = libc::SIGUSR2;
+
+/// Sends a signal to a thread every millisecond, until it has ended. The signal's handler does nothing, and interrupted calls
+/// are not restarted.
+fn signalled<T>(thread: JoinHandle<T>) -> T {
+    while !thread.is_finished() {
+        crate::sys::signal_thread(thread.as_pthread_t(), SIGNAL).unwrap();
+        sleep(Duration::from_millis(1));
+    }
+    thread.join().unwrap()
+}
+
+/// The agent's end, and the socket where the zygote would be.
+fn pair() -> (Zygote, OwnedFd) {
+    crate::sys::interrupt_by(SIGNAL).unwrap();
+    let (control, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).unwrap();
+    (Zygote { control }, theirs)
+}
+
+/// Takes a request, as a child of the zygote does.
+fn take(control: &OwnedFd) -> UnixStream {
+    let (_, fds) = receive_with(control, MsgFlags::empty()).unwrap();
+    let mut peer = UnixStream::from(fds.into_iter().next().unwrap());
+    frame::read_bytes(&mut peer, frame::MAX_ZYGOTE).unwrap();
+    peer
+}
+
+fn pause() -> Request {
+    Request::Pause { user_namespace: false }
+}
+
+/// A process as a child makes it.
+fn program() -> (Child, Made) {
+    let child = Command::new("sleep").arg("600").spawn().unwrap();
+    let pid = i32::try_from(child.id()).unwrap();
+    (child, Made { pid, pidfd: crate::sys::pidfd_open(pid).ok(), terminal: None })
+}
+
+fn killed(mut child: Child) -> bool {
+    let end = Instant::now() + Duration::from_secs(20);
+    while Instant::now() < end {
+        if let Some(status) = child.try_wait().unwrap() {
+            return status.signal() == Some(libc::SIGKILL);
+        }
+        sleep(Duration::from_millis(5));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    false
+}
+
+#[test]
+fn signals_interrupt_calls_and_not_those_of_the_helper() {
+    crate::sys::interrupt_by(SIGNAL).unwrap();
+    // Without the helper each of them fails: the signals do reach the thread while it waits.
+    let (near, _far) = UnixStream::pair().unwrap();
+    near.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    let raw = signalled(spawn(move || nix::sys::socket::recv(near.as_raw_fd(), &mut [0], MsgFlags::empty())));
+    assert_eq!(raw, Err(Errno::EINTR));
+    let (reader, writer) = nix::unistd::pipe().unwrap();
+    let raw = signalled(spawn(move || {
+        let mut fds = [PollFd::new(reader.as_fd(), PollFlags::POLLIN)];
+        let polled = nix::poll::poll(&mut fds, PollTimeout::NONE);
+        (polled, nix::unistd::read(&reader, &mut [0]))
+    }));
+    assert_eq!(raw, (Err(Errno::EINTR), Err(Errno::EINTR)));
+    drop(writer);
+
+    let limit = Duration::from_millis(300);
+    let (near, _far) = UnixStream::pair().unwrap();
+    let start = Instant::now();
+    let late = signalled(spawn(move || Timed::new(&near, limit).read(&mut [0])));
+    assert_eq!(late.unwrap_err().kind(), io::ErrorKind::TimedOut);
+    // Signals do not lengthen the time either.
+    assert!((limit..Duration::from_secs(10)).contains(&start.elapsed()), "{:?}", start.elapsed());
+    let (reader, writer) = nix::unistd::pipe().unwrap();
+    let thread = spawn(move || {
+        let mut fds = [PollFd::new(reader.as_fd(), PollFlags::POLLIN)];
+        let polled = retry::poll(&mut fds, Some(Instant::now() + limit)).unwrap();
+        (polled, retry_interrupted(|| nix::unistd::read(&reader, &mut [0])))
+    });
+    let writing = spawn(move || {
+        sleep(limit * 2);
+        nix::unistd::write(&writer, b"x")
+    });
+    assert_eq!(signalled(thread), (0, Ok(1)));
+    writing.join().unwrap().unwrap();
+}
+
+#[test]
+fn signals_do_not_end_a_request() {
+    let (zygote, control) = pair();
+    let child = spawn(move || {
+        let mut peer = take(&control);
+        sleep(Duration::from_millis(300));
+        let refusal = Refusal { message: "no".to_owned(), why: Why::Defect };
+        answer(&mut peer, &Answer::Refused(refusal), &[]).unwrap();
+    });
+    let caller = spawn(move || zygote.call(&pause(), &[]));
+    let refused = signalled(caller).unwrap_err();
+    assert!(matches!(refused, ZygoteError::Refused { .. }), "{refused:?}");
+    child.join().unwrap();
+}
+
+#[test]
+fn a_refusal_reaches_an_agent_that_still_writes() {
+    let (zygote, control) = pair();
+    let child = spawn(move || {
+        let (_, fds) = receive_with(&control, MsgFlags::empty()).unwrap();
+        child::refuse(fds, &io::Error::from_raw_os_error(libc::EAGAIN));
+    });
+    // More than a socket holds.
+    let allowed = vec![std::path::PathBuf::from("/".repeat(4000)); 200];
+    let request = Create { id: "a".to_owned(), tty: false, in_proc: allowed, late: Vec::new() };
+    let error = zygote.call(&Request::Create(request), &[]).unwrap_err();
+    assert_eq!(error.kind(), Kind::Exhausted, "{error:?}");
+    child.join().unwrap();
+}
+
+#[test]
+fn a_request_without_an_answer_times_out() {
+    let (zygote, control) = pair();
+    let child = spawn(move || take(&control));
+    let error = zygote.call_within(Duration::from_millis(50), &pause(), &[]).unwrap_err();
+    assert_eq!(error.kind(), Kind::Timeout, "{error:?}");
+    drop(child.join().unwrap());
+    // A child that ends without an answer.
+    let (zygote, control) = pair();
+    let child = spawn(move || drop(take(&control)));
+    let error = zygote.call(&pause(), &[]).unwrap_err();
+    assert_eq!(error.kind(), Kind::Unavailable, "{error:?}");
+    child.join().unwrap();
+}
+
+#[test]
+fn a_process_that_nobody_takes_is_killed() {
+    // The agent gives up before the answer comes.
+    let (zygote, control) = pair();
+    let child = spawn(move || {
+        let mut peer = take(&control);
+        sleep(Duration::from_millis(300));
+        let (child, made) = program();
+        (hand_over(&mut peer, &made).is_err(), child)
+    });
+    zygote.call_within(Duration::from_millis(50), &pause(), &[]).unwrap_err();
+    let (failed, process) = child.join().unwrap();
+    assert!(failed && killed(process));
+
+    // The answer is in the socket, and the agent does not read it.
+    let (near, mut far) = UnixStream::pair().unwrap();
+    let child = spawn(move || {
+        let (child, made) = program();
+        (hand_over(&mut far, &made).is_err(), child)
+    });
+    retry::poll(&mut [PollFd::new(near.as_fd(), PollFlags::POLLIN)], None).unwrap();
+    drop(near);
+    let (failed, process) = child.join().unwrap();
+    assert!(failed && killed(process));
+
+    // The agent has it, and then cannot use it; or keeps it.
+    for keep in [false, true] {
+        let (zygote, control) = pair();
+        let child = spawn(move || {
+            let mut peer = take(&control);
+            let (child, made) = program();
+            hand_over(&mut peer, &made).unwrap();
+            child
+        });
+        let made = zygote.call(&pause(), &[]).unwrap();
+        let mut process = child.join().unwrap();
+        if keep {
+            let (pid, pidfd) = made.keep();
+            assert_eq!((pid, pidfd.is_some()), (i32::try_from(process.id()).unwrap(), true));
+            sleep(Duration::from_millis(100));
+            assert_eq!(process.try_wait().unwrap(), None);
+            process.kill().unwrap();
+            process.wait().unwrap();
+        } else {
+            drop(made);
+            assert!(killed(process));
+        }
+    }
+}

@@ -1,0 +1,245 @@
+//! Stops containers several times, and while the pod process or the machine dies.
+
+use nacelle_e2e::{Image, Node, eventually};
+use nacelle_proto::cri;
+use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use std::fs;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+use tokio::task::JoinHandle;
+use tonic::transport::Channel;
+
+/// Seconds that a stop gives that is overtaken by a shorter one.
+const OVERTAKEN: i64 = 600;
+/// A stop that took less than so many seconds has not waited for [`OVERTAKEN`], however slow the node is.
+const LIMIT: f64 = OVERTAKEN as f64 / 2.0;
+
+/// Prints a line for each SIGTERM and does not end by it.
+const STUBBORN: &str = "trap 'echo term' TERM; echo ready; while true; do sleep 0.1; done";
+
+type Cri = RuntimeServiceClient<Channel>;
+
+/// A pod with one container.
+#[derive(Clone)]
+struct Running {
+    pod: String,
+    container: String,
+    log: PathBuf,
+}
+
+impl Running {
+    async fn start(node: &Node, image: &str, name: &str) -> Running {
+        let mut cri = Cri::new(node.channel());
+        let logs = node.folder().join("logs").join(name);
+        let config = cri::PodSandboxConfig {
+            metadata: Some(cri::PodSandboxMetadata {
+                name: name.to_owned(),
+                uid: name.to_owned(),
+                namespace: "e2e".to_owned(),
+                attempt: 0,
+            }),
+            log_directory: logs.display().to_string(),
+            ..Default::default()
+        };
+        let run = cri::RunPodSandboxRequest { config: Some(config.clone()), runtime_handler: String::new() };
+        let pod = cri.run_pod_sandbox(run).await.expect("the pod starts").into_inner().pod_sandbox_id;
+        let container = cri::ContainerConfig {
+            metadata: Some(cri::ContainerMetadata { name: "stubborn".to_owned(), attempt: 0 }),
+            image: Some(cri::ImageSpec { image: image.to_owned(), ..Default::default() }),
+            command: ["sh", "-c", STUBBORN].map(str::to_owned).to_vec(),
+            log_path: "stubborn.log".to_owned(),
+            ..Default::default()
+        };
+        let create = cri::CreateContainerRequest {
+            pod_sandbox_id: pod.clone(),
+            config: Some(container),
+            sandbox_config: Some(config),
+        };
+        let container = cri.create_container(create).await.expect("it is made").into_inner().container_id;
+        let start = cri::StartContainerRequest { container_id: container.clone() };
+        cri.start_container(start).await.expect("it starts");
+        let running = Running { pod, container, log: logs.join("stubborn.log") };
+        while !running.log().contains("ready") {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        running
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(&self.log).unwrap_or_default()
+    }
+
+    /// How often it got its stop signal.
+    fn signals(&self) -> usize {
+        self.log().matches(" term").count()
+    }
+
+    /// Begins a stop.
+    fn stop(&self, node: &Node, timeout: i64) -> JoinHandle<Result<(), tonic::Status>> {
+        let mut cri = Cri::new(node.channel());
+        let request = cri::StopContainerRequest { container_id: self.container.clone(), timeout };
+        tokio::spawn(async move { cri.stop_container(request).await.map(drop) })
+    }
+
+    async fn remove(self, node: &Node) {
+        let mut cri = Cri::new(node.channel());
+        let pod_sandbox_id = self.pod.clone();
+        cri.stop_pod_sandbox(cri::StopPodSandboxRequest { pod_sandbox_id }).await.expect("it is stopped");
+        let pod_sandbox_id = self.pod;
+        cri.remove_pod_sandbox(cri::RemovePodSandboxRequest { pod_sandbox_id }).await.expect("it is removed");
+    }
+}
+
+fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime")
+}
+
+async fn pause(milliseconds: u64) {
+    tokio::time::sleep(Duration::from_millis(milliseconds)).await;
+}
+
+/// The seconds since then, as a number.
+fn seconds(since: Instant) -> f64 {
+    since.elapsed().as_secs_f64()
+}
+
+#[test]
+fn a_stop_signal_is_sent_once_and_the_shortest_time_counts() {
+    let mut node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let runtime = runtime();
+    runtime.block_on(async {
+        let running = Running::start(&node, &image, "shorter").await;
+        let start = Instant::now();
+        let mut stops = Vec::new();
+        for timeout in [3 * OVERTAKEN, 2 * OVERTAKEN, OVERTAKEN, 5, 6 * OVERTAKEN] {
+            stops.push(running.stop(&node, timeout));
+            pause(200).await;
+        }
+        for stop in stops {
+            stop.await.expect("no panic").expect("it is stopped");
+        }
+        // The fourth began after 0.6 s and gave 5 s.
+        assert!((5.0..LIMIT).contains(&seconds(start)), "{} s", seconds(start));
+        assert_eq!(running.signals(), 1, "{}", running.log());
+        running.stop(&node, 5).await.expect("no panic").expect("it has been stopped");
+        running.remove(&node).await;
+
+        let running = Running::start(&node, &image, "none").await;
+        let stop = running.stop(&node, OVERTAKEN);
+        while running.signals() == 0 {
+            pause(20).await;
+        }
+        let start = Instant::now();
+        running.stop(&node, 0).await.expect("no panic").expect("it is killed");
+        stop.await.expect("no panic").expect("it is stopped");
+        assert!(seconds(start) < LIMIT, "{} s", seconds(start));
+        assert_eq!(running.signals(), 1, "{}", running.log());
+        running.remove(&node).await;
+    });
+    // A daemon that comes back is asked again, as by kubelet.
+    let running = runtime.block_on(async {
+        let running = Running::start(&node, &image, "restart").await;
+        let first = running.stop(&node, OVERTAKEN);
+        while running.signals() == 0 {
+            pause(20).await;
+        }
+        first.abort();
+        running
+    });
+    node.kill();
+    node.start();
+    runtime.block_on(async {
+        let start = Instant::now();
+        running.stop(&node, 3).await.expect("no panic").expect("it is stopped");
+        assert!((2.0..LIMIT).contains(&seconds(start)), "{} s", seconds(start));
+        assert_eq!(running.signals(), 1, "{}", running.log());
+        running.remove(&node).await;
+
+        // The pod's own stop joins the container's, and the other way round.
+        let running = Running::start(&node, &image, "pod").await;
+        let stop = running.stop(&node, 600);
+        while running.signals() == 0 {
+            pause(20).await;
+        }
+        let pod = running.pod.clone();
+        let mut cri = Cri::new(node.channel());
+        let stopping = tokio::spawn(async move {
+            cri.stop_pod_sandbox(cri::StopPodSandboxRequest { pod_sandbox_id: pod }).await.map(drop)
+        });
+        pause(100).await;
+        let again = running.stop(&node, 300);
+        for one in [stop, stopping, again] {
+            one.await.expect("no panic").expect("it is stopped");
+        }
+        assert_eq!(running.signals(), 1, "{}", running.log());
+        running.remove(&node).await;
+    });
+}
+
+/// What may be asked for while the pod goes down.
+#[derive(Clone, Copy, Debug)]
+enum Verb {
+    StopContainer,
+    RemoveContainer,
+    StopPod,
+    RemovePod,
+}
+
+async fn ask(mut cri: Cri, running: Running, verb: Verb) -> Result<(), tonic::Status> {
+    let Running { pod: pod_sandbox_id, container: container_id, .. } = running;
+    match verb {
+        Verb::StopContainer => {
+            cri.stop_container(cri::StopContainerRequest { container_id, timeout: 60 }).await.map(drop)
+        }
+        Verb::RemoveContainer => cri.remove_container(cri::RemoveContainerRequest { container_id }).await.map(drop),
+        Verb::StopPod => cri.stop_pod_sandbox(cri::StopPodSandboxRequest { pod_sandbox_id }).await.map(drop),
+        Verb::RemovePod => cri.remove_pod_sandbox(cri::RemovePodSandboxRequest { pod_sandbox_id }).await.map(drop),
+    }
+}
+
+#[test]
+fn what_has_died_is_stopped_and_removed_without_an_error() {
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    runtime().block_on(async {
+        for process in [true, false] {
+            for verb in [Verb::StopContainer, Verb::RemoveContainer, Verb::StopPod, Verb::RemovePod] {
+                // Milliseconds from the request to the death, or the other way round.
+                for (before, after) in [(400, 0), (5, 0), (0, 0), (0, 20)] {
+                    let name = format!("{verb:?}-{process}-{before}-{after}").to_lowercase();
+                    let running = Running::start(&node, &image, &name).await;
+                    let victims = if process { node.processes("nacelle-pod ") } else { node.machines() };
+                    assert!(!victims.is_empty(), "{name}");
+                    let die = || {
+                        for pid in &victims {
+                            // One of several may have taken the others along.
+                            let _ = kill(Pid::from_raw(*pid), Signal::SIGKILL);
+                        }
+                    };
+                    let cri = Cri::new(node.channel());
+                    if before == 0 {
+                        die();
+                        pause(after).await;
+                    }
+                    let asked = tokio::spawn(ask(cri, running.clone(), verb));
+                    if before > 0 {
+                        pause(before).await;
+                        die();
+                    }
+                    let answer = tokio::time::timeout(Duration::from_secs(50), asked).await;
+                    let answer = answer.unwrap_or_else(|_late| panic!("{name}: no answer")).expect("no panic");
+                    answer.unwrap_or_else(|error| panic!("{name}: {:?}: {}", error.code(), error.message()));
+                    // Each verb once more, in the order in which kubelet asks.
+                    for verb in [Verb::StopContainer, Verb::RemoveContainer, Verb::StopPod, Verb::RemovePod] {
+                        let answer = ask(Cri::new(node.channel()), running.clone(), verb).await;
+                        answer.unwrap_or_else(|error| panic!("{name}: then {verb:?}: {}", error.message()));
+                    }
+                }
+            }
+        }
+    });
+    eventually("nothing is left", || node.left().is_empty().then_some(()));
+}

@@ -1,0 +1,104 @@
+//! A second daemon on a node: it starts only if it shares nothing with the first one, and otherwise changes nothing.
+
+use nacelle_e2e::run::run;
+use nacelle_e2e::{Container, Image, Node, Pod, part};
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+
+/// Starts a second daemon, with directories of its own but for those that `shared` names ("socket", "run", "netns"), and
+/// returns the error with which it ends.
+fn second(node: &Node, shared: &[(&str, &Path)]) -> String {
+    let own = node.folder().join("second");
+    let path = |name: &str| {
+        let of = shared.iter().find(|(other, _)| *other == name);
+        of.map_or_else(|| own.join(name), |(_, path)| (*path).to_owned())
+    };
+    let text = format!(
+        "[paths]\nroot = {:?}\nrun = {:?}\nsocket = {:?}\n[network]\ncni_conf_dir = {:?}\nnetns_dir = {:?}\n",
+        path("root"),
+        path("run"),
+        path("socket"),
+        node.folder().join("cni"),
+        path("netns"),
+    );
+    let config = node.folder().join("second.toml");
+    fs::write(&config, text).unwrap();
+    // One that starts all the same is ended by timeout(1), with another code.
+    let mut command = node.netns.command("timeout");
+    let ended =
+        run(command.args(["--signal=TERM", "40"]).arg(part("NACELLE_BIN")).args(["serve", "--config"]).arg(config));
+    assert_eq!(ended.code, 1, "{ended:?}");
+    ended.stderr.lines().last().unwrap_or_default().to_owned()
+}
+
+#[test]
+fn a_second_daemon_takes_nothing_from_the_first() {
+    let mut node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let id = {
+        let pod = node.crictl.run_pod(Pod::new("first", node.folder()));
+        let container = pod.start(Container::sh("c", &image, "echo up; sleep 1000"));
+        container.says("up");
+        container.id.clone()
+    };
+    let works = |node: &Node| assert_eq!(node.crictl.call(["exec", "--sync", &id, "echo", "works"]).trim(), "works");
+
+    let socket = node.folder().join("nacelle.sock");
+    let inode = fs::metadata(&socket).unwrap().ino();
+    let error = second(&node, &[("socket", &socket)]);
+    assert!(error.contains("another daemon uses it") && error.contains(&socket.display().to_string()), "{error}");
+    assert_eq!(fs::metadata(&socket).unwrap().ino(), inode);
+    assert!(!node.folder().join("second").exists(), "it has made nothing");
+
+    let error = second(&node, &[("run", &node.folder().join("run"))]);
+    assert!(error.contains("paths.run") && error.contains("another daemon uses that directory"), "{error}");
+    let error = second(&node, &[("netns", &node.folder().join("netns"))]);
+    assert!(error.contains("network.netns_dir"), "{error}");
+    let error = second(&node, &[("root", &node.folder().join("root"))]);
+    assert!(error.contains("state.redb"), "{error}");
+    works(&node);
+
+    let foreign = node.folder().join("foreign.sock");
+    let listener = UnixListener::bind(&foreign).unwrap();
+    let inode = fs::metadata(&foreign).unwrap().ino();
+    let error = second(&node, &[("socket", &foreign)]);
+    assert!(error.contains("another program listens there"), "{error}");
+    assert_eq!(fs::metadata(&foreign).unwrap().ino(), inode);
+    UnixStream::connect(&foreign).unwrap();
+    drop(listener);
+    let file = node.folder().join("file.sock");
+    fs::write(&file, "precious").unwrap();
+    let error = second(&node, &[("socket", &file)]);
+    assert!(error.contains("a regular file has that name"), "{error}");
+    assert_eq!(fs::read(&file).unwrap(), b"precious");
+
+    // At its end the daemon removes its own socket, and not what has come in its place.
+    fs::remove_file(&socket).unwrap();
+    let listener = UnixListener::bind(&socket).unwrap();
+    assert!(node.end());
+    UnixStream::connect(&socket).unwrap();
+    drop(listener);
+    // It is stale now: the next daemon takes its place.
+    node.start();
+    works(&node);
+    assert!(node.end());
+    assert!(!socket.exists());
+    node.start();
+}
+
+#[test]
+fn what_a_killed_daemon_was_writing_is_removed_by_the_next_one() {
+    let mut node = Node::new();
+    node.kill();
+    let root = node.folder().join("root");
+    let drafts =
+        ["cni/a.json.tmp.77.1", "cni/a.tmp.1.0", "images/index.json.tmp.1.2", "scratch/scratch-v1-64.ext4.tmp.9.9"];
+    for draft in drafts {
+        fs::create_dir_all(root.join(draft).parent().unwrap()).unwrap();
+        fs::write(root.join(draft), "half").unwrap();
+    }
+    node.start();
+    assert_eq!(drafts.into_iter().filter(|draft| root.join(draft).exists()).collect::<Vec<_>>(), Vec::<&str>::new());
+}

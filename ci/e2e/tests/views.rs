@@ -1,0 +1,175 @@
+//! One volume in several containers of a pod: a directory, a part of it and its parent are one file system for all of them, as on one
+//! kernel, also where one of them may not write, and in a user namespace. Engine `host` is the reference.
+
+use nacelle_e2e::crictl::{RunningContainer, RunningPod};
+use nacelle_e2e::image::Layer;
+use nacelle_e2e::run::call;
+use nacelle_e2e::{Container, Image, Node, Pod, eventually};
+use serde_json::{Value, json};
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+const PROBE: &str = env!("CARGO_BIN_EXE_nacelle-volume-probe");
+const OUTSIDE: u32 = 196_608;
+
+/// Adds a program with the libraries that it is linked to.
+fn program(layer: &mut Layer, path: &str, name: &str) {
+    layer.file(name, &fs::read(path).expect("cargo built it"), 0o755);
+    let linked = call("ldd", [path]).ok();
+    for folder in ["lib", "lib64", "lib/x86_64-linux-gnu"] {
+        layer.folder(folder, 0o755);
+    }
+    for library in linked.split_whitespace().filter(|word| word.starts_with('/')) {
+        layer.file(library.trim_start_matches('/'), &fs::read(library).expect("ldd found it"), 0o755);
+    }
+}
+
+/// A directory of the node, a part of it, and its parent.
+struct Volume {
+    parent: PathBuf,
+    whole: PathBuf,
+    part: PathBuf,
+}
+
+impl Volume {
+    fn new(folder: &Path) -> Volume {
+        let parent = folder.join("parent");
+        let (whole, part) = (parent.join("whole"), parent.join("whole/part"));
+        fs::create_dir_all(&part).expect("the node's directory is writable");
+        for path in [&parent, &whole, &part] {
+            fs::set_permissions(path, fs::Permissions::from_mode(0o777)).expect("it is ours");
+        }
+        fs::write(whole.join("file"), "one").expect("it is ours");
+        Volume { parent, whole, part }
+    }
+}
+
+/// A container, and where it sees the part.
+struct Seer<'a> {
+    container: RunningContainer<'a>,
+    part: &'static str,
+}
+
+impl<'a> Seer<'a> {
+    fn new(pod: &RunningPod<'a>, container: Container, source: &Path, mount: &Value, part: &'static str) -> Seer<'a> {
+        let mut mounts = mount.clone();
+        mounts["host_path"] = json!(source);
+        mounts["container_path"] = json!("/v");
+        Seer { container: pod.start(container.set("mounts", json!([mounts]))), part }
+    }
+
+    fn exec(&self, script: &str) -> String {
+        self.container.exec(&format!("cd {} && {script}", self.part)).ok()
+    }
+
+    /// The other one does with the directory what this one waits for.
+    fn meets(&self, other: &Seer, read_only: &str) {
+        let hold = format!("/bin/probe hold {} {read_only} </dev/null >/tmp/held 2>&1 &", self.part);
+        self.container.exec(&format!("rm -f /tmp/held; {hold}")).ok();
+        let held = || self.container.exec("cat /tmp/held").ok();
+        eventually("it holds all", || (held() == "ready").then_some(()));
+        let met = other.container.exec(&format!("/bin/probe meet {} {read_only}", other.part));
+        let refused = if read_only.is_empty() { "" } else { "event: read-only\n" };
+        let expected = format!("flock: held\nfcntl: held\nmap: seen\n{refused}done");
+        assert_eq!(met.stdout, expected, "{} meets {}: {}\n{}", other.part, self.part, met.stderr, held());
+        eventually("it has met", || held().ends_with("done").then_some(()));
+        let more = if read_only.is_empty() { "map: answered\nevent: event\n" } else { "" };
+        assert_eq!(held(), format!("ready\nsocket: hello\nfifo: through\n{more}done"));
+    }
+}
+
+/// What one writes, makes and renames is what the other one sees at once.
+fn are_one(one: &Seer, other: &Seer) {
+    for round in 0..5 {
+        one.exec("echo -n one >torn");
+        assert_eq!(other.exec("cat torn"), "one");
+        one.exec("echo -n twotwo >torn");
+        assert_eq!(other.exec("cat torn"), "twotwo");
+        one.exec(&format!("echo {round} >new && mv new renamed"));
+        assert_eq!(other.exec("test ! -e new && cat renamed"), round.to_string());
+        other.exec("rm renamed");
+        assert!(!one.exec("ls").contains("renamed"));
+    }
+    assert_eq!(one.exec("stat -c %d:%i torn"), other.exec("stat -c %d:%i torn"));
+}
+
+fn three(node: &Node, volume: &Volume, pod: Pod, linux: &Value, mount: &Value) {
+    let image = Image::busybox().layer(|layer| program(layer, PROBE, "bin/probe"));
+    let image = node.image(&image, "probe:1");
+    let pod = node.crictl.run_pod(pod);
+    let container = |name: &str| Container::sh(name, &image, "sleep 600").set("linux", linux.clone());
+    let mut readonly = mount.clone();
+    readonly["readonly"] = json!(true);
+    // Those that may not write come first: who writes changes what was read-only in the machine until then.
+    let read = Seer::new(&pod, container("read"), &volume.whole, &readonly, "/v/part");
+    assert_eq!(read.container.exec("cat /v/file").ok(), "one");
+    let a = Seer::new(&pod, container("a"), &volume.whole, mount, "/v/part");
+    let b = Seer::new(&pod, container("b"), &volume.part, mount, "/v");
+    let c = Seer::new(&pod, container("c"), &volume.parent, mount, "/v/whole/part");
+    a.container.exec("echo -n two >/v/file").ok();
+    assert_eq!(read.container.exec("cat /v/file").ok(), "two");
+    assert_eq!(c.container.exec("cat /v/whole/file").ok(), "two");
+    for (one, other) in [(&a, &b), (&b, &c), (&c, &a), (&b, &a)] {
+        are_one(one, other);
+        one.meets(other, "");
+    }
+    a.meets(&read, "ro");
+    b.meets(&read, "ro");
+    let refused = read.container.exec("echo x >/v/file").err();
+    assert!(refused.contains("Read-only file system"), "{refused}");
+    // One that is made anew, without those that were there before.
+    for gone in [a, c] {
+        node.crictl.call(["rm", "--force", &gone.container.id]);
+    }
+    let again = Seer::new(&pod, container("again"), &volume.whole, mount, "/v/part");
+    are_one(&again, &b);
+    again.meets(&b, "");
+    again.meets(&read, "ro");
+    pod.remove();
+    assert_eq!(node.left(), Vec::<String>::new());
+}
+
+#[test]
+fn a_volume_a_part_of_it_and_its_parent_are_one_file_system() {
+    let node = Node::new();
+    let volume = Volume::new(node.folder());
+    three(&node, &volume, Pod::new("views", node.folder()), &json!({}), &json!({}));
+}
+
+#[test]
+fn they_are_one_file_system_in_a_user_namespace() {
+    let node = Node::new();
+    // A file system whose mounts can be mapped.
+    let folder = tempfile::tempdir_in("/dev/shm").expect("/dev/shm is writable");
+    let volume = Volume::new(folder.path());
+    let mapping = json!([{"container_id": 0, "host_id": OUTSIDE, "length": 65_536}]);
+    let users = json!({"mode": 0, "uids": mapping, "gids": mapping});
+    let linux = json!({"security_context": {"namespace_options": {"userns_options": users}}});
+    let mount = json!({"uidMappings": mapping, "gidMappings": mapping});
+    let pod = Pod::new("views", node.folder()).set("linux", linux.clone());
+    three(&node, &volume, pod, &linux, &mount);
+}
+
+#[test]
+fn what_no_container_may_write_the_node_refuses_and_a_file_can_be_a_volume() {
+    let node = Node::new();
+    let image = node.image(&Image::busybox(), "busybox:1");
+    let volume = Volume::new(node.folder());
+    let pod = node.crictl.run_pod(Pod::new("views", node.folder()));
+    let container = |name: &str| Container::sh(name, &image, "sleep 600");
+    let read = Seer::new(&pod, container("read"), &volume.parent, &json!({"readonly": true}), "/v/whole/part");
+    let file = Seer::new(&pod, container("file"), &volume.whole.join("file"), &json!({}), "/");
+    assert_eq!(file.exec("cat /v"), "one");
+    assert_eq!(read.container.exec("cat /v/whole/file").ok(), "one");
+    // What one of them may write, the others see.
+    file.exec("echo -n twotwo >/v");
+    assert_eq!(read.container.exec("cat /v/whole/file").ok(), "twotwo");
+    for path in ["/v/whole/file", "/v/whole/new"] {
+        let refused = read.container.exec(&format!("echo x >{path}")).err();
+        assert!(refused.contains("Read-only file system"), "{refused}");
+    }
+    assert_eq!(fs::read_to_string(volume.whole.join("file")).expect("it is there"), "twotwo");
+    pod.remove();
+    assert_eq!(node.left(), Vec::<String>::new());
+}

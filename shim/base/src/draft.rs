@@ -1,0 +1,211 @@
+//! Drafts: files that are written beside their later name and renamed when they are whole. A draft is locked (flock) by the
+//! process that writes it, so that `sweep` can tell what a killed process left from what a living one still writes.
+//!
+//! The writer locks a new draft and then makes sure that its name still leads to it; the sweeper removes a draft only while
+//! it holds its lock. So a draft is never removed under its writer.
+
+use crate::files::{FileError, at, remove_if_there};
+use crate::retry::retry_interrupted;
+use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, openat, unlinkat};
+use rustix::io::Errno;
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// How many names are tried: those in use belong to killed processes that had the same id.
+const ATTEMPTS: u32 = 10_000;
+/// How many directories below its root a sweep visits.
+const DEPTH: u32 = 3;
+
+/// A file that disappears unless it is [kept](Draft::keep).
+#[derive(Debug)]
+pub struct Draft {
+    target: PathBuf,
+    path: PathBuf,
+    /// Open for reading and writing, empty at first, with mode 0600.
+    pub file: File,
+    kept: bool,
+}
+
+impl Draft {
+    /// Creates an empty draft of `target`, in the same directory.
+    pub fn of(target: &Path) -> Result<Draft, FileError> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        for _ in 0..ATTEMPTS {
+            let mut name = target.file_name().unwrap_or_default().to_owned();
+            name.push(format!(".tmp.{}.{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)));
+            let path = target.with_file_name(name);
+            let file = match OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path) {
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
+                other => other.map_err(at("create", &path))?,
+            };
+            match file.try_lock() {
+                Ok(()) => {}
+                // A sweep was faster, and removes it.
+                Err(fs::TryLockError::WouldBlock) => continue,
+                Err(fs::TryLockError::Error(error)) => {
+                    // The error that matters is the first one.
+                    let _ = remove_if_there(&path);
+                    return Err(at("lock", &path)(error));
+                }
+            }
+            let draft = Draft { target: target.to_owned(), path, file, kept: false };
+            if draft.is_named() {
+                return Ok(draft);
+            }
+        }
+        Err(at("create a draft of", target)(io::ErrorKind::AlreadyExists.into()))
+    }
+
+    /// The draft's own name, for a program that writes it.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Writes the file to the disk and gives it its name, in the place of a file that has it. After a crash the name leads to
+    /// the old or the new content.
+    pub fn keep(mut self) -> Result<(), FileError> {
+        let kept = self.file.sync_all().and_then(|()| fs::rename(&self.path, &self.target));
+        self.kept = kept.is_ok();
+        kept.and_then(|()| match self.target.parent() {
+            Some(directory) if !directory.as_os_str().is_empty() => File::open(directory)?.sync_all(),
+            _ => Ok(()),
+        })
+        .map_err(at("write", &self.target))
+    }
+
+    /// Whether the draft's name leads to its file.
+    fn is_named(&self) -> bool {
+        match (self.file.metadata(), fs::symlink_metadata(&self.path)) {
+            (Ok(own), Ok(named)) => (own.dev(), own.ino()) == (named.dev(), named.ino()),
+            _ => false,
+        }
+    }
+}
+
+impl Drop for Draft {
+    fn drop(&mut self) {
+        // What stays is removed by the next sweep.
+        if !self.kept
+            && let Err(error) = remove_if_there(&self.path)
+        {
+            tracing::warn!(error = %crate::Chain(&error), "a draft stays until the next start");
+        }
+    }
+}
+
+/// Whether a file of this name is a draft: `NAME.tmp.PID.NUMBER`.
+fn is_draft(name: &str) -> bool {
+    let number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let mut parts = name.rsplitn(4, '.');
+    let (count, pid, mark, rest) = (parts.next(), parts.next(), parts.next(), parts.next());
+    count.is_some_and(number) && pid.is_some_and(number) && mark == Some("tmp") && rest.is_some()
+}
+
+/// Removes the drafts in `root` and in the directories below it that no living process writes. Goes on after a failure and
+/// returns the first one. Blocks.
+pub fn sweep(root: &Path) -> Result<(), FileError> {
+    // `paths.root` itself may be a link.
+    match retry_interrupted(|| {
+        rustix::fs::open(root, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
+    }) {
+        Err(Errno::NOENT) => Ok(()),
+        Err(error) => Err(at("open", root)(error.into())),
+        Ok(directory) => sweep_below(&directory, root, DEPTH),
+    }
+}
+
+/// Sweeps an open directory. Processes in a jail write in some of these directories: no link of theirs is followed, and what they have
+/// put in the place of a draft is left alone.
+fn sweep_below(directory: &OwnedFd, path: &Path, depth: u32) -> Result<(), FileError> {
+    let mut first = Ok(());
+    for entry in Dir::read_from(directory).map_err(|error| at("read", path)(error.into()))? {
+        let entry = entry.map_err(|error| at("read", path)(error.into()))?;
+        let name = entry.file_name();
+        let text = name.to_string_lossy();
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let open = |flags| retry_interrupted(|| openat(directory, name, flags, Mode::empty()));
+        if entry.file_type() == FileType::Directory && depth > 0 && text != "." && text != ".." {
+            if let Ok(below) = open(flags | OFlags::DIRECTORY) {
+                first = first.and(sweep_below(&below, &path.join(&*text), depth - 1));
+            }
+        } else if entry.file_type() == FileType::RegularFile
+            && is_draft(&text)
+            && let Ok(file) = open(flags).map(File::from)
+            && file.try_lock().is_ok()
+        {
+            // The lock is held until it is removed.
+            tracing::info!(path = %path.join(&*text).display(), "the draft of a killed process is removed");
+            match unlinkat(directory, name, AtFlags::empty()) {
+                Ok(()) | Err(Errno::NOENT) => {}
+                Err(error) => first = first.and(Err(at("remove", &path.join(&*text))(error.into()))),
+            }
+        }
+    }
+    first
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+    use std::io::Write;
+
+    fn names(directory: &Path) -> BTreeSet<String> {
+        fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+    }
+
+    #[test]
+    fn what_killed_processes_left_goes_and_what_is_being_written_stays() {
+        let directory = tempfile::tempdir().unwrap();
+        let below = directory.path().join("machines/one");
+        fs::create_dir_all(&below).unwrap();
+        let stale = ["a.tmp.7.0", "scratch-v1-64.tmp.12.3", "index.json.tmp.1.2"];
+        let other = ["a.json", "tmp.1.2", "a.tmp.x.1", "a.tmp.1", "data.tmp.1.2.qcow2"];
+        for name in stale.iter().chain(&other) {
+            fs::write(directory.path().join(name), "half").unwrap();
+            fs::write(below.join(name), "half").unwrap();
+        }
+        // What a jailed process may put there leads nowhere and keeps nothing.
+        let outside = tempfile::tempdir().unwrap();
+        fs::write(outside.path().join("a.tmp.7.0"), "kept").unwrap();
+        std::os::unix::fs::symlink(outside.path(), directory.path().join("linked")).unwrap();
+        std::os::unix::fs::symlink(outside.path().join("a.tmp.7.0"), below.join("c.tmp.1.1")).unwrap();
+        let mut living = Draft::of(&below.join("b.json")).unwrap();
+        living.file.write_all(b"whole").unwrap();
+        std::os::unix::fs::symlink("a.json", below.join("link.tmp.1.1")).unwrap();
+        sweep(directory.path()).unwrap();
+        let draft = living.path().file_name().unwrap().to_str().unwrap().to_owned();
+        let mut expected: BTreeSet<String> = other.map(str::to_owned).into();
+        expected.extend(["machines".to_owned(), "linked".to_owned()]);
+        assert_eq!(names(directory.path()), expected);
+        expected.retain(|name| name != "machines" && name != "linked");
+        expected.extend(["link.tmp.1.1".to_owned(), "c.tmp.1.1".to_owned(), draft]);
+        assert_eq!(names(outside.path()), BTreeSet::from(["a.tmp.7.0".to_owned()]));
+        assert_eq!(names(&below), expected);
+        living.keep().unwrap();
+        assert_eq!(fs::read(below.join("b.json")).unwrap(), b"whole");
+        sweep(&directory.path().join("none")).unwrap();
+    }
+
+    #[test]
+    fn the_leftovers_of_a_process_with_the_same_id_are_no_obstacle() {
+        let directory = tempfile::tempdir().unwrap();
+        let target = directory.path().join("a.json");
+        let first = Draft::of(&target).unwrap();
+        let number: u64 = first.path().to_str().unwrap().rsplit('.').next().unwrap().parse().unwrap();
+        for next in number + 1..number + 50 {
+            fs::write(directory.path().join(format!("a.json.tmp.{}.{next}", std::process::id())), "half").unwrap();
+        }
+        let mut second = Draft::of(&target).unwrap();
+        second.file.write_all(b"two").unwrap();
+        second.keep().unwrap();
+        assert_eq!(fs::read(&target).unwrap(), b"two");
+        let path = first.path().to_owned();
+        drop(first);
+        assert!(!path.exists());
+    }
+}

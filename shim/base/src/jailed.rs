@@ -1,0 +1,346 @@
+//! Opens, reads and removes what lies in a directory that a jailed process can write to. Every name in it may be a link, a FIFO, a
+//! device, a directory or a file of any size: nothing here follows a link, waits for a writer, or reads past a bound.
+//! `ci/jailed.txt` lists the files that may reach such directories through this module only.
+
+use crate::files::{FileError, at};
+use crate::retry::{retry_interrupted, retry_transient};
+use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, ResolveFlags, fstat, openat, openat2, statat, unlinkat};
+use rustix::io::Errno;
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+/// The most entries of such a directory that are looked at.
+const MAX_ENTRIES: usize = 16_384;
+
+/// The name of a file in a directory that a jailed process writes. It is a type of its own so that it cannot be joined to a path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct JailedFile(&'static str);
+
+impl JailedFile {
+    /// A file of this name.
+    pub const fn new(name: &'static str) -> JailedFile {
+        JailedFile(name)
+    }
+
+    /// The path of the file, for the process that is in the jail itself.
+    pub fn in_jail(self, dir: &Path) -> PathBuf {
+        dir.join(self.0)
+    }
+}
+
+impl AsRef<str> for JailedFile {
+    fn as_ref(&self) -> &str {
+        self.0
+    }
+}
+
+/// A directory that a jailed process writes. The directories above it must be writable for no such process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct JailedDir(PathBuf);
+
+/// A socket that was found without following a link. Its path leads to the very inode while this lives.
+#[derive(Debug)]
+pub struct JailedSocket(OwnedFd);
+
+impl JailedSocket {
+    /// A path to connect to, for the calling process only.
+    pub fn path(&self) -> PathBuf {
+        PathBuf::from(format!("/proc/self/fd/{}", self.0.as_raw_fd()))
+    }
+}
+
+impl JailedDir {
+    /// Of this path; nothing is opened yet.
+    pub fn new(path: impl Into<PathBuf>) -> JailedDir {
+        JailedDir(path.into())
+    }
+
+    /// Opens a regular file for reading; none if there is none of this name. Anything else is an error.
+    pub fn open(&self, name: impl AsRef<str>) -> Result<Option<File>, FileError> {
+        let name = name.as_ref();
+        self.find(|dir| regular(dir, name)).map_err(at("open", &self.0.join(name)))
+    }
+
+    /// Reads a regular file of at most `most` bytes; none if there is none of this name. A larger one is an error, before a byte is read.
+    pub fn read(&self, name: impl AsRef<str>, most: u64) -> Result<Option<Vec<u8>>, FileError> {
+        let name = name.as_ref();
+        let Some(file) = self.open(name)? else { return Ok(None) };
+        let read = || {
+            let length = file.metadata()?.len();
+            if length > most {
+                return Err(invalid(format!("it has {length} bytes, and {most} are allowed")));
+            }
+            let mut bytes = Vec::new();
+            // It may grow meanwhile.
+            file.take(most).read_to_end(&mut bytes)?;
+            Ok(bytes)
+        };
+        Ok(Some(read().map_err(at("read", &self.0.join(name)))?))
+    }
+
+    /// Reads the last `most` bytes of a regular file of any size; none if there is none of this name.
+    pub fn tail(&self, name: impl AsRef<str>, most: u64) -> Result<Option<Vec<u8>>, FileError> {
+        let name = name.as_ref();
+        let Some(mut file) = self.open(name)? else { return Ok(None) };
+        let mut read = || {
+            let length = file.metadata()?.len();
+            file.seek(SeekFrom::Start(length.saturating_sub(most)))?;
+            let mut bytes = Vec::new();
+            file.by_ref().take(most).read_to_end(&mut bytes)?;
+            Ok(bytes)
+        };
+        Ok(Some(read().map_err(at("read", &self.0.join(name)))?))
+    }
+
+    /// Whether something has this name, whatever it is.
+    pub fn has(&self, name: impl AsRef<str>) -> Result<bool, FileError> {
+        let name = name.as_ref();
+        let found = self.find(|dir| absent_is_none(statat(dir, plain(name)?, AtFlags::SYMLINK_NOFOLLOW)));
+        Ok(found.map_err(at("look at", &self.0.join(name)))?.is_some())
+    }
+
+    /// The names of the regular files, in their order; names that are no UTF-8 are left out. More than 16,384 entries are an error.
+    pub fn files(&self) -> Result<Vec<String>, FileError> {
+        let names = self.entries(FileType::RegularFile).map_err(at("read", &self.0))?;
+        let mut names: Vec<String> = names.into_iter().filter_map(|name| name.into_string().ok()).collect();
+        names.sort();
+        Ok(names)
+    }
+
+    /// Finds a socket; none if there is none of this name. Anything else is an error.
+    pub fn socket(&self, name: impl AsRef<str>) -> Result<Option<JailedSocket>, FileError> {
+        let name = name.as_ref();
+        let found = self.find(|dir| {
+            let Some(found) = beneath(dir, name, OFlags::PATH)? else { return Ok(None) };
+            match kind(&found)? {
+                FileType::Socket => Ok(Some(JailedSocket(found))),
+                other => Err(invalid(format!("it is {}, and no socket", named(other)))),
+            }
+        });
+        found.map_err(at("connect to", &self.0.join(name)))
+    }
+
+    /// Removes a name that is no directory; one that is not there is no failure.
+    pub fn remove(&self, name: impl AsRef<str>) -> Result<(), FileError> {
+        let name = name.as_ref();
+        let removed = self.find(|dir| absent_is_none(unlinkat(dir, plain(name)?, AtFlags::empty())));
+        removed.map(drop).map_err(at("remove", &self.0.join(name)))
+    }
+
+    /// Removes the sockets.
+    pub fn remove_sockets(&self) -> Result<(), FileError> {
+        for name in self.entries(FileType::Socket).map_err(at("read", &self.0))? {
+            let removed = self.find(|dir| absent_is_none(unlinkat(dir, name.as_c_str(), AtFlags::empty())));
+            removed.map_err(at("remove", &self.0.join(name.to_string_lossy().as_ref())))?;
+        }
+        Ok(())
+    }
+
+    /// Does something with the open directory; none if there is none.
+    fn find<T>(&self, work: impl FnOnce(&OwnedFd) -> io::Result<Option<T>>) -> io::Result<Option<T>> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let opened = retry_interrupted(|| openat(rustix::fs::CWD, &self.0, flags, Mode::empty()));
+        match absent_is_none(opened)? {
+            Some(dir) => work(&dir),
+            None => Ok(None),
+        }
+    }
+
+    fn entries(&self, wanted: FileType) -> io::Result<Vec<std::ffi::CString>> {
+        let names = self.find(|dir| {
+            let mut names = Vec::new();
+            for (count, entry) in Dir::read_from(dir)?.enumerate() {
+                let entry = entry?;
+                if count >= MAX_ENTRIES {
+                    return Err(invalid(format!("it has more than {MAX_ENTRIES} entries")));
+                }
+                let found = match entry.file_type() {
+                    FileType::Unknown => absent_is_none(statat(dir, entry.file_name(), AtFlags::SYMLINK_NOFOLLOW))?
+                        .map(|stat| FileType::from_raw_mode(stat.st_mode)),
+                    known => Some(known),
+                };
+                if found == Some(wanted) {
+                    names.push(entry.file_name().to_owned());
+                }
+            }
+            Ok(Some(names))
+        });
+        Ok(names?.unwrap_or_default())
+    }
+}
+
+/// Opens a name in this directory, and nothing that it leads to; none if it is not there.
+fn beneath(dir: impl AsFd, name: &str, flags: OFlags) -> io::Result<Option<OwnedFd>> {
+    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
+    let name = plain(name)?;
+    let opened = retry_transient(|| openat2(&dir, name, flags | OFlags::CLOEXEC, Mode::empty(), resolve));
+    match absent_is_none(opened) {
+        // openat2(2): a link, where none may be.
+        Err(error) if error.raw_os_error() == Some(Errno::LOOP.raw_os_error()) => {
+            Err(invalid("it is a symbolic link".to_owned()))
+        }
+        other => other,
+    }
+}
+
+fn regular(dir: &OwnedFd, name: &str) -> io::Result<Option<File>> {
+    // Looked at before it is opened: to open a device or a FIFO is to do something to it.
+    let Some(found) = beneath(dir, name, OFlags::PATH)? else { return Ok(None) };
+    expect_regular(kind(&found)?)?;
+    let Some(opened) = beneath(dir, name, OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY)? else {
+        return Ok(None);
+    };
+    // The name may lead elsewhere by now.
+    expect_regular(kind(&opened)?)?;
+    Ok(Some(opened.into()))
+}
+
+fn expect_regular(found: FileType) -> io::Result<()> {
+    match found {
+        FileType::RegularFile => Ok(()),
+        other => Err(invalid(format!("it is {}, and no regular file", named(other)))),
+    }
+}
+
+fn kind(file: impl AsFd) -> io::Result<FileType> {
+    Ok(FileType::from_raw_mode(fstat(file)?.st_mode))
+}
+
+fn named(kind: FileType) -> &'static str {
+    match kind {
+        FileType::RegularFile => "a regular file",
+        FileType::Directory => "a directory",
+        FileType::Symlink => "a symbolic link",
+        FileType::Fifo => "a FIFO",
+        FileType::Socket => "a socket",
+        FileType::CharacterDevice | FileType::BlockDevice => "a device",
+        FileType::Unknown => "of an unknown kind",
+    }
+}
+
+/// A name, not a path.
+fn plain(name: &str) -> io::Result<&str> {
+    match name {
+        "" | "." | ".." => Err(io::ErrorKind::InvalidInput.into()),
+        name if name.contains('/') => Err(io::ErrorKind::InvalidInput.into()),
+        name => Ok(name),
+    }
+}
+
+fn absent_is_none<T>(found: Result<T, Errno>) -> io::Result<Option<T>> {
+    match found {
+        Err(Errno::NOENT) => Ok(None),
+        other => Ok(Some(other?)),
+    }
+}
+
+fn invalid(why: String) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, why)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::symlink;
+    use std::os::unix::net::UnixListener;
+
+    fn why<T: std::fmt::Debug>(outcome: Result<T, FileError>) -> String {
+        crate::Chain(&outcome.unwrap_err()).to_string()
+    }
+
+    /// One entry of each kind that a process could make, named after its kind.
+    fn hostile() -> (tempfile::TempDir, JailedDir) {
+        let root = tempfile::tempdir().unwrap();
+        let dir = root.path().join("jail");
+        std::fs::create_dir(&dir).unwrap();
+        std::fs::write(root.path().join("secret"), "secret").unwrap();
+        std::fs::write(dir.join("file"), "0123456789").unwrap();
+        std::fs::create_dir(dir.join("directory")).unwrap();
+        symlink("../secret", dir.join("link")).unwrap();
+        symlink("file", dir.join("inner")).unwrap();
+        symlink("/proc/self/mem", dir.join("magic")).unwrap();
+        rustix::fs::mknodat(rustix::fs::CWD, dir.join("fifo"), FileType::Fifo, Mode::from_raw_mode(0o600), 0).unwrap();
+        File::create(dir.join("sparse")).unwrap().set_len(3 << 30).unwrap();
+        drop(UnixListener::bind(dir.join("socket")).unwrap());
+        (root, JailedDir::new(dir))
+    }
+
+    #[test]
+    fn only_a_regular_file_within_its_bound_is_read() {
+        let (_root, dir) = hostile();
+        assert_eq!(dir.read("file", 10).unwrap().unwrap(), b"0123456789");
+        assert_eq!(dir.tail("file", 3).unwrap().unwrap(), b"789");
+        assert_eq!(dir.tail("sparse", 3).unwrap().unwrap(), [0; 3]);
+        assert!(dir.read("none", 10).unwrap().is_none());
+        assert!(JailedDir::new("/nowhere/at/all").read("file", 10).unwrap().is_none());
+        for (name, expected) in [
+            ("directory", "it is a directory, and no regular file"),
+            ("link", "symbolic link"),
+            ("inner", "symbolic link"),
+            ("magic", "symbolic link"),
+            ("fifo", "it is a FIFO, and no regular file"),
+            ("socket", "it is a socket, and no regular file"),
+            ("sparse", "it has 3221225472 bytes, and 10 are allowed"),
+            ("../secret", "invalid"),
+            ("..", "invalid"),
+            ("/etc/shadow", "invalid"),
+        ] {
+            let told = why(dir.read(name, 10));
+            assert!(told.contains(expected), "{name}: {told}");
+        }
+        assert!(why(dir.tail("fifo", 10)).contains("FIFO"));
+        assert!(why(dir.read("file", 9)).contains("it has 10 bytes, and 9 are allowed"));
+    }
+
+    #[test]
+    fn a_directory_that_was_replaced_by_a_link_is_not_followed() {
+        let (root, _dir) = hostile();
+        let link = root.path().join("replaced");
+        symlink("/etc", &link).unwrap();
+        assert!(JailedDir::new(&link).read("passwd", 1 << 20).is_err());
+        assert!(JailedDir::new(&link).files().is_err());
+    }
+
+    #[test]
+    fn names_are_looked_at_and_removed_without_following_them() {
+        let (root, dir) = hostile();
+        assert_eq!(dir.files().unwrap(), ["file", "sparse"]);
+        assert!(dir.has("magic").unwrap() && dir.has("fifo").unwrap() && !dir.has("none").unwrap());
+        dir.remove_sockets().unwrap();
+        for name in ["link", "magic", "fifo", "none", "file"] {
+            dir.remove(name).unwrap();
+            assert!(!dir.has(name).unwrap());
+        }
+        assert!(dir.remove("directory").is_err() && dir.remove("../secret").is_err());
+        assert_eq!(std::fs::read(root.path().join("secret")).unwrap(), b"secret");
+        assert!(!dir.has("socket").unwrap());
+        JailedDir::new("/nowhere/at/all").remove_sockets().unwrap();
+    }
+
+    #[test]
+    fn a_socket_is_reached_by_its_inode() {
+        let (root, dir) = hostile();
+        let other = UnixListener::bind(root.path().join("other")).unwrap();
+        symlink("../other", root.path().join("jail/led-away")).unwrap();
+        let listener = UnixListener::bind(root.path().join("jail/served")).unwrap();
+        let found = dir.socket("served").unwrap().unwrap();
+        drop(std::os::unix::net::UnixStream::connect(found.path()).unwrap());
+        drop(listener.accept().unwrap());
+        assert!(dir.socket("none").unwrap().is_none());
+        assert!(why(dir.socket("led-away")).contains("symbolic link"));
+        assert!(why(dir.socket("file")).contains("it is a regular file, and no socket"));
+        other.set_nonblocking(true).unwrap();
+        assert!(other.accept().is_err());
+    }
+
+    #[test]
+    fn too_many_entries_are_an_error() {
+        let root = tempfile::tempdir().unwrap();
+        for n in 0..=MAX_ENTRIES {
+            File::create(root.path().join(n.to_string())).unwrap();
+        }
+        assert!(why(JailedDir::new(root.path()).files()).contains("more than"));
+    }
+}

@@ -1,0 +1,102 @@
+//! Reads JSON of which the number of values is bounded before any of it is decoded: two bytes of text can be a value of a hundred bytes
+//! in memory. How deep values lie in each other is bounded by serde_json (128). The caller bounds the length of the text.
+//!
+//! `cargo xtask rules` forbids other readers of JSON outside the files that `ci/decoders.txt` lists with a reason.
+
+use serde::de::{DeserializeOwned, Error as _};
+
+/// Values of a document that has no larger bound of its own. Manifests of images, results of CNI plugins and specifications have a few
+/// thousand.
+pub const VALUES: usize = 100_000;
+
+/// Decodes a text of at most [`VALUES`] values.
+pub fn read<T: DeserializeOwned>(text: &[u8]) -> Result<T, serde_json::Error> {
+    read_most(text, VALUES)
+}
+
+/// Decodes a text of at most so many values.
+pub fn read_most<T: DeserializeOwned>(text: &[u8], most: usize) -> Result<T, serde_json::Error> {
+    if count(text) > most {
+        return Err(serde_json::Error::custom(format_args!("there are more than {most} values")));
+    }
+    serde_json::from_slice(text)
+}
+
+/// At least as many values and keys as the text has, in one pass without an allocation. Of a text that is no JSON it is any number.
+pub fn count(text: &[u8]) -> usize {
+    let (mut count, mut quoted, mut escaped) = (1, false, false);
+    for &byte in text {
+        match byte {
+            _ if escaped => escaped = false,
+            b'\\' if quoted => escaped = true,
+            b'"' => quoted = !quoted,
+            b',' | b':' | b'[' | b'{' if !quoted => count += 1,
+            _ => {}
+        }
+    }
+    count
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use serde_json::{Value, json};
+
+    /// Values and keys in a document.
+    fn values(value: &Value) -> usize {
+        match value {
+            Value::Array(items) => 1 + items.iter().map(values).sum::<usize>(),
+            Value::Object(fields) => 1 + fields.values().map(|value| 1 + values(value)).sum::<usize>(),
+            _ => 1,
+        }
+    }
+
+    #[test]
+    fn there_is_an_end_to_everything() {
+        let of = |values: usize| format!("[{}0]", "0,".repeat(values - 2));
+        assert_eq!(read_most::<Value>(of(1000).as_bytes(), 1000).unwrap().as_array().map(Vec::len), Some(999));
+        let refused = read_most::<Value>(of(1001).as_bytes(), 1000).unwrap_err().to_string();
+        assert!(refused.contains("there are more than 1000 values"), "{refused}");
+        for text in ["[".repeat(1000), "{} {}".to_owned(), String::new(), "1e999".to_owned(), "\u{0}".to_owned()] {
+            assert!(read::<Value>(text.as_bytes()).is_err());
+        }
+    }
+
+    #[test]
+    fn what_stands_in_texts_is_no_value() {
+        let text = json!({ "a,b": "[[[{,:\\\"," }).to_string();
+        assert_eq!(count(text.as_bytes()), 3);
+    }
+
+    fn document() -> impl Strategy<Value = Value> {
+        let leaf = prop_oneof![
+            Just(Value::Null),
+            any::<bool>().prop_map(Value::from),
+            any::<i64>().prop_map(Value::from),
+            "[a,:\\[{\"\\\\]{0,6}".prop_map(Value::from),
+        ];
+        leaf.prop_recursive(4, 64, 6, |inner| {
+            prop_oneof![
+                prop::collection::vec(inner.clone(), 0..6).prop_map(Value::from),
+                prop::collection::btree_map("[a,\"\\\\{]{0,4}", inner, 0..6)
+                    .prop_map(|fields| Value::Object(fields.into_iter().collect())),
+            ]
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn no_value_is_missed(value in document()) {
+            let text = value.to_string();
+            prop_assert!(count(text.as_bytes()) >= values(&value));
+            prop_assert_eq!(read::<Value>(text.as_bytes()).unwrap(), value);
+        }
+
+        #[test]
+        fn what_it_reads_is_what_it_says(text in "[\\[\\]{}:,\"a0-9.e -]{0,40}|\\{\"[a-c]\":[0-9]{1,25}(\\.[0-9])?\\}") {
+            let plain = serde_json::from_str::<Value>(&text).ok();
+            prop_assert_eq!(read::<Value>(text.as_bytes()).ok(), plain);
+        }
+    }
+}

@@ -1,0 +1,298 @@
+//! The daemon's socket: the right to its path, listening there, and its removal. Nothing but the stale socket of a process
+//! that has ended is ever replaced or removed.
+//!
+//! A lock file beside the socket keeps daemons of Nacelle apart: whoever holds it is the only one that looks at the path,
+//! listens there and removes the socket. Other programs do not know the lock. A socket therefore gets its name by a hard
+//! link, which fails if the name exists, and is removed only if the name still leads to the same inode.
+
+use nacelle_base::files::{FileError, at, remove_if_there};
+use nacelle_base::lock::{LockError, PathLock};
+use nacelle_base::retry::retry_interrupted;
+use nacelle_base::{Classify, Kind};
+use nix::errno::Errno;
+use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, connect, listen, socket};
+use nix::sys::stat::{Mode, fchmod};
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use tokio::net::UnixListener;
+
+/// How many clients may wait to be accepted.
+const QUEUE: i32 = 1024;
+
+/// Why the daemon cannot serve on its socket's path.
+#[derive(Debug, thiserror::Error)]
+pub enum SocketError {
+    /// A file.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// Another daemon of Nacelle serves there, or is about to.
+    #[error("cannot serve on {path}: another daemon uses it; stop that one, or set paths.socket to another path", path = path.display())]
+    InUse {
+        /// The socket's path.
+        path: PathBuf,
+        /// Which.
+        source: LockError,
+    },
+    /// Another program listens there.
+    #[error(
+        "cannot serve on {path}: another program listens there; stop that one, or set paths.socket to another path",
+        path = path.display()
+    )]
+    Answers {
+        /// The socket's path.
+        path: PathBuf,
+    },
+    /// Something else has the name.
+    #[error(
+        "cannot serve on {path}: a {kind} has that name; move it away, or set paths.socket to another path",
+        path = path.display()
+    )]
+    NoSocket {
+        /// The path.
+        path: PathBuf,
+        /// What it is: "regular file".
+        kind: &'static str,
+    },
+}
+
+impl Classify for SocketError {
+    fn kind(&self) -> Kind {
+        match self {
+            SocketError::File(error) => error.kind(),
+            SocketError::InUse { .. } | SocketError::Answers { .. } | SocketError::NoSocket { .. } => Kind::Conflict,
+        }
+    }
+}
+
+/// The right to serve on a path.
+#[derive(Debug)]
+pub struct SocketClaim {
+    path: PathBuf,
+    lock: PathLock,
+}
+
+/// A socket that listens, and may be removed.
+#[derive(Debug)]
+pub struct OwnSocket {
+    path: PathBuf,
+    /// Keeps the inode's number from being given to another file.
+    inode: File,
+    _lock: PathLock,
+}
+
+/// What has the socket's name.
+enum Standing {
+    Nothing,
+    /// A socket on which no process listens any more: its device and inode.
+    Stale(u64, u64),
+}
+
+impl SocketClaim {
+    /// Takes the lock and looks at what has the name; changes nothing else. Waits for at most `patience` for a daemon that
+    /// ends. Blocks.
+    pub fn take(path: &Path, patience: Duration) -> Result<SocketClaim, SocketError> {
+        let directory = path.parent().unwrap_or(Path::new("/"));
+        fs::DirBuilder::new().recursive(true).mode(0o755).create(directory).map_err(at("create", directory))?;
+        let lock = PathLock::take(&PathLock::beside(path), patience)
+            .map_err(|source| SocketError::InUse { path: path.to_owned(), source })?;
+        look(path)?;
+        Ok(SocketClaim { path: path.to_owned(), lock })
+    }
+
+    /// Listens; only root may connect, from the socket's first moment on. Blocks for a few file operations.
+    pub fn listen(self) -> Result<(UnixListener, OwnSocket), SocketError> {
+        let SocketClaim { path, lock } = self;
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let new = path.with_file_name(format!(".{name}.n"));
+        // Of a daemon that was killed between the next lines.
+        if let Standing::Stale(..) = look(&new)? {
+            remove_if_there(&new)?;
+        }
+        let listener = listen_privately(&new).map_err(at("listen on", &new))?;
+        let named = publish(&new, &path);
+        let removed = remove_if_there(&new);
+        let inode = named?;
+        removed?;
+        Ok((listener, OwnSocket { path, inode, _lock: lock }))
+    }
+}
+
+/// A socket that listens and has mode 0600 as soon as its name is there: the name gets the mode of the socket itself (unix(7)), and
+/// nothing a moment later could take back a connection that was made before.
+fn listen_privately(path: &Path) -> io::Result<UnixListener> {
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let server = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
+    fchmod(&server, Mode::S_IRUSR | Mode::S_IWUSR)?;
+    bind(server.as_raw_fd(), &UnixAddr::new(path)?)?;
+    listen(&server, Backlog::new(QUEUE)?)?;
+    UnixListener::from_std(server.into())
+}
+
+/// Gives the socket `new` its name; opens it, so that it can be told from any other later.
+fn publish(new: &Path, path: &Path) -> Result<File, SocketError> {
+    let inode = OpenOptions::new().read(true).custom_flags(libc::O_PATH | libc::O_NOFOLLOW).open(new);
+    let inode = inode.map_err(at("open", new))?;
+    if let Standing::Stale(device, number) = look(path)? {
+        // Looked at again right before: a program that does not know the lock may have taken the name meanwhile.
+        let now = fs::symlink_metadata(path).map_err(at("look at", path))?;
+        if (now.dev(), now.ino()) == (device, number) {
+            remove_if_there(path)?;
+        }
+    }
+    match fs::hard_link(new, path) {
+        Ok(()) => Ok(inode),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+            look(path)?;
+            Err(SocketError::Answers { path: path.to_owned() })
+        }
+        Err(error) => Err(at("name", path)(error).into()),
+    }
+}
+
+impl OwnSocket {
+    /// Removes the socket, unless its name leads to another file by now. Blocks for a few file operations.
+    pub fn remove(self) -> Result<(), FileError> {
+        let own = self.inode.metadata().map_err(at("look at", &self.path))?;
+        match fs::symlink_metadata(&self.path) {
+            Ok(now) if (now.dev(), now.ino()) == (own.dev(), own.ino()) => remove_if_there(&self.path),
+            Ok(_) => {
+                let path = self.path.display();
+                tracing::warn!(%path, "the socket stays: another program has put a file of its own at its path");
+                Ok(())
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            Err(error) => Err(at("look at", &self.path)(error)),
+        }
+    }
+}
+
+/// What has this name; an error if it may not be replaced.
+fn look(path: &Path) -> Result<Standing, SocketError> {
+    let found = match fs::symlink_metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Standing::Nothing),
+        other => other.map_err(at("look at", path))?,
+    };
+    let kind = found.file_type();
+    if !kind.is_socket() {
+        let kind = match kind {
+            kind if kind.is_file() => "regular file",
+            kind if kind.is_dir() => "directory",
+            kind if kind.is_symlink() => "symbolic link",
+            _ => "special file",
+        };
+        return Err(SocketError::NoSocket { path: path.to_owned(), kind });
+    }
+    match attempt(path) {
+        Err(Errno::ECONNREFUSED) => Ok(Standing::Stale(found.dev(), found.ino())),
+        Err(Errno::ENOENT) => Ok(Standing::Nothing),
+        // EAGAIN: its queue is full. EPROTOTYPE: it is a socket of another type, which a process has open.
+        Ok(()) | Err(Errno::EAGAIN | Errno::EPROTOTYPE) => Err(SocketError::Answers { path: path.to_owned() }),
+        Err(errno) => Err(at("connect to", path)(errno.into()).into()),
+    }
+}
+
+/// Connects without waiting for a place in the listener's queue.
+fn attempt(path: &Path) -> Result<(), Errno> {
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let client = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
+    let address = UnixAddr::new(path)?;
+    retry_interrupted(|| connect(client.as_raw_fd(), &address))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::net::{UnixDatagram, UnixListener as StdListener, UnixStream};
+
+    fn claim(path: &Path) -> Result<SocketClaim, SocketError> {
+        SocketClaim::take(path, Duration::ZERO)
+    }
+
+    fn inode(path: &Path) -> u64 {
+        fs::symlink_metadata(path).unwrap().ino()
+    }
+
+    #[tokio::test]
+    async fn a_socket_is_private_and_goes_with_its_daemon() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("run/n.sock");
+        let (listener, own) = claim(&path).unwrap().listen().unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        UnixStream::connect(&path).unwrap();
+        // A second daemon.
+        let error = claim(&path).unwrap_err();
+        assert!(matches!(error, SocketError::InUse { .. }), "{error}");
+        drop(listener);
+        own.remove().unwrap();
+        let left = fs::read_dir(path.parent().unwrap()).unwrap().map(|entry| entry.unwrap().file_name());
+        assert_eq!(left.collect::<Vec<_>>(), [".n.sock.nacelle-lock"]);
+    }
+
+    #[tokio::test]
+    async fn a_socket_is_private_from_its_first_moment_on() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("n.sock");
+        let _listener = listen_privately(&path).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        UnixStream::connect(&path).unwrap();
+    }
+
+    #[tokio::test]
+    async fn only_a_stale_socket_is_replaced() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("n.sock");
+        drop(StdListener::bind(&path).unwrap());
+        drop(StdListener::bind(directory.path().join(".n.sock.n")).unwrap());
+        let (_listener, own) = claim(&path).unwrap().listen().unwrap();
+        UnixStream::connect(&path).unwrap();
+        own.remove().unwrap();
+        assert!(!path.exists() && !directory.path().join(".n.sock.n").exists());
+
+        fs::write(&path, "precious").unwrap();
+        let error = claim(&path).unwrap_err();
+        let expected = "a regular file has that name; move it away, or set paths.socket to another path";
+        assert!(error.to_string().ends_with(expected), "{error}");
+        assert_eq!(fs::read(&path).unwrap(), b"precious");
+        fs::remove_file(&path).unwrap();
+        std::os::unix::fs::symlink("/nowhere", &path).unwrap();
+        assert!(matches!(claim(&path), Err(SocketError::NoSocket { kind: "symbolic link", .. })));
+        fs::remove_file(&path).unwrap();
+        fs::create_dir(&path).unwrap();
+        assert!(matches!(claim(&path), Err(SocketError::NoSocket { kind: "directory", .. })));
+        fs::remove_dir(&path).unwrap();
+
+        let foreign = StdListener::bind(&path).unwrap();
+        let before = inode(&path);
+        assert!(matches!(claim(&path), Err(SocketError::Answers { .. })));
+        assert_eq!(inode(&path), before);
+        drop(foreign);
+        fs::remove_file(&path).unwrap();
+        let _datagrams = UnixDatagram::bind(&path).unwrap();
+        let before = inode(&path);
+        assert!(matches!(claim(&path), Err(SocketError::Answers { .. })));
+        assert_eq!(inode(&path), before);
+    }
+
+    #[tokio::test]
+    async fn what_takes_the_name_later_is_neither_replaced_nor_removed() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("n.sock");
+        let claimed = claim(&path).unwrap();
+        let foreign = StdListener::bind(&path).unwrap();
+        let before = inode(&path);
+        assert!(matches!(claimed.listen(), Err(SocketError::Answers { .. })));
+        assert_eq!(inode(&path), before);
+        drop(foreign);
+
+        let (_listener, own) = claim(&path).unwrap().listen().unwrap();
+        fs::remove_file(&path).unwrap();
+        let _foreign = StdListener::bind(&path).unwrap();
+        own.remove().unwrap();
+        UnixStream::connect(&path).unwrap();
+    }
+}

@@ -1,0 +1,178 @@
+//! Reads the mount table of this process: by which mounts a file can be reached, with which flags, and whether closing a file has
+//! anything to do on the node. A file system that keeps its files on another machine writes back what is left, and returns errors,
+//! when a file is closed (`flush` of Linux's `file_operations`); one on the node's own disk or memory does nothing, and a guest
+//! need not ask for it. The table is read anew only after the kernel has reported a change of it.
+
+use nacelle_base::retry::{self, retry_interrupted};
+use nix::fcntl::{OFlag, openat};
+use nix::poll::{PollFd, PollFlags};
+use nix::sys::stat::Mode;
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{self, Read, Seek};
+use std::os::fd::AsFd;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+/// Those of Linux 6.12 that are known to do nothing when a file is closed.
+const NOTHING_TO_DO: [&str; 6] = ["ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs"];
+/// A longer table is not read: some 64k mounts.
+const MAX_TABLE: u64 = 16 << 20;
+
+/// The identifier of a mount, as `statx` and the mount table have it.
+pub(crate) type MountId = u64;
+
+/// What a mount allows and shows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct MountFlags {
+    pub writable: bool,
+    /// Reading changes the times of files.
+    pub access_times: bool,
+    /// The owners of files are mapped (an idmapped mount).
+    pub mapped: bool,
+}
+
+/// The mounts that this process sees from its root, as they were when the table was read.
+#[derive(Debug, Default)]
+pub(crate) struct MountTable {
+    /// Differs from that of any other table of this process.
+    pub generation: u64,
+    mounts: HashMap<MountId, MountFlags>,
+    /// The mounts below which, at any depth of directories, another one is mounted.
+    parents: Vec<MountId>,
+    /// Whether closing a file does nothing on all of them.
+    spared: bool,
+}
+
+impl MountTable {
+    /// The flags of a mount, or `None` if it is not mounted any more.
+    pub fn flags(&self, mount: MountId) -> Option<MountFlags> {
+        self.mounts.get(&mount).copied()
+    }
+
+    /// Whether something is mounted below this mount.
+    pub fn is_parent(&self, mount: MountId) -> bool {
+        self.parents.binary_search(&mount).is_ok()
+    }
+
+    /// A table of these mounts.
+    #[cfg(test)]
+    pub fn of(mounts: &[(MountId, MountFlags)]) -> MountTable {
+        MountTable { mounts: mounts.iter().copied().collect(), ..MountTable::default() }
+    }
+
+    fn parse(table: &[u8], generation: u64) -> MountTable {
+        let mut found = MountTable { generation, spared: true, ..MountTable::default() };
+        for line in table.split(|byte| *byte == b'\n').filter(|line| !line.is_empty()) {
+            // proc_pid_mountinfo(5). Fields that may be missing end with a dash; the type of the file system comes next.
+            let fields: Vec<&[u8]> = line.split(|byte| *byte == b' ').collect();
+            let number = |at: usize| std::str::from_utf8(fields.get(at)?).ok()?.parse::<MountId>().ok();
+            let kind = fields.iter().skip(6).skip_while(|field| **field != b"-").nth(1);
+            found.spared &= kind.is_some_and(|kind| NOTHING_TO_DO.iter().any(|known| known.as_bytes() == *kind));
+            let (Some(mount), Some(parent), Some(options)) = (number(0), number(1), fields.get(5)) else { continue };
+            let has = |option: &[u8]| options.split(|byte| *byte == b',').any(|one| one == option);
+            let flags = MountFlags { writable: !has(b"ro"), access_times: !has(b"noatime"), mapped: has(b"idmapped") };
+            found.mounts.insert(mount, flags);
+            found.parents.push(parent);
+        }
+        found.spared &= !found.mounts.is_empty();
+        found.parents.sort_unstable();
+        found.parents.dedup();
+        found
+    }
+}
+
+/// The mount table and its changes.
+pub(crate) struct Mounts {
+    /// `mountinfo`, which reports changes to those who poll it.
+    file: File,
+    table: Mutex<Known>,
+}
+
+#[derive(Default)]
+struct Known {
+    table: Option<Arc<MountTable>>,
+    /// A change could not be read; the kernel does not report it again.
+    missed: bool,
+}
+
+impl Mounts {
+    /// From now on, and from this root. `own_fds` is this process's `/proc/self/fd`.
+    pub fn new(own_fds: impl AsFd) -> io::Result<Mounts> {
+        let flags = OFlag::O_RDONLY | OFlag::O_CLOEXEC;
+        let file = retry_interrupted(|| openat(&own_fds, "../mountinfo", flags, Mode::empty()))?.into();
+        Ok(Mounts { file, table: Mutex::default() })
+    }
+
+    /// The table as it is now. If it cannot be read it is the last one, or one without mounts, and is read anew the next time.
+    pub fn table(&self) -> Arc<MountTable> {
+        let mut known = self.table.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut changed = [PollFd::new(self.file.as_fd(), PollFlags::POLLPRI)];
+        let same = matches!(retry::poll(&mut changed, Some(Instant::now())), Ok(0));
+        if let Some(table) = known.table.as_ref().filter(|_| same && !known.missed) {
+            return table.clone();
+        }
+        let generation = known.table.as_ref().map_or(1, |table| table.generation + 1);
+        match self.read() {
+            Ok(read) => {
+                known.missed = false;
+                known.table.insert(Arc::new(MountTable::parse(&read, generation))).clone()
+            }
+            Err(error) => {
+                tracing::warn!("cannot read the mount table: {error}");
+                known.missed = true;
+                known.table.clone().unwrap_or_default()
+            }
+        }
+    }
+
+    /// Whether closing a file does nothing on all mounts.
+    pub fn need_no_flush(&self) -> bool {
+        self.table().spared
+    }
+
+    fn read(&self) -> io::Result<Vec<u8>> {
+        let mut table = Vec::new();
+        (&self.file).rewind()?;
+        let length = (&self.file).take(MAX_TABLE).read_to_end(&mut table)? as u64;
+        if length < MAX_TABLE { Ok(table) } else { Err(io::ErrorKind::FileTooLarge.into()) }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    const ROOT: &str = "30 1 0:26 / / ro,nosuid - tmpfs nacelle rw,size=1024k\n";
+    const DISK: &str = "31 30 254:1 /data /c/0 rw,relatime master:1 shared:2 - ext4 /dev/vda1 ro\n";
+    const BELOW: &str = "32 31 0:55 / /c/0/x ro,noatime,idmapped - nfs4 server:/tmpfs rw\n";
+
+    fn parse(lines: &[&str]) -> MountTable {
+        MountTable::parse(lines.concat().as_bytes(), 1)
+    }
+
+    #[test]
+    fn one_mount_of_another_type_is_enough_to_need_flushes() {
+        let named = "32 30 0:56 / /c/2\\040-\\040ext4 rw - fuse.ext4 ext4 rw\n";
+        let spared = |lines: &[&str]| parse(lines).spared;
+        assert!(spared(&[ROOT]));
+        assert!(spared(&[ROOT, DISK]));
+        assert!(!spared(&[ROOT, DISK, BELOW]));
+        assert!(!spared(&[named, ROOT]));
+        assert!(!spared(&[]));
+        assert!(!spared(&[ROOT, "31 30 254:1\n"]));
+        assert!(!spared(&[ROOT, "31 30 254:1 / / rw shared:2 -\n"]));
+    }
+
+    #[test]
+    fn flags_are_those_of_the_mount_and_not_of_its_file_system() {
+        let table = parse(&[ROOT, DISK, BELOW, "no mount\n"]);
+        let flags = |writable, access_times, mapped| Some(MountFlags { writable, access_times, mapped });
+        assert_eq!(table.flags(30), flags(false, true, false));
+        assert_eq!(table.flags(31), flags(true, true, false));
+        assert_eq!(table.flags(32), flags(false, false, true));
+        assert_eq!(table.flags(1), None);
+        assert!(table.is_parent(30) && table.is_parent(31) && !table.is_parent(32));
+    }
+}

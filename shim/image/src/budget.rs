@@ -1,0 +1,327 @@
+//! Bounds what an image costs before it is spent: memory is charged before it is allocated, steps are counted before they are made,
+//! and both end when the caller has gone. All pulls and loads of a store share one [`Pool`] of memory.
+//!
+//! A budget that finds the pool empty waits on its blocking thread for others to end, for a bounded time: budgets that wait for each
+//! other end with the first of them that gives up.
+
+use nacelle_base::{Classify, Kind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How long a pull waits for memory that others have.
+const WAIT: Duration = Duration::from_secs(30);
+/// How often a pull that waits looks whether its caller has gone.
+const LOOK: Duration = Duration::from_millis(100);
+/// Bytes that a budget takes from the pool at a time.
+const GRAIN: u64 = 1 << 20;
+/// Steps that any image may take, also one without entries.
+const STEPS: u64 = 1_000_000;
+/// Steps for each byte of the layers' indexes. A path of n parts has 2n bytes or more there and is walked at most twice.
+const STEPS_PER_BYTE: u64 = 8;
+
+/// Why work on an image ends early.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BudgetError {
+    /// It takes too much memory by itself.
+    #[error(
+        "it takes more than {limit} bytes of memory; an image of fewer files, names and attributes takes less, and max_unpack_memory in \
+         [images] sets the limit"
+    )]
+    Memory {
+        /// How much it may take.
+        limit: u64,
+    },
+    /// Other images have the memory.
+    #[error(
+        "other pulls and loads have used all of the {limit} bytes of memory for unpacking for {seconds} seconds; pull it again later, \
+         or raise max_unpack_memory in [images]"
+    )]
+    Pool {
+        /// The memory of all together.
+        limit: u64,
+        /// For how long it waited.
+        seconds: u64,
+    },
+    /// It takes too long.
+    #[error(
+        "its paths and links take more than {limit} steps to follow; links that lead through long chains of links are refused"
+    )]
+    Steps {
+        /// How many it may take.
+        limit: u64,
+    },
+    /// The caller has gone.
+    #[error("the work was cancelled")]
+    Cancelled,
+}
+
+impl Classify for BudgetError {
+    fn kind(&self) -> Kind {
+        match self {
+            BudgetError::Memory { .. } | BudgetError::Pool { .. } | BudgetError::Steps { .. } => Kind::Exhausted,
+            BudgetError::Cancelled => Kind::Unavailable,
+        }
+    }
+}
+
+impl BudgetError {
+    /// Whether the same work may succeed later.
+    pub fn is_passing(&self) -> bool {
+        matches!(self, BudgetError::Pool { .. } | BudgetError::Cancelled)
+    }
+}
+
+/// Ends work on other threads. Clones are the same.
+#[derive(Clone, Debug, Default)]
+pub struct Cancel(Arc<AtomicBool>);
+
+impl Cancel {
+    /// The work ends soon.
+    pub fn cancel(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether it should end.
+    pub fn is_cancelled(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    /// Cancels when the result is dropped: the future that waits for the work holds it.
+    pub fn on_drop(&self) -> CancelOnDrop {
+        CancelOnDrop(self.clone())
+    }
+}
+
+/// See [`Cancel::on_drop`].
+pub struct CancelOnDrop(Cancel);
+
+impl Drop for CancelOnDrop {
+    fn drop(&mut self) {
+        self.0.cancel();
+    }
+}
+
+/// The memory of all pulls and loads of a store together.
+#[derive(Debug)]
+pub struct Pool {
+    limit: u64,
+    wait: Duration,
+    free: Mutex<u64>,
+    released: Condvar,
+}
+
+impl Pool {
+    /// A pool of so many bytes.
+    pub fn new(limit: u64) -> Arc<Pool> {
+        Pool::with_wait(limit, WAIT)
+    }
+
+    /// As `new`, with another time to wait.
+    pub fn with_wait(limit: u64, wait: Duration) -> Arc<Pool> {
+        Arc::new(Pool { limit, wait, free: Mutex::new(limit), released: Condvar::new() })
+    }
+
+    /// Blocks until the bytes are free.
+    fn take(&self, bytes: u64, cancel: &Cancel) -> Result<(), BudgetError> {
+        let since = Instant::now();
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if let Some(left) = free.checked_sub(bytes) {
+                *free = left;
+                return Ok(());
+            }
+            if cancel.is_cancelled() {
+                return Err(BudgetError::Cancelled);
+            }
+            if since.elapsed() >= self.wait {
+                return Err(BudgetError::Pool { limit: self.limit, seconds: self.wait.as_secs() });
+            }
+            free = self.released.wait_timeout(free, LOOK).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn give(&self, bytes: u64) {
+        *self.free.lock().unwrap_or_else(PoisonError::into_inner) += bytes;
+        self.released.notify_all();
+    }
+
+    /// Bytes that no budget has.
+    #[cfg(test)]
+    pub fn free(&self) -> u64 {
+        *self.free.lock().unwrap()
+    }
+}
+
+/// What one layer, or one image, may cost. Dropping it gives its memory back to the pool.
+#[derive(Debug)]
+pub struct Budget {
+    pool: Arc<Pool>,
+    cancel: Cancel,
+    limit: u64,
+    /// Bytes that are charged.
+    used: u64,
+    /// The most of them at a time.
+    peak: u64,
+    /// Bytes that the pool has lent, at least `used`.
+    lent: u64,
+    steps: u64,
+    steps_limit: u64,
+}
+
+impl Budget {
+    /// For a layer: a quarter of the pool, and as many steps as it has entries, which are bounded elsewhere.
+    pub fn layer(pool: &Arc<Pool>, cancel: &Cancel) -> Budget {
+        Budget::new(pool, cancel, pool.limit / 4, u64::MAX)
+    }
+
+    /// For all layers of an image together, whose indexes have so many bytes: seven eighths of the pool, so that one that needs too
+    /// much is refused by itself, and does not wait for what the archive or the pull that it belongs to holds.
+    pub fn image(pool: &Arc<Pool>, cancel: &Cancel, indexes: u64) -> Budget {
+        let steps = STEPS.saturating_add(indexes.saturating_mul(STEPS_PER_BYTE));
+        Budget::new(pool, cancel, pool.limit / 8 * 7, steps)
+    }
+
+    /// For the names in an archive of images: an eighth of the pool, which each of its images leaves.
+    pub fn archive(pool: &Arc<Pool>, cancel: &Cancel) -> Budget {
+        Budget::new(pool, cancel, pool.limit / 8, u64::MAX)
+    }
+
+    fn new(pool: &Arc<Pool>, cancel: &Cancel, limit: u64, steps_limit: u64) -> Budget {
+        let (pool, cancel) = (Arc::clone(pool), cancel.clone());
+        Budget { pool, cancel, limit, used: 0, peak: 0, lent: 0, steps: 0, steps_limit }
+    }
+
+    /// Charges bytes that are about to be allocated.
+    pub fn charge(&mut self, bytes: u64) -> Result<(), BudgetError> {
+        let used = self.used.saturating_add(bytes);
+        if used > self.limit {
+            return Err(BudgetError::Memory { limit: self.limit });
+        }
+        if used > self.lent {
+            let more = (used - self.lent).next_multiple_of(GRAIN).min(self.limit - self.lent);
+            self.pool.take(more, &self.cancel)?;
+            self.lent += more;
+        }
+        (self.used, self.peak) = (used, self.peak.max(used));
+        Ok(())
+    }
+
+    /// Takes a charge back when the bytes are free again.
+    pub fn refund(&mut self, bytes: u64) {
+        self.used = self.used.saturating_sub(bytes);
+        let spare = self.lent - self.used.next_multiple_of(GRAIN).min(self.lent);
+        if spare > 0 {
+            self.lent -= spare;
+            self.pool.give(spare);
+        }
+    }
+
+    /// Counts steps that are about to be made.
+    pub fn step(&mut self, count: u64) -> Result<(), BudgetError> {
+        if self.cancel.is_cancelled() {
+            return Err(BudgetError::Cancelled);
+        }
+        self.steps = self.steps.saturating_add(count);
+        if self.steps > self.steps_limit {
+            return Err(BudgetError::Steps { limit: self.steps_limit });
+        }
+        Ok(())
+    }
+
+    /// The flag that ends the work.
+    pub fn cancel(&self) -> &Cancel {
+        &self.cancel
+    }
+
+    /// Steps that were counted.
+    pub fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    /// The most bytes that were charged at a time.
+    pub fn peak(&self) -> u64 {
+        self.peak
+    }
+}
+
+impl Drop for Budget {
+    fn drop(&mut self) {
+        self.pool.give(self.lent);
+    }
+}
+
+/// What an allocation of so many bytes takes, with the allocator's own.
+pub fn heap(bytes: usize) -> u64 {
+    if bytes == 0 { 0 } else { (bytes as u64).saturating_add(8).next_multiple_of(16).max(32) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tiny(limit: u64) -> Arc<Pool> {
+        Pool::with_wait(limit, Duration::from_millis(50))
+    }
+
+    #[test]
+    fn memory_comes_from_the_pool_and_goes_back() {
+        let pool = tiny(160 << 20);
+        let mut budget = Budget::image(&pool, &Cancel::default(), 0);
+        budget.charge(10).unwrap();
+        assert_eq!(pool.free(), 159 << 20);
+        budget.charge(60 << 20).unwrap();
+        budget.refund(60 << 20);
+        assert_eq!((pool.free(), budget.peak()), (159 << 20, (60 << 20) + 10));
+        assert_eq!(budget.charge(140 << 20), Err(BudgetError::Memory { limit: 140 << 20 }));
+        drop(budget);
+        assert_eq!(pool.free(), 160 << 20);
+    }
+
+    #[test]
+    fn a_layer_has_a_quarter() {
+        let pool = tiny(100 << 20);
+        let mut budget = Budget::layer(&pool, &Cancel::default());
+        budget.charge(25 << 20).unwrap();
+        assert_eq!(budget.charge(1), Err(BudgetError::Memory { limit: 25 << 20 }));
+    }
+
+    #[test]
+    fn who_finds_the_pool_empty_waits_and_then_gives_up() {
+        let pool = tiny(10 << 20);
+        let mut first = Budget::image(&pool, &Cancel::default(), 0);
+        first.charge(7 << 20).unwrap();
+        let mut second = Budget::image(&pool, &Cancel::default(), 0);
+        let error = second.charge(4 << 20).unwrap_err();
+        assert_eq!((error.kind(), error.is_passing()), (Kind::Exhausted, true));
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| second.charge(4 << 20));
+            drop(first);
+            waiting.join().unwrap().unwrap();
+        });
+    }
+
+    #[test]
+    fn who_has_gone_does_not_wait() {
+        let pool = Pool::new(8 << 20);
+        let cancel = Cancel::default();
+        let mut first = Budget::image(&pool, &Cancel::default(), 0);
+        let mut rest = Budget::layer(&pool, &Cancel::default());
+        first.charge(7 << 20).unwrap();
+        rest.charge(1 << 20).unwrap();
+        let mut second = Budget::image(&pool, &cancel, 0);
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| second.charge(1));
+            drop(cancel.on_drop());
+            assert_eq!(waiting.join().unwrap(), Err(BudgetError::Cancelled));
+        });
+    }
+
+    #[test]
+    fn steps_follow_the_size_of_the_indexes() {
+        let pool = tiny(1 << 20);
+        let mut budget = Budget::image(&pool, &Cancel::default(), 100);
+        budget.step(STEPS + 800).unwrap();
+        assert_eq!(budget.step(1), Err(BudgetError::Steps { limit: STEPS + 800 }));
+    }
+}

@@ -1,0 +1,129 @@
+//! Stops a container: its stop signal, a time to end by itself, SIGKILL.
+//!
+//! However often a container is to be stopped, its stop signal is sent once; it is sent again only if sending it failed. A further
+//! request can only bring SIGKILL forward: what counts is the earliest end of all times that were given.
+
+use crate::agent::Agent;
+use crate::container::until;
+use crate::error::{Failure, PodError};
+use crate::record::{ContainerPhase, PodRecord};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+const SIGKILL: u32 = 9;
+
+/// The stops of one container.
+#[derive(Default)]
+pub struct Stops {
+    signalled: Arc<AtomicBool>,
+    under_way: Option<UnderWay>,
+}
+
+struct UnderWay {
+    kill_at: watch::Sender<Instant>,
+    done: watch::Receiver<Option<Result<(), Failure>>>,
+}
+
+/// The outcome of a stop, for each caller that waits for it.
+pub struct Outcome(watch::Receiver<Option<Result<(), Failure>>>);
+
+impl Outcome {
+    /// Waits until the container has ended, or could not be stopped.
+    pub async fn wait(mut self) -> Result<(), Failure> {
+        let done = self.0.wait_for(Option::is_some).await.map_err(|_closed| PodError::Ending)?.clone();
+        done.unwrap_or_else(|| Err(PodError::Ending.into()))
+    }
+}
+
+/// What is needed to stop a container.
+pub struct Stop {
+    /// The agent of its machine.
+    pub agent: Agent,
+    /// The pod as it is.
+    pub published: watch::Receiver<PodRecord>,
+    /// The container.
+    pub id: String,
+    /// Its stop signal.
+    pub signal: u32,
+    /// How long it takes at most to start, if it is being started, and to end after SIGKILL.
+    pub limit: Duration,
+}
+
+impl Stops {
+    /// Begins a stop with `grace` from the stop signal to SIGKILL; joins the one that is under way, if there is one.
+    pub fn begin(&mut self, stop: Stop, grace: Duration) -> Outcome {
+        let wanted = Instant::now() + grace;
+        if let Some(UnderWay { kill_at, done }) = &self.under_way
+            && done.borrow().is_none()
+            && done.has_changed().is_ok()
+        {
+            kill_at.send_if_modified(|kill_at| {
+                let sooner = wanted < *kill_at;
+                *kill_at = wanted.min(*kill_at);
+                sooner
+            });
+            return Outcome(done.clone());
+        }
+        let (kill_at, deadline) = watch::channel(wanted);
+        let (tell, done) = watch::channel(None);
+        let signalled = Arc::clone(&self.signalled);
+        tokio::spawn(async move {
+            let stopped = stop.run(deadline, &signalled).await;
+            tell.send_replace(Some(stopped.map_err(Failure::from)));
+        });
+        self.under_way = Some(UnderWay { kill_at, done: done.clone() });
+        Outcome(done)
+    }
+}
+
+impl Stop {
+    async fn run(mut self, mut kill_at: watch::Receiver<Instant>, signalled: &AtomicBool) -> Result<(), PodError> {
+        // A start that is under way comes to its end first.
+        let what = "see the start of the container that is to be stopped";
+        let started = |phase| phase != ContainerPhase::Created;
+        until(&mut self.published, &self.id, self.limit, what, started).await?;
+        if *kill_at.borrow() > Instant::now() && !signalled.swap(true, Ordering::SeqCst) {
+            let sent = self.signal(self.signal, false).await;
+            if sent.is_err() {
+                signalled.store(false, Ordering::SeqCst);
+            }
+            sent?;
+        }
+        while *kill_at.borrow_and_update() > Instant::now() {
+            let (published, deadline) = (&mut self.published, *kill_at.borrow());
+            let grace = deadline.saturating_duration_since(Instant::now());
+            tokio::select! {
+                ended = until(published, &self.id, grace, "stop the container", exited) => if ended.is_ok() { return Ok(()) },
+                // Without a sender the container is removed, which kills it: its record says so.
+                () = changed(&mut kill_at) => {}
+            }
+        }
+        self.signal(SIGKILL, true).await?;
+        until(&mut self.published, &self.id, self.limit, "kill the container", exited).await
+    }
+
+    /// Sends a signal. If the machine has died, and the container with it, that is as good.
+    async fn signal(&mut self, signal: u32, all: bool) -> Result<(), PodError> {
+        match self.agent.signal(&self.id, "", signal, all).await {
+            Err(error @ PodError::Died { .. }) => {
+                let ended = until(&mut self.published, &self.id, self.limit, "stop the container", exited).await;
+                ended.map_err(|_late| error)
+            }
+            other => other,
+        }
+    }
+}
+
+fn exited(phase: ContainerPhase) -> bool {
+    phase == ContainerPhase::Exited
+}
+
+/// Waits for another deadline.
+async fn changed(kill_at: &mut watch::Receiver<Instant>) {
+    if kill_at.changed().await.is_err() {
+        std::future::pending::<()>().await;
+    }
+}

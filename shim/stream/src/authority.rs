@@ -1,0 +1,492 @@
+//! Lets clients of gRPC's C core (Python, C++, Ruby, PHP) talk to a server on a unix socket. They send the percent-encoded path of the
+//! socket as `:authority`, and the HTTP/2 crate refuses a request whose authority has a `%` in it (RFC 3986 allows it).
+//!
+//! The filter lies below HTTP/2 on the accepted connection and looks at what the client sends only: in each header block it replaces
+//! `%` by `-` in the value of a literal `:authority`. Both are one byte, and 6 bits in HPACK's Huffman code, so no length, no padding
+//! and no entry of the dynamic table changes its place. Everything else, and everything that it does not understand, passes as it came.
+//! A header block is held until it is whole, of one of more than [`MOST`] bytes nothing is changed.
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+/// What a client of HTTP/2 says first (RFC 9113, section 3.4).
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+/// Bytes of the head of a frame (section 4.1): length (3), type, flags, stream (4).
+const HEAD: usize = 9;
+const HEADERS: u8 = 1;
+const CONTINUATION: u8 = 9;
+const END_HEADERS: u8 = 0x4;
+const PADDED: u8 = 0x8;
+const PRIORITY: u8 = 0x20;
+/// Bytes that are held of one header block, with the heads of its frames. A request's are some hundred.
+const MOST: usize = 64 << 10;
+
+const AUTHORITY: &[u8] = b":authority";
+/// The index of `:authority` in HPACK's static table (RFC 7541, appendix A).
+const AUTHORITY_INDEX: usize = 1;
+
+/// How many symbols have codes of 5 bits, 6 bits and so on in HPACK's Huffman code (RFC 7541, appendix B), which is canonical.
+const HUFFMAN: [u32; 26] = [10, 26, 32, 6, 0, 5, 3, 2, 6, 2, 3, 0, 0, 0, 3, 8, 13, 26, 29, 12, 4, 15, 19, 29, 0, 4];
+const SHORTEST: usize = 5;
+/// The code of `%`: 010101. That of `-` is 010110: the last two bits change.
+const PERCENT: (usize, u32) = (6, 0b01_0101);
+
+/// What the next byte is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// Of the preface, of which so many have come.
+    Preface(usize),
+    /// Of the head of a frame, of which so many have come and lie in `held`; `block`: in the middle of a header block that is held.
+    Head { have: usize, block: bool },
+    /// Of a frame's payload that is held, of which so many are missing; then the block is complete, or not.
+    Held { left: usize, last: bool },
+    /// Of a frame's payload that passes; after it comes the head of a frame.
+    Passing(usize),
+    /// Of something that is not, or no longer, understood.
+    Unknown,
+}
+
+/// The part of a held header block's frame that is HPACK's: a range of `held`.
+type Fragment = std::ops::Range<usize>;
+
+/// Changes what a client sends; without input or output of its own.
+#[derive(Debug)]
+pub struct AuthorityFilter {
+    state: State,
+    held: Vec<u8>,
+    /// Where the head of the present frame begins in `held`.
+    frame: usize,
+    fragments: Vec<Fragment>,
+}
+
+impl Default for AuthorityFilter {
+    fn default() -> AuthorityFilter {
+        AuthorityFilter::new()
+    }
+}
+
+impl AuthorityFilter {
+    /// Of a connection on which nothing has come yet.
+    pub fn new() -> AuthorityFilter {
+        AuthorityFilter { state: State::Preface(0), held: Vec::new(), frame: 0, fragments: Vec::new() }
+    }
+
+    /// Takes what came, and appends what passes.
+    pub fn take(&mut self, mut input: &[u8], out: &mut Vec<u8>) {
+        while let Some((&first, rest)) = input.split_first() {
+            match self.state {
+                State::Unknown => {
+                    out.extend_from_slice(input);
+                    return;
+                }
+                State::Preface(have) => {
+                    out.push(first);
+                    input = rest;
+                    self.state = match (PREFACE.get(have) == Some(&first), have + 1 == PREFACE.len()) {
+                        (true, true) => State::Head { have: 0, block: false },
+                        (true, false) => State::Preface(have + 1),
+                        (false, _) => State::Unknown,
+                    };
+                }
+                State::Head { have, block } => {
+                    if have == 0 {
+                        self.frame = self.held.len();
+                    }
+                    self.held.push(first);
+                    input = rest;
+                    self.state = State::Head { have: have + 1, block };
+                    if have + 1 == HEAD {
+                        self.begin_frame(block, out);
+                    }
+                }
+                State::Held { left, last } => {
+                    let (now, later) = input.split_at(left.min(input.len()));
+                    self.held.extend_from_slice(now);
+                    input = later;
+                    self.state = State::Held { left: left - now.len(), last };
+                    if now.len() == left {
+                        self.end_frame(last, out);
+                    }
+                }
+                State::Passing(left) => {
+                    let (now, later) = input.split_at(left.min(input.len()));
+                    out.extend_from_slice(now);
+                    input = later;
+                    self.state = match left - now.len() {
+                        0 => State::Head { have: 0, block: false },
+                        left => State::Passing(left),
+                    };
+                }
+            }
+        }
+    }
+
+    /// The client says no more: what is held passes.
+    pub fn finish(&mut self, out: &mut Vec<u8>) {
+        self.release(out);
+        self.state = State::Unknown;
+    }
+
+    fn release(&mut self, out: &mut Vec<u8>) {
+        out.append(&mut self.held);
+        self.fragments.clear();
+    }
+
+    /// The head of a frame has come.
+    fn begin_frame(&mut self, block: bool, out: &mut Vec<u8>) {
+        let Some(&[a, b, c, kind, flags, ..]) = self.held.get(self.frame..) else { return };
+        let length = usize::try_from(u32::from_be_bytes([0, a, b, c])).unwrap_or(usize::MAX);
+        let last = flags & END_HEADERS != 0;
+        let whole = self.held.len().saturating_add(length) <= MOST;
+        match (kind, block) {
+            (HEADERS, false) | (CONTINUATION, true) if whole => {
+                self.state = State::Held { left: length, last };
+                if length == 0 {
+                    self.end_frame(last, out);
+                }
+            }
+            // A block too long to hold: what follows of it are frames of its kind, which pass as they are.
+            _ => {
+                self.release(out);
+                self.state = match length {
+                    0 => State::Head { have: 0, block: false },
+                    length => State::Passing(length),
+                };
+            }
+        }
+    }
+
+    /// A frame of a header block is whole.
+    fn end_frame(&mut self, last: bool, out: &mut Vec<u8>) {
+        match self.fragment() {
+            Some(fragment) => self.fragments.push(fragment),
+            // What cannot be padded so is refused by HTTP/2.
+            None => self.fragments.clear(),
+        }
+        if last {
+            change_block(&mut self.held, &self.fragments);
+            self.release(out);
+        }
+        self.state = State::Head { have: 0, block: !last };
+    }
+
+    /// What of the present frame is HPACK's: all but padding and priority (RFC 9113, section 6.2).
+    fn fragment(&self) -> Option<Fragment> {
+        let head = self.held.get(self.frame..)?;
+        let (kind, flags) = (*head.get(3)?, *head.get(4)?);
+        let (mut start, mut end) = (self.frame + HEAD, self.held.len());
+        if kind == HEADERS && flags & PADDED != 0 {
+            end = end.checked_sub(usize::from(*self.held.get(start)?))?;
+            start += 1;
+        }
+        if kind == HEADERS && flags & PRIORITY != 0 {
+            start += 5;
+        }
+        (start <= end).then_some(start..end)
+    }
+}
+
+/// Replaces `%` in the authority of a header block, whose bytes are in these parts of `held`.
+fn change_block(held: &mut [u8], fragments: &[Fragment]) {
+    let mut block: Vec<u8> = Vec::with_capacity(held.len());
+    block.extend(fragments.iter().filter_map(|fragment| held.get(fragment.clone())).flatten());
+    let before = block.len();
+    // Where it is not understood, HTTP/2 will refuse it; what was changed until then is of no account.
+    let _ = change_fields(&mut block);
+    debug_assert_eq!(before, block.len(), "no length may change");
+    let mut changed = block.into_iter();
+    for fragment in fragments {
+        for byte in held.get_mut(fragment.clone()).into_iter().flatten() {
+            *byte = changed.next().unwrap_or(*byte);
+        }
+    }
+}
+
+/// Walks the representations of a header block (RFC 7541, section 6); none: it is not well formed.
+fn change_fields(block: &mut [u8]) -> Option<()> {
+    let mut at = 0;
+    while let Some(first) = block.get(at).copied() {
+        let prefix = match first {
+            0x80.. => 7,
+            0x40.. => 6,
+            0x20.. => 5,
+            _ => 4,
+        };
+        let index = integer(block, &mut at, prefix)?;
+        // An indexed field has no value of its own, nor has a change of the table's size.
+        if matches!(first, 0x80.. | 0x20..0x40) {
+            continue;
+        }
+        let authority = match index {
+            AUTHORITY_INDEX => true,
+            0 => {
+                let (huffman, name) = string(block, &mut at)?;
+                !huffman && block.get(name) == Some(AUTHORITY)
+            }
+            _ => false,
+        };
+        let (huffman, value) = string(block, &mut at)?;
+        match (authority, huffman) {
+            (false, _) => {}
+            (true, false) => {
+                block.get_mut(value)?.iter_mut().filter(|byte| **byte == b'%').for_each(|byte| *byte = b'-');
+            }
+            (true, true) => change_huffman(block.get_mut(value)?),
+        }
+    }
+    Some(())
+}
+
+/// An integer with a prefix of so many bits (section 5.1), if it is one that a length or an index here can be.
+fn integer(block: &[u8], at: &mut usize, prefix: u32) -> Option<usize> {
+    let mask = (1_u8 << prefix) - 1;
+    let mut value = usize::from(block.get(*at)? & mask);
+    *at += 1;
+    if value < usize::from(mask) {
+        return Some(value);
+    }
+    // Three more bytes say more than a block holds.
+    for shift in [0, 7, 14] {
+        let next = *block.get(*at)?;
+        *at += 1;
+        value += usize::from(next & 0x7f) << shift;
+        if next & 0x80 == 0 {
+            return Some(value);
+        }
+    }
+    None
+}
+
+/// Where the bytes of a string are, and whether they are in Huffman's code (section 5.2).
+fn string(block: &[u8], at: &mut usize) -> Option<(bool, Fragment)> {
+    let huffman = block.get(*at)? & 0x80 != 0;
+    let length = integer(block, at, 7)?;
+    let range = *at..at.checked_add(length)?;
+    block.get(range.clone())?;
+    *at = range.end;
+    Some((huffman, range))
+}
+
+/// Replaces the code of `%` by that of `-`, symbol by symbol; stops at what is no code.
+fn change_huffman(value: &mut [u8]) {
+    let bit = |value: &[u8], at: usize| value.get(at / 8).map(|byte| u32::from(byte >> (7 - at % 8) & 1));
+    let mut start = 0;
+    while let Some((length, code)) = symbol(|at| bit(value, start + at)) {
+        if (length, code) == PERCENT {
+            for at in [start + length - 2, start + length - 1] {
+                if let Some(byte) = value.get_mut(at / 8) {
+                    *byte ^= 1 << (7 - at % 8);
+                }
+            }
+        }
+        start += length;
+    }
+}
+
+/// The length and the code of the symbol that begins with these bits.
+fn symbol(bit: impl Fn(usize) -> Option<u32>) -> Option<(usize, u32)> {
+    let (mut code, mut first) = (0, 0);
+    for at in 0..SHORTEST - 1 {
+        code = code << 1 | bit(at)?;
+    }
+    for (more, count) in HUFFMAN.into_iter().enumerate() {
+        let length = SHORTEST + more;
+        code = code << 1 | bit(length - 1)?;
+        // The first code of a length follows the last one of the shorter ones.
+        if code.checked_sub(first)? < count {
+            return Some((length, code));
+        }
+        first = (first + count) << 1;
+    }
+    None
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing, reason = "tests")]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// The first bytes of a client of grpcio 1.85.3 (C core 58.0.0) that asks for the Version of CRI on /run/nacelle-rec/nacelle.sock.
+    const GRPCIO: &[u8] = include_bytes!("../tests/corpus/authority/grpcio");
+
+    /// What passes of this, if it comes in pieces that end there.
+    fn passed(all: &[u8], ends: &[usize]) -> Vec<u8> {
+        let (mut filter, mut out, mut from) = (AuthorityFilter::new(), Vec::new(), 0);
+        for end in ends.iter().map(|end| end % (all.len() + 1)).chain([all.len()]) {
+            let end = end.max(from);
+            filter.take(&all[from..end], &mut out);
+            from = end;
+        }
+        filter.finish(&mut out);
+        out
+    }
+
+    fn frame(kind: u8, flags: u8, payload: &[u8]) -> Vec<u8> {
+        let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
+        [&length[1..], &[kind, flags, 0, 0, 0, 1], payload].concat()
+    }
+
+    fn stream(frames: &[Vec<u8>]) -> Vec<u8> {
+        [PREFACE, &frames.concat()].concat()
+    }
+
+    /// A block as Python's hpack writes it: `:authority` by its index, in Huffman's code; and what is to become of it.
+    fn blocks() -> (Vec<u8>, Vec<u8>) {
+        let block = |authority: &str| {
+            hex::decode(format!(
+                "838644{}41{authority}4082497f864d833505b11f",
+                "9962cb6a49a92afdc2bedb6a49a92ee2d9dcc42b1c4b620c7abf"
+            ))
+        };
+        (block("89b2da95161a9741c9d7").unwrap(), block("89b2da96161a9741c9d7").unwrap())
+    }
+
+    #[test]
+    fn the_code_is_complete_and_its_symbols_are_256_and_the_end() {
+        assert_eq!(HUFFMAN.iter().sum::<u32>(), 257);
+        let lengths = HUFFMAN.iter().enumerate().map(|(more, count)| u64::from(*count) << (30 - SHORTEST - more));
+        assert_eq!(lengths.sum::<u64>(), 1 << 30);
+    }
+
+    #[test]
+    fn percent_becomes_dash_in_huffmans_code_and_nothing_else_does() {
+        for (before, after) in [
+            ("b2da95161a8642d14155161a8642d1415741c9d7", "b2da96161a8642d14156161a8642d1415741c9d7"),
+            // Between symbols of 13, 26 and 13 bits.
+            ("ffc2bfffff72aafff7", "ffc2dfffff72cb7ff7"),
+            ("", ""),
+            ("ff", "ff"),
+        ] {
+            let mut value = hex::decode(before).unwrap();
+            change_huffman(&mut value);
+            assert_eq!(hex::encode(value), after);
+        }
+    }
+
+    #[test]
+    fn what_grpcio_sends_gets_an_authority_that_is_one() {
+        let before = b"run%2Fnacelle-rec%2Fnacelle.sock";
+        let at = GRPCIO.windows(before.len()).position(|window| window == before).unwrap();
+        let mut expected = GRPCIO.to_vec();
+        expected[at..at + before.len()].copy_from_slice(b"run-2Fnacelle-rec-2Fnacelle.sock");
+        assert_eq!(passed(GRPCIO, &[]), expected);
+        for end in 0..GRPCIO.len() {
+            assert_eq!(passed(GRPCIO, &[end]), expected, "{end}");
+        }
+    }
+
+    #[test]
+    fn blocks_are_found_in_all_kinds_of_frames() {
+        let (before, after) = blocks();
+        let priority = [0, 0, 0, 0, 9];
+        let padded = |block: &[u8]| [&[3], block, &[0; 3]].concat();
+        let both = |block: &[u8]| [&[2], &priority[..], block, &[0; 2]].concat();
+        let data = frame(0, 0, b"41 % is no block");
+        for (flags, wrap) in [
+            (0, (&|block: &[u8]| block.to_vec()) as &dyn Fn(&[u8]) -> Vec<u8>),
+            (PADDED, &padded),
+            (PRIORITY, &|block: &[u8]| [&priority[..], block].concat()),
+            (PADDED | PRIORITY, &both),
+        ] {
+            let whole =
+                |block: &[u8]| stream(&[data.clone(), frame(HEADERS, END_HEADERS | flags, &wrap(block)), data.clone()]);
+            assert_eq!(passed(&whole(&before), &[]), whole(&after));
+            for cut in 0..before.len() {
+                let parts = |block: &[u8]| {
+                    let (first, rest) = block.split_at(cut);
+                    let (middle, last) = rest.split_at(rest.len() / 2);
+                    stream(&[
+                        frame(HEADERS, flags, &wrap(first)),
+                        frame(CONTINUATION, 0, middle),
+                        frame(CONTINUATION, END_HEADERS, last),
+                        data.clone(),
+                    ])
+                };
+                assert_eq!(passed(&parts(&before), &[]), parts(&after), "{cut}");
+            }
+        }
+    }
+
+    #[test]
+    fn only_a_literal_authority_is_changed() {
+        let literal = |first: u8, name: &[u8], value: &[u8]| {
+            let string = |text: &[u8]| [&[u8::try_from(text.len()).unwrap()], text].concat();
+            let name = if name.is_empty() { vec![] } else { string(name) };
+            [vec![first], name, string(value)].concat()
+        };
+        for (block, changed) in [
+            (literal(0x41, b"", b"a%2Fb"), true),
+            (literal(0x01, b"", b"a%2Fb"), true),
+            (literal(0x11, b"", b"a%2Fb"), true),
+            (literal(0x40, b":authority", b"a%2Fb"), true),
+            (literal(0x10, b":authority", b"a%2Fb"), true),
+            ([literal(0x44, b"", b"/a%2Fb"), vec![0x3f, 0xe1, 0x1f], literal(0x41, b"", b"%")].concat(), true),
+            (literal(0x44, b"", b"/a%2Fb"), false),
+            (literal(0x40, b"authority", b"a%2Fb"), false),
+            (literal(0x7f, b"", b"a%2Fb"), false),
+            (literal(0x41, b"", b"a:2"), false),
+        ] {
+            let before = stream(&[frame(HEADERS, END_HEADERS, &block)]);
+            let after = passed(&before, &[]);
+            assert_eq!((after.len(), after != before), (before.len(), changed), "{block:?}");
+            if !block.contains(&b'/') {
+                assert!(!changed || !after.contains(&b'%'), "{block:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_not_understood_passes_as_it_came() {
+        let (block, _) = blocks();
+        let headers = |flags, payload: &[u8]| frame(HEADERS, flags, payload);
+        let long = vec![0x82; MOST];
+        for all in [
+            b"GET / HTTP/1.1\r\nHost: a%b\r\n\r\n".to_vec(),
+            PREFACE[..10].to_vec(),
+            // A block that never ends, one of wrong frames, one that is too long, one whose padding is longer than it is.
+            stream(&[headers(0, &block)]),
+            stream(&[headers(0, &block), frame(0, 0, b"x"), frame(CONTINUATION, END_HEADERS, b"")]),
+            stream(&[frame(CONTINUATION, END_HEADERS, &block)]),
+            stream(&[headers(0, &block), frame(CONTINUATION, 0, &long), frame(CONTINUATION, END_HEADERS, &block)]),
+            stream(&[headers(END_HEADERS | PADDED, &[&[0xff], &block[..]].concat())]),
+            stream(&[headers(END_HEADERS | PADDED, b"")]),
+            stream(&[headers(END_HEADERS | PRIORITY, b"abc")]),
+        ] {
+            assert!(passed(&all, &[]) == all, "{:?}", all.get(..80));
+        }
+        // After a block that is too long the next one is seen again.
+        let (before, after) = blocks();
+        let all = |block: &[u8]| {
+            stream(&[headers(0, &long), frame(CONTINUATION, END_HEADERS, b""), headers(END_HEADERS, block)])
+        };
+        assert!(passed(&all(&before), &[]) == all(&after));
+    }
+
+    proptest! {
+        #[test]
+        fn pieces_do_not_matter(tail: Vec<u8>, ends in prop::collection::vec(any::<usize>(), 0..20), valid: bool) {
+            let (block, _) = blocks();
+            let mut all = if valid { GRPCIO.to_vec() } else { PREFACE.to_vec() };
+            all.extend(frame(HEADERS, END_HEADERS, &block));
+            all.extend(&tail);
+            let mut ends: Vec<usize> = ends.into_iter().map(|end| end % (all.len() + 1)).collect();
+            ends.sort_unstable();
+            prop_assert_eq!(passed(&all, &ends), passed(&all, &[]));
+            prop_assert_eq!(passed(&all, &[]).len(), all.len());
+        }
+
+        #[test]
+        fn what_has_no_percent_passes_as_it_came(frames in prop::collection::vec((0..11_u8, any::<u8>(), prop::collection::vec(0..37_u8, 0..60)), 0..8)) {
+            // No byte of a string is a percent, and none is in Huffman's code.
+            let all = stream(&frames.into_iter().map(|(kind, flags, payload)| frame(kind, flags, &payload)).collect::<Vec<_>>());
+            prop_assert_eq!(passed(&all, &[]), all);
+        }
+
+        #[test]
+        fn no_block_breaks_it(mut block: Vec<u8>) {
+            let before = block.clone();
+            let _ = change_fields(&mut block);
+            prop_assert_eq!(before.len(), block.len());
+            change_huffman(&mut block);
+        }
+    }
+}
