@@ -1,0 +1,121 @@
+//! Disk loops over a block device or file: sequential reads and writes of 1 MiB, random reads of 4 KiB by several threads.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Seek, SeekFrom};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// What one sequential request moves.
+const LARGE: usize = 1 << 20;
+/// What one random request moves.
+const SMALL: usize = 4096;
+
+/// A buffer that begins where requests past the page cache must begin.
+struct Buffer {
+    bytes: Vec<u8>,
+    start: usize,
+    length: usize,
+}
+
+impl Buffer {
+    fn new(length: usize) -> Buffer {
+        let bytes = vec![0x5a; length + SMALL];
+        let start = bytes.as_ptr().align_offset(SMALL).min(SMALL);
+        Buffer { bytes, start, length }
+    }
+
+    fn get(&mut self) -> &mut [u8] {
+        &mut self.bytes[self.start..self.start + self.length]
+    }
+}
+
+/// A device or file for one loop. `direct`: past the page cache.
+fn open(path: &Path, write: bool, direct: bool) -> io::Result<(File, u64)> {
+    let flags = if direct { libc::O_DIRECT } else { 0 };
+    let mut file = OpenOptions::new().read(true).write(write).custom_flags(flags).open(path)?;
+    let length = file.seek(SeekFrom::End(0))?;
+    if length < LARGE as u64 {
+        return Err(io::Error::other(format!("{} has {length} bytes, less than {LARGE}", path.display())));
+    }
+    Ok((file, length))
+}
+
+/// Reads from begin to end, again and again, for that long; bytes a second.
+pub fn read(path: &Path, direct: bool, time: Duration) -> io::Result<f64> {
+    let (file, length) = open(path, false, direct)?;
+    sequential(length, time, |buffer, at| file.read_exact_at(buffer, at))
+}
+
+/// Writes from begin to end, again and again, for that long, and flushes; bytes a second, the flush included.
+pub fn write(path: &Path, direct: bool, time: Duration) -> io::Result<f64> {
+    let (file, length) = open(path, true, direct)?;
+    let start = Instant::now();
+    let rate = sequential(length, time, |buffer, at| file.write_all_at(buffer, at))?;
+    let bytes = rate * start.elapsed().as_secs_f64();
+    file.sync_data()?;
+    Ok(bytes / start.elapsed().as_secs_f64())
+}
+
+fn sequential(length: u64, time: Duration, mut one: impl FnMut(&mut [u8], u64) -> io::Result<()>) -> io::Result<f64> {
+    let mut buffer = Buffer::new(LARGE);
+    let (start, mut at, mut bytes) = (Instant::now(), 0, 0.0);
+    loop {
+        one(buffer.get(), at)?;
+        bytes += LARGE as f64;
+        at = if at + 2 * LARGE as u64 <= length { at + LARGE as u64 } else { 0 };
+        let took = start.elapsed();
+        if took >= time {
+            return Ok(bytes / took.as_secs_f64());
+        }
+    }
+}
+
+/// Reads blocks of 4 KiB at random places with so many threads for that long; reads a second.
+pub fn random_reads(path: &Path, direct: bool, threads: u32, time: Duration) -> io::Result<f64> {
+    let start = Instant::now();
+    let one = |seed: u64| -> io::Result<u64> {
+        let (file, length) = open(path, false, direct)?;
+        let (mut buffer, mut done, mut state) = (Buffer::new(SMALL), 0, 0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(seed));
+        // At least one, however late the thread begins.
+        loop {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            file.read_exact_at(buffer.get(), state % (length / SMALL as u64) * SMALL as u64)?;
+            done += 1;
+            if start.elapsed() >= time {
+                return Ok(done);
+            }
+        }
+    };
+    let done = std::thread::scope(|scope| {
+        let readers: Vec<_> = (0..threads).map(|n| scope.spawn(move || one(u64::from(n) + 1))).collect();
+        let joined = readers.into_iter().map(|reader| reader.join());
+        joined
+            .map(|done| done.unwrap_or_else(|_panic| Err(io::Error::other("a reader panicked"))))
+            .sum::<io::Result<u64>>()
+    })?;
+    Ok(done as f64 / start.elapsed().as_secs_f64())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_read_and_written() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let time = Duration::from_millis(5);
+        assert!(read(file.path(), false, time).is_err(), "it is empty");
+        file.as_file().set_len(3 << 20).unwrap();
+        for figure in [
+            read(file.path(), false, time).unwrap(),
+            write(file.path(), false, time).unwrap(),
+            random_reads(file.path(), false, 2, time).unwrap(),
+        ] {
+            assert!(figure > 0.0, "{figure}");
+        }
+        assert_eq!(file.as_file().metadata().unwrap().len(), 3 << 20, "it does not grow");
+    }
+}

@@ -1,0 +1,97 @@
+//! What the host is: the facts without which figures say nothing.
+
+use crate::report::{Line, object};
+use nacelle_engine::KvmVerdict;
+use nix::sys::statfs::statfs;
+use serde_json::{Value, json};
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+/// The first line of a report.
+pub fn host(version: &str, verdict: &KvmVerdict, disk: &Path) -> Line {
+    let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let of_cpu = |name: &str| cpuinfo.lines().find_map(|line| line.strip_prefix(name)?.split_once(':'));
+    let model = of_cpu("model name").map_or_else(String::new, |(_, model)| model.trim().to_owned());
+    let flags = of_cpu("flags").map_or("", |(_, flags)| flags);
+    let module = ["kvm_intel", "kvm_amd"].into_iter().find(|name| Path::new("/sys/module").join(name).exists());
+    let parameter = |name: &str| text(&format!("/sys/module/{}/parameters/{name}", module.unwrap_or_default()));
+    let thp = "/sys/kernel/mm/transparent_hugepage";
+    let facts = json!({
+        "nacelle": version,
+        "cpu": model,
+        "cpus": std::thread::available_parallelism().map_or(0, usize::from),
+        "virtual": flags.split_whitespace().any(|flag| flag == "hypervisor"),
+        "kernel": text("/proc/sys/kernel/osrelease"),
+        "kvm": module.unwrap_or("built in"),
+        "ept": parameter("ept"),
+        "npt": parameter("npt"),
+        "probe_us": if let KvmVerdict::Hardware { took } = verdict { json!(took.as_secs_f64() * 1e6) } else { Value::Null },
+        "vhost_net": Path::new("/dev/vhost-net").exists(),
+        "memory_mib": meminfo("MemTotal") / 1024,
+        "thp": chosen(&text(&format!("{thp}/enabled"))),
+        "thp_shmem": chosen(&text(&format!("{thp}/shmem_enabled"))),
+        "load": text("/proc/loadavg"),
+        "disk": statfs(disk).map_or_else(|_unknown| String::new(), |system| file_system(system.filesystem_type().0)),
+        "qemu": peer("qemu-system-x86_64"),
+        "firecracker": peer("firecracker"),
+    });
+    Line { name: "host".to_owned(), facts: object(facts), ..Line::default() }
+}
+
+/// The content of a small file, or nothing.
+fn text(path: &str) -> String {
+    fs::read_to_string(path).unwrap_or_default().trim().to_owned()
+}
+
+/// The setting in use, of a file like `always [madvise] never`; nothing where there is none.
+pub fn chosen(setting: &str) -> String {
+    let word = setting.split_whitespace().find_map(|word| word.strip_prefix('[')?.strip_suffix(']'));
+    word.unwrap_or_default().to_owned()
+}
+
+/// A line of /proc/meminfo, in KiB; 0 where there is none.
+pub fn meminfo(name: &str) -> u64 {
+    let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let line = meminfo.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+    line.and_then(|line| line.split_whitespace().next()?.parse().ok()).unwrap_or(0)
+}
+
+/// The names of usual file systems, by their numbers (statfs(2)); of others, the number.
+fn file_system(kind: libc::c_long) -> String {
+    match kind {
+        0xef53 => "ext4".to_owned(),
+        0x5846_5342 => "xfs".to_owned(),
+        0x9123_683e => "btrfs".to_owned(),
+        0x0102_1994 => "tmpfs".to_owned(),
+        0x794c_7630 => "overlayfs".to_owned(),
+        other => format!("{other:#x}"),
+    }
+}
+
+/// The version of a peer, if it is installed.
+fn peer(program: &str) -> Value {
+    let output = Command::new(program).arg("--version").output();
+    output
+        .map_or(Value::Null, |output| json!(String::from_utf8_lossy(&output.stdout).lines().next().unwrap_or_default()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn the_setting_in_brackets_is_the_one_in_use() {
+        assert_eq!(chosen("always [madvise] never"), "madvise");
+        assert_eq!(chosen(""), "");
+    }
+
+    #[test]
+    fn the_host_is_described() {
+        let line = host("v1", &KvmVerdict::Hardware { took: Duration::from_micros(50) }, Path::new("/proc"));
+        assert_eq!((line.name.as_str(), &line.facts["nacelle"]), ("host", &json!("v1")));
+        assert_eq!(line.facts["probe_us"], json!(50.0));
+        assert!(line.facts["memory_mib"].as_u64().unwrap() > 0 && line.facts["cpus"].as_u64().unwrap() > 0);
+    }
+}

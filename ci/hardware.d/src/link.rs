@@ -1,0 +1,102 @@
+//! Gives a network interface an IPv4 address and sets it up, with two rtnetlink messages (rtnetlink(7)): the guest has no `ip`, and the
+//! host may have none either.
+
+use nix::errno::Errno;
+use nix::net::if_::if_nametoindex;
+use nix::sys::socket::{AddressFamily, SockFlag, SockProtocol, SockType, socket};
+use std::io;
+use std::net::Ipv4Addr;
+use std::os::fd::OwnedFd;
+
+/// RTM_NEWLINK, which changes one that is there.
+const NEW_LINK: u16 = 16;
+/// RTM_NEWADDR.
+const NEW_ADDRESS: u16 = 20;
+/// NLM_F_REQUEST and NLM_F_ACK.
+const REQUEST: u16 = 1 | 4;
+/// NLM_F_REPLACE and NLM_F_CREATE.
+const SET: u16 = 0x100 | 0x400;
+/// NLMSG_ERROR: the kernel's acknowledgement, whose first word is zero or a negative error number.
+const ERROR: u16 = 2;
+const IFF_UP: u32 = 1;
+
+/// Sets an interface of this network namespace up, with this address.
+pub fn set_up(name: &str, address: Ipv4Addr, prefix: u8) -> io::Result<()> {
+    let index = if_nametoindex(name)?;
+    let flags = SockFlag::SOCK_CLOEXEC;
+    let socket = socket(AddressFamily::Netlink, SockType::Raw, flags, SockProtocol::NetlinkRoute)?;
+    call(&socket, NEW_ADDRESS, REQUEST | SET, &address_body(index, address, prefix))?;
+    call(&socket, NEW_LINK, REQUEST, &link_body(index))
+}
+
+/// struct ifaddrmsg and the attributes IFA_LOCAL and IFA_ADDRESS.
+fn address_body(index: u32, address: Ipv4Addr, prefix: u8) -> Vec<u8> {
+    let mut body = vec![libc::AF_INET as u8, prefix, 0, 0];
+    body.extend(index.to_ne_bytes());
+    for attribute in [2u16, 1] {
+        body.extend(8u16.to_ne_bytes());
+        body.extend(attribute.to_ne_bytes());
+        body.extend(address.octets());
+    }
+    body
+}
+
+/// struct ifinfomsg: family, type, index, flags, and which of the flags change.
+fn link_body(index: u32) -> Vec<u8> {
+    let mut body = vec![0; 4];
+    body.extend(index.to_ne_bytes());
+    body.extend(IFF_UP.to_ne_bytes());
+    body.extend(IFF_UP.to_ne_bytes());
+    body
+}
+
+fn call(socket: &OwnedFd, kind: u16, flags: u16, body: &[u8]) -> io::Result<()> {
+    let length = u32::try_from(16 + body.len()).map_err(io::Error::other)?;
+    let mut message = length.to_ne_bytes().to_vec();
+    message.extend(kind.to_ne_bytes());
+    message.extend(flags.to_ne_bytes());
+    message.extend([0; 8]); // sequence and port: one request at a time
+    message.extend(body);
+    nix::unistd::write(socket, &message)?;
+    let mut answer = [0; 1024];
+    let count = nix::unistd::read(socket, &mut answer)?;
+    outcome(&answer[..count])
+}
+
+/// What an acknowledgement says.
+fn outcome(answer: &[u8]) -> io::Result<()> {
+    let odd = || io::Error::other("rtnetlink answered with something else than an acknowledgement");
+    let kind = answer.get(4..6).and_then(|bytes| bytes.try_into().ok()).map(u16::from_ne_bytes);
+    let code = answer.get(16..20).and_then(|bytes| bytes.try_into().ok()).map(i32::from_ne_bytes);
+    match (kind, code) {
+        (Some(ERROR), Some(0)) => Ok(()),
+        (Some(ERROR), Some(code)) => Err(Errno::from_raw(code.saturating_neg()).into()),
+        _ => Err(odd()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_acknowledgement_is_success_or_an_error_number() {
+        let answer = |kind: u16, code: i32| {
+            let mut bytes = vec![36, 0, 0, 0];
+            bytes.extend(kind.to_ne_bytes());
+            bytes.extend([0; 10]);
+            bytes.extend(code.to_ne_bytes());
+            outcome(&bytes)
+        };
+        assert!(answer(2, 0).is_ok());
+        assert_eq!(answer(2, -libc::ENODEV).unwrap_err().raw_os_error(), Some(libc::ENODEV));
+        assert!(answer(3, 0).is_err());
+        assert!(outcome(&[0; 10]).is_err());
+    }
+
+    #[test]
+    fn messages_have_the_lengths_of_linux() {
+        assert_eq!(address_body(7, Ipv4Addr::new(10, 99, 0, 1), 24).len(), 8 + 2 * 8);
+        assert_eq!(link_body(7).len(), 16);
+    }
+}

@@ -1,0 +1,343 @@
+//! `nacelle-hardware`: measures Nacelle on a machine whose KVM runs guests on hardware. `ci/hardware` packs it with what it needs.
+//!
+//! It looks at KVM first and ends at once, with exit code 3, where guests do not run on hardware. Then it runs section after section, and
+//! writes one JSON object a line to standard output. What it changes on the host it takes back, also after a signal and at the end of its
+//! time.
+
+mod facts;
+mod memory;
+mod page;
+mod peers;
+mod pods;
+mod report;
+mod sections;
+mod settings;
+mod undo;
+mod vm;
+
+use anyhow::{Context, bail};
+use nacelle_engine::{KvmVerdict, probe};
+use nix::sys::signal::{SigSet, Signal};
+use pods::Pods;
+use report::Report;
+use sections::World;
+use std::fs;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+/// A section has failed, or the time was over.
+const FAILED: u8 = 1;
+/// Nothing was started: an argument, the user, the bundle or the work directory is wrong.
+const USAGE: u8 = 2;
+/// KVM does not run guests on hardware here.
+const NO_HARDWARE: u8 = 3;
+/// A signal has ended it.
+const INTERRUPTED: u8 = 130;
+
+const HELP: &str = "\
+usage: nacelle-hardware [run] [--quick] [--only NAME,...] [--work DIR]    measures; JSON lines on standard output
+       nacelle-hardware page <figures.jsonl                               the figures as Markdown
+       nacelle-hardware scratch DIR                                       makes the template of scratch disks (for ci/hardware)
+exit codes of a run: 0, 1 a section failed, 2 not started (arguments, not root, parts missing, no work directory), 3 KVM does not run guests
+on hardware here";
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let done = match words[..] {
+        [vm::MACHINE, description] => vm::serve(description).map(|()| ExitCode::SUCCESS),
+        ["page"] => page::page(std::io::stdin().lock()).map(|page| {
+            print!("{page}");
+            ExitCode::SUCCESS
+        }),
+        ["scratch", directory] => {
+            let made = nacelle_pod::scratch::template(Path::new(directory), pods::SCRATCH_MIB);
+            made.map(|_path| ExitCode::SUCCESS).context("no template of scratch disks")
+        }
+        ["help" | "--help" | "-h"] => {
+            println!("{HELP}");
+            Ok(ExitCode::SUCCESS)
+        }
+        ref words => match Options::parse(words) {
+            Ok(options) => run(&options),
+            Err(error) => {
+                eprintln!("{error}\n{HELP}");
+                Ok(ExitCode::from(USAGE))
+            }
+        },
+    };
+    let code = done.unwrap_or_else(|error| {
+        eprintln!("nacelle-hardware: {error:#}");
+        ExitCode::from(FAILED)
+    });
+    undo::wait_if_ending();
+    code
+}
+
+/// What a run is asked for.
+#[derive(Debug, Default, PartialEq)]
+struct Options {
+    quick: bool,
+    only: Vec<String>,
+    work: Option<PathBuf>,
+}
+
+impl Options {
+    fn parse(words: &[&str]) -> anyhow::Result<Options> {
+        let mut options = Options::default();
+        let mut words = words.iter().skip(usize::from(words.first() == Some(&"run")));
+        while let Some(word) = words.next() {
+            let mut value = || words.next().with_context(|| format!("{word} has no value"));
+            match *word {
+                "--quick" => options.quick = true,
+                "--only" => options.only = value()?.split(',').map(str::to_owned).collect(),
+                "--work" => options.work = Some(value()?.into()),
+                other => bail!("unknown argument {other}"),
+            }
+        }
+        let known = sections::all::<Vec<u8>>().map(|(name, ..)| name);
+        match options.only.iter().find(|name| !known.contains(&name.as_str())) {
+            Some(name) => bail!("no section is named {name}; there are {}", known.join(", ")),
+            None => Ok(options),
+        }
+    }
+}
+
+/// Why nothing is measured, or nothing: KVM runs guests on hardware.
+fn refusal(verdict: &KvmVerdict) -> Option<String> {
+    match verdict {
+        KvmVerdict::Hardware { .. } => None,
+        KvmVerdict::Absent => {
+            Some("there is no /dev/kvm; enable virtualization and load kvm_intel or kvm_amd".to_owned())
+        }
+        KvmVerdict::NoPermission => Some("/dev/kvm may not be opened; run this as root".to_owned()),
+        KvmVerdict::Interpreted { took } => Some(format!(
+            "KVM interprets guest kernels instead of running them on the processor: the probe took {:.1} ms, on hardware it takes well \
+             under one",
+            took.as_secs_f64() * 1e3
+        )),
+        KvmVerdict::Broken { why } => Some(format!("KVM cannot run a guest: {why}")),
+    }
+}
+
+fn run(options: &Options) -> anyhow::Result<ExitCode> {
+    let begun = Instant::now();
+    let verdict = probe();
+    if let Some(why) = refusal(&verdict) {
+        eprintln!("nacelle-hardware: nothing is measured on this machine: {why}");
+        return Ok(ExitCode::from(NO_HARDWARE));
+    }
+    let mut report = Report::new(std::io::stdout());
+    let prepared = prepare(options).and_then(|prepared| {
+        report.line(&facts::host(&prepared.version, &verdict, &prepared.disk.path))?;
+        Ok(prepared)
+    });
+    let Prepared { disk, run, world, .. } = match prepared {
+        Ok(prepared) => prepared,
+        Err(error) => {
+            eprintln!("nacelle-hardware: nothing was started: {error:#}");
+            return Ok(ExitCode::from(USAGE));
+        }
+    };
+    let end = begun + sections::LIMIT;
+    for (name, seconds, section) in sections::all() {
+        if !options.only.is_empty() && !options.only.iter().any(|wanted| wanted == name) {
+            continue;
+        }
+        eprintln!("nacelle-hardware: {name}, at {} s", begun.elapsed().as_secs());
+        // A quick run shows that everything works, also on a slow machine: it has few samples and no hurry.
+        let own = Instant::now() + Duration::from_secs(if options.quick { 10 * seconds } else { seconds });
+        let until = if options.quick { own } else { own.min(end) };
+        if let Err(error) = section(&world, &mut report, until) {
+            report.error(name, &error)?;
+        }
+    }
+    let failed = report.failed;
+    eprintln!("nacelle-hardware: done after {} s", begun.elapsed().as_secs());
+    drop((world, disk, run));
+    Ok(if failed { ExitCode::from(FAILED) } else { ExitCode::SUCCESS })
+}
+
+/// What sections need, and the directories that are removed after them.
+struct Prepared {
+    world: World,
+    /// The version of the bundle.
+    version: String,
+    disk: Work,
+    run: Work,
+}
+
+/// Does what comes before the first section. What fails here is for the user to change, and the program ends with [`USAGE`].
+fn prepare(options: &Options) -> anyhow::Result<Prepared> {
+    if !nix::unistd::geteuid().is_root() {
+        bail!("measuring needs root, for network namespaces, control groups and huge pages");
+    }
+    let parts = Parts::find()?;
+    watch(if options.quick { None } else { Some(sections::LIMIT) })?;
+    let disk = work_directory(options.work.as_deref().unwrap_or(&parts.directory))?;
+    // Sockets have paths of at most 108 bytes.
+    let run = Work::new(&PathBuf::from(format!("/tmp/nacelle-hardware-{}", std::process::id())))
+        .context("cannot use /tmp for the sockets of pods; make it a writable directory")?;
+    let scratch = disk.path.join("scratch");
+    copy_templates(&parts.scratch, &scratch).with_context(|| {
+        format!("cannot fill {}; name a directory on a writable disk with free space by --work DIR", scratch.display())
+    })?;
+    let world = World {
+        pods: Pods {
+            program: parts.pod,
+            kernel: parts.kernel,
+            initrd: parts.agent,
+            image: parts.image,
+            scratch,
+            run: run.path.clone(),
+        },
+        guest: parts.guest,
+        disk: disk.path.clone(),
+        quick: options.quick,
+        runtime: tokio::runtime::Runtime::new().context("no runtime")?,
+    };
+    Ok(Prepared { world, version: parts.version, disk, run })
+}
+
+/// The directory of this run, below a directory on the disk that is measured.
+fn work_directory(disk: &Path) -> anyhow::Result<Work> {
+    let directory = disk.canonicalize().map_err(anyhow::Error::from);
+    let made = directory.and_then(|directory| Work::new(&directory.join(format!("work-{}", std::process::id()))));
+    made.with_context(|| {
+        format!("cannot work in {}; name an existing directory on a writable disk by --work DIR", disk.display())
+    })
+}
+
+/// Waits for signals, and for the end of the time, if there is one: then takes back what is to be taken back and ends the program.
+fn watch(limit: Option<Duration>) -> anyhow::Result<()> {
+    let mut signals = SigSet::empty();
+    [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP].into_iter().for_each(|signal| signals.add(signal));
+    // Before any other thread is there, so that none takes them.
+    signals.thread_block().context("cannot block signals")?;
+    std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
+        if signals.wait().is_ok() {
+            undo::end(INTERRUPTED);
+        }
+    })?;
+    let Some(limit) = limit else { return Ok(()) };
+    std::thread::Builder::new().name("limit".to_owned()).spawn(move || {
+        std::thread::sleep(limit);
+        let over = anyhow::anyhow!("it was not done after {} s: what it still ran was ended", limit.as_secs());
+        let _ = Report::new(std::io::stdout()).error("run", &over);
+        undo::end(FAILED);
+    })?;
+    Ok(())
+}
+
+/// What lies beside this program in the bundle.
+struct Parts {
+    directory: PathBuf,
+    version: String,
+    pod: PathBuf,
+    kernel: PathBuf,
+    agent: PathBuf,
+    guest: PathBuf,
+    image: PathBuf,
+    scratch: PathBuf,
+}
+
+impl Parts {
+    fn find() -> anyhow::Result<Parts> {
+        let program = std::env::current_exe().context("cannot find the path of this program")?;
+        let directory = program.parent().context("this program has no directory")?.to_owned();
+        let part = |name: &str| {
+            let path = directory.join(name);
+            if path.exists() { Ok(path) } else { bail!("{} is missing; ci/hardware makes the bundle", path.display()) }
+        };
+        let version = fs::read_to_string(part("version")?)?.trim().to_owned();
+        Ok(Parts {
+            version,
+            pod: part("nacelle-pod")?,
+            kernel: part("vmlinux")?,
+            agent: part("agent.cpio")?,
+            guest: part("guest.cpio")?,
+            image: part("image.erofs")?,
+            scratch: part("scratch")?,
+            directory,
+        })
+    }
+}
+
+/// A directory that is removed at the end.
+struct Work {
+    path: PathBuf,
+    _end: undo::Guard,
+}
+
+impl Work {
+    fn new(path: &Path) -> anyhow::Result<Work> {
+        let made = fs::DirBuilder::new().mode(0o700).create(path);
+        made.with_context(|| format!("cannot make {}", path.display()))?;
+        let place = path.to_owned();
+        let end = undo::later(move || {
+            if let Err(error) = fs::remove_dir_all(&place) {
+                eprintln!("{} stays behind: {error}", place.display());
+            }
+        });
+        Ok(Work { path: path.to_owned(), _end: end })
+    }
+}
+
+/// The templates of scratch disks, beside which pods make theirs.
+fn copy_templates(from: &Path, to: &Path) -> anyhow::Result<()> {
+    fs::create_dir(to).with_context(|| format!("cannot make {}", to.display()))?;
+    for entry in fs::read_dir(from).with_context(|| format!("cannot read {}", from.display()))? {
+        let template = entry?.path();
+        let name = template.file_name().context("a template has no name")?;
+        nacelle_pod::scratch::copy(&template, &to.join(name)).context("cannot copy the template of scratch disks")?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arguments() {
+        assert_eq!(Options::parse(&[]).unwrap(), Options::default());
+        let options = Options::parse(&["run", "--quick", "--only", "boot,exec", "--work", "/w"]).unwrap();
+        assert_eq!(options, Options { quick: true, only: vec!["boot".into(), "exec".into()], work: Some("/w".into()) });
+        for wrong in [&["--only"][..], &["--only", "nothing"], &["fast"], &["page", "now"]] {
+            assert!(Options::parse(wrong).is_err(), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn a_directory_that_cannot_be_used_is_named_with_what_to_do() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        for path in [Path::new("/nonexistent"), file.path()] {
+            let Err(error) = work_directory(path) else { panic!("{} is used", path.display()) };
+            let text = format!("{error:#}");
+            assert!(text.contains(&path.display().to_string()) && text.contains("--work DIR"), "{text}");
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let work = work_directory(directory.path()).unwrap();
+        let path = work.path.clone();
+        assert!(path.is_dir());
+        drop(work);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn only_hardware_is_measured() {
+        let took = Duration::from_millis(45);
+        assert_eq!(refusal(&KvmVerdict::Hardware { took: Duration::from_micros(60) }), None);
+        for (verdict, words) in [
+            (KvmVerdict::Absent, "no /dev/kvm"),
+            (KvmVerdict::NoPermission, "may not be opened"),
+            (KvmVerdict::Interpreted { took }, "the probe took 45.0 ms"),
+            (KvmVerdict::Broken { why: "version 11".to_owned() }, "version 11"),
+        ] {
+            let why = refusal(&verdict).unwrap();
+            assert!(why.contains(words), "{why}");
+        }
+    }
+}

@@ -1,0 +1,134 @@
+//! The peers of a boot, where they are installed: QEMU's microvm and Firecracker, with the same kernel and the same init, from the start of
+//! the process to the mark on the serial console.
+
+use crate::memory::{beside_guest, mappings};
+use crate::undo;
+use crate::vm::{PARAMETERS, ms, now};
+use anyhow::{Context, bail};
+use nacelle_hardware::MARK;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use serde_json::json;
+use std::ffi::OsString;
+use std::io::Read;
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+/// Memory of each machine.
+pub const MEMORY_MIB: u32 = 128;
+
+/// Another VMM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Peer {
+    Qemu,
+    Firecracker,
+}
+
+impl Peer {
+    /// Those that are in `PATH`.
+    pub fn installed() -> Vec<Peer> {
+        let found = |peer: &Peer| in_path(peer.program(), std::env::var_os("PATH").unwrap_or_default()).is_some();
+        [Peer::Qemu, Peer::Firecracker].into_iter().filter(found).collect()
+    }
+
+    /// The name in figures.
+    pub fn name(self) -> &'static str {
+        match self {
+            Peer::Qemu => "qemu microvm",
+            Peer::Firecracker => "firecracker",
+        }
+    }
+
+    fn program(self) -> &'static str {
+        match self {
+            Peer::Qemu => "qemu-system-x86_64",
+            Peer::Firecracker => "firecracker",
+        }
+    }
+
+    fn arguments(self, kernel: &Path, initrd: &Path, directory: &Path) -> anyhow::Result<Vec<OsString>> {
+        let words = |words: &[&str]| words.iter().map(OsString::from).collect::<Vec<_>>();
+        Ok(match self {
+            Peer::Qemu => {
+                let mut all =
+                    words(&["-M", "microvm,x-option-roms=off,acpi=off,pit=off,pic=off,rtc=on,isa-serial=on,accel=kvm"]);
+                all.extend(words(&["-cpu", "host", "-smp", "1", "-nodefaults", "-no-user-config", "-no-reboot"]));
+                all.extend(words(&["-display", "none", "-serial", "stdio", "-m"]));
+                all.extend([format!("{MEMORY_MIB}M").into(), "-append".into(), parameters("t").into()]);
+                all.extend(["-kernel".into(), kernel.into(), "-initrd".into(), initrd.into()]);
+                all
+            }
+            Peer::Firecracker => {
+                let file = directory.join("firecracker.json");
+                let document = json!({
+                    "boot-source": {"kernel_image_path": kernel, "initrd_path": initrd, "boot_args": parameters("k")},
+                    "drives": [],
+                    "machine-config": {"vcpu_count": 1, "mem_size_mib": MEMORY_MIB},
+                });
+                std::fs::write(&file, document.to_string()).context("cannot write Firecracker's configuration")?;
+                vec!["--no-api".into(), "--config-file".into(), file.into()]
+            }
+        })
+    }
+
+    /// One boot: milliseconds from the start of the process to the mark, and its resident MiB beside the guest's memory then.
+    pub fn boot(self, kernel: &Path, initrd: &Path, directory: &Path, limit: Instant) -> anyhow::Result<(f64, f64)> {
+        let arguments = self.arguments(kernel, initrd, directory)?;
+        let started = now();
+        let mut command = Command::new(self.program());
+        let spawned = undo::spawn(command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()));
+        let mut process = spawned.with_context(|| format!("cannot start {}", self.program()))?;
+        let mut console = process.stdout.take().context("its console is not ours")?;
+        let mut said = Vec::new();
+        while !said.windows(MARK.len()).any(|window| window == MARK.as_bytes()) {
+            let wait = limit.saturating_duration_since(Instant::now());
+            let timeout = PollTimeout::try_from(wait).unwrap_or(PollTimeout::MAX);
+            let ready = poll(&mut [PollFd::new(console.as_fd(), PollFlags::POLLIN)], timeout).context("cannot wait")?;
+            let mut some = [0; 4096];
+            let count = if ready == 0 { 0 } else { console.read(&mut some).context("cannot read its console")? };
+            if count == 0 {
+                bail!("{} shows no init; its console: {}", self.name(), String::from_utf8_lossy(&said));
+            }
+            said.extend_from_slice(&some[..count]);
+        }
+        let took = ms(started, now());
+        Ok((took, beside_guest(&mappings(process.pid())?)))
+    }
+}
+
+/// Kernel parameters, with the way of the machine to be reset.
+fn parameters(reset: &str) -> String {
+    format!("{} reboot={reset}", PARAMETERS.join(" "))
+}
+
+fn in_path(program: &str, path: OsString) -> Option<PathBuf> {
+    std::env::split_paths(&path).map(|directory| directory.join(program)).find(|file| file.is_file())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_is_there_if_its_program_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = std::env::join_paths([Path::new("/nowhere"), folder.path()]).unwrap();
+        assert_eq!(in_path("firecracker", path.clone()), None);
+        std::fs::write(folder.path().join("firecracker"), "").unwrap();
+        assert_eq!(in_path("firecracker", path), Some(folder.path().join("firecracker")));
+    }
+
+    #[test]
+    fn peers_boot_what_we_boot() {
+        let folder = tempfile::tempdir().unwrap();
+        let (kernel, initrd) = (Path::new("/b/vmlinux"), Path::new("/b/initrd"));
+        let qemu = Peer::Qemu.arguments(kernel, initrd, folder.path()).unwrap();
+        assert!(qemu.iter().any(|word| word == "/b/vmlinux") && qemu.iter().any(|word| word == "/b/initrd"));
+        Peer::Firecracker.arguments(kernel, initrd, folder.path()).unwrap();
+        let written = std::fs::read(folder.path().join("firecracker.json")).unwrap();
+        let document: serde_json::Value = serde_json::from_slice(&written).unwrap();
+        assert_eq!(document["boot-source"]["kernel_image_path"], "/b/vmlinux");
+        assert!(document["boot-source"]["boot_args"].as_str().unwrap().contains("quiet"));
+    }
+}

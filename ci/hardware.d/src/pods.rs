@@ -1,0 +1,171 @@
+//! Whole pods, without a daemon and without a network: the real pod process with its jail, machine and agent, and a container in it.
+
+use crate::undo::{self, Guard};
+use anyhow::Context;
+use nacelle_base::PodId;
+use nacelle_pod::client::{self, PodClient};
+use nacelle_pod::spec::{EngineSpec, JailSpec, PodSpec, ScratchSpec, Seccomp, Timeouts, VERSION};
+use nacelle_proto::pod;
+use serde_json::json;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// Memory of a pod's guest.
+pub const MEMORY_MIB: u32 = 128;
+/// The size of the scratch disk. The bundle has a template of it, so that the host needs no mkfs.
+pub const SCRATCH_MIB: u64 = 1024;
+/// The name of the container.
+const CONTAINER: &str = "container";
+
+/// What pods are made of.
+#[derive(Clone, Debug)]
+pub struct Pods {
+    /// The program of pod processes.
+    pub program: PathBuf,
+    pub kernel: PathBuf,
+    /// The initramfs with the agent.
+    pub initrd: PathBuf,
+    /// An EROFS file system with a shell.
+    pub image: PathBuf,
+    /// Where templates of scratch disks and the disks are: on a real file system.
+    pub scratch: PathBuf,
+    /// Where pods have their directories, with a short path.
+    pub run: PathBuf,
+}
+
+/// A pod that is ready. Dropping it kills it.
+pub struct Pod {
+    pub client: PodClient,
+    /// From the start of the process to a guest that is configured, in milliseconds.
+    pub ready: f64,
+    _end: Guard,
+}
+
+impl Pod {
+    /// Its process.
+    pub fn pid(&self) -> u32 {
+        self.client.identity().pid.unsigned_abs()
+    }
+}
+
+impl Pods {
+    /// Starts one and waits until its guest is configured.
+    pub async fn start(&self) -> anyhow::Result<Pod> {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let dir = self.run.join(number.to_string());
+        fs::create_dir(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
+        let spec = self.spec(number);
+        let place = dir.clone();
+        let end = undo::later(move || remove(&place));
+        let begun = Instant::now();
+        let started = client::spawn(&self.program, &dir, &spec, |_started| async { Ok(()) }).await;
+        let configured = match started {
+            Ok(client) => client.configure(pod::ConfigureRequest::default()).await.map(|_answer| client),
+            Err(error) => Err(error),
+        };
+        let ready = begun.elapsed().as_secs_f64() * 1e3;
+        let client = configured.with_context(|| format!("a pod is not ready; its logs end with: {}", tail(&dir)))?;
+        Ok(Pod { client, ready, _end: end })
+    }
+
+    /// Makes a container in a pod and starts it; it sleeps.
+    pub async fn start_container(&self, pod: &Pod) -> anyhow::Result<()> {
+        let length = fs::metadata(&self.image).with_context(|| format!("no image {}", self.image.display()))?.len();
+        let path = self.image.to_str().context("the path of the image is not UTF-8")?.to_owned();
+        let request = pod::CreateContainerRequest {
+            id: CONTAINER.to_owned(),
+            oci_spec: oci_spec(),
+            image_key: "image".to_owned(),
+            image: vec![pod::Extent { path, offset: 0, length }],
+            ..Default::default()
+        };
+        pod.client.create_container(request).await.context("no container")?;
+        pod.client.start_container(CONTAINER).await.context("the container does not start")
+    }
+
+    fn spec(&self, number: u64) -> PodSpec {
+        let mut id = [0; 32];
+        id[..8].copy_from_slice(&number.to_be_bytes());
+        id[8..12].copy_from_slice(&std::process::id().to_be_bytes());
+        PodSpec {
+            version: VERSION,
+            id: PodId::from_bytes(id),
+            engine: EngineSpec::Kvm {},
+            vcpus: 1,
+            reserved_vcpus: None,
+            topology: None,
+            cpu_model: None,
+            memory_mib: MEMORY_MIB,
+            reserved_memory_mib: None,
+            memory_pages: Default::default(),
+            console: Default::default(),
+            kernel: self.kernel.clone(),
+            initrd: self.initrd.clone(),
+            kernel_args: Vec::new(),
+            network: None,
+            hostname: format!("pod-{number}"),
+            sysctls: Default::default(),
+            shared_pid: false,
+            user_namespace: None,
+            shm_bytes: 0,
+            log_directory: None,
+            scratch: ScratchSpec { size_mib: SCRATCH_MIB, templates: self.scratch.clone() },
+            volume_cache_seconds: 0,
+            timeouts: Timeouts::default(),
+            jail: Some(JailSpec { seccomp: Seccomp::Kill, images: vec![self.image.clone()], cgroup: None }),
+        }
+    }
+}
+
+/// Runs a command in the pod's container to its end; milliseconds from the request to the answer.
+pub async fn exec(pod: &Pod, command: &str) -> anyhow::Result<f64> {
+    let begun = Instant::now();
+    let limit = Some(Duration::from_secs(60));
+    let answer = pod.client.exec_sync(CONTAINER, vec![command.to_owned()], limit).await?;
+    let took = begun.elapsed();
+    anyhow::ensure!(answer.exit_code == 0, "{command} ended with {}", answer.exit_code);
+    Ok(took.as_secs_f64() * 1e3)
+}
+
+/// Ends what there is of a pod, from any thread.
+fn remove(dir: &Path) {
+    let place = dir.to_owned();
+    // The caller may be a thread of a runtime, and those may not wait for another one.
+    let cleaned = std::thread::spawn(move || -> anyhow::Result<()> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        runtime.block_on(client::clean_up(&place, None))?;
+        fs::remove_dir_all(&place)?;
+        Ok(())
+    });
+    if let Ok(Err(error)) = cleaned.join() {
+        eprintln!("the pod in {} is not cleaned up: {error:#}", dir.display());
+    }
+}
+
+/// The ends of a pod's logs.
+fn tail(dir: &Path) -> String {
+    let end = |text: Vec<u8>| String::from_utf8_lossy(&text[text.len().saturating_sub(1024)..]).into_owned();
+    let log = fs::read(dir.join(client::LOG_FILE)).unwrap_or_default();
+    // The console is at most 1 MiB (docs/pod-process.md).
+    let console = nacelle_pod::jailed(dir).read(nacelle_pod::CONSOLE_FILE, 2 << 20);
+    end(log) + &end(console.ok().flatten().unwrap_or_default())
+}
+
+fn oci_spec() -> Vec<u8> {
+    let mount = |destination: &str, kind: &str| json!({"destination": destination, "type": kind, "source": kind});
+    let namespaces = ["pid", "ipc", "uts", "mount", "network"].map(|kind| json!({"type": kind}));
+    let spec = json!({
+        "ociVersion": "1.2.0",
+        "process": {
+            "args": ["/bin/sleep", "1000000"], "cwd": "/", "env": ["PATH=/bin"], "user": {"uid": 0, "gid": 0},
+            "capabilities": {"bounding": [], "effective": [], "permitted": []},
+        },
+        "root": {"path": "rootfs"},
+        "mounts": [mount("/proc", "proc"), mount("/dev", "tmpfs")],
+        "linux": {"namespaces": namespaces},
+    });
+    spec.to_string().into_bytes()
+}

@@ -1,0 +1,222 @@
+//! The figures as JSON, one object a line: what sections write and what `page` reads.
+
+use anyhow::Context;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use std::io::Write;
+use std::time::Instant;
+
+/// One line. Which of the optional fields are there says what it is: samples, one value, something left out, an error, or the host.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Line {
+    /// What was measured, or the section that failed; `host` on the first line.
+    pub name: String,
+    /// The unit of the figures.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub unit: String,
+    /// The one figure, where there is only one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub value: Option<f64>,
+    /// Of `n` samples.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub median: Option<f64>,
+    /// Nine in ten samples are at most this.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub p90: Option<f64>,
+    /// How many samples there are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub n: Option<usize>,
+    /// The section's time was over before all samples were taken.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub cut: bool,
+    /// In which configuration.
+    #[serde(default, skip_serializing_if = "Map::is_empty")]
+    pub config: Map<String, Value>,
+    /// Why it was not measured: this machine has no means to.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub skipped: Option<String>,
+    /// Why it could not be measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+    /// What the host is.
+    #[serde(default, skip_serializing_if = "Map::is_empty")]
+    pub facts: Map<String, Value>,
+}
+
+fn is_false(value: &bool) -> bool {
+    !value
+}
+
+/// Samples of one figure.
+#[derive(Clone, Debug, Default)]
+pub struct Samples {
+    /// In the order in which they were taken.
+    pub values: Vec<f64>,
+    /// There should be more.
+    pub cut: bool,
+}
+
+impl Samples {
+    /// The middle one, or the mean of the two in the middle.
+    pub fn median(&self) -> Option<f64> {
+        let sorted = self.sorted();
+        let (half, odd) = (sorted.len() / 2, sorted.len() % 2 == 1);
+        let upper = sorted.get(half).copied()?;
+        Some(if odd { upper } else { (sorted[half - 1] + upper) / 2.0 })
+    }
+
+    /// The smallest one than which at most a tenth are larger.
+    pub fn p90(&self) -> Option<f64> {
+        let sorted = self.sorted();
+        let rank = (sorted.len() * 9).div_ceil(10);
+        sorted.get(rank.checked_sub(1)?).copied()
+    }
+
+    fn sorted(&self) -> Vec<f64> {
+        let mut sorted = self.values.clone();
+        sorted.sort_by(f64::total_cmp);
+        sorted
+    }
+}
+
+/// Takes rounds of samples until there are `count` rounds or the time is over; at least one round. Each round is one sample of each kind,
+/// so that what changes on the host changes all of them. Rounds before the first counted one (`warm_up`) are thrown away.
+pub fn rounds(
+    until: Instant,
+    warm_up: usize,
+    count: usize,
+    kinds: usize,
+    mut sample: impl FnMut(usize) -> anyhow::Result<f64>,
+) -> anyhow::Result<Vec<Samples>> {
+    let mut all = vec![Samples::default(); kinds];
+    for round in 0..warm_up + count {
+        if round > warm_up && Instant::now() >= until {
+            all.iter_mut().for_each(|samples| samples.cut = true);
+            break;
+        }
+        for (kind, samples) in all.iter_mut().enumerate() {
+            let value = sample(kind)?;
+            if round >= warm_up {
+                samples.values.push(value);
+            }
+        }
+    }
+    Ok(all)
+}
+
+/// Writes lines, and remembers whether one was an error.
+pub struct Report<W> {
+    out: W,
+    /// A section has failed.
+    pub failed: bool,
+}
+
+impl<W: Write> Report<W> {
+    /// A report that goes to `out`.
+    pub fn new(out: W) -> Report<W> {
+        Report { out, failed: false }
+    }
+
+    /// One line, at once.
+    pub fn line(&mut self, line: &Line) -> anyhow::Result<()> {
+        let text = serde_json::to_string(line).context("cannot write a figure as JSON")?;
+        writeln!(self.out, "{text}").and_then(|()| self.out.flush()).context("cannot write to the output")
+    }
+
+    /// Median and 90th percentile of samples.
+    pub fn samples(&mut self, name: &str, unit: &str, config: Value, samples: &Samples) -> anyhow::Result<()> {
+        self.line(&Line {
+            name: name.to_owned(),
+            unit: unit.to_owned(),
+            median: samples.median(),
+            p90: samples.p90(),
+            n: Some(samples.values.len()),
+            cut: samples.cut,
+            config: object(config),
+            ..Line::default()
+        })
+    }
+
+    /// A figure of which there is one.
+    pub fn value(&mut self, name: &str, unit: &str, config: Value, value: f64) -> anyhow::Result<()> {
+        let (name, unit) = (name.to_owned(), unit.to_owned());
+        self.line(&Line { name, unit, value: Some(value), config: object(config), ..Line::default() })
+    }
+
+    /// Something that this machine cannot do.
+    pub fn skipped(&mut self, name: &str, config: Value, why: String) -> anyhow::Result<()> {
+        self.line(&Line { name: name.to_owned(), config: object(config), skipped: Some(why), ..Line::default() })
+    }
+
+    /// Something that failed.
+    pub fn error(&mut self, name: &str, error: &anyhow::Error) -> anyhow::Result<()> {
+        self.failed = true;
+        self.line(&Line { name: name.to_owned(), error: Some(format!("{error:#}")), ..Line::default() })
+    }
+}
+
+/// The fields of an object; of another value, none.
+pub fn object(value: Value) -> Map<String, Value> {
+    match value {
+        Value::Object(map) => map,
+        _ => Map::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+    use std::time::Duration;
+
+    fn samples(values: &[f64]) -> Samples {
+        Samples { values: values.to_vec(), cut: false }
+    }
+
+    #[test]
+    fn the_median_and_the_ninetieth_percentile() {
+        let ten = samples(&[10.0, 9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]);
+        assert_eq!((ten.median(), ten.p90()), (Some(5.5), Some(9.0)));
+        assert_eq!((samples(&[3.0, 1.0, 2.0]).median(), samples(&[3.0]).p90()), (Some(2.0), Some(3.0)));
+        assert_eq!((samples(&[]).median(), samples(&[]).p90()), (None, None));
+    }
+
+    #[test]
+    fn rounds_end_when_their_time_is_over_but_not_before_the_first() {
+        let later = Instant::now() + Duration::from_secs(60);
+        let mut order = Vec::new();
+        let all = rounds(later, 1, 2, 2, |kind| {
+            order.push(kind);
+            Ok(order.len() as f64)
+        });
+        let all = all.unwrap();
+        assert_eq!(order, [0, 1, 0, 1, 0, 1]);
+        assert_eq!(all[0].values, [3.0, 5.0], "the first round is not counted");
+        assert!(!all[0].cut);
+        let all = rounds(Instant::now(), 0, 5, 1, |_| Ok(1.0)).unwrap();
+        assert!(all[0].values.len() == 1 && all[0].cut);
+        assert!(rounds(later, 0, 5, 1, |_| anyhow::bail!("broken")).is_err());
+    }
+
+    #[test]
+    fn lines_are_read_as_they_were_written() {
+        let mut out = Vec::new();
+        let mut report = Report::new(&mut out);
+        report
+            .samples("boot", "ms", json!({"vmm": "nacelle"}), &Samples { values: vec![1.0, 2.0], cut: true })
+            .unwrap();
+        report.value("rss", "MiB", json!({}), 3.5).unwrap();
+        report.skipped("loops", json!({"pages": "2 MiB"}), "no pool".to_owned()).unwrap();
+        assert!(!report.failed);
+        report.error("disk", &anyhow::anyhow!("cause").context("it failed")).unwrap();
+        assert!(report.failed);
+        let text = String::from_utf8(out).unwrap();
+        let lines: Vec<Line> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        assert_eq!((lines[0].median, lines[0].n, lines[0].cut), (Some(1.5), Some(2), true));
+        assert_eq!(lines[1].value, Some(3.5));
+        assert_eq!(lines[2].skipped.as_deref(), Some("no pool"));
+        assert_eq!(lines[3].error.as_deref(), Some("it failed: cause"));
+        assert!(serde_json::from_str::<Line>(r#"{"name":"a","more":1}"#).is_err(), "unknown fields are refused");
+    }
+}

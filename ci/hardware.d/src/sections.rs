@@ -1,0 +1,78 @@
+//! What is measured, section by section. Each has a time of its own; one that fails does not keep the others from running.
+
+mod loops;
+mod machines;
+mod whole_pods;
+
+use crate::pods::Pods;
+use crate::report::Report;
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+/// What sections share.
+pub struct World {
+    pub pods: Pods,
+    /// The initramfs with the measuring guest.
+    pub guest: PathBuf,
+    /// A directory on the disk that is measured.
+    pub disk: PathBuf,
+    /// Few and short samples: enough to see that everything works.
+    pub quick: bool,
+    pub runtime: tokio::runtime::Runtime,
+}
+
+impl World {
+    /// So many samples, or few.
+    fn count(&self, full: usize) -> usize {
+        if self.quick { full.min(2) } else { full }
+    }
+
+    /// For how long a loop runs, in milliseconds.
+    fn loop_ms(&self, full: u64) -> u64 {
+        if self.quick { full.min(200) } else { full }
+    }
+
+    /// For one step of a machine.
+    fn step(&self) -> Instant {
+        Instant::now() + Duration::from_secs(if self.quick { 120 } else { 30 })
+    }
+
+    /// An empty directory.
+    fn directory(&self, name: &str) -> anyhow::Result<PathBuf> {
+        let path = self.disk.join(name);
+        std::fs::create_dir_all(&path)?;
+        Ok(path)
+    }
+}
+
+/// A section: its figures go to the report, and it ends soon after `until`.
+pub type Section<W> = fn(&World, &mut Report<W>, Instant) -> anyhow::Result<()>;
+
+/// Name, seconds, and how it is measured. Together they take less than eight minutes.
+pub fn all<W: Write>() -> [(&'static str, u64, Section<W>); 8] {
+    [
+        ("boot", 75, machines::boot),
+        ("snapshot", 40, machines::snapshot),
+        ("concurrent", 60, whole_pods::concurrent),
+        ("density", 70, whole_pods::density),
+        ("exec", 20, whole_pods::exec),
+        ("disk", 45, machines::disk),
+        ("network", 35, machines::network),
+        ("loops", 105, loops::loops),
+    ]
+}
+
+/// The time for all of it.
+pub const LIMIT: Duration = Duration::from_secs(8 * 60);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sections_leave_time_for_a_step_that_is_late() {
+        let seconds: u64 = all::<Vec<u8>>().iter().map(|(_, seconds, _)| seconds).sum();
+        assert!(Duration::from_secs(seconds + 20) < LIMIT, "{seconds} s");
+    }
+}

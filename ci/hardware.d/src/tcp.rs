@@ -1,0 +1,58 @@
+//! TCP loops: one end sends for a time, the other one counts what arrives until the end of the connection.
+
+use std::io::{self, Read, Write};
+use std::net::{SocketAddrV4, TcpListener, TcpStream};
+use std::time::{Duration, Instant};
+
+/// What one system call moves.
+const CHUNK: usize = 128 << 10;
+
+/// Connects, trying again until `patience` is over, and sends for `time`; bytes a second.
+pub fn send(to: SocketAddrV4, time: Duration, patience: Duration) -> io::Result<f64> {
+    let give_up = Instant::now() + patience;
+    let mut stream = loop {
+        match TcpStream::connect_timeout(&to.into(), patience) {
+            Ok(stream) => break stream,
+            Err(error) if Instant::now() >= give_up => return Err(error),
+            Err(_not_yet) => std::thread::sleep(Duration::from_millis(10)),
+        }
+    };
+    stream.set_write_timeout(Some(patience))?;
+    let chunk = vec![0x5a; CHUNK];
+    let (start, mut bytes) = (Instant::now(), 0.0);
+    while start.elapsed() < time {
+        stream.write_all(&chunk)?;
+        bytes += CHUNK as f64;
+    }
+    Ok(bytes / start.elapsed().as_secs_f64())
+}
+
+/// Takes one connection and reads it to its end; bytes a second.
+pub fn receive(listener: &TcpListener, patience: Duration) -> io::Result<f64> {
+    let (mut stream, _peer) = listener.accept()?;
+    stream.set_read_timeout(Some(patience))?;
+    let mut chunk = vec![0; CHUNK];
+    let (start, mut bytes) = (Instant::now(), 0.0);
+    loop {
+        match stream.read(&mut chunk)? {
+            0 => return Ok(bytes / start.elapsed().as_secs_f64()),
+            count => bytes += count as f64,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::{Ipv4Addr, SocketAddr};
+
+    #[test]
+    fn what_is_sent_arrives() {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let SocketAddr::V4(to) = listener.local_addr().unwrap() else { panic!("not of version 4") };
+        let patience = Duration::from_secs(20);
+        let sender = std::thread::spawn(move || send(to, Duration::from_millis(20), patience));
+        assert!(receive(&listener, patience).unwrap() > 0.0);
+        assert!(sender.join().unwrap().unwrap() > 0.0);
+    }
+}

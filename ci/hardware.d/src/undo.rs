@@ -1,0 +1,250 @@
+//! What must be taken back however the program ends: child processes, pods, settings of the host, the work directory.
+//!
+//! A [`Guard`] runs its step when it is dropped. [`end`] runs the steps that are left, newest first, and ends the program; the threads that
+//! wait for signals and for the end of the time call it. Once it has begun, a thread that starts or registers anything waits for the exit,
+//! so that nothing new outlives the program.
+
+use std::io;
+use std::process::{Child, ChildStdin, ChildStdout, Command};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+type Step = Box<dyn FnOnce() + Send>;
+
+struct Steps {
+    next: u64,
+    steps: Vec<(u64, Step)>,
+    /// Steps that were taken off the list and have not returned yet.
+    running: usize,
+    /// [`Registry::all`] has begun.
+    ending: bool,
+}
+
+/// Steps that wait; the program has one list of them.
+struct Registry {
+    list: Mutex<Steps>,
+    /// A step has returned.
+    returned: Condvar,
+}
+
+static PROGRAM: Registry = Registry::new();
+
+/// Takes one thing back when it is dropped.
+#[must_use]
+#[derive(Debug)]
+pub struct Guard {
+    registry: &'static Registry,
+    number: u64,
+}
+
+/// A child process. It is killed and reaped when this is dropped, or at the end of the program; nothing else waits for it, so its pid
+/// is not used again before that.
+#[derive(Debug)]
+pub struct Process {
+    pid: u32,
+    /// The pipes that the command asked for.
+    pub stdin: Option<ChildStdin>,
+    pub stdout: Option<ChildStdout>,
+    _end: Guard,
+}
+
+impl Process {
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+}
+
+/// Has `step` run when the guard is dropped, or at the end of the program.
+pub fn later(step: impl FnOnce() + Send + 'static) -> Guard {
+    PROGRAM.later(step)
+}
+
+/// Starts a child process and registers its end in one step.
+pub fn spawn(command: &mut Command) -> io::Result<Process> {
+    PROGRAM.spawn(command)
+}
+
+/// Takes back all that is left and ends the program with this exit code.
+pub fn end(code: u8) -> ! {
+    PROGRAM.all();
+    std::process::exit(code.into())
+}
+
+/// Returns at once, unless [`end`] has begun on another thread: then it waits for the exit. `main` calls it last, because returning would
+/// cut the steps of that thread short.
+pub fn wait_if_ending() {
+    PROGRAM.wait_if_ending();
+}
+
+fn wait_for_exit() -> ! {
+    loop {
+        std::thread::park();
+    }
+}
+
+fn kill(mut child: Child) {
+    // One that has ended already is what is wanted.
+    let _ = child.kill();
+    let _ = child.wait();
+}
+
+impl std::fmt::Debug for Registry {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Registry").finish_non_exhaustive()
+    }
+}
+
+impl Registry {
+    const fn new() -> Registry {
+        let steps = Steps { next: 0, steps: Vec::new(), running: 0, ending: false };
+        Registry { list: Mutex::new(steps), returned: Condvar::new() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Steps> {
+        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn add(&'static self, list: &mut Steps, step: Step) -> Guard {
+        list.next += 1;
+        list.steps.push((list.next, step));
+        Guard { registry: self, number: list.next }
+    }
+
+    fn later(&'static self, step: impl FnOnce() + Send + 'static) -> Guard {
+        let guard = self.add(&mut self.lock(), Box::new(step));
+        // At the end the step runs, and the caller does not get to make what it registered the step for.
+        self.wait_if_ending();
+        guard
+    }
+
+    fn spawn(&'static self, command: &mut Command) -> io::Result<Process> {
+        // The list stays locked, so the end begins before the start or after the registration.
+        let mut list = self.lock();
+        if list.ending {
+            drop(list);
+            wait_for_exit();
+        }
+        let mut child = command.spawn()?;
+        let (pid, stdin, stdout) = (child.id(), child.stdin.take(), child.stdout.take());
+        let end = self.add(&mut list, Box::new(move || kill(child)));
+        Ok(Process { pid, stdin, stdout, _end: end })
+    }
+
+    fn wait_if_ending(&self) {
+        let ending = self.lock().ending;
+        if ending {
+            wait_for_exit();
+        }
+    }
+
+    /// Runs a step that was counted as running. The list is not locked: a step may take other things back.
+    fn run(&self, step: Step) {
+        step();
+        self.lock().running -= 1;
+        self.returned.notify_all();
+    }
+
+    /// Runs all steps, the newest first, and waits for those that other threads run.
+    fn all(&self) {
+        let mut list = self.lock();
+        list.ending = true;
+        loop {
+            if list.running > 0 {
+                list = self.returned.wait(list).unwrap_or_else(PoisonError::into_inner);
+            } else if let Some((_, step)) = list.steps.pop() {
+                list.running += 1;
+                drop(list);
+                self.run(step);
+                list = self.lock();
+            } else {
+                return;
+            }
+        }
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        let mut list = self.registry.lock();
+        let at = list.steps.iter().position(|(number, _)| *number == self.number);
+        let Some((_, step)) = at.map(|at| list.steps.remove(at)) else { return };
+        list.running += 1;
+        drop(list);
+        self.registry.run(step);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::{Arc, mpsc};
+    use std::time::Duration;
+
+    // Each test has a list of its own: other tests use that of the program.
+
+    #[test]
+    fn each_step_runs_once_and_the_newest_first() {
+        static OWN: Registry = Registry::new();
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let step = |name: &'static str| {
+            let seen = seen.clone();
+            move || seen.lock().unwrap().push(name)
+        };
+        let (first, second, third) = (OWN.later(step("first")), OWN.later(step("second")), OWN.later(step("third")));
+        drop(second);
+        OWN.all();
+        drop((first, third));
+        assert_eq!(*seen.lock().unwrap(), ["second", "third", "first"]);
+    }
+
+    #[test]
+    fn a_child_is_killed_and_reaped_with_its_guard_and_at_the_end() {
+        static OWN: Registry = Registry::new();
+        let start = || OWN.spawn(Command::new("sleep").arg("1000")).unwrap();
+        let exists = |pid: u32| Path::new("/proc").join(pid.to_string()).exists();
+        let (first, second) = (start(), start());
+        let (one, other) = (first.pid(), second.pid());
+        drop(first);
+        assert!(!exists(one) && exists(other));
+        OWN.all();
+        assert!(!exists(other));
+        drop(second);
+    }
+
+    #[test]
+    fn the_end_waits_for_a_step_of_another_thread() {
+        static OWN: Registry = Registry::new();
+        let (begin, begun) = mpsc::channel();
+        let done = Arc::new(AtomicBool::new(false));
+        let in_step = done.clone();
+        let guard = OWN.later(move || {
+            begin.send(()).unwrap();
+            std::thread::sleep(Duration::from_millis(100));
+            in_step.store(true, Ordering::Relaxed);
+        });
+        let dropping = std::thread::spawn(move || drop(guard));
+        begun.recv().unwrap();
+        OWN.all();
+        assert!(done.load(Ordering::Relaxed));
+        dropping.join().unwrap();
+    }
+
+    #[test]
+    fn nothing_is_registered_or_started_after_the_end() {
+        static OWN: Registry = Registry::new();
+        OWN.all();
+        let (send, received) = mpsc::channel();
+        let started = send.clone();
+        // These threads wait for the exit of the test.
+        std::thread::spawn(move || {
+            drop(OWN.later(|| ()));
+            send.send("registered")
+        });
+        std::thread::spawn(move || {
+            drop(OWN.spawn(&mut Command::new("true")));
+            started.send("started")
+        });
+        assert_eq!(received.recv_timeout(Duration::from_millis(100)), Err(mpsc::RecvTimeoutError::Timeout));
+    }
+}
