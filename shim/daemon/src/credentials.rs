@@ -5,9 +5,9 @@
 use crate::follow::{self, Follow, LOOK};
 use crate::lifecycle::{LifecycleError, Node, View};
 use crate::machine_pod;
-use crate::store::ContainerRecord;
 use nacelle_base::Chain;
 use nacelle_keeper::{Credentials, NOBODY};
+use nacelle_model::record::ContainerRecord;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::task::{JoinError, spawn_blocking};

@@ -1,10 +1,10 @@
 //! Owns: who follows the machines of a node: one task for each that is to be followed, for as long as its container runs.
 //! Threads: a task for each such machine, and the one that looks for them.
 
-use crate::lifecycle::state::Container;
 use crate::lifecycle::{Node, View};
-use crate::store::ContainerRecord;
 use nacelle_base::ContainerId;
+use nacelle_model::record::ContainerRecord;
+use nacelle_model::state::ContainerState;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -47,6 +47,6 @@ pub(crate) fn runs<F: Follow>(node: &Node, id: &ContainerId) -> bool {
 /// The machine that a pod is, if it runs and is to be followed.
 fn running<F: Follow>(view: &View) -> Option<&ContainerRecord> {
     view.pod.config.machine.as_ref()?;
-    let container = view.containers.values().find(|container| container.state == Container::Running)?;
+    let container = view.containers.values().find(|container| container.state == ContainerState::Running)?;
     F::wanted(view, container).then_some(container)
 }

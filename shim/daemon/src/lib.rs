@@ -18,7 +18,6 @@ mod lists;
 pub mod machine_pod;
 mod multus;
 mod node_service;
-pub mod nouns;
 pub mod oci;
 mod power;
 pub mod profile;

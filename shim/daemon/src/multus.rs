@@ -1,7 +1,7 @@
 //! Owns: which further networks a pod asks Multus for, as its annotation says it, and the names of the interfaces that come of them. Pure.
 //! Source: the Kubernetes Network Custom Resource Definition De-facto Standard, version 1.3, 4.1. Whoever makes pods writes it.
 
-use crate::nouns::Pairs;
+use nacelle_model::StringMap;
 use serde::Deserialize;
 
 /// The annotation.
@@ -33,7 +33,7 @@ struct Element {
 }
 
 /// What a pod of this namespace asks for, in its order; none: nothing is said. An interface without a name is `net` and its place.
-pub fn asked(annotations: &Pairs, namespace: &str) -> Result<Option<Vec<Asked>>, &'static str> {
+pub fn asked(annotations: &StringMap, namespace: &str) -> Result<Option<Vec<Asked>>, &'static str> {
     let Some(text) = annotations.get(NETWORKS).map(|text| text.trim()).filter(|text| !text.is_empty()) else {
         return Ok(None);
     };
@@ -88,7 +88,7 @@ mod tests {
 
     #[test]
     fn networks_are_named_in_both_ways() {
-        assert_eq!(asked(&Pairs::default(), "home"), Ok(None));
+        assert_eq!(asked(&StringMap::default(), "home"), Ok(None));
         assert_eq!(of(" "), Ok(None));
         let expected = vec!["home/a@net1".to_owned(), "other/b@lan".to_owned(), "home/a@net3".to_owned()];
         assert_eq!(of("a, other/b@lan,a"), Ok(Some(expected.clone())));

@@ -7,13 +7,13 @@ mod ways;
 
 use crate::cri::status::{refuse, status};
 use crate::lifecycle::{Node, View};
-use crate::nouns::PodConfig;
-use crate::store::{ContainerRecord, VmRecord};
 use crate::streaming::Guests;
 use crate::vms;
 use nacelle_base::Kind;
 use nacelle_base::json;
-use nacelle_keeper::spec::RunStrategy;
+use nacelle_model::machine::RunStrategy;
+use nacelle_model::pod::PodConfig;
+use nacelle_model::record::{ContainerRecord, VmRecord};
 use nacelle_proto::vm;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -184,7 +184,7 @@ fn named(pod: &PodConfig) -> Option<(&str, &str)> {
 
 /// The container that is the machine, if it runs.
 fn running(view: &View) -> Option<&ContainerRecord> {
-    view.containers.values().find(|container| container.state == crate::lifecycle::state::Container::Running)
+    view.containers.values().find(|container| container.state == nacelle_model::state::ContainerState::Running)
 }
 
 /// What is known of the machine of a pod without asking it.
@@ -193,7 +193,7 @@ fn of_pod(view: &View) -> Option<vm::Machine> {
     let (namespace, name) = named(config)?;
     let machine = config.machine.as_ref()?;
     let mac = machine.cards.first().and_then(|card| card.mac);
-    let holds = view.pod.state != crate::lifecycle::state::Pod::Stopped;
+    let holds = view.pod.state != nacelle_model::state::PodState::Stopped;
     let last = view.containers.values().max_by_key(|container| container.created_at);
     Some(vm::Machine {
         namespace: namespace.to_owned(),

@@ -1,11 +1,12 @@
 //! Owns: machines that outlive their pods: who they are, what they keep and where. A pod that names one is a run of it.
 //! Threads: any; changes come one after the other, and each is on the disk before it counts.
 
-use crate::store::{Change, Store, StoreError, VmRecord};
+use crate::store::{Change, Store, StoreError};
 use nacelle_base::files::{FileError, at, remove_tree_if_there};
 use nacelle_base::jailed::JailedDir;
 use nacelle_base::{Chain, Classify, Kind, random};
-use nacelle_image::ImageId;
+use nacelle_model::digest::ImageId;
+use nacelle_model::record::VmRecord;
 use std::collections::BTreeMap;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -350,7 +351,7 @@ mod tests {
         assert_ne!(vms.know("other", "db").await.unwrap().uuid, first.uuid);
         assert!(first.mac[0] & 3 == 2, "a station's own address");
         assert_eq!(first.uuid.len(), 36);
-        vms.of_images("default/db", [7, 8].map(|byte| nacelle_image::Digest([byte; 32])).into()).await.unwrap();
+        vms.of_images("default/db", [7, 8].map(|byte| nacelle_model::digest::Digest([byte; 32])).into()).await.unwrap();
         std::fs::write(vms.folder(&first).join("root.qcow2"), "data").unwrap();
         let stray = folder.path().join("machines/stray");
         std::fs::create_dir(&stray).unwrap();
@@ -358,7 +359,7 @@ mod tests {
 
         let vms = opened(folder.path());
         assert!(!stray.exists() && vms.folder(&first).join("root.qcow2").exists());
-        assert_eq!(vms.images(), [7, 8].map(|byte| nacelle_image::Digest([byte; 32])));
+        assert_eq!(vms.images(), [7, 8].map(|byte| nacelle_model::digest::Digest([byte; 32])));
         let again = vms.know("default", "db").await.unwrap();
         assert_eq!((&again.uuid, again.mac), (&first.uuid, first.mac));
         std::os::unix::fs::symlink("/etc/shadow", vms.folder(&first).join("efi-variables")).unwrap();

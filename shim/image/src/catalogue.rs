@@ -1,7 +1,8 @@
 //! Owns: the list of images on disk: one JSON file, replaced whole at each change.
 
-use crate::{Digest, ImageError, ImageId, ImageRecord, Reference, RunAs};
+use crate::{ImageError, ImageRecord, Reference, RunAs};
 use nacelle_base::files::{at, write_whole};
+use nacelle_model::digest::{Digest, ImageId};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::{Path, PathBuf};

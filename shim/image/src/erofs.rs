@@ -4,11 +4,11 @@
 //! with the blobs as devices of their own. The same tree always gives the same bytes.
 //! May use: `tree`, `layer::index`.
 
-use crate::Digest;
 use crate::budget::{Budget, BudgetError, heap};
 use crate::layer::BLOCK;
 use crate::layer::index::{Data, Device};
 use crate::tree::{Body, Ino, Inode, Tree};
+use nacelle_model::digest::Digest;
 use std::collections::BTreeMap;
 
 const BLOCK_LEN: usize = BLOCK as usize;

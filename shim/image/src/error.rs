@@ -1,6 +1,5 @@
 //! Owns: the errors of this crate and what they mean to a caller.
 
-use crate::Digest;
 use crate::budget::BudgetError;
 use crate::erofs::ErofsError;
 use crate::layer::index::IndexError;
@@ -10,6 +9,7 @@ use crate::manifest::ManifestError;
 use crate::tree::TreeError;
 use nacelle_base::files::FileError;
 use nacelle_base::{Classify, Kind};
+use nacelle_model::digest::Digest;
 use std::path::PathBuf;
 use std::sync::Arc;
 

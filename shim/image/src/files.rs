@@ -1,14 +1,15 @@
 //! Owns: files of an image where they lie in the store: for whoever reads one without the rest (a disk of a machine, its kernel).
 //! May use: `folder`, `tree`, `layer`.
 
+use crate::ImageError;
 use crate::budget::{BudgetError, Cancel};
 use crate::folder::Part;
 use crate::install::Shared;
 use crate::layer::BLOCK;
 use crate::layer::index::Data;
 use crate::tree::{Body, Inode};
-use crate::{ImageError, ImageId};
 use nacelle_base::files::at;
+use nacelle_model::digest::ImageId;
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::PathBuf;

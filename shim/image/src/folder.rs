@@ -3,9 +3,10 @@
 //! changed; `partial/` holds what was downloaded of unfinished layers, `work/` what nobody has seen yet.
 //! Threads: the pins are a leaf lock, taken after the catalogue's.
 
-use crate::{Digest, FsInfo, ImageError};
+use crate::{FsInfo, ImageError};
 use nacelle_base::draft;
 use nacelle_base::files::{FileError, at, remove_if_there, write_whole};
+use nacelle_model::digest::Digest;
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};

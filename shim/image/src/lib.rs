@@ -35,5 +35,5 @@ pub use artifact::{Artifact, ArtifactKind, Artifacts, Content, Descriptor, Moved
 pub use config::{Auth, Config, RegistryConfig};
 pub use error::ImageError;
 pub use files::{Copied, ImageFile};
-pub use reference::{Digest, ImageId, Reference};
+pub use reference::Reference;
 pub use store::{FsInfo, ImageConfig, ImageRecord, Loaded, RootFs, RunAs, Store};

@@ -1,8 +1,9 @@
 //! Owns: the JSON of registries and archives: manifests, indexes, image configurations. All of it comes from
 //! strangers; its size is bounded before it comes here.
 
-use crate::{Digest, ImageConfig};
+use crate::ImageConfig;
 use nacelle_base::json;
+use nacelle_model::digest::Digest;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use std::collections::BTreeMap;

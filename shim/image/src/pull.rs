@@ -3,7 +3,8 @@
 use crate::install::{Names, Shared, Source};
 use crate::manifest::{self, Document, MAX_CONFIG, Manifest, ManifestError};
 use crate::registry::Session;
-use crate::{Auth, Digest, ImageError, ImageId, Reference};
+use crate::{Auth, ImageError, Reference};
+use nacelle_model::digest::{Digest, ImageId};
 use std::sync::Arc;
 
 /// Pulls an image and gives it the reference's name.

@@ -1,73 +1,9 @@
 //! Owns: names of images: references as docker writes them, digests, image ids.
 
 use crate::ImageError;
-use serde::{Deserialize, Serialize};
+use nacelle_model::digest::{Digest, DigestError};
 use std::fmt;
 use std::str::FromStr;
-
-/// A sha256 digest, printed as `sha256:` and 64 lower-case hexadecimal digits.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub struct Digest(pub [u8; 32]);
-
-/// The id of an image: the digest of its configuration.
-pub type ImageId = Digest;
-
-impl Digest {
-    /// The digest of these bytes.
-    pub fn of(bytes: &[u8]) -> Digest {
-        use sha2::Digest as _;
-        Digest(sha2::Sha256::digest(bytes).into())
-    }
-
-    /// The 64 hexadecimal digits without `sha256:`.
-    pub fn hex(&self) -> String {
-        hex::encode(self.0)
-    }
-
-    /// The digest of 64 lower-case hexadecimal digits.
-    pub fn from_hex(text: &str) -> Option<Digest> {
-        let mut bytes = [0; 32];
-        let lower = text.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte));
-        (lower && hex::decode_to_slice(text, &mut bytes).is_ok()).then_some(Digest(bytes))
-    }
-}
-
-impl FromStr for Digest {
-    type Err = ImageError;
-
-    fn from_str(text: &str) -> Result<Self, ImageError> {
-        text.strip_prefix("sha256:")
-            .and_then(Digest::from_hex)
-            .ok_or_else(|| bad(text, "a digest is sha256: and 64 characters from 0-9a-f"))
-    }
-}
-
-impl TryFrom<String> for Digest {
-    type Error = ImageError;
-
-    fn try_from(text: String) -> Result<Self, ImageError> {
-        text.parse()
-    }
-}
-
-impl From<Digest> for String {
-    fn from(digest: Digest) -> String {
-        digest.to_string()
-    }
-}
-
-impl fmt::Display for Digest {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "sha256:{}", self.hex())
-    }
-}
-
-impl fmt::Debug for Digest {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
 
 /// The name of an image: registry, repository, and a tag or a digest or both. Without a registry it is
 /// docker.io's, without a namespace there its `library`, without tag and digest its `latest`.
@@ -95,7 +31,7 @@ impl Reference {
         let (rest, digest) = match text.split_once('@') {
             Some((rest, digest)) => (
                 rest,
-                Some(digest.parse().map_err(|_cause: ImageError| {
+                Some(digest.parse().map_err(|_cause: DigestError| {
                     bad(text, "what follows @ is not sha256: and 64 characters from 0-9a-f")
                 })?),
             ),

@@ -280,7 +280,7 @@ proptest! {
             Entry { path, meta: Meta::default(), what }
         });
         if let (Ok(tree), mut budget) = measured([&layer(entries.collect())]) {
-            let blob = crate::erofs::Blob { diff_id: crate::Digest([0; 32]), length: 4096 };
+            let blob = crate::erofs::Blob { diff_id: nacelle_model::digest::Digest([0; 32]), length: 4096 };
             let _ = crate::erofs::write(&tree, &[blob], &mut budget);
         }
     }

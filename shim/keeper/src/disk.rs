@@ -5,9 +5,9 @@
 use crate::error::KeeperError;
 use crate::qcow2::{self, Format};
 use crate::seed;
-use crate::spec::{Disk, Kernel, Source};
 use crate::sys::{self, Lock};
 use nacelle_base::files::{remove_if_there, write_whole};
+use nacelle_model::machine::{Disk, DiskSource, Kernel};
 use nacelle_proto::agent::BootConfig;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use std::collections::BTreeMap;
@@ -95,7 +95,7 @@ pub fn prepare(
 ) -> Result<Ready, KeeperError> {
     let folder = folders.own;
     let files = match &disk.source {
-        Source::Image { image, file, offset, length } => {
+        DiskSource::Image { image, file, offset, length } => {
             let base = base(disk, file, *offset, *length)?;
             match folders.keep {
                 _ if disk.read_only => Files::Piece(base.0),
@@ -103,14 +103,14 @@ pub fn prepare(
                 None => over(folder, disk, base)?,
             }
         }
-        Source::Empty { bytes } => {
+        DiskSource::Empty { bytes } => {
             let path = folders.keep.unwrap_or(folders.pod).join(format!("{}.qcow2", disk.name));
             empty(&disk.name, &path, *bytes)?;
             Files::Own(path)
         }
-        Source::Device { path } => device(disk, path, handed.remove(&disk.name))?,
-        Source::Files(files) => Files::Memory(memory(&seed::files(files)?)?),
-        Source::CloudInit(data) => Files::Memory(memory(&seed::disk(data, network)?)?),
+        DiskSource::Device { path } => device(disk, path, handed.remove(&disk.name))?,
+        DiskSource::Files(files) => Files::Memory(memory(&seed::files(files)?)?),
+        DiskSource::CloudInit(data) => Files::Memory(memory(&seed::disk(data, network)?)?),
     };
     Ok(Ready { disk: disk.clone(), files })
 }
@@ -123,9 +123,9 @@ pub fn kernel(kernel: &Kernel, folder: &Path) -> Result<KernelFiles, KeeperError
     })
 }
 
-fn copied(source: &Source, folder: &Path, name: &str) -> Result<PathBuf, KeeperError> {
+fn copied(source: &DiskSource, folder: &Path, name: &str) -> Result<PathBuf, KeeperError> {
     let refused = |rule| KeeperError::Disk { name: name.to_owned(), rule };
-    let Source::Image { file: from, offset, length, .. } = source else {
+    let DiskSource::Image { file: from, offset, length, .. } = source else {
         return Err(refused("a file of an image is expected"));
     };
     if *length > MAX_KERNEL {
@@ -263,10 +263,10 @@ fn make(path: &Path) -> Result<File, KeeperError> {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use crate::spec::{Bus, Cache, DiskKind, Serving};
     use nacelle_base::{Classify, Kind};
+    use nacelle_model::machine::{Bus, Cache, DiskKind, Serving};
 
-    pub(crate) fn sample(name: &str, source: Source) -> Disk {
+    pub(crate) fn sample(name: &str, source: DiskSource) -> Disk {
         Disk {
             name: name.into(),
             kind: DiskKind::Disk,
@@ -296,7 +296,7 @@ pub(crate) mod tests {
         std::fs::create_dir(&keep).unwrap();
         std::fs::write(&blob, vec![7; 4096]).unwrap();
         let top = |image: &str| {
-            let source = Source::Image { image: image.into(), file: blob.clone(), offset: 0, length: 4096 };
+            let source = DiskSource::Image { image: image.into(), file: blob.clone(), offset: 0, length: 4096 };
             let folders = Folders { keep: Some(&keep), ..folders(folder.path()) };
             match prepare(&sample("root", source), folders, &BootConfig::default(), &mut none()).unwrap().files {
                 Files::Over { top, .. } => top,
@@ -329,7 +329,7 @@ pub(crate) mod tests {
         let blob = folder.path().join("blob");
         let inner = qcow2::empty(1 << 30);
         std::fs::write(&blob, [vec![7; 4096], inner.clone()].concat()).unwrap();
-        let piece = |offset, length| Source::Image { image: "a".into(), file: blob.clone(), offset, length };
+        let piece = |offset, length| DiskSource::Image { image: "a".into(), file: blob.clone(), offset, length };
         let ready = prepare(
             &sample("root", piece(4096, inner.len() as u64)),
             folders(folder.path()),
@@ -349,7 +349,7 @@ pub(crate) mod tests {
     fn an_empty_disk_is_as_a_machine_before_has_left_it() {
         use std::os::unix::fs::PermissionsExt;
         let folder = tempfile::tempdir().unwrap();
-        let disk = |bytes| sample("data", Source::Empty { bytes });
+        let disk = |bytes| sample("data", DiskSource::Empty { bytes });
         let made = |bytes| match prepare(&disk(bytes), folders(folder.path()), &BootConfig::default(), &mut none())
             .unwrap()
             .files
@@ -374,7 +374,7 @@ pub(crate) mod tests {
         let path = folder.path().join("disk.img");
         std::fs::write(&path, [0; 512]).unwrap();
         let open = |writable| File::options().read(true).write(writable).open(&path).unwrap();
-        let source = || Source::Device { path: path.display().to_string() };
+        let source = || DiskSource::Device { path: path.display().to_string() };
         let (written, read) = (sample("data", source()), Disk { read_only: true, ..sample("data", source()) });
         let prepare = |disk: &Disk, file: Option<File>| {
             let mut handed = file.into_iter().map(|file| ("data".to_owned(), file)).collect();

@@ -3,10 +3,10 @@
 use crate::error::KeeperError;
 use crate::guest_agent::Outcome;
 use crate::machine::{Machine, Settings, State, blocking};
-use crate::spec::{INTERFACE, MachineDocument};
 use crate::verbs;
 use nacelle_base::Chain;
 use nacelle_base::json;
+use nacelle_model::machine::{INTERFACE, MachineDocument};
 use nacelle_proto::agent::{ContainerState, Exit};
 use std::collections::BTreeMap;
 use std::fs::File;

@@ -28,7 +28,6 @@ mod runs;
 mod seed;
 mod shares;
 mod snapshots;
-pub mod spec;
 mod streams;
 mod sys;
 mod verbs;

@@ -15,13 +15,13 @@ use crate::pins::Pins;
 use crate::qemu::{self, Card};
 use crate::runs::{Next, Order, Runs};
 use crate::shares::{self, Share};
-use crate::spec::{self, Board, Bus, CardModel, Firmware, MachineDocument};
 use crate::sys;
 use nacelle_base::Chain;
 use nacelle_base::files::remove_tree_if_there;
 use nacelle_base::share::QUEUES;
 use nacelle_engine::Accelerator;
 use nacelle_engine::qemu::emulated_tsc;
+use nacelle_model::machine::{self, Board, Bus, CardModel, Firmware, MachineDocument};
 use nacelle_proto::agent::{BootConfig, Exit, Interface};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -318,7 +318,7 @@ impl Machine {
     fn cards(&self) -> Vec<Card> {
         let interfaces = self.settings.network.interfaces.iter();
         let pairs = self.document.cards.iter().zip(self.settings.taps.iter().zip(interfaces));
-        let card = |(card, (tap, interface)): (&spec::Card, (&Vec<OwnedFd>, &Interface))| {
+        let card = |(card, (tap, interface)): (&machine::Card, (&Vec<OwnedFd>, &Interface))| {
             let given = interface.mac.as_slice().try_into().unwrap_or_default();
             Card {
                 taps: tap.iter().map(AsRawFd::as_raw_fd).collect(),
@@ -508,7 +508,8 @@ fn check(document: &MachineDocument, settings: &Settings) -> Result<(), KeeperEr
         return field("firmware.secure", "true".into(), "only the board q35 can do it");
     }
     let plain = |name: &str| !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-');
-    let strange = |disk: &&spec::Disk| disk.serving.shared && !matches!(disk.source, spec::Source::Device { .. });
+    let strange =
+        |disk: &&machine::Disk| disk.serving.shared && !matches!(disk.source, machine::DiskSource::Device { .. });
     if let Some(disk) = document.disks.iter().find(strange) {
         return field(
             "disks[].serving.shared",
@@ -526,9 +527,9 @@ fn check(document: &MachineDocument, settings: &Settings) -> Result<(), KeeperEr
 
 /// Whether the devices of the node can be devices of the machine.
 fn passed(document: &MachineDocument) -> Result<(), KeeperError> {
-    let rule = match document.host_devices.iter().find(|device| !spec::is_pci_address(&device.address)) {
+    let rule = match document.host_devices.iter().find(|device| !machine::is_pci_address(&device.address)) {
         Some(_) => "the address of a PCI device is expected",
-        None if document.host_devices.len() > spec::MOST_HOST_DEVICES => {
+        None if document.host_devices.len() > machine::MOST_HOST_DEVICES => {
             "there are not so many places for PCI devices of the node"
         }
         None if document.board == Board::Microvm && !document.host_devices.is_empty() => "the board microvm has no PCI",
@@ -542,7 +543,7 @@ fn passed(document: &MachineDocument) -> Result<(), KeeperError> {
 fn fits(document: &MachineDocument) -> Result<(), KeeperError> {
     let Some(places) = document.board.places() else { return Ok(()) };
     let field = |field, value: String, rule| Err(KeeperError::Field { field, value, rule });
-    let strange = |disk: &&spec::Disk| !matches!(disk.bus, Bus::Virtio | Bus::Scsi);
+    let strange = |disk: &&machine::Disk| !matches!(disk.bus, Bus::Virtio | Bus::Scsi);
     if let Some(disk) = document.disks.iter().find(strange) {
         return field("disks[].bus", disk.name.clone(), "the board microvm has virtio and scsi alone");
     }

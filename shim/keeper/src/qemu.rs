@@ -12,10 +12,11 @@ pub use places::{device, nodes, port};
 
 use crate::added::Added;
 use crate::disk::{Base, Files, KernelFiles, Ready};
-use crate::spec::{
-    Board, Bus, Cache, CardModel, DiskKind, Firmware, Identity, MachineDocument, Processors, Source, WatchdogAction,
-};
 use nacelle_engine::Accelerator;
+use nacelle_model::machine::{
+    Board, Bus, Cache, CardModel, DiskKind, DiskSource, Firmware, MachineDocument, Processors, SmbiosIdentity,
+    WatchdogAction,
+};
 use std::fs::File;
 use std::os::fd::{AsRawFd, RawFd};
 use std::path::{Path, PathBuf};
@@ -272,7 +273,7 @@ impl Machine<'_> {
     }
 }
 
-fn identity(args: &mut Args, identity: &Identity) {
+fn identity(args: &mut Args, identity: &SmbiosIdentity) {
     if !identity.uuid.is_empty() {
         args.add("uuid", Opt::new(&identity.uuid));
     }
@@ -374,7 +375,7 @@ pub fn kept_nodes(disks: &[Ready], added: &[(Added, PathBuf)], firmware: Option<
 fn disk(args: &mut Args, n: usize, ready: &Ready, document: &MachineDocument) {
     let (disk, cache, count) = (&ready.disk, ready.disk.cache, document.processors.count());
     // What is in memory nobody writes, where the bus knows such disks: then it is in no snapshot's way.
-    let seed = matches!(disk.source, Source::CloudInit(_) | Source::Files(_)) && disk.bus != Bus::Sata;
+    let seed = matches!(disk.source, DiskSource::CloudInit(_) | DiskSource::Files(_)) && disk.bus != Bus::Sata;
     let node = node(args, &n.to_string(), &ready.files, cache, disk.read_only || seed);
     let name = format!("d-{}", disk.name);
     let cdrom = disk.kind == DiskKind::Cdrom;
@@ -412,7 +413,7 @@ fn disk(args: &mut Args, n: usize, ready: &Ready, document: &MachineDocument) {
 pub(crate) mod tests {
     use super::*;
     use crate::disk::tests::sample;
-    use crate::spec::{Clock, Disk, Filesystem, Kernel, Source};
+    use nacelle_model::machine::{Clock, Disk, DiskSource, Filesystem, Kernel};
 
     pub(crate) fn document() -> MachineDocument {
         MachineDocument {
@@ -433,7 +434,7 @@ pub(crate) mod tests {
             firmware: Firmware::Bios {},
             kernel: None,
             clock: Clock::default(),
-            identity: Identity { serial: "a,b".into(), ..Identity::default() },
+            identity: SmbiosIdentity { serial: "a,b".into(), ..SmbiosIdentity::default() },
             disks: vec![],
             filesystems: vec![],
             cards: vec![],
@@ -506,7 +507,7 @@ pub(crate) mod tests {
 
     #[test]
     fn a_board_without_pci_has_its_devices_in_memory() {
-        let source = || Source::Empty { bytes: 512 };
+        let source = || DiskSource::Empty { bytes: 512 };
         let kernel = Kernel { kernel: source(), initrd: Some(source()), arguments: "root=/dev/vda a=b,c".into() };
         let watchdog = None;
         let document =
@@ -553,7 +554,7 @@ pub(crate) mod tests {
     fn a_disk_over_a_piece_of_an_image() {
         let base = Base { file: "/blob".into(), offset: 4096, length: 8192, qcow2: true };
         let files = Files::Over { top: "/top".into(), base };
-        let mut disk = sample("root", Source::Empty { bytes: 512 });
+        let mut disk = sample("root", DiskSource::Empty { bytes: 512 });
         disk.boot_order = Some(1);
         let args = args(&document(), &[Ready { disk, files }]);
         assert_eq!(
@@ -572,7 +573,7 @@ pub(crate) mod tests {
     #[test]
     fn a_device_of_the_node_is_inherited_and_always_raw() {
         let told = |block, read_only| {
-            let disk = Disk { read_only, ..sample("data", Source::Device { path: "/x".into() }) };
+            let disk = Disk { read_only, ..sample("data", DiskSource::Device { path: "/x".into() }) };
             let file = std::fs::File::open("/dev/null").unwrap();
             let fd = file.as_raw_fd();
             let args = args(&document(), &[Ready { disk, files: Files::Device { file, block } }]);
@@ -599,7 +600,7 @@ pub(crate) mod tests {
     #[test]
     fn each_bus_has_its_devices() {
         let on = |bus, kind| {
-            let mut disk = sample("a", Source::Empty { bytes: 512 });
+            let mut disk = sample("a", DiskSource::Empty { bytes: 512 });
             (disk.bus, disk.kind, disk.cache) = (bus, kind, Cache::None);
             let args = args(&document(), &[Ready { disk, files: Files::Own("/f".into()) }]);
             assert!(values(&args, "-blockdev")[4].ends_with(",cache.direct=on,aio=threads"));

@@ -1,7 +1,7 @@
 //! Owns: when a machine runs again after it has ended, by its run strategy. Pure.
 //! Source: KubeVirt's documentation of run strategies.
 
-use crate::spec::RunStrategy;
+use nacelle_model::machine::RunStrategy;
 use std::time::Duration;
 
 /// One that ran for so long has not crashed.

@@ -4,9 +4,9 @@
 use crate::error::KeeperError;
 use crate::lines::printable;
 use crate::network::{open_stack, version_2};
-use crate::spec::{CloudInit, CloudInitForm, FilesDisk};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
+use nacelle_model::machine::{CloudInit, CloudInitForm, FilesDisk};
 use nacelle_proto::agent::BootConfig;
 use serde_json::json;
 use std::io::{Cursor, Write};

@@ -3,10 +3,10 @@
 //! Threads: of each device one for QEMU's messages and one for each queue.
 
 use crate::error::KeeperError;
-use crate::spec::Filesystem;
 use nacelle_base::Chain;
 use nacelle_base::files::remove_if_there;
 use nacelle_base::share::{self, QUEUES};
+use nacelle_model::machine::Filesystem;
 use nacelle_vmm::fs::Fs;
 use nacelle_vmm::vhost_user::{self, Server};
 use std::os::unix::net::{UnixListener, UnixStream};

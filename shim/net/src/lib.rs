@@ -20,7 +20,7 @@ mod network;
 mod sys;
 pub mod tap;
 
-pub use cni::{Bandwidth, CniError, Dns, OwedDelete, PodRef, PortMapping, Protocol};
+pub use cni::{Bandwidth, CniError, OwedDelete, PodRef};
 pub use error::NetError;
 pub use inspect::inspect;
 pub use netns::{NetNs, run_in};

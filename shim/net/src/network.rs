@@ -1,10 +1,11 @@
 //! Owns: the life of a pod's network: namespace, CNI chain, what the guest must have, and the way back.
 
-use crate::cni::{Cni, CniError, CniResult, Dns, INTERFACE, OwedDelete, PodRef};
+use crate::cni::{Cni, CniError, CniResult, INTERFACE, OwedDelete, PodRef};
 use crate::inspect::{check_card, inspect_addresses};
 use crate::{NetError, NetNs, inspect, netns, tap};
 use nacelle_base::net::PodNetwork;
 use nacelle_base::{Chain, PodId};
+use nacelle_model::network::DnsConfig;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::io;
@@ -51,7 +52,7 @@ pub struct Attachment {
     /// What the guest must have. The first interface is the pod's default one, always named "eth0".
     pub network: PodNetwork,
     /// The resolver configuration that CNI answered; often empty.
-    pub dns: Dns,
+    pub dns: DnsConfig,
     /// The pod's addresses, the first one first as CNI gave them; never empty.
     pub ips: Vec<IpAddr>,
 }

@@ -6,7 +6,8 @@ mod guest;
 
 use common::{World, in_a_world, ip_in, pod};
 use guest::{Guest, Seen};
-use nacelle_net::{NetNs, PortMapping, Protocol, tap};
+use nacelle_model::network::{PortMapping, Protocol};
+use nacelle_net::{NetNs, tap};
 use std::fs::File;
 use std::io::{Read, Write};
 use std::net::{IpAddr, Ipv4Addr, UdpSocket};

@@ -4,9 +4,10 @@
 use crate::agent::{self, Agent, Gone, read_frame, tokio_stream_of, write_frame};
 use crate::error::{PodError, guest_text};
 use crate::machine::{IMAGE_DISK, SCRATCH_DISK, VOLUME_DISK, blocking, random};
-use crate::spec::{IdRange, PodSpec};
+use crate::spec::PodSpec;
 use nacelle_base::timeline::{self, Step, Timeline};
 use nacelle_engine::{GuestLink, Incoming};
+use nacelle_model::namespace::IdRange;
 use nacelle_proto::{agent as proto, pod};
 use std::sync::Arc;
 use std::time::Duration;
@@ -203,8 +204,8 @@ fn config(spec: &PodSpec, network: &pod::ConfigureRequest) -> Result<proto::Boot
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::spec::UserNamespace;
     use crate::spec::tests::sample;
+    use nacelle_model::namespace::UserNamespace;
 
     #[test]
     fn what_a_guest_says_of_its_start_stays_in_bounds() {

@@ -2,7 +2,7 @@
 //! Threads: any; a [`PodClient`] is cheap to clone and holds no lock.
 
 use crate::error::{PodError, guest_text};
-use crate::identity::{Identity, IdentityError};
+use crate::identity::{self, IdentityError};
 use crate::record::{self, PodRecord, RecordError};
 use crate::spec::{PodSpec, SpecError};
 use crate::{agent, codes, share, sys};
@@ -10,10 +10,10 @@ use hyper_util::rt::TokioIo;
 use nacelle_base::files::{FileError, at, remove_tree_if_there};
 use nacelle_base::jailed::{JailedDir, JailedFile};
 use nacelle_base::{Chain, Classify, Kind};
+use nacelle_model::process::{PodProcess, ProcessIdentity};
 use nacelle_proto::pod as proto;
 use nacelle_proto::wire;
 use proto::pod_client::PodClient as Rpc;
-use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::io;
@@ -171,7 +171,7 @@ impl From<tonic::Status> for ClientError {
 pub struct PodClient {
     rpc: Rpc<Channel>,
     streams: JailedDir,
-    identity: Identity,
+    identity: ProcessIdentity,
 }
 
 /// Starts `EXE --dir DIR` with this specification and waits until it answers. The process has a session of
@@ -182,7 +182,7 @@ pub async fn spawn<F>(
     exe: &Path,
     dir: &Path,
     spec: &PodSpec,
-    admit: impl FnOnce(Started) -> F,
+    admit: impl FnOnce(PodProcess) -> F,
 ) -> Result<PodClient, ClientError>
 where
     F: Future<Output = Result<(), ClientError>>,
@@ -193,7 +193,7 @@ where
         move || start(&program, &own_dir, &own_spec).map(|child| (record_process(&child, &own_dir), child));
     let (recorded, mut child) = blocking(start_and_record).await?;
     let admitted = match recorded {
-        Ok(Some(identity)) => admit(Started::new(identity, spec)).await,
+        Ok(Some(identity)) => admit(pod_process(identity, spec)).await,
         // It has ended already, which is found below.
         Ok(None) => Ok(()),
         Err(error) => Err(error.into()),
@@ -226,10 +226,10 @@ fn start(exe: &Path, dir: &Path, spec: &PodSpec) -> Result<Child, ClientError> {
 
 /// Writes into the run directory which process serves it, so that a later clean-up finds the process. Returns `None` when the child
 /// has been reaped. Blocks for a few file operations.
-fn record_process(child: &Child, dir: &Path) -> Result<Option<Identity>, IdentityError> {
+fn record_process(child: &Child, dir: &Path) -> Result<Option<ProcessIdentity>, IdentityError> {
     let Some(pid) = child.id().and_then(|pid| i32::try_from(pid).ok()) else { return Ok(None) };
-    let identity = Identity::of(pid)?;
-    identity.write(dir)?;
+    let identity = identity::of(pid)?;
+    identity::write(&identity, dir)?;
     Ok(Some(identity))
 }
 
@@ -294,8 +294,8 @@ async fn kill(mut child: Child) {
 /// Finds the process that serves this directory: the very one that was started here, not another of its pid.
 pub async fn connect(dir: &Path) -> Result<PodClient, ClientError> {
     let gone = || ClientError::Gone { dir: dir.to_owned() };
-    let identity = Identity::read(dir)?.ok_or_else(gone)?;
-    if !identity.is_alive()? {
+    let identity = identity::read(dir)?.ok_or_else(gone)?;
+    if !identity::is_alive(&identity)? {
         return Err(gone());
     }
     let socket = crate::SOCKET_FILE.in_jail(&crate::jail_dir(dir));
@@ -315,24 +315,10 @@ pub async fn connect(dir: &Path) -> Result<PodClient, ClientError> {
     Ok(PodClient { rpc, streams, identity })
 }
 
-/// How a pod process and all that it has started are found again, also when its run directory is gone. The daemon keeps it in its
-/// store.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Started {
-    /// The process.
-    pub identity: Identity,
-    /// Its control group, below the root of each tree; none: the daemon has made none for it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub cgroup: Option<PathBuf>,
-    /// Its scratch disk, or the directory that it has instead.
-    pub scratch: PathBuf,
-}
-
-impl Started {
-    fn new(identity: Identity, spec: &PodSpec) -> Started {
-        let cgroup = spec.jail.as_ref().and_then(|jail| jail.cgroup.clone());
-        Started { identity, cgroup, scratch: spec.scratch_file() }
-    }
+/// Returns what identifies the pod process of this specification and the resources that it has.
+fn pod_process(identity: ProcessIdentity, spec: &PodSpec) -> PodProcess {
+    let cgroup = spec.jail.as_ref().and_then(|jail| jail.cgroup.clone());
+    PodProcess { identity, cgroup, scratch: spec.scratch_file() }
 }
 
 /// Connects to a socket of the node. While the queue of its listener is full, a socket that does not block fails with EAGAIN:
@@ -351,7 +337,7 @@ pub async fn connect_unix(path: &Path) -> io::Result<tokio::net::UnixStream> {
 /// these are is in the store (`stored`) and in the daemon's part of the run directory, either of which may be missing. Nothing that
 /// the process has written decides over what is killed or removed.
 /// Asking again is fine. None: the process never came so far as to record anything, or nothing that can be used.
-pub async fn clean_up(dir: &Path, stored: Option<&Started>) -> Result<Option<PodRecord>, ClientError> {
+pub async fn clean_up(dir: &Path, stored: Option<&PodProcess>) -> Result<Option<PodRecord>, ClientError> {
     let end = ends().get(dir).cloned();
     let from = dir.to_owned();
     let (spec, noted) = blocking(move || (noted_spec(&from), noted_processes(&from))).await;
@@ -414,8 +400,8 @@ fn noted_spec(dir: &Path) -> Option<PodSpec> {
 
 /// The processes that the run directory names: the pod's and its share's. What one file should say must not keep the process alive
 /// that another one names. Blocks.
-fn noted_processes(dir: &Path) -> [Option<Identity>; 2] {
-    [Identity::read(dir), share::identity(dir)].map(|read| {
+fn noted_processes(dir: &Path) -> [Option<ProcessIdentity>; 2] {
+    [identity::read(dir), share::identity(dir)].map(|read| {
         read.unwrap_or_else(|error| {
             tracing::error!(dir = %dir.display(), "a process of the pod is unknown: {}", Chain(&error));
             None
@@ -436,8 +422,8 @@ fn last_words(dir: &Path) -> Option<PodRecord> {
 }
 
 /// Kills this process, if it still runs, and waits for its end.
-async fn kill_exactly(identity: &Identity) -> Result<(), ClientError> {
-    let Some(pidfd) = identity.open()? else { return Ok(()) };
+async fn kill_exactly(identity: &ProcessIdentity) -> Result<(), ClientError> {
+    let Some(pidfd) = identity::open(identity)? else { return Ok(()) };
     let failed = |what| move |source| IdentityError::Process { what, pid: identity.pid, source };
     sys::pidfd_send(&pidfd, libc::SIGKILL).map_err(failed("kill"))?;
     Ok(ended(pidfd).await?.map_err(failed("wait for"))?)
@@ -498,7 +484,7 @@ async fn connect_to(dir: &JailedDir, socket: JailedFile) -> io::Result<UnixStrea
 
 impl PodClient {
     /// Which process this is.
-    pub fn identity(&self) -> &Identity {
+    pub fn identity(&self) -> &ProcessIdentity {
         &self.identity
     }
 
@@ -646,7 +632,7 @@ impl PodClient {
 
     /// Waits, up to a minute, until the process has ended.
     pub async fn ended(&self) -> Result<(), ClientError> {
-        let Some(pidfd) = self.identity.open()? else { return Ok(()) };
+        let Some(pidfd) = identity::open(&self.identity)? else { return Ok(()) };
         let pid = self.identity.pid;
         let failed = |source| IdentityError::Process { what: "wait for", pid, source };
         Ok(ended(pidfd).await?.map_err(failed)?)

@@ -3,17 +3,18 @@
 //! Threads: the first one, while it is the only one.
 
 use crate::error::PodError;
-use crate::spec::{PodSpec, Shares};
+use crate::spec::PodSpec;
 use crate::{jail_dir, share};
 use nacelle_base::files::{at, remove_tree_if_there};
 use nacelle_engine::host::{Host, HostSpec};
 use nacelle_jail::cgroup::{self, Usage as GroupUsage};
+use nacelle_model::namespace::NodeNamespaces;
 use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 /// Starts the agent of the pod of `dir`.
-pub(crate) fn engine(spec: &PodSpec, dir: &Path, agent: &Path, shares: Shares) -> Result<Host, PodError> {
+pub(crate) fn engine(spec: &PodSpec, dir: &Path, agent: &Path, shares: NodeNamespaces) -> Result<Host, PodError> {
     let scratch = spec.scratch_file();
     remove_tree_if_there(&scratch)?;
     DirBuilder::new().recursive(true).mode(0o700).create(&scratch).map_err(at("create", &scratch))?;

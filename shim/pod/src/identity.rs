@@ -4,24 +4,13 @@
 use crate::sys;
 use nacelle_base::files::{FileError, at, write_whole};
 use nacelle_base::{Classify, Kind};
-use serde::{Deserialize, Serialize};
+use nacelle_model::process::ProcessIdentity;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 /// Name of the file in the pod's run directory.
 pub const FILE: &str = "process.json";
-
-/// One process, for good.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Identity {
-    /// Its process id.
-    pub pid: i32,
-    /// Its start in clock ticks since boot: field 22 of /proc/PID/stat.
-    pub start_time: u64,
-    /// The boot in which it ran: /proc/sys/kernel/random/boot_id.
-    pub boot_id: String,
-}
 
 /// Why it is not known which process serves a pod.
 #[derive(Debug, thiserror::Error)]
@@ -61,67 +50,65 @@ impl Classify for IdentityError {
     }
 }
 
-impl Identity {
-    /// The calling process.
-    pub fn own() -> Result<Self, IdentityError> {
-        Self::of(nix::unistd::getpid().as_raw())
-    }
+/// Identifies the calling process.
+pub fn own() -> Result<ProcessIdentity, IdentityError> {
+    of(nix::unistd::getpid().as_raw())
+}
 
-    /// The process that has this pid now. The caller knows that it is not another's by now, because it is its child and has not
-    /// been waited for; it may have ended.
-    pub(crate) fn of(pid: i32) -> Result<Self, IdentityError> {
-        let start_time = stat(pid)?.ok_or(IdentityError::Stat { pid })?.start_time;
-        Ok(Self { pid, start_time, boot_id: boot_id()? })
-    }
+/// Identifies the process that has this pid now. The caller knows that the pid has not been reused, because the process is its child
+/// and has not been waited for; it may have ended.
+pub(crate) fn of(pid: i32) -> Result<ProcessIdentity, IdentityError> {
+    let start_time = stat(pid)?.ok_or(IdentityError::Stat { pid })?.start_time;
+    Ok(ProcessIdentity { pid, start_time, boot_id: boot_id()? })
+}
 
-    /// Reads `DIR/process.json`; none if no process came so far.
-    pub fn read(dir: &Path) -> Result<Option<Self>, IdentityError> {
-        Self::read_from(&dir.join(FILE))
-    }
+/// Reads `DIR/process.json`; returns `None` if the daemon has recorded no process yet.
+pub fn read(dir: &Path) -> Result<Option<ProcessIdentity>, IdentityError> {
+    read_from(&dir.join(FILE))
+}
 
-    /// Reads a file of this kind; none if there is none.
-    pub(crate) fn read_from(path: &Path) -> Result<Option<Self>, IdentityError> {
-        match std::fs::read(path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(at("read", path)(error).into()),
-            Ok(bytes) => {
-                let format = |source| IdentityError::Format { path: path.to_owned(), source };
-                Ok(Some(nacelle_base::json::read(&bytes).map_err(format)?))
-            }
+/// Reads an identity file at any path; returns `None` if there is no such file.
+pub(crate) fn read_from(path: &Path) -> Result<Option<ProcessIdentity>, IdentityError> {
+    match std::fs::read(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(at("read", path)(error).into()),
+        Ok(bytes) => {
+            let format = |source| IdentityError::Format { path: path.to_owned(), source };
+            Ok(Some(nacelle_base::json::read(&bytes).map_err(format)?))
         }
     }
+}
 
-    /// Writes `DIR/process.json`, whole.
-    pub fn write(&self, dir: &Path) -> Result<(), IdentityError> {
-        self.write_to(&dir.join(FILE))
-    }
+/// Writes `DIR/process.json` atomically.
+pub fn write(process: &ProcessIdentity, dir: &Path) -> Result<(), IdentityError> {
+    write_to(process, &dir.join(FILE))
+}
 
-    /// Writes a file of this kind, whole.
-    pub(crate) fn write_to(&self, path: &Path) -> Result<(), IdentityError> {
-        let format = |source| IdentityError::Format { path: path.to_owned(), source };
-        Ok(write_whole(path, &serde_json::to_vec(self).map_err(format)?)?)
-    }
+/// Writes an identity file at any path atomically.
+pub(crate) fn write_to(process: &ProcessIdentity, path: &Path) -> Result<(), IdentityError> {
+    let format = |source| IdentityError::Format { path: path.to_owned(), source };
+    Ok(write_whole(path, &serde_json::to_vec(process).map_err(format)?)?)
+}
 
-    /// The process that has made the one that has this pid now; none if that is gone.
-    pub(crate) fn parent(&self) -> Result<Option<i32>, IdentityError> {
-        Ok(running(self.pid)?.map(|stat| stat.parent))
-    }
+/// Returns the pid of the parent of the process that has this pid now; `None` if that process is gone.
+pub(crate) fn parent(process: &ProcessIdentity) -> Result<Option<i32>, IdentityError> {
+    Ok(running(process.pid)?.map(|stat| stat.parent))
+}
 
-    /// A handle on exactly this process; none if it is gone (a zombie counts as gone).
-    pub(crate) fn open(&self) -> Result<Option<OwnedFd>, IdentityError> {
-        if self.boot_id != boot_id()? {
-            return Ok(None);
-        }
-        // The handle comes first: if the start time read after it is right, the handle is of that process.
-        let opened = sys::pidfd_open(self.pid);
-        let pidfd = opened.map_err(|source| IdentityError::Process { what: "open", pid: self.pid, source })?;
-        Ok(if running(self.pid)?.is_some_and(|stat| stat.start_time == self.start_time) { pidfd } else { None })
+/// Opens a pidfd of exactly this process; returns `None` if it is gone (a zombie counts as gone).
+pub(crate) fn open(process: &ProcessIdentity) -> Result<Option<OwnedFd>, IdentityError> {
+    if process.boot_id != boot_id()? {
+        return Ok(None);
     }
+    // The pidfd comes first: if the start time that is read after it matches, the pidfd refers to that process.
+    let opened = sys::pidfd_open(process.pid);
+    let pidfd = opened.map_err(|source| IdentityError::Process { what: "open", pid: process.pid, source })?;
+    Ok(if running(process.pid)?.is_some_and(|stat| stat.start_time == process.start_time) { pidfd } else { None })
+}
 
-    /// Whether exactly this process runs.
-    pub fn is_alive(&self) -> Result<bool, IdentityError> {
-        Ok(self.open()?.is_some())
-    }
+/// Returns whether exactly this process runs.
+pub fn is_alive(process: &ProcessIdentity) -> Result<bool, IdentityError> {
+    Ok(open(process)?.is_some())
 }
 
 fn boot_id() -> Result<String, IdentityError> {
@@ -177,16 +164,16 @@ mod tests {
 
     #[test]
     fn only_the_very_process_is_alive() {
-        let own = Identity::own().unwrap();
-        assert!(own.is_alive().unwrap());
-        assert!(!Identity { start_time: own.start_time + 1, ..own.clone() }.is_alive().unwrap());
-        assert!(!Identity { boot_id: "another".into(), ..own.clone() }.is_alive().unwrap());
+        let own = own().unwrap();
+        assert!(is_alive(&own).unwrap());
+        assert!(!is_alive(&ProcessIdentity { start_time: own.start_time + 1, ..own.clone() }).unwrap());
+        assert!(!is_alive(&ProcessIdentity { boot_id: "another".into(), ..own.clone() }).unwrap());
         let mut child = std::process::Command::new("true").spawn().unwrap();
         let pid = i32::try_from(child.id()).unwrap();
         child.wait().unwrap();
-        assert!(!Identity { pid, ..own.clone() }.is_alive().unwrap());
+        assert!(!is_alive(&ProcessIdentity { pid, ..own.clone() }).unwrap());
         // The number of a process that is gone may be a thread's by now.
-        let thread = || Identity { pid: nix::unistd::gettid().as_raw(), ..own.clone() }.is_alive();
+        let thread = || is_alive(&ProcessIdentity { pid: nix::unistd::gettid().as_raw(), ..own.clone() });
         assert!(!std::thread::scope(|scope| scope.spawn(thread).join().unwrap()).unwrap());
     }
 
@@ -197,18 +184,18 @@ mod tests {
         let pid = i32::try_from(child.id()).unwrap();
         let ended = WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT;
         waitid(Id::Pid(nix::unistd::Pid::from_raw(pid)), ended).unwrap();
-        let identity = Identity::of(pid).unwrap();
-        assert!(!identity.is_alive().unwrap());
-        assert_eq!(identity.parent().unwrap(), None);
+        let identity = of(pid).unwrap();
+        assert!(!is_alive(&identity).unwrap());
+        assert_eq!(parent(&identity).unwrap(), None);
         child.wait().unwrap();
     }
 
     #[test]
     fn comes_back_from_its_file() {
         let dir = tempfile::tempdir().unwrap();
-        assert_eq!(Identity::read(dir.path()).unwrap(), None);
-        let own = Identity::own().unwrap();
-        own.write(dir.path()).unwrap();
-        assert_eq!(Identity::read(dir.path()).unwrap(), Some(own));
+        assert_eq!(read(dir.path()).unwrap(), None);
+        let own = own().unwrap();
+        write(&own, dir.path()).unwrap();
+        assert_eq!(read(dir.path()).unwrap(), Some(own));
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::actor::{Actor, Ask, Message};
 use crate::error::PodError;
-use crate::identity::Identity;
+use crate::identity;
 use crate::server::Server;
 use crate::spec::PodSpec;
 use crate::{SOCKET_FILE, STREAM_SOCKET_FILE, jail, jail_dir, machine, share, streams};
@@ -30,7 +30,7 @@ const STACK: usize = 512 << 10;
 pub fn run(dir: &Path, engine: impl FnOnce(&PodSpec) -> Result<Arc<dyn Engine>, PodError>) -> Result<(), PodError> {
     let spec = PodSpec::read(dir)?;
     // The daemon has written there which process it has started.
-    if Identity::read(dir)? != Some(Identity::own()?) {
+    if identity::read(dir)? != Some(identity::own()?) {
         return Err(PodError::NotNamed { dir: dir.to_owned() });
     }
     // Files of the pod are nobody else's; log files are for the node's group, as their mode says.

@@ -2,7 +2,7 @@
 //! has started; and on which of these those threads that run the machine's own processors, if each has one to itself.
 //! Threads: the work, reads of /proc, is on threads of the pool.
 
-use crate::identity::{Identity, IdentityError};
+use crate::identity::{self, IdentityError};
 use nacelle_base::{Classify, Kind};
 use nix::errno::Errno;
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
@@ -87,7 +87,7 @@ impl Classify for ProcessorsError {
 pub async fn confine(dir: &Path, processors: BTreeSet<u32>, pinned: Option<u32>) -> Result<(), ProcessorsError> {
     let dir = dir.to_owned();
     let done = tokio::task::spawn_blocking(move || {
-        let process = Identity::read(&dir)?.filter(|process| process.is_alive().unwrap_or(false));
+        let process = identity::read(&dir)?.filter(|process| identity::is_alive(process).unwrap_or(false));
         let pid = process.ok_or(ProcessorsError::Gone { dir })?.pid;
         set_all(pid, &processors)?;
         pinned.map_or(Ok(()), |vcpus| pin(&threads(pid), &processors, vcpus))

@@ -3,11 +3,12 @@
 //! Threads: the start is on the first one, while it is the only one; the daemon's calls block on threads of the pool.
 
 use crate::error::PodError;
-use crate::identity::{Identity, IdentityError};
+use crate::identity::{self, IdentityError};
 use crate::spec::{EngineSpec, PodSpec};
 use nacelle_base::{Classify, Kind};
 pub use nacelle_fs::{Owners, Propagation, Taker, Volume};
 use nacelle_fs::{Share, ShareError, Shown};
+use nacelle_model::process::ProcessIdentity;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -69,13 +70,13 @@ pub(crate) fn start(spec: &PodSpec, dir: &Path) -> Result<Option<Share>, PodErro
 }
 
 /// The process that has the volumes of the pod of this directory; none if there was none.
-pub(crate) fn identity(dir: &Path) -> Result<Option<Identity>, IdentityError> {
-    Identity::read_from(&dir.join(FILE))
+pub(crate) fn identity(dir: &Path) -> Result<Option<ProcessIdentity>, IdentityError> {
+    identity::read_from(&dir.join(FILE))
 }
 
 /// Says which child of this process has the volumes. The process writes it before it is jailed: later it does not see the file.
 pub(crate) fn introduce(process: i32, dir: &Path) -> Result<(), IdentityError> {
-    Identity::of(process)?.write_to(&dir.join(FILE))
+    identity::write_to(&identity::of(process)?, &dir.join(FILE))
 }
 
 /// Mounts volumes of the node for a container of the pod that is served from `dir`: its agent finds the n-th at
@@ -112,13 +113,13 @@ async fn with(
 /// A handle on the process, which must be a child of the pod process.
 fn find(dir: &Path) -> Result<OwnedFd, VolumesError> {
     let gone = || VolumesError::Gone { dir: dir.to_owned() };
-    let pod = Identity::read(dir)?.ok_or_else(gone)?;
+    let pod = identity::read(dir)?.ok_or_else(gone)?;
     let share = identity(dir)?.ok_or_else(gone)?;
-    let handle = share.open()?.ok_or_else(gone)?;
+    let handle = identity::open(&share)?.ok_or_else(gone)?;
     // Looked at while the handle is held, and the pod process is still the one that was started.
-    let child = share.parent()? == Some(pod.pid);
+    let child = identity::parent(&share)? == Some(pod.pid);
     // Nothing is mounted where the node's own mounts are.
-    if !child || !has_own_mounts(share.pid) || !pod.is_alive()? || !share.is_alive()? {
+    if !child || !has_own_mounts(share.pid) || !identity::is_alive(&pod)? || !identity::is_alive(&share)? {
         return Err(gone());
     }
     Ok(handle)

@@ -5,6 +5,7 @@ use nacelle_base::files::{FileError, at, write_whole};
 use nacelle_base::machine::{ConsoleKind, CpuModel, MemoryPages, Topology};
 use nacelle_base::{Classify, Kind, PodId};
 pub use nacelle_jail::Mode as Seccomp;
+use nacelle_model::namespace::{NodeNamespaces, UserNamespace};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -123,7 +124,7 @@ pub enum EngineSpec {
         agent: PathBuf,
         /// What of the node the pod sees as its own.
         #[serde(default)]
-        shares: Shares,
+        shares: NodeNamespaces,
     },
     /// The pod's container is a machine of its own making, in QEMU.
     Keeper {
@@ -156,45 +157,6 @@ impl EngineSpec {
     pub fn has_disks(&self) -> bool {
         matches!(self, EngineSpec::Kvm {} | EngineSpec::Qemu { .. })
     }
-}
-
-/// Namespaces of the node that a pod without a guest has instead of its own.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct Shares {
-    /// The network namespace.
-    pub network: bool,
-    /// The PID namespace.
-    pub pid: bool,
-    /// The IPC namespace.
-    pub ipc: bool,
-}
-
-impl Shares {
-    /// Whether the pod has all its own.
-    pub fn none(&self) -> bool {
-        *self == Shares::default()
-    }
-}
-
-/// The user namespace of a pod.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct UserNamespace {
-    /// Its users.
-    pub users: IdRange,
-    /// Its groups.
-    pub groups: IdRange,
-}
-
-/// The numbers from 0 on in a user namespace, and what they are outside.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct IdRange {
-    /// What 0 is outside.
-    pub first: u32,
-    /// How many there are.
-    pub count: u32,
 }
 
 /// What runs the guest's instructions under QEMU.

@@ -5,8 +5,11 @@ mod common;
 
 use common::{LIMIT, cgroup, eventually, exited, harness, network, spec, until};
 use nacelle_base::Kind;
-use nacelle_pod::client::{self, ClientError, PodClient, Started};
-use nacelle_pod::identity::Identity;
+use nacelle_model::process::PodProcess;
+use nacelle_model::process::ProcessIdentity;
+use nacelle_pod::client::{self, ClientError, PodClient};
+use nacelle_pod::identity;
+use nacelle_pod::identity;
 use nacelle_pod::record::{self, Phase};
 use nacelle_pod::spec::{JailSpec, Seccomp};
 use nacelle_proto::pod;
@@ -39,7 +42,7 @@ fn main() -> ExitCode {
 }
 
 /// Lets every process begin.
-async fn admit(_started: Started) -> Result<(), ClientError> {
+async fn admit(_started: PodProcess) -> Result<(), ClientError> {
     Ok(())
 }
 
@@ -97,7 +100,7 @@ impl Drop for Place {
 }
 
 /// Signals a process that this test started.
-fn signal(identity: &Identity, signal: nix::sys::signal::Signal) {
+fn signal(identity: &ProcessIdentity, signal: nix::sys::signal::Signal) {
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(identity.pid), signal).unwrap();
 }
 
@@ -158,7 +161,7 @@ async fn killed(place: Place) {
     let client = place.spawn().await;
     client.configure(network()).await.unwrap();
     client::clean_up(&place.dir, None).await.unwrap();
-    assert!(!client.identity().is_alive().unwrap());
+    assert!(!identity::is_alive(client.identity()).unwrap());
 }
 
 async fn given_up(place: Place) {
@@ -166,9 +169,9 @@ async fn given_up(place: Place) {
     let spec = spec(place.root.path());
     // Dropped while the process is being started: it is recorded, and ends by itself.
     drop_when(client::spawn(&exe, &place.dir, &spec, admit), || true).await;
-    eventually("the process is recorded", || Identity::read(&place.dir).unwrap().is_some()).await;
-    let first = Identity::read(&place.dir).unwrap().unwrap();
-    eventually("a process that was not admitted has ended", || !first.is_alive().unwrap()).await;
+    eventually("the process is recorded", || identity::read(&place.dir).unwrap().is_some()).await;
+    let first = identity::read(&place.dir).unwrap().unwrap();
+    eventually("a process that was not admitted has ended", || !identity::is_alive(&first).unwrap()).await;
     // Dropped once it was admitted: the clean-up ends it.
     let admitted = std::cell::Cell::new(false);
     let admit = |_started| {
@@ -176,10 +179,10 @@ async fn given_up(place: Place) {
         async { Ok(()) }
     };
     drop_when(client::spawn(&exe, &place.dir, &spec, admit), || admitted.get()).await;
-    let second = Identity::read(&place.dir).unwrap().unwrap();
+    let second = identity::read(&place.dir).unwrap().unwrap();
     assert_ne!(first, second);
     client::clean_up(&place.dir, None).await.unwrap();
-    assert!(!second.is_alive().unwrap());
+    assert!(!identity::is_alive(&second).unwrap());
 }
 
 /// Polls a start until it waits for something while the condition holds, and drops it there.
@@ -208,13 +211,13 @@ async fn held(place: Place) {
     assert!(!Path::new(&format!("/proc/{refused_pid}")).exists());
     // Dropped while it waits to be admitted: it ends by itself.
     let held_pid = std::cell::Cell::new(0);
-    let never = |started: Started| {
+    let never = |started: PodProcess| {
         held_pid.set(started.identity.pid);
         std::future::pending()
     };
     drop_when(client::spawn(&exe, &place.dir, &spec, never), || held_pid.get() != 0).await;
-    assert_eq!(Identity::read(&place.dir).unwrap().unwrap().pid, held_pid.get());
-    let alive = || Identity::read(&place.dir).unwrap().is_some_and(|identity| identity.is_alive().unwrap());
+    assert_eq!(identity::read(&place.dir).unwrap().unwrap().pid, held_pid.get());
+    let alive = || identity::read(&place.dir).unwrap().is_some_and(|process| identity::is_alive(&process).unwrap());
     eventually("a process whose start was dropped has ended", || !alive()).await;
     assert!(!socket.exists());
     // Admitted: only then does it serve.
@@ -224,7 +227,7 @@ async fn held(place: Place) {
         Ok(())
     };
     let pod = client::spawn(&exe, &place.dir, &spec, admit).await.unwrap();
-    assert!(pod.identity().is_alive().unwrap());
+    assert!(identity::is_alive(pod.identity()).unwrap());
 }
 
 async fn terminated(place: Place) {
@@ -241,8 +244,9 @@ async fn foreign(place: Place) {
     // A process that has the pid, but not the start time.
     let mut other = std::process::Command::new("sleep").arg("600").spawn().unwrap();
     let pid = i32::try_from(other.id()).unwrap();
-    let own = Identity::own().unwrap();
-    Identity { pid, start_time: own.start_time.wrapping_sub(1), boot_id: own.boot_id }.write(&place.dir).unwrap();
+    let own = identity::own().unwrap();
+    let other = ProcessIdentity { pid, start_time: own.start_time.wrapping_sub(1), boot_id: own.boot_id };
+    identity::write(&other, &place.dir).unwrap();
     assert!(matches!(client::connect(&place.dir).await, Err(ClientError::Gone { .. })));
     assert!(client::clean_up(&place.dir, None).await.unwrap().is_none());
     assert!(other.try_wait().unwrap().is_none(), "it lives");
@@ -411,11 +415,11 @@ impl Victim {
     }
 
     /// As `process.json` says which it is.
-    fn identity(&self) -> Identity {
+    fn identity(&self) -> ProcessIdentity {
         let pid = i32::try_from(self.child.id()).unwrap();
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
         let start_time = stat.rsplit_once(')').unwrap().1.split_whitespace().nth(19).unwrap().parse().unwrap();
-        Identity { pid, start_time, ..Identity::own().unwrap() }
+        ProcessIdentity { pid, start_time, ..identity::own().unwrap() }
     }
 }
 
@@ -453,7 +457,7 @@ async fn foreign_names(place: Place) {
     assert!(victim.lives(), "a process was killed that only the jailed process has named");
     assert_eq!(victim.groups(), groups, "a control group was removed that only the jailed process has named");
     assert!(others.join("data").exists(), "a directory was removed that only the jailed process has named");
-    assert!(!own.is_alive().unwrap());
+    assert!(!identity::is_alive(&own).unwrap());
     let group = nacelle_jail::cgroup::folders(&cgroup(place.root.path()));
     assert!(group.iter().all(|folder| !folder.exists()), "its own group is gone: {group:?}");
 }
@@ -465,7 +469,7 @@ async fn hidden(place: Place) {
     let client = place.spawn_jailed().await;
     client.configure(network()).await.unwrap();
     let own = client.identity().clone();
-    let wrong = Identity { start_time: own.start_time + 1, ..own.clone() };
+    let wrong = ProcessIdentity { start_time: own.start_time + 1, ..own.clone() };
     write_as(&client, &place.dir, "process.json", |path| {
         std::fs::write(path, serde_json::to_vec(&wrong).unwrap()).unwrap()
     });
@@ -473,7 +477,7 @@ async fn hidden(place: Place) {
     write_as(&client, &place.dir, "spec.json", |path| std::fs::write(path, "{}").unwrap());
     assert!(client::connect(&place.dir).await.is_ok(), "it is still found");
     client::clean_up(&place.dir, None).await.unwrap();
-    assert!(!own.is_alive().unwrap(), "it lives on");
+    assert!(!identity::is_alive(&own).unwrap(), "it lives on");
     let group = nacelle_jail::cgroup::folders(&cgroup(place.root.path()));
     assert!(group.iter().all(|folder| !folder.exists()), "its group is gone: {group:?}");
 }
@@ -526,7 +530,7 @@ async fn unusable() {
         assert_eq!(client::clean_up(&place.dir, None).await.unwrap(), None, "{what}");
         drop(watched);
         assert!(memory() < before + (64 << 20), "{what}: {} bytes more", memory() - before);
-        assert!(!own.is_alive().unwrap(), "{what}");
+        assert!(!identity::is_alive(&own).unwrap(), "{what}");
         // The same of the whole run directory.
         nacelle_base::files::remove_tree_if_there(&place.dir).unwrap();
         assert!(!place.dir.exists() && Path::new("/etc/shadow").exists(), "{what}");
@@ -561,7 +565,7 @@ async fn led_away(place: Place) {
 
 async fn lost_directory(place: Place) {
     let mut stored = None;
-    let admit = |started: Started| {
+    let admit = |started: PodProcess| {
         stored = Some(started);
         async { Ok(()) }
     };
@@ -584,7 +588,7 @@ async fn lost_directory(place: Place) {
     assert_eq!(stored.identity, *client.identity());
     for _ in 0..2 {
         assert!(client::clean_up(&place.dir, Some(&stored)).await.unwrap().is_none());
-        assert!(!stored.identity.is_alive().unwrap(), "it runs on, and nothing knows of it");
+        assert!(!identity::is_alive(&stored.identity).unwrap(), "it runs on, and nothing knows of it");
     }
     let group = nacelle_jail::cgroup::folders(&cgroup(place.root.path()));
     assert!(group.iter().all(|folder| !folder.exists()), "{group:?}");

@@ -2,7 +2,7 @@
 //! one has started, read from /proc (proc(5)); how much of that is the guest's memory; and what their control group has counted.
 //! Threads: blocks for some reads of /proc.
 
-use nacelle_pod::identity::Identity;
+use nacelle_model::process::ProcessIdentity;
 use nacelle_pod::{GroupUsage, group_usage, is_of_containers};
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
@@ -37,7 +37,7 @@ pub struct Account {
 }
 
 /// The account of this process with its descendants; none if it is gone. Walks through all their mappings.
-pub fn account(process: &Identity) -> Option<Account> {
+pub fn account(process: &ProcessIdentity) -> Option<Account> {
     let mut whole = of(process)?;
     let folders = descendants(Path::new("/proc"), process.pid);
     let guest_bytes = folders.iter().map(|folder| guest(folder)).max().unwrap_or(0);
@@ -100,7 +100,7 @@ fn guest(folder: &Path) -> u64 {
 }
 
 /// The cost of this process with its descendants; none if it is gone.
-pub fn of(process: &Identity) -> Option<Cost> {
+pub fn of(process: &ProcessIdentity) -> Option<Cost> {
     below(Path::new("/proc"), process.pid, Some(process.start_time))
 }
 
@@ -247,7 +247,7 @@ mod tests {
 
     #[test]
     fn the_account_of_a_process_adds_up() {
-        let own = Identity::own().unwrap();
+        let own = nacelle_pod::identity::own().unwrap();
         let account = account(&own).unwrap();
         assert!(account.whole.memory_bytes >= account.guest_bytes, "{account:?}");
     }

@@ -1,8 +1,8 @@
 //! Owns: the rules between and within values of the configuration.
 
 use super::Config;
-use crate::nouns::{MAX_EMPTY_DIR, MIN_EMPTY_DIR};
 use nacelle_engine::MAX_VCPUS;
+use nacelle_model::empty_dir::{MAX_QUOTA, MIN_QUOTA};
 use std::path::Path;
 
 /// The smallest machine that boots the guest.
@@ -139,7 +139,7 @@ pub(super) fn check(config: &Config) -> Result<(), Rule> {
         let scratch = MIN_SCRATCH_MIB..=MAX_MEMORY_MIB;
         in_range(key("scratch_mib"), handler.scratch_mib, scratch, "64 MiB to 16 TiB are allowed")?;
         if let Some(mib) = handler.empty_dir_mib {
-            let range = MIN_EMPTY_DIR >> 20..=MAX_EMPTY_DIR >> 20;
+            let range = MIN_QUOTA >> 20..=MAX_QUOTA >> 20;
             in_range(key("empty_dir_mib"), mib, range, "16 MiB to 4 TiB are allowed")?;
         }
     }

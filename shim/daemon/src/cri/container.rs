@@ -8,11 +8,11 @@ use super::sandbox::needed;
 use super::status::{refuse, status};
 use crate::cdi;
 use crate::machine_pod::{check_container, check_volumes};
-use crate::nouns::ImageOf;
 use crate::profile;
-use crate::store::ContainerRecord;
 use nacelle_base::Kind;
 use nacelle_keeper::has_long_answer;
+use nacelle_model::container::ContainerImage;
+use nacelle_model::record::ContainerRecord;
 use nacelle_proto::cri;
 use std::collections::HashMap;
 use std::time::Duration;
@@ -64,9 +64,9 @@ impl Cri {
     }
 
     /// The image that a container names in a field, which must have been pulled.
-    fn image_of(&self, field: &str, name: &str) -> Result<ImageOf, Status> {
+    fn image_of(&self, field: &str, name: &str) -> Result<ContainerImage, Status> {
         match self.node.parts().images.status(name).map_err(status)? {
-            Some(image) => Ok(ImageOf {
+            Some(image) => Ok(ContainerImage {
                 id: image.id,
                 reference: image.repo_digests.first().cloned().unwrap_or_else(|| image.id.to_string()),
             }),

@@ -5,10 +5,12 @@
 use super::convert::{self, EMPTY_DIR_LIMITS, shape};
 use super::status::{refuse, status};
 use crate::config::{Config, EngineSetting, Handler};
-use crate::machine_pod::{self, MachinePod};
+use crate::machine_pod;
 use crate::multus::{self, NETWORKS};
-use crate::nouns::{Pairs, PodConfig, Shape};
 use nacelle_base::Kind;
+use nacelle_model::StringMap;
+use nacelle_model::machine_pod::MachinePod;
+use nacelle_model::pod::{PodConfig, VmShape};
 use nacelle_pod::spec::EngineSpec;
 use nacelle_vmi::admit::{self, Admitted};
 use nacelle_vmi::annotations::PREFIX;
@@ -34,7 +36,7 @@ pub(super) enum Asked {
         name: Option<String>,
     },
     /// Its containers run in a machine of this shape.
-    Shape(Shape),
+    Shape(VmShape),
 }
 
 /// What a pod's annotations ask for; none, if they say nothing of machines.
@@ -46,7 +48,7 @@ pub(super) fn of(
 ) -> Result<Option<Asked>, Status> {
     let annotations = &pod.annotations;
     let ours = annotations.iter().filter(|(key, _)| key.starts_with(PREFIX) && !ELSEWHERE.contains(&key.as_str()));
-    let ours: Pairs = ours.map(|(key, value)| (key.clone(), value.clone())).collect();
+    let ours: StringMap = ours.map(|(key, value)| (key.clone(), value.clone())).collect();
     if ours.is_empty() {
         return Ok(None);
     }
@@ -242,7 +244,7 @@ mod tests {
         ];
         let Some(Asked::Machine { machine: made, .. }) = of_pod(&machine).unwrap() else { panic!("no machine") };
         let kernel = made.kernel.expect("it has one");
-        assert_eq!((made.board, made.screen), (nacelle_keeper::spec::Board::Microvm, false));
+        assert_eq!((made.board, made.screen), (nacelle_model::machine::Board::Microvm, false));
         assert_eq!((kernel.arguments.as_str(), kernel.initrd), ("root=/dev/vda", None));
         for (key, value, field) in [
             ("vm.nacelle.dev/graphics", "true", "devices.autoattachGraphicsDevice"),
@@ -288,7 +290,7 @@ mod tests {
         ];
         let Some(Asked::Machine { machine, name }) = of_pod(&named).unwrap() else { panic!("no machine") };
         assert_eq!(name.as_deref(), Some("db"));
-        assert_eq!(machine.strategy, Some(nacelle_keeper::spec::RunStrategy::RerunOnFailure));
+        assert_eq!(machine.strategy, Some(nacelle_model::machine::RunStrategy::RerunOnFailure));
     }
 
     const PAGE: &str = include_str!("../../../../docs/vm.md");

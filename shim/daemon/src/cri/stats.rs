@@ -5,7 +5,7 @@ use super::convert::{metrics, report, stats};
 use super::sandbox::needed;
 use super::status::status;
 use crate::lifecycle::LifecycleError;
-use crate::lifecycle::state::Container;
+use nacelle_model::state::ContainerState;
 use nacelle_proto::cri;
 use tonic::Status;
 
@@ -22,7 +22,7 @@ impl Cri {
         let asked = needed("container_id", &request.container_id)?;
         let (id, view) = self.node.container(asked).map_err(status)?;
         let not_running = || status(LifecycleError::NotRunning { id: id.to_string() });
-        let record = view.containers.get(&id).filter(|record| record.state == Container::Running);
+        let record = view.containers.get(&id).filter(|record| record.state == ContainerState::Running);
         let record = record.ok_or_else(not_running)?;
         let limit = self.node.parts().answer_limit();
         let figures = self.accounting.of(&view.pod.id, limit).await.map_err(status)?;

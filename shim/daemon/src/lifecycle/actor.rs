@@ -12,13 +12,18 @@ use super::events::EventKind;
 use super::make::Prepared;
 use super::seams::Admit;
 use super::shown::Told;
-use super::state::{self, PodAct, PodAsk};
 use super::{Parts, Table, View, clip};
-use crate::nouns::{ContainerConfig, ImageOf, MachineSize, PodResources, Resources, User};
-use crate::store::{Change, ContainerRecord, PodRecord, StoreError};
+use crate::store::{Change, StoreError};
 use nacelle_base::timeline::Timeline;
 use nacelle_base::{Chain, Classify, ContainerId, Kind};
-use nacelle_pod::client::{ClientError, PodClient, Started};
+use nacelle_model::container::{ContainerConfig, ContainerImage};
+use nacelle_model::process::PodProcess;
+use nacelle_model::record::{ContainerRecord, PodRecord};
+use nacelle_model::resources::{PodResources, Resources, VmResources};
+use nacelle_model::security::ContainerUser;
+use nacelle_model::state;
+use nacelle_model::state::{PodAction, PodEvent};
+use nacelle_pod::client::{ClientError, PodClient};
 use nacelle_pod::record::{LOST, blame_memory};
 use nacelle_proto::pod as proto;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -45,8 +50,8 @@ pub(super) enum Message {
     Remove(Answer<()>),
     Create {
         config: Box<ContainerConfig>,
-        image: ImageOf,
-        volumes: Vec<ImageOf>,
+        image: ContainerImage,
+        volumes: Vec<ContainerImage>,
         answer: Answer<ContainerId>,
     },
     Start(ContainerId, Answer<()>),
@@ -55,7 +60,7 @@ pub(super) enum Message {
     StopContainer(ContainerId, Duration, Answer<()>),
     RemoveContainer(ContainerId, Answer<()>),
     /// Happened.
-    Spawned(Started, Answer<()>),
+    Spawned(PodProcess, Answer<()>),
     Booted(Box<Result<Up, LifecycleError>>),
     Undone(Undone),
     Forgotten(Result<(), LifecycleError>),
@@ -65,14 +70,14 @@ pub(super) enum Message {
     Gone(Option<proto::PodState>),
     MakeAgain(ContainerId),
     Prepared(ContainerId, Result<Box<Prepared>, LifecycleError>),
-    Made(ContainerId, Result<User, LifecycleError>),
+    Made(ContainerId, Result<ContainerUser, LifecycleError>),
     Started(ContainerId, Result<(), LifecycleError>),
     Stopped(ContainerId, Result<Option<proto::PodState>, LifecycleError>, Stopping),
     StopAgain(ContainerId, Stopping),
     Removed(ContainerId, Result<(), LifecycleError>),
     RemoveAgain(ContainerId),
     Updated(ContainerId, Box<Resources>, Result<(), LifecycleError>),
-    PodUpdated(Box<Option<PodResources>>, Result<MachineSize, LifecycleError>),
+    PodUpdated(Box<Option<PodResources>>, Result<VmResources, LifecycleError>),
 }
 
 /// A container that is to be stopped.
@@ -188,7 +193,7 @@ pub(super) fn new(
     let (view, seen) = watch::channel(Arc::new(View::new(&pod, containers.values().map(|entry| &entry.record), None)));
     let actor = Actor {
         // One that boots runs nowhere yet.
-        confined: (pod.state == state::Pod::Booting).then(Default::default),
+        confined: (pod.state == state::PodState::Booting).then(Default::default),
         parts,
         table,
         pod,
@@ -263,7 +268,7 @@ impl Actor {
     /// Has the actor record the pod process before that begins.
     fn admit(&self) -> Admit {
         let me = self.me.clone();
-        Box::new(move |process: Started| {
+        Box::new(move |process: PodProcess| {
             let pid = process.identity.pid;
             Box::pin(async move {
                 let recorded = super::asked_inbox(&me, |answer| Message::Spawned(process, answer)).await;
@@ -273,7 +278,7 @@ impl Actor {
     }
 
     /// From now on the process is found again, whatever becomes of its run directory.
-    async fn spawned(&mut self, process: Started, answer: Answer<()>) {
+    async fn spawned(&mut self, process: PodProcess, answer: Answer<()>) {
         self.pod.process = Some(process);
         let recorded = self.commit(vec![Change::Pod(self.pod.clone().into())]).await;
         // One who has given the start up has ended the process.
@@ -295,11 +300,11 @@ impl Actor {
             Message::WaitReady(answer) => self.ask_ready(answer),
             Message::Stop(answer) => {
                 self.wait_stopped.push(answer);
-                self.step(PodAsk::Stop).await;
+                self.step(PodEvent::Stop).await;
             }
             Message::Remove(answer) => {
                 self.wait_removed.push(answer);
-                self.step(PodAsk::Remove).await;
+                self.step(PodEvent::Remove).await;
             }
             Message::Spawned(process, answer) => self.spawned(process, answer).await,
             Message::Booted(result) => self.booted(*result).await,
@@ -331,8 +336,8 @@ impl Actor {
 
     fn ask_ready(&mut self, answer: Answer<()>) {
         match self.pod.state {
-            state::Pod::Booting => self.wait_ready.push(answer),
-            state::Pod::Ready => drop(answer.send(Ok(()))),
+            state::PodState::Booting => self.wait_ready.push(answer),
+            state::PodState::Ready => drop(answer.send(Ok(()))),
             _ => drop(answer.send(Err(self.not_ready()))),
         }
     }
@@ -345,7 +350,7 @@ impl Actor {
     fn not_ready(&self) -> LifecycleError {
         let why = match (&self.boot_error, self.pod.state) {
             (Some(error), _) => Chain(error).to_string(),
-            (None, state::Pod::Booting) => "it boots".to_owned(),
+            (None, state::PodState::Booting) => "it boots".to_owned(),
             (None, _) if !self.pod.failure.is_empty() => self.pod.failure.clone(),
             (None, _) => "it was stopped".to_owned(),
         };
@@ -354,7 +359,7 @@ impl Actor {
 
     /// Takes a step of the pod and acts. Giving back never waits for the store: a full disk must not keep a machine
     /// alive, and after a crash the machine is found missing.
-    async fn step(&mut self, ask: PodAsk) {
+    async fn step(&mut self, ask: PodEvent) {
         let (next, act) = match self.pod.state.step(ask) {
             Ok(step) => step,
             Err(refused) => {
@@ -368,16 +373,16 @@ impl Actor {
             self.keep_pod().await;
         }
         match act {
-            PodAct::Nothing => {}
-            PodAct::CancelBoot => self.cancel_boot.cancel(),
-            PodAct::Undo => {
+            PodAction::Nothing => {}
+            PodAction::CancelBoot => self.cancel_boot.cancel(),
+            PodAction::Undo => {
                 self.watching = None;
                 let client = self.client.take();
                 self.publish();
                 let undo = boot::undo(Arc::clone(&self.parts), self.pod.id.clone(), client, self.pod.process.clone());
                 self.effect(async move { Message::Undone(undo.await) });
             }
-            PodAct::Forget => {
+            PodAction::Forget => {
                 let parts = Arc::clone(&self.parts);
                 let id = self.pod.id.clone();
                 let mut changes: Vec<_> = self.containers.keys().cloned().map(Change::ForgetContainer).collect();
@@ -397,7 +402,7 @@ impl Actor {
         self.pod.timeline = self.timeline.steps();
         match result {
             Ok(up) => {
-                if self.pod.state == state::Pod::Booting {
+                if self.pod.state == state::PodState::Booting {
                     (self.pod.ips, self.pod.kernel_release) = (up.ips, up.kernel_release);
                     self.pod.machine = Some(up.machine);
                     self.pod.was_ready = true;
@@ -406,12 +411,12 @@ impl Actor {
                     self.client = Some(up.client);
                     self.boot_error = Some(LifecycleError::Cancelled);
                 }
-                self.step(PodAsk::Up).await;
+                self.step(PodEvent::Up).await;
             }
             Err(error) => {
                 tracing::warn!(pod = %self.pod.id, timeline = %self.timeline, "the pod could not start: {}", Chain(&error));
                 self.boot_error = Some(error);
-                self.step(PodAsk::BootFailed).await;
+                self.step(PodEvent::BootFailed).await;
             }
         }
     }
@@ -427,9 +432,9 @@ impl Actor {
             self.pod.process = None;
             self.lose_running("the machine of the pod is gone").await;
             self.pod.ips.clear();
-            self.step(PodAsk::Undone).await;
+            self.step(PodEvent::Undone).await;
         } else {
-            self.step(PodAsk::UndoFailed).await;
+            self.step(PodEvent::UndoFailed).await;
         }
     }
 
@@ -454,7 +459,7 @@ impl Actor {
                 self.parts.collect_images(&self.table);
             }
             Err(error) => {
-                self.step(PodAsk::ForgetFailed).await;
+                self.step(PodEvent::ForgetFailed).await;
                 tell(&mut self.wait_removed, &Err(error.clone()));
                 tell(&mut self.wait_ready, &Err(error));
                 // Nobody waits any more, so the next settling does not try again by itself.
@@ -467,20 +472,20 @@ impl Actor {
     /// Answers those whose wish has come true, and goes on with what waits for the present state.
     async fn settle(&mut self) {
         match self.pod.state {
-            state::Pod::Ready => {
+            state::PodState::Ready => {
                 tell(&mut self.wait_ready, &Ok(()));
                 if let Err(error) = self.confine(None).await {
                     tracing::warn!(pod = %self.pod.id, "{}", Chain(&error));
                 }
             }
-            state::Pod::Stopped => {
+            state::PodState::Stopped => {
                 tell(&mut self.wait_stopped, &Ok(()));
                 // A pod that never was ready is known to nobody: it goes as soon as it can.
                 if !self.wait_removed.is_empty() || !self.pod.was_ready {
-                    self.step(PodAsk::Remove).await;
+                    self.step(PodEvent::Remove).await;
                 }
             }
-            state::Pod::Unclean => {
+            state::PodState::Unclean => {
                 let id = self.pod.id.to_string();
                 let error = LifecycleError::Unclean { id, left: left_line(&self.pod.left) };
                 tell(&mut self.wait_stopped, &Err(error.clone()));
@@ -488,13 +493,13 @@ impl Actor {
                 let error = self.boot_error.clone().unwrap_or(error);
                 tell(&mut self.wait_ready, &Err(error));
             }
-            state::Pod::Booting | state::Pod::Stopping | state::Pod::Removing => {}
+            state::PodState::Booting | state::PodState::Stopping | state::PodState::Removing => {}
         }
     }
 
     /// There is a pod process to talk to: its changes are followed.
     fn found(&mut self, client: PodClient) {
-        if !matches!(self.pod.state, state::Pod::Booting | state::Pod::Ready) {
+        if !matches!(self.pod.state, state::PodState::Booting | state::PodState::Ready) {
             return;
         }
         self.client = Some(client.clone());
@@ -516,7 +521,7 @@ impl Actor {
     }
 
     async fn report(&mut self, mut state: proto::PodState) {
-        if self.pod.state != state::Pod::Ready {
+        if self.pod.state != state::PodState::Ready {
             return;
         }
         // If the pod process is gone, too, this is looked at when what it left is cleared up.
@@ -532,7 +537,7 @@ impl Actor {
 
     /// The connection to the pod process ended. It may live: then it is found again; or not: then its record is read.
     fn lost(&mut self) {
-        if self.pod.state != state::Pod::Ready {
+        if self.pod.state != state::PodState::Ready {
             return;
         }
         let (parts, id, process) = (Arc::clone(&self.parts), self.pod.id.clone(), self.pod.process.clone());
@@ -566,7 +571,7 @@ impl Actor {
 
     /// The machine ended by itself.
     async fn gone(&mut self, last: Option<proto::PodState>) {
-        if self.pod.state != state::Pod::Ready {
+        if self.pod.state != state::PodState::Ready {
             return;
         }
         let failure = last.as_ref().map(|last| clip(&last.failure)).filter(|failure| !failure.is_empty());
@@ -577,7 +582,7 @@ impl Actor {
         }
         let failure = self.pod.failure.clone();
         self.lose_running(&failure).await;
-        self.step(PodAsk::Gone).await;
+        self.step(PodEvent::Gone).await;
     }
 
     async fn commit(&self, changes: Vec<Change>) -> Result<(), LifecycleError> {

@@ -9,16 +9,19 @@ use super::{Parts, clip, kernel};
 use crate::config::{CgroupDriver, Handler};
 use crate::hugepages;
 use crate::multus;
-use crate::nouns::{MachineSize, OwnKernel, PodConfig};
-use crate::store::Left;
 use crate::systemd;
 use nacelle_base::machine::{EngineKind, MemoryPages};
 use nacelle_base::net::{Neighbour, PodNetwork};
 use nacelle_base::timeline::{Step, Timeline};
 use nacelle_base::{Chain, PodId, files};
-use nacelle_keeper::spec::INTERFACE;
-use nacelle_net::{Attachment, Dns, PodRef};
-use nacelle_pod::client::{PodClient, Started};
+use nacelle_model::machine::INTERFACE;
+use nacelle_model::network::DnsConfig;
+use nacelle_model::pod::{OwnKernel, PodConfig};
+use nacelle_model::process::PodProcess;
+use nacelle_model::record::CleanupFailure;
+use nacelle_model::resources::VmResources;
+use nacelle_net::{Attachment, PodRef};
+use nacelle_pod::client::PodClient;
 use nacelle_pod::record::PodRecord as LastRecord;
 use nacelle_pod::spec::{self, EngineSpec, JailSpec, NetworkSpec, PodSpec, ScratchSpec, Timeouts};
 use nacelle_proto::pod as proto;
@@ -36,7 +39,7 @@ pub(super) struct Up {
     pub client: PodClient,
     pub ips: Vec<IpAddr>,
     pub kernel_release: String,
-    pub machine: MachineSize,
+    pub machine: VmResources,
 }
 
 /// Of a pod process, which may say anything: the longest name of a step.
@@ -161,7 +164,7 @@ pub(super) async fn boot(
     }));
     let machine = match spec.engine {
         // It is the node.
-        EngineSpec::Host { .. } => MachineSize {
+        EngineSpec::Host { .. } => VmResources {
             vcpus: u32::MAX,
             max_vcpus: u32::MAX,
             memory: u64::MAX,
@@ -175,7 +178,7 @@ pub(super) async fn boot(
 
 /// What is to be set up for a pod that has the node's network: nothing. Its addresses are the node's.
 fn of_node() -> Attachment {
-    Attachment { network: PodNetwork::default(), dns: Dns::default(), ips: Vec::new() }
+    Attachment { network: PodNetwork::default(), dns: DnsConfig::default(), ips: Vec::new() }
 }
 
 async fn make_folders(dir: PathBuf, logs: Option<PathBuf>) -> Result<(), LifecycleError> {
@@ -407,7 +410,7 @@ fn configuration(config: &PodConfig, attached: &Attachment, resolv_conf: &str) -
     });
     let dns = match &config.dns {
         Some(dns) => dns.clone(),
-        None if attached.dns != Dns::default() => attached.dns.clone(),
+        None if attached.dns != DnsConfig::default() => attached.dns.clone(),
         // What the node reaches, a pod with its network does.
         None => node_dns(resolv_conf, config.node_namespaces.network),
     };
@@ -424,8 +427,8 @@ fn neighbour(neighbour: &Neighbour) -> proto::Neighbour {
 
 /// The node's own resolver configuration, for pods that bring none. Its loopback servers cannot be reached from a
 /// guest and are left out, unless the pod is on the node's network.
-fn node_dns(text: &str, on_node: bool) -> Dns {
-    let mut dns = Dns::default();
+fn node_dns(text: &str, on_node: bool) -> DnsConfig {
+    let mut dns = DnsConfig::default();
     for line in text.lines() {
         let mut words = line.split_whitespace().map(str::to_owned);
         match words.next().as_deref() {
@@ -447,14 +450,19 @@ pub(super) struct Undone {
     /// What the pod process last recorded.
     pub last: Option<LastRecord>,
     /// What is still there.
-    pub left: Vec<Left>,
+    pub left: Vec<CleanupFailure>,
     /// How long it took.
     pub timeline: Timeline,
 }
 
 /// Gives the machine, whose process the store knows as `process`, and the network back. Every step is tried, whatever came of those
 /// before, and all can be tried again.
-pub(super) async fn undo(parts: Arc<Parts>, id: PodId, client: Option<PodClient>, process: Option<Started>) -> Undone {
+pub(super) async fn undo(
+    parts: Arc<Parts>,
+    id: PodId,
+    client: Option<PodClient>,
+    process: Option<PodProcess>,
+) -> Undone {
     let limit = parts.teardown_limit();
     let timeline = Timeline::default();
     // What runs in the pod is killed in any case: its network need not wait for its end.
@@ -470,7 +478,7 @@ pub(super) async fn undo(parts: Arc<Parts>, id: PodId, client: Option<PodClient>
     let mut left = Vec::new();
     let mut failed = |what: &str, why: String| {
         tracing::error!(pod = %id, what, why, "could not be given back; the next stop tries again");
-        left.push(Left { what: what.to_owned(), why });
+        left.push(CleanupFailure { what: what.to_owned(), why });
     };
     let last = machine.unwrap_or_else(|why| {
         failed("machine", why);
@@ -493,7 +501,7 @@ async fn end_machine(
     parts: &Parts,
     id: &PodId,
     client: Option<PodClient>,
-    process: Option<Started>,
+    process: Option<PodProcess>,
     limit: Duration,
 ) -> Result<Option<LastRecord>, String> {
     if let Some(client) = client {
@@ -543,7 +551,7 @@ mod tests {
     #[test]
     fn programs_that_are_not_root_may_use_low_ports_and_ping_unless_the_pod_says_otherwise() {
         let pod = |change: fn(&mut PodConfig)| {
-            let mut config = (*crate::store::tests_support::pod(1).config).clone();
+            let mut config = (*nacelle_model::testing::pod(1).config).clone();
             change(&mut config);
             config
         };
@@ -566,7 +574,7 @@ mod tests {
         let config = |overhead_memory, overhead_cpu_milli| PodConfig {
             overhead_memory,
             overhead_cpu_milli,
-            ..(*crate::store::tests_support::pod(1).config).clone()
+            ..(*nacelle_model::testing::pod(1).config).clone()
         };
         for (overhead, memory, cpu_milli, lacks) in [
             ((None, None), None, None, None),

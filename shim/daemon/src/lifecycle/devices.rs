@@ -3,8 +3,9 @@
 //! May use: files of the node, for looking at them and for opening block devices.
 
 use super::error::LifecycleError;
-use crate::nouns::{ContainerConfig, Device};
 use crate::oci::DeviceNode;
+use nacelle_model::container::ContainerConfig;
+use nacelle_model::device::DeviceRequest;
 use nacelle_proto::pod as proto;
 use nix::sys::stat::{major, minor};
 use std::collections::BTreeMap;
@@ -50,7 +51,7 @@ pub(super) fn of_guest(config: &ContainerConfig) -> Result<OfGuest, LifecycleErr
 }
 
 /// A block device of the node, opened as its permissions say. Links lead to it.
-pub(super) fn block(device: &Device) -> Result<(proto::BlockDevice, OwnedFd), LifecycleError> {
+pub(super) fn block(device: &DeviceRequest) -> Result<(proto::BlockDevice, OwnedFd), LifecycleError> {
     let path = || device.host_path.clone();
     let metadata = fs::metadata(&device.host_path).map_err(|_missing| LifecycleError::NoDevice { path: path() })?;
     if !metadata.file_type().is_block_device() {
@@ -154,8 +155,8 @@ mod tests {
     use nacelle_base::{Classify, Kind};
 
     fn config(devices: &[(&str, &str)]) -> ContainerConfig {
-        let mut config = (*crate::store::tests_support::container(1, 1).config).clone();
-        let device = |(host_path, container_path): &(&str, &str)| Device {
+        let mut config = (*nacelle_model::testing::container(1, 1).config).clone();
+        let device = |(host_path, container_path): &(&str, &str)| DeviceRequest {
             host_path: (*host_path).into(),
             container_path: (*container_path).into(),
             permissions: "rw".into(),

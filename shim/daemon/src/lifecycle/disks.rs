@@ -4,9 +4,10 @@
 
 use super::error::{LifecycleError, at};
 use super::memory::{self, FOLDER};
-use crate::nouns::{EmptyDirs, MAX_EMPTY_DIR, MIN_EMPTY_DIR, NodeVolume, Propagation};
 use nacelle_base::ContainerId;
 use nacelle_base::files::{self, FileError, remove_if_there};
+use nacelle_model::empty_dir::{EmptyDirs, MAX_QUOTA, MIN_QUOTA};
+use nacelle_model::mount::{NodeVolume, Propagation};
 use nacelle_pod::scratch;
 use nacelle_proto::pod as proto;
 use nix::sys::statvfs::statvfs;
@@ -115,8 +116,8 @@ fn size(rules: &EmptyDirs, name: &str, root: &Path) -> Result<u64, LifecycleErro
         return Ok((limit - (limit / 64).max(256 << 10)) & !4095);
     }
     let room = statvfs(root).map_err(step("measure", root))?;
-    let free = room.blocks_available().saturating_mul(room.fragment_size()).min(MAX_EMPTY_DIR);
-    if free < MIN_EMPTY_DIR {
+    let free = room.blocks_available().saturating_mul(room.fragment_size()).min(MAX_QUOTA);
+    if free < MIN_QUOTA {
         return Err(LifecycleError::NoRoomForDisk { path: root.display().to_string(), free });
     }
     Ok(free & !((1 << 20) - 1))
@@ -288,6 +289,6 @@ mod tests {
         assert_eq!(size(&rules, "a", root.path()).unwrap(), (16 << 20) - (256 << 10));
         assert_eq!(size(&rules, "b", root.path()).unwrap(), (1 << 30) - (16 << 20));
         let free = size(&EmptyDirs { limit: None, ..rules }, "b", root.path()).unwrap();
-        assert!((MIN_EMPTY_DIR..=MAX_EMPTY_DIR).contains(&free) && free.is_multiple_of(1 << 20), "{free}");
+        assert!((MIN_QUOTA..=MAX_QUOTA).contains(&free) && free.is_multiple_of(1 << 20), "{free}");
     }
 }

@@ -1,16 +1,17 @@
 //! Owns: why something asked of a pod or container did not happen, and what that means to the caller.
 
 use super::kernel::OwnKernelError;
-use super::state::Refused;
 use crate::hugepages::TooFew;
 use crate::machine_pod::SourceError;
-use crate::nouns::MIN_EMPTY_DIR;
 use crate::oci::OciError;
-use crate::store::{Left, StoreError};
+use crate::store::StoreError;
 use crate::vms::VmError;
 use nacelle_base::files::FileError;
 use nacelle_base::{Classify, Kind};
 use nacelle_image::ImageError;
+use nacelle_model::empty_dir::MIN_QUOTA;
+use nacelle_model::record::CleanupFailure;
+use nacelle_model::state::InvalidTransition;
 use nacelle_net::NetError;
 use nacelle_pod::client::ClientError;
 use nacelle_pod::processors::ProcessorsError;
@@ -66,7 +67,7 @@ pub enum LifecycleError {
         /// Which.
         id: String,
         /// What and why.
-        source: Refused,
+        source: InvalidTransition,
     },
     /// A pod without a machine to ask.
     #[error("pod {id} is not ready: {why}")]
@@ -211,7 +212,7 @@ pub enum LifecycleError {
     },
     /// The node is full.
     #[error(
-        "there is no room for the disk of the volume {path}: {free} bytes are free on the node, {MIN_EMPTY_DIR} are needed at least"
+        "there is no room for the disk of the volume {path}: {free} bytes are free on the node, {MIN_QUOTA} are needed at least"
     )]
     NoRoomForDisk {
         /// Its folder.
@@ -334,7 +335,7 @@ pub fn at<E: Into<StepError>>(step: &'static str) -> impl FnOnce(E) -> Lifecycle
 }
 
 /// What is left of a pod, on one line.
-pub fn left_line(left: &[Left]) -> String {
+pub fn left_line(left: &[CleanupFailure]) -> String {
     let each: Vec<String> = left.iter().map(|left| format!("{}: {}", left.what, left.why)).collect();
     each.join("; ")
 }

@@ -182,7 +182,7 @@ impl Stream for Subscription {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::store::tests_support::pod;
+    use nacelle_model::testing::pod;
     use tokio_stream::StreamExt;
 
     fn view() -> Arc<View> {

@@ -5,12 +5,13 @@
 use super::Parts;
 use super::boot::blocking;
 use super::error::{LifecycleError, at};
-use crate::nouns::OwnKernel;
 use nacelle_base::files::{self, FileError};
 use nacelle_base::machine::EngineKind;
 use nacelle_base::{Classify, Kind};
 use nacelle_engine::{KernelError, check_kernel};
-use nacelle_image::{Copied, ImageError, ImageId, Reference};
+use nacelle_image::{Copied, ImageError, Reference};
+use nacelle_model::digest::ImageId;
+use nacelle_model::pod::OwnKernel;
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};

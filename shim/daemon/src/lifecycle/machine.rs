@@ -5,10 +5,11 @@ use super::boot::blocking;
 use super::error::{LifecycleError, at};
 use super::make::{ask, extents, shared, take_back};
 use super::{Parts, devices};
-use crate::machine_pod::{self, MachinePod, Passed, Place, SourceError};
-use crate::nouns::ContainerConfig;
-use crate::store::{ContainerRecord, PodRecord};
-use nacelle_keeper::spec::Source;
+use crate::machine_pod::{self, Passed, Place, SourceError};
+use nacelle_model::container::ContainerConfig;
+use nacelle_model::machine::DiskSource;
+use nacelle_model::machine_pod::MachinePod;
+use nacelle_model::record::{ContainerRecord, PodRecord};
 use nacelle_pod::client::{Offer, PodClient};
 use nacelle_pod::share::Taker;
 use nacelle_proto::pod as proto;
@@ -27,7 +28,7 @@ struct OfNode {
     /// Those that are handed over.
     disks: Vec<(proto::Disk, OwnedFd)>,
     /// What the machine's document says of all of them.
-    sources: BTreeMap<String, Source>,
+    sources: BTreeMap<String, DiskSource>,
 }
 
 /// What the pod process is asked for, the disks that it has already, and the PCI devices that it gets when it has made the machine.
@@ -143,7 +144,7 @@ fn open(machine: &MachinePod, config: &ContainerConfig) -> Result<OfNode, Lifecy
                 continue;
             }
         };
-        found.sources.insert(disk.name.clone(), Source::Device { path: path.clone() });
+        found.sources.insert(disk.name.clone(), DiskSource::Device { path: path.clone() });
         found.disks.push((proto::Disk { name: disk.name.clone(), path }, file));
     }
     Ok(found)

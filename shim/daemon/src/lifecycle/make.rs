@@ -6,15 +6,19 @@ use super::error::{LifecycleError, StepError, at};
 use super::{Parts, clip};
 use super::{devices, disks, machine, memory, pushed};
 use crate::machine_pod::{self, Passed};
-use crate::nouns::{ContainerConfig, MachineSize, MountOption, NodeVolume, PidMode, PodConfig, Propagation, User};
 use crate::oci::{self, DeviceNode};
-use crate::store::{ContainerRecord, PodRecord};
 use nacelle_base::files::{self, FileError};
 use nacelle_base::machine::{Extent, ImageDisk};
 use nacelle_base::{Chain, Classify, ContainerId, Kind, share};
+use nacelle_model::container::ContainerConfig;
+use nacelle_model::mount::{MountOption, NodeVolume, Propagation};
+use nacelle_model::namespace::{IdRange, UserNamespace};
+use nacelle_model::pod::PodConfig;
+use nacelle_model::record::{ContainerRecord, PodRecord};
+use nacelle_model::resources::VmResources;
+use nacelle_model::security::{ContainerUser, PidMode};
 use nacelle_pod::client::{ClientError, Offer, PodClient};
 use nacelle_pod::share::{self as shares, Owners, Taker, Volume};
-use nacelle_pod::spec::{IdRange, UserNamespace};
 use nacelle_proto::pod as proto;
 use std::future::Future;
 use std::os::fd::OwnedFd;
@@ -157,7 +161,7 @@ pub(super) async fn make(
     pod: PodRecord,
     record: ContainerRecord,
     prepared: Prepared,
-) -> Result<User, LifecycleError> {
+) -> Result<ContainerUser, LifecycleError> {
     let Prepared { request, client, offers, passed, in_sysfs: _ } = prepared;
     let pushed = !request.pushed.is_empty();
     let mut made = ask("make the container", parts.answer_limit(), client.create_container(request)).await;
@@ -176,7 +180,7 @@ pub(super) async fn make(
                 take_back_from(&parts, &pod, &record, Taker::Pushed).await;
             }
             let groups = made.supplemental_groups.into_iter().take(MAX_GROUPS).collect();
-            Ok(User { uid: made.uid, gid: made.gid, groups })
+            Ok(ContainerUser { uid: made.uid, gid: made.gid, groups })
         }
         Err(error) => {
             take_back(&parts, &pod, &record).await;
@@ -456,14 +460,14 @@ pub(super) async fn update(
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Resize {
     /// As it is, and as it shall be.
-    pub from: MachineSize,
-    pub to: MachineSize,
+    pub from: VmResources,
+    pub to: VmResources,
     /// Whether its processors follow.
     pub processors: bool,
 }
 
 /// Gives the pod's machine another size: all of it, or it stays as it was. Says how large it is then.
-pub(super) async fn resize(parts: Arc<Parts>, client: PodClient, sizes: Resize) -> Result<MachineSize, LifecycleError> {
+pub(super) async fn resize(parts: Arc<Parts>, client: PodClient, sizes: Resize) -> Result<VmResources, LifecycleError> {
     let Resize { from, mut to, processors } = sizes;
     let run = async |count| {
         ask("change the processors of the pod's machine", parts.answer_limit(), client.set_processors(count)).await
@@ -525,7 +529,7 @@ mod tests {
         let base = folder.path().canonicalize().unwrap();
         std::fs::write(base.join("file"), "").unwrap();
         std::os::unix::fs::symlink("file", base.join("link")).unwrap();
-        let mut config = (*crate::store::tests_support::container(1, 1).config).clone();
+        let mut config = (*nacelle_model::testing::container(1, 1).config).clone();
         let volume = |name: &str| NodeVolume {
             host_path: base.join(name).to_str().unwrap().into(),
             container_path: "/x".into(),

@@ -2,8 +2,8 @@
 //! Memory and HugePages. docs/volumes.md has the rules. Looks at the node's folders and mounts, changes nothing.
 
 use super::error::LifecycleError;
-use crate::nouns::{NodeVolume, Propagation};
 use nacelle_base::ContainerId;
+use nacelle_model::mount::{NodeVolume, Propagation};
 use nacelle_proto::pod as proto;
 use nix::sys::statfs::{FsType, HUGETLBFS_MAGIC, TMPFS_MAGIC, statfs};
 use std::fs;

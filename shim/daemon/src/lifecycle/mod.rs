@@ -19,7 +19,6 @@ pub mod recover;
 pub mod seams;
 pub mod shown;
 mod size;
-pub mod state;
 
 pub(crate) use error::at;
 pub use error::{LifecycleError, StepError};
@@ -27,8 +26,7 @@ pub use events::{Event, EventKind, Events};
 pub(crate) use make::ask;
 
 use crate::config::{Config, EngineSetting};
-use crate::nouns::{ContainerConfig, ImageOf, PodConfig, PodName, PodResources, Resources};
-use crate::store::{ContainerRecord, PodRecord, Store, VmRecord};
+use crate::store::Store;
 use crate::vms::{Busy, Vms};
 use actor::{Answer, Begin, Message};
 use ipnet::IpNet;
@@ -36,8 +34,14 @@ use nacelle_base::lock::PathLock;
 use nacelle_base::machine::EngineKind;
 pub(crate) use nacelle_base::timeline::now;
 use nacelle_base::{Chain, ContainerId, PodId};
-use nacelle_image::ImageId;
-use nacelle_pod::client::{ClientError, PodClient, Started};
+use nacelle_model::container::{ContainerConfig, ContainerImage};
+use nacelle_model::digest::ImageId;
+use nacelle_model::pod::{PodConfig, PodName};
+use nacelle_model::process::PodProcess;
+use nacelle_model::record::{ContainerRecord, PodRecord, VmRecord};
+use nacelle_model::resources::{PodResources, Resources};
+use nacelle_model::state;
+use nacelle_pod::client::{ClientError, PodClient};
 use nacelle_pod::record::PodRecord as LastRecord;
 use nacelle_pod::spec::{Accelerator, EngineSpec};
 use nacelle_proto::pod as proto;
@@ -131,7 +135,7 @@ impl Parts {
     async fn clean_up(
         &self,
         dir: &std::path::Path,
-        stored: Option<&Started>,
+        stored: Option<&PodProcess>,
     ) -> Result<Option<LastRecord>, ClientError> {
         match tokio::fs::try_exists(dir).await {
             Ok(false) if stored.is_none() => Ok(None),
@@ -293,13 +297,13 @@ impl Running {
     pub async fn ended(mut self) {
         let runs = |view: &Arc<View>| view.containers.get(&self.id).map(|record| record.state);
         // A pod that is gone shows nothing more.
-        let _ = self.view.wait_for(|view| runs(view) != Some(state::Container::Running)).await;
+        let _ = self.view.wait_for(|view| runs(view) != Some(state::ContainerState::Running)).await;
     }
 }
 
 /// Whether a pod has a machine that outlives it: until it is known to be gone.
 fn holds(view: &View, vm: &str) -> bool {
-    view.pod.config.vm.as_deref() == Some(vm) && view.pod.state != state::Pod::Stopped
+    view.pod.config.vm.as_deref() == Some(vm) && view.pod.state != state::PodState::Stopped
 }
 
 fn held(vm: &str, view: &View) -> LifecycleError {
@@ -395,7 +399,7 @@ impl Node {
             let taken = || LifecycleError::NameTaken { what: "pod", name: config.name.to_string(), id: id.to_string() };
             let handle = rows.pods.get(id).ok_or_else(taken)?;
             let view = Arc::clone(&handle.view.borrow());
-            let alive = matches!(view.pod.state, state::Pod::Booting | state::Pod::Ready);
+            let alive = matches!(view.pod.state, state::PodState::Booting | state::PodState::Ready);
             if !alive || *view.pod.config != config {
                 return Err(taken());
             }
@@ -420,7 +424,7 @@ impl Node {
             id: id.clone(),
             config: Arc::new(config),
             handler,
-            state: state::Pod::Booting,
+            state: state::PodState::Booting,
             created_at: now(),
             was_ready: false,
             ips: Vec::new(),
@@ -462,8 +466,8 @@ impl Node {
         &self,
         pod: &str,
         config: ContainerConfig,
-        image: ImageOf,
-        volumes: Vec<ImageOf>,
+        image: ContainerImage,
+        volumes: Vec<ContainerImage>,
     ) -> Result<ContainerId, LifecycleError> {
         let (_, handle) = self.table.find(pod)?;
         self.table.ask(&handle, |answer| Message::Create { config: Box::new(config), image, volumes, answer }).await
@@ -527,7 +531,7 @@ impl Node {
     /// Waits, at most so long, until a container does not run; whether that came.
     pub(crate) async fn ends(&self, id: &str, limit: Duration) -> bool {
         let Ok((id, mut handle, _)) = self.table.find_container(id) else { return true };
-        let runs = |record: &ContainerRecord| record.state == state::Container::Running;
+        let runs = |record: &ContainerRecord| record.state == state::ContainerState::Running;
         let ended = handle.view.wait_for(|view| !view.containers.get(&id).is_some_and(runs));
         // The view ends with the pod.
         tokio::time::timeout(limit, ended).await.is_ok()
@@ -537,7 +541,7 @@ impl Node {
     pub(crate) fn running(&self, id: &str) -> Result<Running, LifecycleError> {
         let (id, handle, view) = self.table.find_container(id)?;
         match (&view.client, view.containers.get(&id)) {
-            (Some(client), Some(record)) if record.state == state::Container::Running => {
+            (Some(client), Some(record)) if record.state == state::ContainerState::Running => {
                 let config = &record.config;
                 let (tty, stdin, stdin_once) = (config.tty, config.stdin, config.stdin_once);
                 Ok(Running { id, client: client.clone(), tty, stdin, stdin_once, view: handle.view })
@@ -551,7 +555,7 @@ impl Node {
         let (id, handle) = self.table.find(id)?;
         let view = Arc::clone(&handle.view.borrow());
         match &view.client {
-            Some(client) if view.pod.state == state::Pod::Ready => Ok((id, client.clone())),
+            Some(client) if view.pod.state == state::PodState::Ready => Ok((id, client.clone())),
             _ => Err(LifecycleError::NotReady { id: id.to_string(), why: format!("it is {:?}", view.pod.state) }),
         }
     }
@@ -624,7 +628,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_pod_whose_task_has_failed_is_not_said_to_be_gone() {
-        let (table, pod) = (Table::default(), crate::store::tests_support::pod(1));
+        let (table, pod) = (Table::default(), nacelle_model::testing::pod(1));
         let (inbox, task) = mpsc::channel(1);
         drop(task);
         let (_view, view) = watch::channel(Arc::new(View::new(&pod, std::iter::empty(), None)));

@@ -4,7 +4,7 @@
 
 use super::error::LifecycleError;
 use crate::lists::numbers;
-use crate::nouns::Resources;
+use nacelle_model::resources::Resources;
 use std::collections::BTreeSet;
 use std::fs;
 

@@ -1,9 +1,9 @@
 //! Owns: which volumes of the node a machine gets copies of instead of a share: those that kubelet writes for its pod.
 //! docs/volumes.md has the rules. Looks at the node's folders, changes nothing.
 
-use crate::nouns::{NodeVolume, Propagation};
 use nacelle_base::ContainerId;
 use nacelle_base::push::{DATA, FOLDER};
+use nacelle_model::mount::{NodeVolume, Propagation};
 use nacelle_proto::pod as proto;
 use std::ffi::OsStr;
 use std::fs;

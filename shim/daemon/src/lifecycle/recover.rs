@@ -4,10 +4,11 @@
 use super::actor::{self, Begin, Message};
 use super::boot::blocking;
 use super::shown::Told;
-use super::state::{Container, Pod};
 use super::{Handle, Node, Parts, Table};
-use crate::store::{ContainerRecord, Contents, PodRecord};
+use crate::store::Contents;
 use nacelle_base::{Chain, PodId};
+use nacelle_model::record::{ContainerRecord, PodRecord};
+use nacelle_model::state::{ContainerState, PodState};
 use nacelle_pod::client::{ClientError, PodClient};
 use nacelle_proto::pod as proto;
 use std::collections::{BTreeMap, BTreeSet};
@@ -50,16 +51,16 @@ pub enum Plan {
 }
 
 /// How a pod in this state goes on.
-pub fn plan(state: Pod, was_ready: bool, found: Found) -> Plan {
+pub fn plan(state: PodState, was_ready: bool, found: Found) -> Plan {
     match (state, found) {
         // Its id was never answered: whoever asked for it asks again.
-        (Pod::Booting | Pod::Removing, _) => Plan::Discard,
-        (Pod::Stopping | Pod::Unclean | Pod::Stopped, _) if !was_ready => Plan::Discard,
-        (Pod::Stopping | Pod::Unclean, _) => Plan::Undo,
-        (Pod::Stopped, _) => Plan::Rest,
-        (Pod::Ready, Found::Alive) => Plan::Adopt,
-        (Pod::Ready, Found::Silent) => Plan::Search,
-        (Pod::Ready, Found::Dead) => Plan::Lost,
+        (PodState::Booting | PodState::Removing, _) => Plan::Discard,
+        (PodState::Stopping | PodState::Unclean | PodState::Stopped, _) if !was_ready => Plan::Discard,
+        (PodState::Stopping | PodState::Unclean, _) => Plan::Undo,
+        (PodState::Stopped, _) => Plan::Rest,
+        (PodState::Ready, Found::Alive) => Plan::Adopt,
+        (PodState::Ready, Found::Silent) => Plan::Search,
+        (PodState::Ready, Found::Dead) => Plan::Lost,
     }
 }
 
@@ -67,7 +68,7 @@ pub fn plan(state: Pod, was_ready: bool, found: Found) -> Plan {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ContainerPlan {
     /// In this state; the pod process tells the rest.
-    As(Container),
+    As(ContainerState),
     /// The guest makes it anew: whoever asked for it may know it.
     Make,
     /// It is removed: it was being removed.
@@ -77,22 +78,22 @@ pub enum ContainerPlan {
 }
 
 /// How a container in this state goes on, if its pod process says this of it; none: that it does not know it.
-pub fn container_plan(state: Container, told: Option<proto::ContainerPhase>) -> ContainerPlan {
+pub fn container_plan(state: ContainerState, told: Option<proto::ContainerPhase>) -> ContainerPlan {
     match (state, told) {
-        (Container::Creating, _) => ContainerPlan::Make,
-        (Container::Removing, _) => ContainerPlan::Remove,
-        (Container::Starting, Some(proto::ContainerPhase::Created)) => ContainerPlan::As(Container::Created),
-        (Container::Created | Container::Starting | Container::Running, None) => ContainerPlan::Lost,
+        (ContainerState::Creating, _) => ContainerPlan::Make,
+        (ContainerState::Removing, _) => ContainerPlan::Remove,
+        (ContainerState::Starting, Some(proto::ContainerPhase::Created)) => ContainerPlan::As(ContainerState::Created),
+        (ContainerState::Created | ContainerState::Starting | ContainerState::Running, None) => ContainerPlan::Lost,
         (state, _) => ContainerPlan::As(state),
     }
 }
 
 /// The same if there is no pod process to ask: what is in no effect's hands must not look as if it were.
-pub fn container_plan_unasked(state: Container) -> ContainerPlan {
+pub fn container_plan_unasked(state: ContainerState) -> ContainerPlan {
     match state {
-        Container::Creating => ContainerPlan::Lost,
-        Container::Removing => ContainerPlan::Remove,
-        Container::Starting => ContainerPlan::As(Container::Created),
+        ContainerState::Creating => ContainerPlan::Lost,
+        ContainerState::Removing => ContainerPlan::Remove,
+        ContainerState::Starting => ContainerPlan::As(ContainerState::Created),
         state => ContainerPlan::As(state),
     }
 }
@@ -164,7 +165,7 @@ impl Node {
             Plan::Lost => Some(Message::Gone(last.clone())),
             Plan::Undo | Plan::Discard => {
                 // As after an attempt that failed: asked to stop, it tries again.
-                pod.state = Pod::Unclean;
+                pod.state = PodState::Unclean;
                 None
             }
             Plan::Rest => None,
@@ -221,7 +222,7 @@ impl Node {
 
 /// A container of which nobody will ever hear again has ended.
 fn lose(container: &mut ContainerRecord, why: &str) {
-    container.state = Container::Exited;
+    container.state = ContainerState::Exited;
     if container.finished_at == 0 {
         container.finished_at = super::now();
         container.exit_code = i32::try_from(nacelle_pod::record::LOST).unwrap_or(i32::MAX);
@@ -303,38 +304,41 @@ mod tests {
     #[test]
     fn nothing_that_lives_is_killed_and_nothing_dead_is_kept() {
         for was_ready in [false, true] {
-            for state in Pod::ALL {
+            for state in PodState::ALL {
                 for found in [Found::Alive, Found::Silent, Found::Dead] {
                     let plan = plan(state, was_ready, found);
-                    if state == Pod::Ready && found != Found::Dead {
+                    if state == PodState::Ready && found != Found::Dead {
                         assert!(matches!(plan, Plan::Adopt | Plan::Search), "{state:?} {found:?}");
                     }
-                    if state != Pod::Ready && state != Pod::Stopped {
+                    if state != PodState::Ready && state != PodState::Stopped {
                         assert!(matches!(plan, Plan::Undo | Plan::Discard), "{state:?} {found:?}");
                     }
                 }
             }
         }
-        assert_eq!(plan(Pod::Ready, true, Found::Dead), Plan::Lost);
-        assert_eq!(plan(Pod::Stopped, true, Found::Dead), Plan::Rest);
-        assert_eq!(plan(Pod::Booting, false, Found::Alive), Plan::Discard);
+        assert_eq!(plan(PodState::Ready, true, Found::Dead), Plan::Lost);
+        assert_eq!(plan(PodState::Stopped, true, Found::Dead), Plan::Rest);
+        assert_eq!(plan(PodState::Booting, false, Found::Alive), Plan::Discard);
     }
 
     #[test]
     fn a_container_whose_start_was_cut_is_what_the_pod_says() {
         use proto::ContainerPhase as Phase;
-        let starting = |told| container_plan(Container::Starting, told);
-        assert_eq!(starting(Some(Phase::Created)), ContainerPlan::As(Container::Created));
-        assert_eq!(starting(Some(Phase::Running)), ContainerPlan::As(Container::Starting));
+        let starting = |told| container_plan(ContainerState::Starting, told);
+        assert_eq!(starting(Some(Phase::Created)), ContainerPlan::As(ContainerState::Created));
+        assert_eq!(starting(Some(Phase::Running)), ContainerPlan::As(ContainerState::Starting));
         assert_eq!(starting(None), ContainerPlan::Lost);
         for told in [None, Some(Phase::Created), Some(Phase::Running)] {
-            assert_eq!(container_plan(Container::Creating, told), ContainerPlan::Make);
-            assert_eq!(container_plan(Container::Exited, told), ContainerPlan::As(Container::Exited));
+            assert_eq!(container_plan(ContainerState::Creating, told), ContainerPlan::Make);
+            assert_eq!(container_plan(ContainerState::Exited, told), ContainerPlan::As(ContainerState::Exited));
         }
-        assert_eq!(container_plan(Container::Running, Some(Phase::Exited)), ContainerPlan::As(Container::Running));
-        for state in Container::ALL {
+        assert_eq!(
+            container_plan(ContainerState::Running, Some(Phase::Exited)),
+            ContainerPlan::As(ContainerState::Running)
+        );
+        for state in ContainerState::ALL {
             if let ContainerPlan::As(state) = container_plan_unasked(state) {
-                use Container::{Created, Exited, Running};
+                use ContainerState::{Created, Exited, Running};
                 assert!(matches!(state, Created | Running | Exited), "{state:?}: nobody would ever answer");
             }
         }

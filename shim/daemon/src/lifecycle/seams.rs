@@ -4,8 +4,9 @@
 
 use crate::systemd::{Scope, ScopeError};
 use nacelle_base::{Classify, PodId};
+use nacelle_model::process::PodProcess;
 use nacelle_net::{Attachment, CniError, NetError, Network, PodRef};
-use nacelle_pod::client::{self, ClientError, PodClient, Started};
+use nacelle_pod::client::{self, ClientError, PodClient};
 use nacelle_pod::processors::{self, ProcessorsError};
 use nacelle_pod::record::PodRecord;
 use nacelle_pod::share::{self, Taker, Volume, VolumesError};
@@ -16,7 +17,7 @@ use std::pin::Pin;
 use std::time::Duration;
 
 /// Records a process that has been started and has not begun.
-pub type Admit = Box<dyn FnOnce(Started) -> Admitted + Send>;
+pub type Admit = Box<dyn FnOnce(PodProcess) -> Admitted + Send>;
 /// Whether the process may begin.
 pub type Admitted = Pin<Box<dyn Future<Output = Result<(), ClientError>> + Send>>;
 
@@ -65,7 +66,7 @@ pub trait Pods: Send + Sync + 'static {
     }
 
     /// Ends what is left of the process, which the store knows as `stored`, and returns what it last recorded. Can be said twice.
-    async fn clean_up(&self, dir: &Path, stored: Option<&Started>) -> Result<Option<PodRecord>, ClientError> {
+    async fn clean_up(&self, dir: &Path, stored: Option<&PodProcess>) -> Result<Option<PodRecord>, ClientError> {
         client::clean_up(dir, stored).await
     }
 }

@@ -2,9 +2,9 @@
 //! Lists, statuses and events all use these states, so an event says nothing that a list would not.
 
 use super::events::EventKind;
-use super::state::{Container, Pod};
-use crate::store::{ContainerRecord, PodRecord};
 use nacelle_base::ContainerId;
+use nacelle_model::record::{ContainerRecord, PodRecord};
+use nacelle_model::state::{ContainerState, PodState};
 use std::collections::BTreeMap;
 
 /// What is seen of a container, or of a pod: a pod that is ready runs, and has exited when it is not any more.
@@ -21,25 +21,25 @@ pub enum Shown {
 /// What is seen of a pod; none: one that boots, or is undone before it was ready, is nobody's yet.
 pub fn pod(pod: &PodRecord) -> Option<Shown> {
     match pod.state {
-        Pod::Booting => None,
-        Pod::Unclean => Some(Shown::Exited),
+        PodState::Booting => None,
+        PodState::Unclean => Some(Shown::Exited),
         _ if !pod.was_ready => None,
-        Pod::Ready => Some(Shown::Running),
-        Pod::Stopping | Pod::Stopped | Pod::Removing => Some(Shown::Exited),
+        PodState::Ready => Some(Shown::Running),
+        PodState::Stopping | PodState::Stopped | PodState::Removing => Some(Shown::Exited),
     }
 }
 
 /// What is seen of a container; none: one of which nobody was told is nobody's yet.
 pub fn container(container: &ContainerRecord) -> Option<Shown> {
     match container.state {
-        Container::Creating | Container::Removing if !container.is_known() => None,
-        Container::Creating | Container::Created | Container::Starting => Some(Shown::Created),
-        Container::Running => Some(Shown::Running),
-        Container::Exited => Some(Shown::Exited),
+        ContainerState::Creating | ContainerState::Removing if !container.is_known() => None,
+        ContainerState::Creating | ContainerState::Created | ContainerState::Starting => Some(Shown::Created),
+        ContainerState::Running => Some(Shown::Running),
+        ContainerState::Exited => Some(Shown::Exited),
         // That it is going is no state that others know: it is as it was.
-        Container::Removing if container.finished_at != 0 => Some(Shown::Exited),
-        Container::Removing if container.started_at != 0 => Some(Shown::Running),
-        Container::Removing => Some(Shown::Created),
+        ContainerState::Removing if container.finished_at != 0 => Some(Shown::Exited),
+        ContainerState::Removing if container.started_at != 0 => Some(Shown::Running),
+        ContainerState::Removing => Some(Shown::Created),
     }
 }
 
@@ -92,7 +92,7 @@ impl Told {
             }
             stays
         });
-        let given_up = matches!(record.state, Pod::Unclean | Pod::Stopped | Pod::Removing);
+        let given_up = matches!(record.state, PodState::Unclean | PodState::Stopped | PodState::Removing);
         let all_ended = self.containers.values().all(|shown| *shown == Shown::Exited);
         if is == Some(Shown::Exited) && self.pod != Some(Shown::Exited) && (given_up || all_ended) {
             due.push((EventKind::Stopped, record.id.to_string()));
@@ -124,18 +124,18 @@ impl Told {
 mod tests {
     use super::EventKind::{Created, Deleted, Started, Stopped};
     use super::*;
-    use crate::store::tests_support as records;
+    use nacelle_model::testing as records;
     use proptest::prelude::*;
 
     fn ready() -> PodRecord {
         records::pod(1)
     }
 
-    fn in_state(state: Container) -> ContainerRecord {
+    fn in_state(state: ContainerState) -> ContainerRecord {
         let mut record = records::container(2, 1);
         record.state = state;
-        record.finished_at = if state == Container::Exited { 8 } else { 0 };
-        record.started_at = if matches!(state, Container::Created | Container::Starting) { 0 } else { 7 };
+        record.finished_at = if state == ContainerState::Exited { 8 } else { 0 };
+        record.started_at = if matches!(state, ContainerState::Created | ContainerState::Starting) { 0 } else { 7 };
         record
     }
 
@@ -149,40 +149,40 @@ mod tests {
     fn a_life_is_told_in_its_order_and_once() {
         let told = &mut Told::default();
         let mut pod = ready();
-        pod.state = Pod::Booting;
+        pod.state = PodState::Booting;
         assert_eq!(due(told, &pod, &[]), []);
-        pod.state = Pod::Ready;
+        pod.state = PodState::Ready;
         assert_eq!(due(told, &pod, &[]), [(Created, "p"), (Started, "p")]);
-        let mut new = in_state(Container::Creating);
+        let mut new = in_state(ContainerState::Creating);
         new.user = None;
         assert_eq!(due(told, &pod, &[new]), []);
         for (state, events) in [
-            (Container::Created, &[(Created, "c")][..]),
-            (Container::Starting, &[]),
-            (Container::Running, &[(Started, "c")]),
-            (Container::Removing, &[]),
-            (Container::Exited, &[(Stopped, "c")]),
+            (ContainerState::Created, &[(Created, "c")][..]),
+            (ContainerState::Starting, &[]),
+            (ContainerState::Running, &[(Started, "c")]),
+            (ContainerState::Removing, &[]),
+            (ContainerState::Exited, &[(Stopped, "c")]),
         ] {
             assert_eq!(due(told, &pod, &[in_state(state)]), events, "{state:?}");
             assert_eq!(due(told, &pod, &[in_state(state)]), [], "{state:?}");
         }
         assert_eq!(due(told, &pod, &[]), [(Deleted, "c")]);
-        pod.state = Pod::Stopping;
+        pod.state = PodState::Stopping;
         assert_eq!(due(told, &pod, &[]), [(Stopped, "p")]);
-        pod.state = Pod::Stopped;
+        pod.state = PodState::Stopped;
         assert_eq!(due(told, &pod, &[]), []);
     }
 
     #[test]
     fn a_pod_stops_after_its_containers_or_when_that_cannot_be() {
         for (last, containers, events) in [
-            (Pod::Stopping, in_state(Container::Exited), &[(Stopped, "c"), (Stopped, "p")][..]),
-            (Pod::Unclean, in_state(Container::Running), &[(Stopped, "p")]),
+            (PodState::Stopping, in_state(ContainerState::Exited), &[(Stopped, "c"), (Stopped, "p")][..]),
+            (PodState::Unclean, in_state(ContainerState::Running), &[(Stopped, "p")]),
         ] {
             let mut pod = ready();
-            let told = &mut Told::of(&pod, &[in_state(Container::Running)]);
-            pod.state = Pod::Stopping;
-            assert_eq!(due(told, &pod, &[in_state(Container::Running)]), []);
+            let told = &mut Told::of(&pod, &[in_state(ContainerState::Running)]);
+            pod.state = PodState::Stopping;
+            assert_eq!(due(told, &pod, &[in_state(ContainerState::Running)]), []);
             pod.state = last;
             assert_eq!(due(told, &pod, &[containers]), events);
         }
@@ -191,9 +191,9 @@ mod tests {
     #[test]
     fn one_that_was_never_seen_to_run_is_told_whole() {
         let pod = ready();
-        let told = &mut Told::of(&pod, &[in_state(Container::Created)]);
-        assert_eq!(due(told, &pod, &[in_state(Container::Exited)]), [(Started, "c"), (Stopped, "c")]);
-        let mut never_ran = in_state(Container::Exited);
+        let told = &mut Told::of(&pod, &[in_state(ContainerState::Created)]);
+        assert_eq!(due(told, &pod, &[in_state(ContainerState::Exited)]), [(Started, "c"), (Stopped, "c")]);
+        let mut never_ran = in_state(ContainerState::Exited);
         never_ran.started_at = 0;
         let told = &mut Told::of(&pod, &[]);
         assert_eq!(due(told, &pod, &[never_ran]), [(Created, "c"), (Stopped, "c")]);
@@ -204,14 +204,14 @@ mod tests {
         let told = &mut Told::default();
         let mut pod = ready();
         pod.was_ready = false;
-        for state in Pod::ALL.into_iter().filter(|state| *state != Pod::Ready) {
+        for state in PodState::ALL.into_iter().filter(|state| *state != PodState::Ready) {
             pod.state = state;
             assert_eq!(due(told, &pod, &[]), [], "{state:?}");
         }
         assert!(!told.is_known());
         let pod = ready();
         let told = &mut Told::of(&pod, &[]);
-        for state in [Container::Creating, Container::Removing, Container::Exited] {
+        for state in [ContainerState::Creating, ContainerState::Removing, ContainerState::Exited] {
             let mut never_made = in_state(state);
             never_made.user = None;
             assert_eq!(due(told, &pod, &[never_made]), [], "{state:?}");
@@ -227,8 +227,8 @@ mod tests {
             let mut lives: BTreeMap<String, Vec<EventKind>> = BTreeMap::new();
             for (pod_state, state) in steps {
                 let mut pod = ready();
-                pod.state = Pod::ALL[pod_state];
-                let containers: Vec<_> = Container::ALL.get(state).map(|state| in_state(*state)).into_iter().collect();
+                pod.state = PodState::ALL[pod_state];
+                let containers: Vec<_> = ContainerState::ALL.get(state).map(|state| in_state(*state)).into_iter().collect();
                 for (kind, id) in told.due(&pod, containers.iter()) {
                     let life = lives.entry(id).or_default();
                     // A container of the same id never comes again; here it does, as a new life.

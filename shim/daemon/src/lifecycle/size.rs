@@ -4,9 +4,10 @@
 use super::error::LifecycleError;
 use crate::config::Handler;
 use crate::hugepages;
-use crate::nouns::{MachineSize, PodConfig, Resources, cpu_milli};
 use nacelle_base::machine::{MemoryPages, Topology};
 use nacelle_engine::MAX_VCPUS;
+use nacelle_model::pod::PodConfig;
+use nacelle_model::resources::{Resources, VmResources, cpu_milli};
 
 /// Far above any node: what a limit that is a typing error asks for shall not be a machine.
 pub(super) const MAX_MEMORY_MIB: u64 = 16 << 20;
@@ -86,35 +87,35 @@ pub(super) fn check(config: &PodConfig, handler: &Handler) -> Result<(), Lifecyc
 }
 
 /// How large the machine is at its birth: memory as it has it for its containers.
-pub(super) fn of(config: &PodConfig, handler: &Handler) -> MachineSize {
+pub(super) fn of(config: &PodConfig, handler: &Handler) -> VmResources {
     let own = if config.memory_limit.is_some() && config.machine.is_none() { handler.memory_mib } else { 0 };
     let memory = memory_mib(config, handler).saturating_sub(own).saturating_mul(MIB);
     let vcpus = vcpus(config, handler);
     let max_memory = memory.saturating_add(reserve_mib(config, handler).saturating_mul(MIB));
     let max_vcpus = reserved(config, handler).unwrap_or(vcpus);
-    MachineSize { vcpus, max_vcpus, memory, least_memory: memory, max_memory }
+    VmResources { vcpus, max_vcpus, memory, least_memory: memory, max_memory }
 }
 
 /// How large it shall be when its containers together may use this; else what it can have, and what was wanted. Without a limit it
 /// stays as large as it is.
-pub(super) fn wanted(machine: MachineSize, least: u32, asked: &Resources) -> Result<MachineSize, (String, String)> {
+pub(super) fn wanted(machine: VmResources, least: u32, asked: &Resources) -> Result<VmResources, (String, String)> {
     let memory = u64::try_from(asked.memory_limit).unwrap_or(0);
     if memory > machine.memory_bound() {
         return Err((format!("{} bytes of memory", machine.memory_bound()), memory.to_string()));
     }
-    let machine = MachineSize { memory: wanted_memory(machine, memory), ..machine };
-    let bound = machine.bound();
+    let machine = VmResources { memory: wanted_memory(machine, memory), ..machine };
+    let bound = machine.vcpu_bound();
     match cpu_milli(asked.cpu_period, asked.cpu_quota) {
         Some(milli) if milli > u64::from(bound) * MILLI => {
             Err((format!("{bound} CPUs"), format!("{milli} thousandths")))
         }
-        Some(milli) => Ok(MachineSize { vcpus: whole(milli).max(least).min(bound), ..machine }),
+        Some(milli) => Ok(VmResources { vcpus: whole(milli).max(least).min(bound), ..machine }),
         None => Ok(machine),
     }
 }
 
 /// As much memory as holds what its containers may have: what the machine was born with, and whole blocks.
-fn wanted_memory(machine: MachineSize, limit: u64) -> u64 {
+fn wanted_memory(machine: VmResources, limit: u64) -> u64 {
     if machine.reserve_used().is_none() || limit == 0 {
         return machine.memory;
     }
@@ -135,13 +136,13 @@ pub(super) fn narrow(value: u64) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nouns::Shape;
     use nacelle_base::{Classify, Kind};
     use nacelle_engine::MachineSpec;
+    use nacelle_model::pod::VmShape;
     use proptest::prelude::*;
 
     fn limited(memory_limit: Option<u64>, cpu_limit_milli: Option<u64>) -> PodConfig {
-        PodConfig { memory_limit, cpu_limit_milli, ..(*crate::store::tests_support::pod(1).config).clone() }
+        PodConfig { memory_limit, cpu_limit_milli, ..(*nacelle_model::testing::pod(1).config).clone() }
     }
 
     fn asked(memory_limit: i64, cpu_quota: i64) -> Resources {
@@ -151,7 +152,7 @@ mod tests {
     #[test]
     fn a_machine_holds_what_it_was_made_for() {
         let machine =
-            MachineSize { vcpus: 2, max_vcpus: 2, memory: 1 << 28, least_memory: 1 << 28, max_memory: 1 << 28 };
+            VmResources { vcpus: 2, max_vcpus: 2, memory: 1 << 28, least_memory: 1 << 28, max_memory: 1 << 28 };
         let wanted = |memory, quota| wanted(machine, 2, &asked(memory, quota));
         // No limit is none that must be held.
         for (memory, quota) in [(0, 0), (1 << 28, 200_000), (5, -1)] {
@@ -175,14 +176,14 @@ mod tests {
         assert_eq!(wanted(born, 2, &asked(0, 800_001)).unwrap_err().0, "8 CPUs");
         // Without a bound of the handler's it is what the machine starts with.
         let born = of(&limited(None, Some(2500)), &Handler::default());
-        assert_eq!((born.vcpus, born.bound()), (3, 3));
+        assert_eq!((born.vcpus, born.vcpu_bound()), (3, 3));
         assert_eq!(wanted(born, 1, &asked(0, 100_000)).unwrap().vcpus, 1);
         // What an annotation has shaped is that.
-        let shape = Shape { processors: Some(Topology::flat(4)), ..Shape::default() };
+        let shape = VmShape { processors: Some(Topology::flat(4)), ..VmShape::default() };
         let config = PodConfig { shape: Some(shape), ..limited(None, Some(2500)) };
         assert_eq!((vcpus(&config, &handler), reserved(&config, &handler), grows(&config)), (4, None, false));
         // What has processors of the node to itself keeps as many.
-        let shape = Shape { pinned: true, ..Shape::default() };
+        let shape = VmShape { pinned: true, ..VmShape::default() };
         let config = PodConfig { shape: Some(shape), ..limited(None, Some(3000)) };
         assert_eq!((vcpus(&config, &handler), reserved(&config, &handler), grows(&config)), (3, None, false));
     }
@@ -215,10 +216,10 @@ mod tests {
         stays(&config, &Handler { max_memory_mib: Some(483), ..handler.clone() });
         stays(&limited(Some(1 << 40), None), &handler);
         stays(&config, &Handler { memory_pages: MemoryPages::Hugetlb, ..handler.clone() });
-        let shape = Shape { memory_mib: Some(512), ..Shape::default() };
+        let shape = VmShape { memory_mib: Some(512), ..VmShape::default() };
         stays(&PodConfig { shape: Some(shape), ..config.clone() }, &handler);
         // Of a record that is older than the bound.
-        let old = MachineSize { vcpus: 1, max_vcpus: 0, memory: 5, least_memory: 0, max_memory: 0 };
+        let old = VmResources { vcpus: 1, max_vcpus: 0, memory: 5, least_memory: 0, max_memory: 0 };
         assert_eq!((old.reserve_used(), old.memory_bound()), (None, 5));
     }
 
@@ -243,7 +244,7 @@ mod tests {
             let pages = if huge { MemoryPages::Hugetlb } else { MemoryPages::Transparent };
             let handler =
                 Handler { vcpus: least, max_vcpus: reserve, memory_mib: own, memory_pages: pages, max_memory_mib, ..Handler::default() };
-            let shape = shaped.map(|mib| Shape { memory_mib: Some(mib), ..Shape::default() });
+            let shape = shaped.map(|mib| VmShape { memory_mib: Some(mib), ..VmShape::default() });
             let config = PodConfig { shape, ..limited(memory_limit, cpus) };
             let mib = memory_mib(&config, &handler);
             prop_assert!(mib >= shaped.unwrap_or(own));
@@ -251,12 +252,12 @@ mod tests {
             match check(&config, &handler) {
                 Ok(()) => {
                     let size = of(&config, &handler);
-                    prop_assert!(size.vcpus >= least && size.bound() >= size.vcpus && size.bound() <= 64);
+                    prop_assert!(size.vcpus >= least && size.vcpu_bound() >= size.vcpus && size.vcpu_bound() <= 64);
                     prop_assert!(u64::from(size.vcpus) * MILLI >= cpus.unwrap_or(0));
                     prop_assert!(size.memory <= mib * MIB);
                     prop_assert!(shaped.is_some() || size.memory >= memory_limit.unwrap_or(0));
                     let spec = MachineSpec {
-                        vcpus: u8::try_from(size.bound()).unwrap(),
+                        vcpus: u8::try_from(size.vcpu_bound()).unwrap(),
                         memory_mib: narrow(mib),
                         reserve_mib: narrow(reserve_mib(&config, &handler)),
                         memory_pages: pages,
@@ -290,13 +291,13 @@ mod tests {
             const BLOCK: u64 = 128 << 20;
             let memory = least_memory.saturating_add(used * BLOCK);
             let max_memory = if old { 0 } else { memory.saturating_add(rest * BLOCK) };
-            let machine = MachineSize { vcpus, max_vcpus, memory, least_memory, max_memory };
+            let machine = VmResources { vcpus, max_vcpus, memory, least_memory, max_memory };
             let asked = Resources { memory_limit, cpu_quota, cpu_period, ..Default::default() };
             match wanted(machine, least.max(1), &asked) {
                 Ok(next) => {
-                    prop_assert!((1..=machine.bound()).contains(&next.vcpus));
+                    prop_assert!((1..=machine.vcpu_bound()).contains(&next.vcpus));
                     prop_assert_eq!((next.least_memory, next.max_memory), (least_memory, max_memory));
-                    prop_assert_eq!((next.memory_bound(), next.bound()), (machine.memory_bound(), machine.bound()));
+                    prop_assert_eq!((next.memory_bound(), next.vcpu_bound()), (machine.memory_bound(), machine.vcpu_bound()));
                     prop_assert!(next.memory >= least_memory && (!old || next.memory == memory));
                     let more = next.memory - least_memory;
                     prop_assert!(more % BLOCK == 0 || next.memory == machine.memory_bound());

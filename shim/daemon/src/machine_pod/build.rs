@@ -5,17 +5,19 @@ use super::cpu::cpu_model;
 use super::kernel::kernel;
 use super::networks::cards;
 use super::serving::serving;
-use super::{MachinePod, Wish, credentials, honoured};
+use super::{credentials, honoured};
 use crate::config::Machines;
-use crate::nouns::{Pairs, PodConfig, PodName};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use nacelle_base::machine::CpuModel;
 use nacelle_base::{Classify, Kind};
-use nacelle_keeper::spec::{
-    Board, Bus, Cache, CloudInit, CloudInitForm, Disk, DiskKind, Filesystem, Firmware, Identity, MachineDocument,
-    Processors, RunStrategy as Runs, Serving, WatchdogAction,
+use nacelle_model::StringMap;
+use nacelle_model::machine::{
+    Board, Bus, Cache, CloudInit, CloudInitForm, Disk, DiskKind, Filesystem, Firmware, MachineDocument, Processors,
+    RunStrategy as Runs, Serving, SmbiosIdentity, WatchdogAction,
 };
+use nacelle_model::machine_pod::{MachinePod, RequestedDiskSource};
+use nacelle_model::pod::{PodConfig, PodName};
 use nacelle_vmi::admit::Admitted;
 use nacelle_vmi::spec::{self as vmi, HostDiskKind, InstanceSpec, NicModel, Power, RunStrategy};
 
@@ -110,7 +112,7 @@ pub fn reason(field: &str) -> Option<&'static str> {
 pub fn refused_value(admitted: &Admitted) -> Option<Refused> {
     let text = String::new;
     let name = PodName { name: text(), namespace: text(), uid: text(), attempt: 0 };
-    let whose = Whose { name: &name, hostname: "", annotations: &Pairs::new() };
+    let whose = Whose { name: &name, hostname: "", annotations: &StringMap::new() };
     made(admitted, whose, &Machines::default()).err()
 }
 
@@ -129,7 +131,7 @@ pub fn build(admitted: &Admitted, pod: &PodConfig, machines: &Machines) -> Resul
 struct Whose<'a> {
     name: &'a PodName,
     hostname: &'a str,
-    annotations: &'a Pairs,
+    annotations: &'a StringMap,
 }
 
 fn made(admitted: &Admitted, pod: Whose<'_>, machines: &Machines) -> Result<MachinePod, Refused> {
@@ -329,10 +331,10 @@ fn firmware(domain: &vmi::Domain, machines: &Machines, named: bool) -> Result<Fi
     Ok(Firmware::Efi { code: code.clone(), variables: variables.clone(), secure })
 }
 
-fn identity(domain: &vmi::Domain) -> Identity {
+fn identity(domain: &vmi::Domain) -> SmbiosIdentity {
     let firmware = domain.firmware.clone().unwrap_or_default();
     let case = domain.chassis.clone().unwrap_or_default();
-    Identity {
+    SmbiosIdentity {
         uuid: firmware.uuid,
         serial: firmware.serial,
         chassis: [case.manufacturer, case.version, case.serial, case.asset, case.sku],
@@ -354,7 +356,7 @@ fn disks(
     serving: Vec<Serving>,
     keys: &[String],
     pod: Whose<'_>,
-) -> Result<Vec<Disk<Wish>>, Refused> {
+) -> Result<Vec<Disk<RequestedDiskSource>>, Refused> {
     let disks = spec.domain.devices.disks.iter().enumerate().zip(serving);
     disks.map(|((n, disk), serving)| Ok(Disk { serving, ..one_disk(n, disk, spec, keys, pod)? })).collect()
 }
@@ -365,7 +367,7 @@ fn one_disk(
     spec: &InstanceSpec,
     keys: &[String],
     pod: Whose<'_>,
-) -> Result<Disk<Wish>, Refused> {
+) -> Result<Disk<RequestedDiskSource>, Refused> {
     let place = |field: &str| format!("spec.domain.devices.disks[{n}].{field}");
     let (kind, bus, read_only) = match (&disk.disk, &disk.cdrom) {
         (_, Some(target)) => {
@@ -416,24 +418,29 @@ fn one_disk(
     })
 }
 
-fn wish(volume: &vmi::Volume, spec: &InstanceSpec, keys: &[String], pod: Whose<'_>) -> Result<Wish, Refused> {
+fn wish(
+    volume: &vmi::Volume,
+    spec: &InstanceSpec,
+    keys: &[String],
+    pod: Whose<'_>,
+) -> Result<RequestedDiskSource, Refused> {
     if let Some(disk) = &volume.container_disk {
-        return Ok(Wish::Image { image: disk.image.clone(), path: disk.path.clone() });
+        return Ok(RequestedDiskSource::Image { image: disk.image.clone(), path: disk.path.clone() });
     }
     if let Some(disk) = &volume.empty_disk {
         let bytes = disk.capacity.as_ref().and_then(|capacity| capacity.bytes());
         let rule = "an empty disk has a size";
         let bytes = bytes.ok_or(Refused::Missing { field: "spec.volumes[].emptyDisk.capacity", rule })?;
-        return Ok(Wish::Empty { bytes: bytes.next_multiple_of(512) });
+        return Ok(RequestedDiskSource::Empty { bytes: bytes.next_multiple_of(512) });
     }
     if let Some(claim) = &volume.persistent_volume_claim {
-        return Ok(Wish::Claim { claim: claim.claim_name.clone() });
+        return Ok(RequestedDiskSource::Claim { claim: claim.claim_name.clone() });
     }
     if let Some(disk) = &volume.host_disk {
         let bytes = disk.capacity.as_ref().and_then(|capacity| capacity.bytes());
         let create =
             bytes.map(|bytes| bytes.next_multiple_of(512)).filter(|_| disk.kind == Some(HostDiskKind::DiskOrCreate));
-        return Ok(Wish::HostDisk { path: disk.path.clone(), create });
+        return Ok(RequestedDiskSource::HostDisk { path: disk.path.clone(), create });
     }
     if let Some(wish) = files(volume)? {
         return Ok(wish);
@@ -467,9 +474,9 @@ fn wish(volume: &vmi::Volume, spec: &InstanceSpec, keys: &[String], pod: Whose<'
         network_data: Some(network).filter(|network| !network.is_empty()),
     };
     if user.is_none() && secrets.is_none() && of_keys.is_empty() {
-        return Ok(Wish::CloudInit(data));
+        return Ok(RequestedDiskSource::CloudInit(data));
     }
-    Ok(Wish::CloudInitOf { data, user, network: secrets, keys: of_keys })
+    Ok(RequestedDiskSource::CloudInitOf { data, user, network: secrets, keys: of_keys })
 }
 
 /// Folders that the guest mounts.
@@ -500,7 +507,7 @@ const LABEL: &str = "cfgdata";
 const LONGEST_LABEL: usize = 11;
 
 /// A disk with files that kubelet writes.
-fn files(volume: &vmi::Volume) -> Result<Option<Wish>, Refused> {
+fn files(volume: &vmi::Volume) -> Result<Option<RequestedDiskSource>, Refused> {
     let (kind, what, label, expected) = if let Some(map) = &volume.config_map {
         ("configMap", &map.name, &map.volume_label, Vec::new())
     } else if let Some(secret) = &volume.secret {
@@ -516,7 +523,7 @@ fn files(volume: &vmi::Volume) -> Result<Option<Wish>, Refused> {
         return value(field, label, "the disk is a FAT file system: at most 11 letters are possible");
     }
     let label = if label.is_empty() { LABEL.to_owned() } else { label.clone() };
-    Ok(Some(Wish::Files { what: format!("{kind} {what}"), label, expected }))
+    Ok(Some(RequestedDiskSource::Files { what: format!("{kind} {what}"), label, expected }))
 }
 
 /// The secrets with public keys that get into the guest by this form of cloud-init's data.

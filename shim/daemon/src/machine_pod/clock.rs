@@ -1,7 +1,7 @@
 //! Owns: what of a specification's clock and timers a machine has. Pure.
 
 use super::build::{Refused, value};
-use nacelle_keeper::spec::{Board, Clock};
+use nacelle_model::machine::{Board, Clock};
 use nacelle_vmi::spec::{Domain, TickPolicy, Track};
 
 /// The clock of a machine on this board.

@@ -1,14 +1,14 @@
 //! Owns: what the container of a machine pod may say. It has no programs of its own: what is for these is refused, but for what
 //! kubelet gives every container. Pure.
 
-use super::MachinePod;
 use super::files::ANNOTATIONS;
 use super::passed::is_vfio;
 use super::volumes::{names_device, names_image, names_mount};
 use crate::lists::numbers;
-use crate::nouns::ContainerConfig;
 use nacelle_base::{Classify, Kind};
-use nacelle_keeper::spec::Board;
+use nacelle_model::container::ContainerConfig;
+use nacelle_model::machine::Board;
+use nacelle_model::machine_pod::MachinePod;
 
 /// Mounts that kubelet gives every container; a machine does without (docs/vm.md).
 const KUBELETS: [&str; 4] =

@@ -1,12 +1,13 @@
 //! Owns: keys and passwords that the guest agent puts into a machine while it runs: which secrets have them, and what is in these
 //! now. Blocks on files.
 
-use super::MachinePod;
 use super::files::{lines_of_keys, read};
 use super::volumes::{VolumeError, at_secret, field};
-use crate::nouns::{ContainerConfig, NodeVolume};
 use nacelle_keeper::Credentials;
-use nacelle_keeper::spec::Credential;
+use nacelle_model::container::ContainerConfig;
+use nacelle_model::machine::Credential;
+use nacelle_model::machine_pod::MachinePod;
+use nacelle_model::mount::NodeVolume;
 use nacelle_vmi::spec::InstanceSpec;
 use std::path::Path;
 
@@ -93,8 +94,8 @@ pub fn credentials(machine: &MachinePod, config: &ContainerConfig) -> Result<Cre
 mod tests {
     use super::*;
     use crate::config::Machines;
-    use crate::nouns::Propagation;
-    use crate::store::tests_support;
+    use nacelle_model::mount::Propagation;
+    use nacelle_model::testing;
     use nacelle_vmi::admit;
     use nacelle_vmi::preset::Catalogue;
     use serde_json::json;
@@ -114,7 +115,7 @@ mod tests {
         let said = [("vm.nacelle.dev/kind", "machine".to_owned()), ("vm.nacelle.dev/spec", spec.to_string())];
         let said = said.into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
         let admitted = admit::pod(&said, &Catalogue::default()).unwrap().unwrap();
-        super::super::build(&admitted, &tests_support::pod(1).config, &Machines::default()).unwrap()
+        super::super::build(&admitted, &testing::pod(1).config, &Machines::default()).unwrap()
     }
 
     fn with(folder: &Path, secrets: &[&str]) -> ContainerConfig {
@@ -129,7 +130,7 @@ mod tests {
         };
         ContainerConfig {
             node_volumes: secrets.iter().map(mount).collect(),
-            ..(*tests_support::container(1, 1).config).clone()
+            ..(*testing::container(1, 1).config).clone()
         }
     }
     #[test]

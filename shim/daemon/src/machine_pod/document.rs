@@ -1,13 +1,14 @@
 //! Owns: the disks of a machine, found: in its container's image, or on the node.
 
+use super::VolumeError;
 use super::container::NotForMachines;
 use super::passed::PassedError;
 use super::volumes::{image_of, image_place};
-use super::{MachinePod, VolumeError, Wish};
-use crate::store::ContainerRecord;
 use nacelle_base::{Classify, Kind};
 use nacelle_image::{ImageError, Store};
-use nacelle_keeper::spec::{INITRD, KERNEL, MachineDocument, Source};
+use nacelle_model::machine::{DiskSource, INITRD, KERNEL, MachineDocument};
+use nacelle_model::machine_pod::{MachinePod, RequestedDiskSource};
+use nacelle_model::record::ContainerRecord;
 use std::collections::BTreeMap;
 
 /// Where images have their disks.
@@ -79,20 +80,20 @@ pub async fn document(
     machine: &MachinePod,
     container: &ContainerRecord,
     store: &Store,
-    of_node: BTreeMap<String, Source>,
+    of_node: BTreeMap<String, DiskSource>,
 ) -> Result<Vec<u8>, SourceError> {
     let mut found = of_node;
     let kernel = machine.kernel.iter().map(|kernel| (KERNEL, &kernel.kernel));
     let initrd = machine.kernel.iter().filter_map(|kernel| Some((INITRD, kernel.initrd.as_ref()?)));
     let disks = machine.disks.iter().map(|disk| (disk.name.as_str(), &disk.source));
     for (name, wish) in kernel.chain(initrd).chain(disks) {
-        if let Wish::Image { image: asked, path } = wish {
+        if let RequestedDiskSource::Image { image: asked, path } = wish {
             found.insert(name.to_owned(), in_image(name, asked, path, container, store).await?);
         }
     }
     let mut document: MachineDocument = machine.with(|name, wish| match wish {
-        Wish::Empty { bytes } => Ok(Source::Empty { bytes: *bytes }),
-        Wish::CloudInit(data) => Ok(Source::CloudInit(data.clone())),
+        RequestedDiskSource::Empty { bytes } => Ok(DiskSource::Empty { bytes: *bytes }),
+        RequestedDiskSource::CloudInit(data) => Ok(DiskSource::CloudInit(data.clone())),
         _ => found
             .remove(name)
             .ok_or(SourceError::NotThere { disk: name.to_owned(), rule: "each disk has a name of its own" }),
@@ -109,7 +110,7 @@ async fn in_image(
     path: &str,
     container: &ContainerRecord,
     store: &Store,
-) -> Result<Source, SourceError> {
+) -> Result<DiskSource, SourceError> {
     let own = &container.image;
     let image = image_of(disk, &container.config, &container.volumes, own);
     let failed = |source| SourceError::Image { disk: disk.to_owned(), source };
@@ -142,5 +143,5 @@ async fn in_image(
         )
     })?;
     // Up to the end of its block there are zeros.
-    Ok(Source::Image { image: image.id.to_string(), file: path, offset, length: file.size.next_multiple_of(512) })
+    Ok(DiskSource::Image { image: image.id.to_string(), file: path, offset, length: file.size.next_multiple_of(512) })
 }

@@ -2,12 +2,16 @@
 //! whether they run: as far as it can be known without a node, to the container that CreateContainer is asked for.
 
 use super::volumes::image_place;
-use super::{MachinePod, Wish, build, check_container, check_volumes};
+use super::{build, check_container, check_volumes};
 use crate::config::Machines;
 use crate::cri::not_run;
-use crate::nouns::{ContainerConfig, Device, ImageVolume, NodeVolume, PodConfig, Propagation};
-use crate::store::tests_support;
-use nacelle_keeper::spec::KERNEL;
+use nacelle_model::container::ContainerConfig;
+use nacelle_model::device::DeviceRequest;
+use nacelle_model::machine::KERNEL;
+use nacelle_model::machine_pod::{MachinePod, RequestedDiskSource};
+use nacelle_model::mount::{ImageVolume, NodeVolume, Propagation};
+use nacelle_model::pod::PodConfig;
+use nacelle_model::testing;
 use nacelle_vmi::manifest::{self, Options};
 use nacelle_vmi::preset::Catalogue;
 use nacelle_vmi::{Causes, admit, read};
@@ -48,7 +52,7 @@ fn refused(pods: &Value) -> Vec<String> {
     let admitted = admit::pod(&annotations, &Catalogue::default()).unwrap().expect("a machine");
     let told: Vec<String> = not_run(&admitted).into_iter().map(|one| one.what).collect();
     if told.is_empty() {
-        let pod = PodConfig { annotations, ..(*tests_support::pod(1).config).clone() };
+        let pod = PodConfig { annotations, ..(*testing::pod(1).config).clone() };
         let machine = build(&admitted, &pod, &Machines::default()).unwrap();
         can_be_made(&machine, pods.pointer("/spec/template/spec").unwrap_or(&pods["spec"]));
     }
@@ -66,9 +70,8 @@ fn list<'a>(value: &'a Value, key: &str) -> &'a [Value] {
 /// Asks for the container as kubelet would.
 fn can_be_made(machine: &MachinePod, pod: &Value) {
     let container = &pod["containers"][0];
-    let mut config =
-        ContainerConfig { command: vec![], args: vec![], ..(*tests_support::container(1, 1).config).clone() };
-    let device = |device: &Value| Device {
+    let mut config = ContainerConfig { command: vec![], args: vec![], ..(*testing::container(1, 1).config).clone() };
+    let device = |device: &Value| DeviceRequest {
         container_path: text(&device["devicePath"]),
         host_path: "/dev/x".into(),
         permissions: "mrw".into(),
@@ -105,7 +108,7 @@ fn can_be_made(machine: &MachinePod, pod: &Value) {
     let kernel = machine.kernel.iter().flat_map(|kernel| [Some(&kernel.kernel), kernel.initrd.as_ref()]).flatten();
     let disks = machine.disks.iter().map(|disk| (disk.name.as_str(), &disk.source));
     for (name, wish) in disks.chain(kernel.map(|wish| (KERNEL, wish))) {
-        if let Wish::Image { image, .. } = wish {
+        if let RequestedDiskSource::Image { image, .. } = wish {
             let at = image_place(name);
             let volume = config.volumes.iter().find(|volume| Path::new(&volume.container_path) == at);
             let found = volume.map_or_else(|| text(&container["image"]), |volume| volume.image.clone());

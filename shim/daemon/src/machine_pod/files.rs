@@ -2,13 +2,14 @@
 //! machine. Bounded; of links it follows the one that kubelet swaps, and no other.
 //! Blocks on files.
 
-use super::Wish;
 use super::volumes::{VolumeError, field};
-use crate::nouns::{ContainerConfig, NodeVolume};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use nacelle_base::retry::{retry_interrupted, retry_transient};
-use nacelle_keeper::spec::{CloudInit, Disk, FilesDisk, Source};
+use nacelle_model::container::ContainerConfig;
+use nacelle_model::machine::{CloudInit, Disk, DiskSource, FilesDisk};
+use nacelle_model::machine_pod::RequestedDiskSource;
+use nacelle_model::mount::NodeVolume;
 use nix::dir::Dir;
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2, readlinkat};
@@ -42,8 +43,8 @@ const NETWORK_DATA: [&str; 2] = ["networkdata", "networkData"];
 type Found = BTreeMap<String, Vec<u8>>;
 
 /// The disk of a volume with files.
-pub fn files_of(disk: &Disk<Wish>, mount: &NodeVolume) -> Result<Source, VolumeError> {
-    let Wish::Files { what, label, expected } = &disk.source else {
+pub fn files_of(disk: &Disk<RequestedDiskSource>, mount: &NodeVolume) -> Result<DiskSource, VolumeError> {
+    let RequestedDiskSource::Files { what, label, expected } = &disk.source else {
         return field("config.mounts.host_path", &mount.host_path, "it is none of files");
     };
     let files = read(&disk.name, mount)?;
@@ -52,12 +53,15 @@ pub fn files_of(disk: &Disk<Wish>, mount: &NodeVolume) -> Result<Source, VolumeE
         return field("config.mounts.host_path", &mount.host_path, rule);
     }
     let files = files.into_iter().map(|(path, bytes)| (path, STANDARD.encode(bytes))).collect();
-    Ok(Source::Files(FilesDisk { label: label.clone(), files }))
+    Ok(DiskSource::Files(FilesDisk { label: label.clone(), files }))
 }
 
 /// Data for cloud-init, with what is in these secrets.
-pub fn cloud_init_of(disk: &Disk<Wish>, mounts: &BTreeMap<String, &NodeVolume>) -> Result<Source, VolumeError> {
-    let Wish::CloudInitOf { data, user, network, keys } = &disk.source else {
+pub fn cloud_init_of(
+    disk: &Disk<RequestedDiskSource>,
+    mounts: &BTreeMap<String, &NodeVolume>,
+) -> Result<DiskSource, VolumeError> {
+    let RequestedDiskSource::CloudInitOf { data, user, network, keys } = &disk.source else {
         return field("config.mounts.container_path", &disk.name, "it is none of secrets");
     };
     let mut secrets = BTreeMap::new();
@@ -92,7 +96,7 @@ pub fn cloud_init_of(disk: &Disk<Wish>, mounts: &BTreeMap<String, &NodeVolume>) 
             data.keys.extend(keys);
         }
     }
-    Ok(Source::CloudInit(data))
+    Ok(DiskSource::CloudInit(data))
 }
 
 /// The public keys in a file, one a line; none: there is something else in it.
@@ -246,13 +250,13 @@ fn right(name: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nouns::Propagation;
     use nacelle_base::{Classify, Kind};
-    use nacelle_keeper::spec::{Bus, Cache, CloudInitForm, DiskKind};
+    use nacelle_model::machine::{Bus, Cache, CloudInitForm, DiskKind};
+    use nacelle_model::mount::Propagation;
     use std::fs;
     use std::os::unix::fs::symlink;
 
-    fn disk(source: Wish) -> Disk<Wish> {
+    fn disk(source: RequestedDiskSource) -> Disk<RequestedDiskSource> {
         Disk {
             name: "data".into(),
             kind: DiskKind::Disk,
@@ -325,12 +329,12 @@ mod tests {
     fn what_kubelet_wrote_is_on_the_disk() {
         let folder = tempfile::tempdir().unwrap();
         written(folder.path(), &[("a.txt", "A"), ("deep/b", "B")]);
-        let wish = |expected: &str| Wish::Files {
+        let wish = |expected: &str| RequestedDiskSource::Files {
             what: "configMap c".into(),
             label: "L".into(),
             expected: vec![expected.into()],
         };
-        let Source::Files(found) = files_of(&disk(wish("deep/b")), &mount(folder.path())).unwrap() else {
+        let DiskSource::Files(found) = files_of(&disk(wish("deep/b")), &mount(folder.path())).unwrap() else {
             panic!("they are files")
         };
         let expected = [("a.txt".to_owned(), STANDARD.encode("A")), ("deep/b".to_owned(), STANDARD.encode("B"))];
@@ -383,7 +387,7 @@ mod tests {
         let [data, keys] = [(); 2].map(|()| tempfile::tempdir().unwrap());
         written(data.path(), &[("userData", "#cloud-config\n"), ("networkdata", "version: 2\n")]);
         written(keys.path(), &[("one", "ssh-ed25519 AAAA me\n# mine\n"), ("two", "\nssh-rsa BBBB you\n")]);
-        let wish = |user: Option<&str>, network: Option<&str>| Wish::CloudInitOf {
+        let wish = |user: Option<&str>, network: Option<&str>| RequestedDiskSource::CloudInitOf {
             data: CloudInit {
                 form: CloudInitForm::NoCloud,
                 instance: "i".into(),
@@ -399,7 +403,7 @@ mod tests {
         let [in_data, in_keys] = [data.path(), keys.path()].map(mount);
         let mounts = BTreeMap::from([("d".to_owned(), &in_data), ("k".to_owned(), &in_keys)]);
         let of = |wish| match cloud_init_of(&disk(wish), &mounts) {
-            Ok(Source::CloudInit(data)) => Ok(data),
+            Ok(DiskSource::CloudInit(data)) => Ok(data),
             Ok(other) => panic!("{other:?}"),
             Err(error) => Err(error.to_string()),
         };

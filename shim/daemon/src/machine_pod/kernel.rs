@@ -1,13 +1,13 @@
 //! Owns: the kernel by which a machine starts without firmware, and in which image it lies.
 
-use super::Wish;
 use super::build::{Refused, value};
 use super::volumes::KERNEL_BOOT;
-use nacelle_keeper::spec::Kernel;
+use nacelle_model::machine::Kernel;
+use nacelle_model::machine_pod::RequestedDiskSource;
 use nacelle_vmi::spec::InstanceSpec;
 
 /// The kernel lies in an image, as a disk does. A volume with the name of that image's must be the same.
-pub(super) fn kernel(spec: &InstanceSpec) -> Result<Option<Kernel<Wish>>, Refused> {
+pub(super) fn kernel(spec: &InstanceSpec) -> Result<Option<Kernel<RequestedDiskSource>>, Refused> {
     let boot = spec.domain.firmware.as_ref().and_then(|firmware| firmware.kernel_boot.as_ref());
     let Some((boot, container)) = boot.and_then(|boot| Some((boot, boot.container.as_ref()?))) else { return Ok(None) };
     let same_place = spec.volumes.iter().position(|volume| {
@@ -18,7 +18,7 @@ pub(super) fn kernel(spec: &InstanceSpec) -> Result<Option<Kernel<Wish>>, Refuse
         let instead = "its image volume is that of the kernel's image, which is another one: give it another name";
         return value(format!("spec.volumes[{n}].name"), KERNEL_BOOT, instead);
     }
-    let wish = |path: &str| Wish::Image { image: container.image.clone(), path: path.to_owned() };
+    let wish = |path: &str| RequestedDiskSource::Image { image: container.image.clone(), path: path.to_owned() };
     Ok(Some(Kernel {
         kernel: wish(&container.kernel_path),
         initrd: Some(container.initrd_path.as_str()).filter(|path| !path.is_empty()).map(wish),

@@ -28,14 +28,11 @@ pub use honoured::known as honours;
 pub use passed::{Passed, PassedError};
 pub use volumes::{Place, VolumeError, check_volumes, folder, images_under, open, place, shared, unused};
 
-use crate::store::VmRecord;
-use nacelle_keeper::spec::{CloudInit, INTERFACE, MachineDocument};
-use serde::{Deserialize, Serialize};
+use nacelle_model::machine::INTERFACE;
+use nacelle_model::machine_pod::{MachinePod, RequestedDiskSource};
+use nacelle_model::record::VmRecord;
 use sha2::{Digest, Sha256};
 use std::path::PathBuf;
-
-/// A machine whose disks are still to be found.
-pub type MachinePod = MachineDocument<Wish>;
 
 /// Gives a machine that outlives its pods what is the same in all its runs: where nothing else is said, its identity and the
 /// addresses of its cards; and for cloud-init what tells it from a new machine. What it keeps is in `folder`.
@@ -50,7 +47,7 @@ pub fn identify(machine: &mut MachinePod, vm: &VmRecord, folder: PathBuf) {
         card.mac.get_or_insert_with(|| if n == own { vm.mac } else { further_mac(&vm.uuid, &card.interface) });
     }
     for disk in &mut machine.disks {
-        if let Wish::CloudInit(data) | Wish::CloudInitOf { data, .. } = &mut disk.source {
+        if let RequestedDiskSource::CloudInit(data) | RequestedDiskSource::CloudInitOf { data, .. } = &mut disk.source {
             data.instance.clone_from(&vm.uuid);
         }
     }
@@ -62,56 +59,4 @@ fn further_mac(uuid: &str, interface: &str) -> [u8; 6] {
     let digest: [u8; 32] = Sha256::digest(format!("{uuid}/{interface}")).into();
     let [a, b, c, d, e, f, ..] = digest;
     [(a & 0xfc) | 2, b, c, d, e, f]
-}
-
-/// What a disk shall have on it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Wish {
-    /// A disk in the container's image.
-    Image {
-        /// The image as the specification names it.
-        image: String,
-        /// The disk's path in it; empty: the only file of `/disk`.
-        path: String,
-    },
-    /// Zeros.
-    Empty {
-        /// Its bytes.
-        bytes: u64,
-    },
-    /// A claim: a block device of the container, or a mount with a file in it.
-    Claim {
-        /// Its name.
-        claim: String,
-    },
-    /// A file of the node, which the container has as a mount.
-    HostDisk {
-        /// The file.
-        path: String,
-        /// The size of one that is made; none: it is there.
-        create: Option<u64>,
-    },
-    /// Files that kubelet has written into a mount.
-    Files {
-        /// For people: "configMap settings".
-        what: String,
-        /// The disk's label.
-        label: String,
-        /// Files that must be among them.
-        expected: Vec<String>,
-    },
-    /// Data for cloud-init.
-    CloudInit(CloudInit),
-    /// Data for cloud-init, some of which is in secrets.
-    CloudInitOf {
-        /// The rest.
-        data: CloudInit,
-        /// The secret with user data.
-        user: Option<String>,
-        /// The secret with network data.
-        network: Option<String>,
-        /// Secrets with public keys of SSH.
-        keys: Vec<String>,
-    },
 }

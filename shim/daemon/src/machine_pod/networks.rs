@@ -2,8 +2,8 @@
 
 use super::build::{Refused, value};
 use crate::multus::{self, Asked, NETWORKS};
-use crate::nouns::Pairs;
-use nacelle_keeper::spec::{Card, CardModel, INTERFACE};
+use nacelle_model::StringMap;
+use nacelle_model::machine::{Card, CardModel, INTERFACE};
 use nacelle_vmi::spec::{InstanceSpec, Multus, NicModel};
 
 /// The most queues of a card.
@@ -12,7 +12,7 @@ const MOST_QUEUES: u32 = 8;
 /// The cards, for a pod of this namespace with these annotations, and a machine with so many processors.
 pub(super) fn cards(
     spec: &InstanceSpec,
-    annotations: &Pairs,
+    annotations: &StringMap,
     namespace: &str,
     processors: u32,
 ) -> Result<Vec<Card>, Refused> {

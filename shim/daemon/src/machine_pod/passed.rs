@@ -2,10 +2,10 @@
 //! and where QEMU finds it: in a folder of the pod's that its processes see as /dev/vfio.
 //! Reads sysfs; see the kernel's Documentation/driver-api/vfio.rst.
 
-use crate::nouns::Device;
 use nacelle_base::files::{FileError, at};
 use nacelle_base::{Classify, Kind};
-use nacelle_keeper::spec::{HostDevice, MOST_HOST_DEVICES, is_pci_address};
+use nacelle_model::device::DeviceRequest;
+use nacelle_model::machine::{HostDevice, MOST_HOST_DEVICES, is_pci_address};
 use nacelle_pod::passed::FOLDER;
 use nix::sys::stat::{Mode, SFlag, mknod};
 use std::collections::BTreeMap;
@@ -89,7 +89,7 @@ impl Classify for PassedError {
 }
 
 /// Whether a container that asks for it means devices by VFIO.
-pub fn is_vfio(device: &Device) -> bool {
+pub fn is_vfio(device: &DeviceRequest) -> bool {
     Path::new(&device.host_path).starts_with(NODES)
 }
 
@@ -99,7 +99,7 @@ pub struct Passed(BTreeMap<u32, Vec<String>>);
 
 impl Passed {
     /// Looks for them. Blocks.
-    pub fn find(devices: &[Device]) -> Result<Passed, PassedError> {
+    pub fn find(devices: &[DeviceRequest]) -> Result<Passed, PassedError> {
         Ok(Passed(groups(devices, Path::new(SYSFS))?))
     }
 
@@ -132,7 +132,7 @@ impl Passed {
 }
 
 /// What is in each group that is asked for.
-fn groups(devices: &[Device], sysfs: &Path) -> Result<BTreeMap<u32, Vec<String>>, PassedError> {
+fn groups(devices: &[DeviceRequest], sysfs: &Path) -> Result<BTreeMap<u32, Vec<String>>, PassedError> {
     let mut groups = BTreeMap::new();
     for device in devices.iter().filter(|device| is_vfio(device)) {
         let path = &device.host_path;
@@ -227,8 +227,8 @@ fn describe(device: &Path, group: u32) -> Result<(), PassedError> {
 mod tests {
     use super::*;
 
-    fn devices(paths: &[&str]) -> Vec<Device> {
-        let device = |path: &&str| Device {
+    fn devices(paths: &[&str]) -> Vec<DeviceRequest> {
+        let device = |path: &&str| DeviceRequest {
             host_path: (*path).to_owned(),
             container_path: (*path).to_owned(),
             permissions: "rwm".to_owned(),
@@ -277,7 +277,7 @@ mod tests {
         }
         assert!(found(&["/dev/vfio/vfio"]).unwrap().is_empty());
         let read_only =
-            devices(&["/dev/vfio/7"]).into_iter().map(|device| Device { permissions: "rm".into(), ..device });
+            devices(&["/dev/vfio/7"]).into_iter().map(|device| DeviceRequest { permissions: "rm".into(), ..device });
         let error = groups(&read_only.collect::<Vec<_>>(), sysfs.path()).unwrap_err();
         assert!(error.kind() == Kind::Invalid && error.to_string().contains("\"rm\""), "{error}");
     }

@@ -1,7 +1,7 @@
 //! Owns: which threads and queues the disks of a machine have, and which of them other machines may write to, too. Pure.
 
 use super::build::{Refused, value};
-use nacelle_keeper::spec::{Board, Serving};
+use nacelle_model::machine::{Board, Serving};
 use nacelle_vmi::spec::{Bus, Disk, InstanceSpec, IoThreadsPolicy};
 
 /// How the disks are served, in their order.

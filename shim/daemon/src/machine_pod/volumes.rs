@@ -2,12 +2,15 @@
 //! the node's, opened.
 //! May use: files of the node, beneath the paths that the container was given. Blocks on them.
 
-use super::{MachinePod, Wish, credentials};
-use crate::nouns::{ContainerConfig, Device, ImageOf, MountOption, NodeVolume, Propagation};
+use super::credentials;
 use nacelle_base::retry::retry_transient;
 use nacelle_base::{Classify, Kind};
-use nacelle_image::ImageId;
-use nacelle_keeper::spec::{Credential, Disk, Filesystem, INITRD, KERNEL};
+use nacelle_model::container::{ContainerConfig, ContainerImage};
+use nacelle_model::device::DeviceRequest;
+use nacelle_model::digest::ImageId;
+use nacelle_model::machine::{Credential, Disk, Filesystem, INITRD, KERNEL};
+use nacelle_model::machine_pod::{MachinePod, RequestedDiskSource};
+use nacelle_model::mount::{MountOption, NodeVolume, Propagation};
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 use nix::sys::stat::Mode;
@@ -85,7 +88,7 @@ impl Classify for VolumeError {
 #[derive(Debug, PartialEq, Eq)]
 pub enum Place<'a> {
     /// A block device.
-    Device(&'a Device),
+    Device(&'a DeviceRequest),
     /// A folder with the disk in it, or the file that is the disk.
     Mount(&'a NodeVolume),
     /// A folder with files that are to be on it.
@@ -96,7 +99,7 @@ pub enum Place<'a> {
 
 /// Whether the machine has a disk of this device.
 pub fn names_device(machine: &MachinePod, path: &str) -> bool {
-    let claims = machine.disks.iter().filter(|disk| matches!(disk.source, Wish::Claim { .. }));
+    let claims = machine.disks.iter().filter(|disk| matches!(disk.source, RequestedDiskSource::Claim { .. }));
     claims.into_iter().any(|disk| Path::new(path) == Path::new(DEVICES).join(&disk.name))
 }
 
@@ -106,9 +109,9 @@ pub fn names_mount(machine: &MachinePod, path: &str) -> bool {
     machine.credentials.iter().any(secret)
         || machine.filesystems.iter().any(|one| Path::new(path) == Path::new(FOLDERS).join(&one.name))
         || machine.disks.iter().any(|disk| match &disk.source {
-            Wish::Claim { .. } | Wish::HostDisk { .. } | Wish::Files { .. } => {
-                Path::new(path) == Path::new(FOLDERS).join(&disk.name)
-            }
+            RequestedDiskSource::Claim { .. }
+            | RequestedDiskSource::HostDisk { .. }
+            | RequestedDiskSource::Files { .. } => Path::new(path) == Path::new(FOLDERS).join(&disk.name),
             wish => secrets(wish).any(|secret| Path::new(path) == at_secret(secret)),
         })
 }
@@ -119,7 +122,7 @@ pub(super) const KERNEL_BOOT: &str = "kernel-boot";
 /// What of the machine lies in an image volume at this path: the disk of its name, or kernel and initial file system.
 pub fn names_image(machine: &MachinePod, path: &str) -> bool {
     let at = |name: &str| Path::new(path) == Path::new(FOLDERS).join(name);
-    let disks = machine.disks.iter().filter(|disk| matches!(disk.source, Wish::Image { .. }));
+    let disks = machine.disks.iter().filter(|disk| matches!(disk.source, RequestedDiskSource::Image { .. }));
     disks.into_iter().any(|disk| at(&disk.name)) || (machine.kernel.is_some() && at(KERNEL_BOOT))
 }
 
@@ -130,16 +133,28 @@ pub fn image_place(name: &str) -> PathBuf {
 
 /// The image in which what has this name lies: that of the image volume for it (`images` are those of the container's image volumes, in
 /// their order), else the container's own.
-pub fn image_of<'a>(name: &str, config: &ContainerConfig, images: &'a [ImageOf], own: &'a ImageOf) -> &'a ImageOf {
+pub fn image_of<'a>(
+    name: &str,
+    config: &ContainerConfig,
+    images: &'a [ContainerImage],
+    own: &'a ContainerImage,
+) -> &'a ContainerImage {
     let at = image_place(name);
     let mut volumes = config.volumes.iter().zip(images);
     volumes.find(|(volume, _)| Path::new(&volume.container_path) == at).map_or(own, |(_, image)| image)
 }
 
 /// The images under the disks that the guest writes to, each once.
-pub fn images_under(machine: &MachinePod, config: &ContainerConfig, images: &[ImageOf], own: &ImageOf) -> Vec<ImageId> {
+pub fn images_under(
+    machine: &MachinePod,
+    config: &ContainerConfig,
+    images: &[ContainerImage],
+    own: &ContainerImage,
+) -> Vec<ImageId> {
     let mut under = Vec::new();
-    for disk in machine.disks.iter().filter(|disk| matches!(disk.source, Wish::Image { .. }) && !disk.read_only) {
+    for disk in
+        machine.disks.iter().filter(|disk| matches!(disk.source, RequestedDiskSource::Image { .. }) && !disk.read_only)
+    {
         let id = image_of(&disk.name, config, images, own).id;
         if !under.contains(&id) {
             under.push(id);
@@ -149,9 +164,11 @@ pub fn images_under(machine: &MachinePod, config: &ContainerConfig, images: &[Im
 }
 
 /// The secrets that are needed for it.
-fn secrets(wish: &Wish) -> impl Iterator<Item = &String> {
+fn secrets(wish: &RequestedDiskSource) -> impl Iterator<Item = &String> {
     let (some, many) = match wish {
-        Wish::CloudInitOf { user, network, keys, .. } => ([user.as_ref(), network.as_ref()], keys.as_slice()),
+        RequestedDiskSource::CloudInitOf { user, network, keys, .. } => {
+            ([user.as_ref(), network.as_ref()], keys.as_slice())
+        }
         _ => ([None; 2], [].as_slice()),
     };
     some.into_iter().flatten().chain(many)
@@ -208,7 +225,10 @@ pub fn folder(one: &Filesystem, mount: &NodeVolume) -> Result<NodeVolume, Volume
 }
 
 /// Where the container has the disk; none: it is not the node's.
-pub fn place<'a>(disk: &Disk<Wish>, config: &'a ContainerConfig) -> Result<Option<Place<'a>>, VolumeError> {
+pub fn place<'a>(
+    disk: &Disk<RequestedDiskSource>,
+    config: &'a ContainerConfig,
+) -> Result<Option<Place<'a>>, VolumeError> {
     let (device_at, mount_at) = (Path::new(DEVICES).join(&disk.name), Path::new(FOLDERS).join(&disk.name));
     let device = config.devices.iter().find(|device| Path::new(&device.container_path) == device_at);
     let mount = config.node_volumes.iter().find(|mount| Path::new(&mount.container_path) == mount_at);
@@ -216,7 +236,7 @@ pub fn place<'a>(disk: &Disk<Wish>, config: &'a ContainerConfig) -> Result<Optio
     let missing = |what: String, rule: String| VolumeError::Missing { whose: whose(), what, rule };
     let (device_at, mount_at) = (device_at.display(), mount_at.display());
     let found = match &disk.source {
-        Wish::Claim { claim } => {
+        RequestedDiskSource::Claim { claim } => {
             let what = format!("claim {claim}");
             match (device, mount) {
                 (Some(device), None) => Place::Device(device),
@@ -231,7 +251,7 @@ pub fn place<'a>(disk: &Disk<Wish>, config: &'a ContainerConfig) -> Result<Optio
                 }
             }
         }
-        Wish::HostDisk { path, .. } => {
+        RequestedDiskSource::HostDisk { path, .. } => {
             let rule = format!("as a mount at {mount_at} it is expected");
             let mount = mount.ok_or_else(|| missing(format!("file {path} of the node"), rule))?;
             if Path::new(&mount.host_path) != Path::new(path) {
@@ -240,11 +260,11 @@ pub fn place<'a>(disk: &Disk<Wish>, config: &'a ContainerConfig) -> Result<Optio
             }
             Place::Mount(mount)
         }
-        Wish::Files { what, .. } => {
+        RequestedDiskSource::Files { what, .. } => {
             let rule = format!("as a mount at {mount_at} it is expected");
             return Ok(Some(Place::Files(mount.ok_or_else(|| missing(what.clone(), rule))?)));
         }
-        Wish::CloudInitOf { .. } => {
+        RequestedDiskSource::CloudInitOf { .. } => {
             let found = secrets(&disk.source).map(|secret| {
                 let at = at_secret(secret);
                 let mount = config.node_volumes.iter().find(|mount| Path::new(&mount.container_path) == at);
@@ -253,7 +273,9 @@ pub fn place<'a>(disk: &Disk<Wish>, config: &'a ContainerConfig) -> Result<Optio
             });
             return found.collect::<Result<_, VolumeError>>().map(|mounts| Some(Place::Secrets(mounts)));
         }
-        Wish::Image { .. } | Wish::Empty { .. } | Wish::CloudInit(_) => return Ok(None),
+        RequestedDiskSource::Image { .. } | RequestedDiskSource::Empty { .. } | RequestedDiskSource::CloudInit(_) => {
+            return Ok(None);
+        }
     };
     let rule = || format!("disk {} is written to: make it writable, or the disk read-only", disk.name);
     match found {
@@ -270,7 +292,7 @@ pub(super) fn field<T>(field: &'static str, value: &str, rule: impl Into<String>
 }
 
 /// Whether nobody on the node has the device for himself: what is mounted, or part of another device, no guest may write to.
-pub fn unused(disk: &Disk<Wish>, device: &Device) -> Result<(), VolumeError> {
+pub fn unused(disk: &Disk<RequestedDiskSource>, device: &DeviceRequest) -> Result<(), VolumeError> {
     if disk.read_only {
         return Ok(());
     }
@@ -283,12 +305,12 @@ pub fn unused(disk: &Disk<Wish>, device: &Device) -> Result<(), VolumeError> {
 }
 
 /// Opens the file of a disk in what is mounted for it; its path.
-pub fn open(disk: &Disk<Wish>, mount: &NodeVolume) -> Result<(PathBuf, File), VolumeError> {
+pub fn open(disk: &Disk<RequestedDiskSource>, mount: &NodeVolume) -> Result<(PathBuf, File), VolumeError> {
     let mounted = Path::new(&mount.host_path);
     let wrong = |rule: String| field("config.mounts.host_path", &mount.host_path, rule);
     let (folder, name, size) = match (&disk.source, mounted.parent(), mounted.file_name()) {
-        (Wish::HostDisk { create, .. }, Some(folder), Some(name)) => (folder, Path::new(name), *create),
-        (Wish::HostDisk { .. }, ..) => return wrong("it is to be a file".to_owned()),
+        (RequestedDiskSource::HostDisk { create, .. }, Some(folder), Some(name)) => (folder, Path::new(name), *create),
+        (RequestedDiskSource::HostDisk { .. }, ..) => return wrong("it is to be a file".to_owned()),
         _ => (mounted, Path::new(IN_CLAIM), None),
     };
     let path = folder.join(name);
@@ -341,11 +363,11 @@ pub fn open(disk: &Disk<Wish>, mount: &NodeVolume) -> Result<(PathBuf, File), Vo
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nouns::Propagation;
-    use nacelle_keeper::spec::{Bus, Cache, DiskKind};
+    use nacelle_model::machine::{Bus, Cache, DiskKind};
+    use nacelle_model::mount::Propagation;
     use std::io::Read;
 
-    fn disk(source: Wish, read_only: bool) -> Disk<Wish> {
+    fn disk(source: RequestedDiskSource, read_only: bool) -> Disk<RequestedDiskSource> {
         Disk {
             name: "data".into(),
             kind: DiskKind::Disk,
@@ -360,8 +382,8 @@ mod tests {
         }
     }
 
-    fn claim(read_only: bool) -> Disk<Wish> {
-        disk(Wish::Claim { claim: "c".into() }, read_only)
+    fn claim(read_only: bool) -> Disk<RequestedDiskSource> {
+        disk(RequestedDiskSource::Claim { claim: "c".into() }, read_only)
     }
 
     fn mount(host: &Path, readonly: bool) -> NodeVolume {
@@ -377,8 +399,8 @@ mod tests {
     }
 
     fn config(devices: &[&str], mounts: &[NodeVolume]) -> ContainerConfig {
-        let mut config = (*crate::store::tests_support::container(1, 1).config).clone();
-        let device = |permissions: &&str| Device {
+        let mut config = (*nacelle_model::testing::container(1, 1).config).clone();
+        let device = |permissions: &&str| DeviceRequest {
             container_path: "/dev/nacelle/data".into(),
             host_path: "/dev/x".into(),
             permissions: (*permissions).into(),
@@ -395,15 +417,19 @@ mod tests {
         assert_eq!(place(&claim(false), &all).unwrap(), Some(Place::Device(&all.devices[0])));
         let all = config(&[], std::slice::from_ref(&writable));
         assert_eq!(place(&claim(false), &all).unwrap(), Some(Place::Mount(&writable)));
-        assert!(place(&disk(Wish::Empty { bytes: 512 }, false), &all).unwrap().is_none());
+        assert!(place(&disk(RequestedDiskSource::Empty { bytes: 512 }, false), &all).unwrap().is_none());
         for (disk, config, words) in [
             (claim(false), config(&[], &[]), "at /dev/nacelle/data or as a mount at /run/nacelle/vm/data"),
             (claim(false), config(&["rw"], std::slice::from_ref(&writable)), "not both"),
             (claim(false), config(&["r"], &[]), "config.devices.permissions is \"r\""),
             (claim(false), config(&[], std::slice::from_ref(&read)), "config.mounts.readonly is \"true\""),
-            (disk(Wish::HostDisk { path: "/w".into(), create: None }, false), all.clone(), "must be of \"/w\""),
             (
-                disk(Wish::HostDisk { path: "/w".into(), create: None }, false),
+                disk(RequestedDiskSource::HostDisk { path: "/w".into(), create: None }, false),
+                all.clone(),
+                "must be of \"/w\"",
+            ),
+            (
+                disk(RequestedDiskSource::HostDisk { path: "/w".into(), create: None }, false),
                 config(&["rw"], &[]),
                 "file /w of the node",
             ),
@@ -439,7 +465,7 @@ mod tests {
     fn the_file_of_a_disk_is_a_file_and_beneath_its_mount() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
-        let refused = |disk: &Disk<Wish>, path: &Path, words: &str| {
+        let refused = |disk: &Disk<RequestedDiskSource>, path: &Path, words: &str| {
             let error = open(disk, &mount(path, false)).unwrap_err();
             assert!(error.kind() == Kind::Invalid && error.to_string().contains(words), "{words}: {error}");
         };
@@ -478,7 +504,7 @@ mod tests {
     fn a_file_of_the_node_is_made_where_it_shall_be() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("machine.img");
-        let wish = |create| disk(Wish::HostDisk { path: path.display().to_string(), create }, false);
+        let wish = |create| disk(RequestedDiskSource::HostDisk { path: path.display().to_string(), create }, false);
         let error = open(&wish(None), &mount(&path, false)).unwrap_err();
         assert!(error.kind() == Kind::Invalid && error.to_string().contains("no file machine.img"), "{error}");
         let (found, file) = open(&wish(Some(1 << 20)), &mount(&path, false)).unwrap();

@@ -1,51 +1,7 @@
 //! Owns: which capabilities a container has.
 
-use crate::nouns::ContainerConfig;
-
-/// All of Linux 6.12, in the kernel's order, without "CAP_".
-const ALL: [&str; 41] = [
-    "CHOWN",
-    "DAC_OVERRIDE",
-    "DAC_READ_SEARCH",
-    "FOWNER",
-    "FSETID",
-    "KILL",
-    "SETGID",
-    "SETUID",
-    "SETPCAP",
-    "LINUX_IMMUTABLE",
-    "NET_BIND_SERVICE",
-    "NET_BROADCAST",
-    "NET_ADMIN",
-    "NET_RAW",
-    "IPC_LOCK",
-    "IPC_OWNER",
-    "SYS_MODULE",
-    "SYS_RAWIO",
-    "SYS_CHROOT",
-    "SYS_PTRACE",
-    "SYS_PACCT",
-    "SYS_ADMIN",
-    "SYS_BOOT",
-    "SYS_NICE",
-    "SYS_RESOURCE",
-    "SYS_TIME",
-    "SYS_TTY_CONFIG",
-    "MKNOD",
-    "LEASE",
-    "AUDIT_WRITE",
-    "AUDIT_CONTROL",
-    "SETFCAP",
-    "MAC_OVERRIDE",
-    "MAC_ADMIN",
-    "SYSLOG",
-    "WAKE_ALARM",
-    "BLOCK_SUSPEND",
-    "AUDIT_READ",
-    "PERFMON",
-    "BPF",
-    "CHECKPOINT_RESTORE",
-];
+use nacelle_model::capability;
+use nacelle_model::container::ContainerConfig;
 
 /// What a container has that asks for nothing: what other runtimes give too, so that images behave alike.
 const DEFAULT: [&str; 14] = [
@@ -73,17 +29,6 @@ pub struct Sets {
     pub ambient: Vec<String>,
 }
 
-/// The name as the kernel writes it, without "CAP_".
-pub fn normal(name: &str) -> String {
-    let name = name.to_ascii_uppercase();
-    name.strip_prefix("CAP_").map(str::to_owned).unwrap_or(name)
-}
-
-/// Whether Linux has this capability, or it is "ALL"; the name as `normal` gives it.
-pub fn is_known(name: &str) -> bool {
-    name == "ALL" || ALL.contains(&name)
-}
-
 /// The sets: the default one, "ALL" of add and drop first, then the single names; drop wins over add.
 pub fn of(container: &ContainerConfig) -> Sets {
     let asked = &container.capabilities;
@@ -95,16 +40,17 @@ pub fn of(container: &ContainerConfig) -> Sets {
         container.privileged
             || (!has(&asked.drop, name) && (base(name) || has(&asked.add, name) || has(&asked.ambient, name)))
     };
-    let named =
-        |keep: &dyn Fn(&str) -> bool| ALL.into_iter().filter(|name| keep(name)).map(|n| format!("CAP_{n}")).collect();
+    let named = |keep: &dyn Fn(&str) -> bool| {
+        capability::ALL.into_iter().filter(|name| keep(name)).map(|n| format!("CAP_{n}")).collect()
+    };
     Sets { bounding: named(&given), ambient: named(&|name| given(name) && has(&asked.ambient, name)) }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nouns::Capabilities;
-    use crate::store::tests_support::container;
+    use nacelle_model::security::Capabilities;
+    use nacelle_model::testing::container;
 
     fn sets(add: &[&str], drop: &[&str], ambient: &[&str]) -> Sets {
         let list = |list: &[&str]| list.iter().map(|name| (*name).to_owned()).collect();
@@ -123,13 +69,5 @@ mod tests {
         assert_eq!(sets(&["SYS_TIME"], &["KILL"], &[]).bounding.len(), 14);
         let with = sets(&[], &["ALL"], &["NET_BIND_SERVICE"]);
         assert_eq!((with.bounding, with.ambient.len()), (vec!["CAP_NET_BIND_SERVICE".to_owned()], 1));
-    }
-
-    #[test]
-    fn names_are_read_in_every_spelling() {
-        for name in ["net_admin", "CAP_NET_ADMIN", "cap_net_admin"] {
-            assert_eq!(normal(name), "NET_ADMIN");
-        }
-        assert!(is_known("ALL") && is_known("BPF") && !is_known("FLY") && !is_known("CAP_BPF"));
     }
 }

@@ -1,6 +1,6 @@
 //! Owns: what a change of limits means for the files of a cgroup v2, as runtimes write them when a container is made.
 
-use crate::nouns::{NO_HUGEPAGE_LIMIT, Resources};
+use nacelle_model::resources::{NO_HUGEPAGE_LIMIT, Resources};
 
 /// What a file of a limit reads where there is none.
 const NONE: &str = "max";

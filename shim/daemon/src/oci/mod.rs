@@ -8,11 +8,13 @@ mod seccomp;
 
 pub use limits::limits;
 
-pub use capabilities::{is_known as is_known_capability, normal as normal_capability};
-
-use crate::nouns::{ContainerConfig, NO_HUGEPAGE_LIMIT, NodeVolume, PodConfig, Propagation, Resources, Seccomp};
 use nacelle_base::{Classify, Kind};
 use nacelle_image::ImageConfig;
+use nacelle_model::container::ContainerConfig;
+use nacelle_model::mount::{NodeVolume, Propagation};
+use nacelle_model::pod::PodConfig;
+use nacelle_model::resources::{NO_HUGEPAGE_LIMIT, Resources};
+use nacelle_model::security::SeccompPolicy;
 use oci_spec::runtime::Spec;
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
@@ -158,9 +160,9 @@ fn document(
     }
     let filter = match &container.seccomp {
         _ if privileged => None,
-        Seccomp::Unconfined => None,
-        Seccomp::RuntimeDefault => Some(seccomp::default_profile(&capabilities.bounding)),
-        Seccomp::Localhost(profile) => Some(profile.resolve(&capabilities.bounding, kernel)),
+        SeccompPolicy::Unconfined => None,
+        SeccompPolicy::RuntimeDefault => Some(seccomp::default_profile(&capabilities.bounding)),
+        SeccompPolicy::Localhost(profile) => Some(profile.resolve(&capabilities.bounding, kernel)),
     };
     if let Some(filter) = filter {
         linux.insert("seccomp".into(), filter);
@@ -344,8 +346,10 @@ fn resources(asked: &Resources, privileged: bool, devices: &[DeviceNode]) -> Val
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nouns::{MountOption, RunAs, UNLIMITED};
-    use crate::store::tests_support::{container, pod};
+    use nacelle_model::mount::MountOption;
+    use nacelle_model::resources::UNLIMITED;
+    use nacelle_model::security::RunAs;
+    use nacelle_model::testing::{container, pod};
     use std::collections::BTreeSet;
 
     fn image() -> ImageConfig {
@@ -541,7 +545,7 @@ mod tests {
                 { "names": ["mount"], "action": "SCMP_ACT_ERRNO", "includes": { "caps": ["CAP_SYS_ADMIN"] } },
             ],
         });
-        let profile = || Seccomp::Localhost(Box::new(serde_json::from_value(json.clone()).unwrap()));
+        let profile = || SeccompPolicy::Localhost(Box::new(serde_json::from_value(json.clone()).unwrap()));
         let filter = built(|config| config.seccomp = profile())["linux"]["seccomp"].clone();
         assert_eq!(filter["defaultAction"], "SCMP_ACT_ALLOW");
         assert_eq!(filter["syscalls"], json!([{ "names": ["chmod"], "action": "SCMP_ACT_ERRNO" }]));

@@ -80,7 +80,7 @@ mod tests {
         for group in &groups {
             assert!(!group.why.is_empty() && !group.names.is_empty());
             for name in group.with.iter() {
-                assert!(super::super::is_known_capability(name), "{name}");
+                assert!(nacelle_model::capability::is_known(name), "{name}");
             }
             if group.with.is_empty() {
                 group.names.iter().for_each(|name| assert!(seen.insert(name.clone()), "{name} twice"));

@@ -2,13 +2,8 @@
 //! May use: records. Knows no pod process, no CRI.
 //! Threads: the writer owns the database; `Store` is a handle on its queue. A commit is on the disk when it returns.
 
-mod record;
-
-#[cfg(test)]
-pub(crate) use record::tests as tests_support;
-pub use record::{ContainerRecord, Left, PodRecord, RecordError, VmRecord};
-
 use nacelle_base::{Classify, ContainerId, Kind, PodId};
+use nacelle_model::record::{ContainerRecord, PodRecord, RecordError, VmRecord};
 use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, TableDefinition};
 use std::ops::ControlFlow;
 use std::os::unix::fs::PermissionsExt;
@@ -287,8 +282,8 @@ fn silence(file: File, mut commits: mpsc::Receiver<Commit>, done: oneshot::Sende
 
 #[cfg(test)]
 mod tests {
-    use super::record::tests::{container, pod};
     use super::*;
+    use nacelle_model::testing::{container, pod};
 
     #[tokio::test]
     async fn what_was_committed_is_found_again() {

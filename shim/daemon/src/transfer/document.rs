@@ -1,11 +1,12 @@
 //! Owns: what an artifact says of a machine: who it is, and the files that it has kept, in the order of the artifact's layers. Pure; what is
 //! read comes from strangers.
 
-use crate::store::VmRecord;
 use nacelle_base::json;
-use nacelle_image::{ArtifactKind, Digest, ImageId, Reference};
+use nacelle_image::{ArtifactKind, Reference};
 use nacelle_keeper::qcow2::MAX_SIZE;
 use nacelle_keeper::{Added, read_added};
+use nacelle_model::digest::{Digest, ImageId};
+use nacelle_model::record::VmRecord;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 

@@ -4,13 +4,14 @@
 use super::document::{Document, File, Image, Kept, MACHINE};
 use super::{Folder, Place, Progress, TransferError, blocking, live};
 use crate::lifecycle::{Node, now};
-use crate::store::VmRecord;
 use nacelle_base::files::{FileError, at, remove_if_there};
 use nacelle_base::jailed::JailedDir;
 use nacelle_base::retry::retry_interrupted;
-use nacelle_image::{Artifacts, Digest, pack};
+use nacelle_image::{Artifacts, pack};
 use nacelle_keeper::qcow2::{self, Format};
 use nacelle_keeper::{ADDED, Added, read_added};
+use nacelle_model::digest::Digest;
+use nacelle_model::record::VmRecord;
 use std::collections::BTreeSet;
 use std::os::unix::fs::FileExt;
 use std::path::Path;

@@ -4,10 +4,10 @@
 use super::export::{Listed, list, opened};
 use super::{Folder, TransferError, blocking};
 use crate::lifecycle::Node;
-use crate::store::VmRecord;
 use crate::streaming::Guests;
 use nacelle_base::files::at;
 use nacelle_base::jailed::JailedDir;
+use nacelle_model::record::VmRecord;
 use nacelle_stream::{Exec, Guests as _, Process};
 use std::fs::OpenOptions;
 use std::io::Read;

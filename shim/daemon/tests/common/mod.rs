@@ -161,7 +161,7 @@ impl Networks for FakeNetworks {
         };
         let network = PodNetwork { interfaces: vec![interface], routes: vec![] };
         let ips = network.ips().collect();
-        Ok(Attachment { network, dns: nacelle_net::Dns::default(), ips })
+        Ok(Attachment { network, dns: nacelle_model::network::DnsConfig::default(), ips })
     }
 
     async fn join(&self, _: &PodId, pairs: Vec<(String, String)>) -> Result<(), NetError> {

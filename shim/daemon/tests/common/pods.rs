@@ -3,8 +3,9 @@
 
 use super::Script;
 use nacelle_daemon::lifecycle::seams::{Admit, Pods};
-use nacelle_pod::client::{self, ClientError, PodClient, Started};
-use nacelle_pod::identity::Identity;
+use nacelle_model::process::PodProcess;
+use nacelle_model::process::ProcessIdentity;
+use nacelle_pod::client::{self, ClientError, PodClient};
 use nacelle_pod::processors::ProcessorsError;
 use nacelle_pod::record::{ContainerPhase, ContainerRecord, Phase, PodRecord};
 use nacelle_pod::spec::PodSpec;
@@ -94,8 +95,8 @@ impl FakePods {
         let mut waits = Command::new("sh");
         waits.args(["-c", "read word && exec sleep 3600"]).stdin(Stdio::piped()).stdout(Stdio::null());
         let mut child = waits.spawn().unwrap();
-        identity(&child).write(dir).unwrap();
-        let started = Started { identity: identity(&child), cgroup: None, scratch: spec.scratch_file() };
+        nacelle_pod::identity::write(&identity(&child), dir).unwrap();
+        let started = PodProcess { identity: identity(&child), cgroup: None, scratch: spec.scratch_file() };
         if let Err(error) = admit(started).await {
             child.kill().unwrap();
             child.wait().unwrap();
@@ -125,12 +126,12 @@ impl Drop for FakePods {
     }
 }
 
-fn identity(child: &Child) -> Identity {
+fn identity(child: &Child) -> ProcessIdentity {
     let pid = i32::try_from(child.id()).unwrap();
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
     let start_time = stat.rsplit_once(')').unwrap().1.split_whitespace().nth(19).unwrap().parse().unwrap();
     let boot_id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap().trim().to_owned();
-    Identity { pid, start_time, boot_id }
+    ProcessIdentity { pid, start_time, boot_id }
 }
 
 #[tonic::async_trait]
@@ -157,7 +158,7 @@ impl Pods for FakePods {
         Ok(())
     }
 
-    async fn clean_up(&self, dir: &Path, stored: Option<&Started>) -> Result<Option<PodRecord>, ClientError> {
+    async fn clean_up(&self, dir: &Path, stored: Option<&PodProcess>) -> Result<Option<PodRecord>, ClientError> {
         if let Err(step) = self.script.step("clean up").await {
             return Err(ClientError::Refused {
                 kind: nacelle_base::Kind::Internal,

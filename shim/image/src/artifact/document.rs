@@ -2,9 +2,10 @@
 //! is bounded before it comes here.
 //! Source: OCI image specification 1.1, manifest.md, "Guidelines for Artifact Usage".
 
+use crate::ImageError;
 use crate::manifest::{Descriptor, ManifestError, RawDescriptor};
-use crate::{Digest, ImageError};
 use nacelle_base::json;
+use nacelle_model::digest::Digest;
 use serde::Deserialize;
 use serde_json::{Value, json};
 

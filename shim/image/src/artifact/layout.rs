@@ -2,11 +2,12 @@
 //! Blocks on files. Source: OCI image specification 1.1, image-layout.md.
 
 use super::{ArtifactKind, document};
+use crate::ImageError;
 use crate::manifest::{Descriptor, MAX_MANIFEST, RawDescriptor};
-use crate::{Digest, ImageError};
 use nacelle_base::draft::{self, Draft};
 use nacelle_base::files::{at, write_whole};
 use nacelle_base::json;
+use nacelle_model::digest::Digest;
 use serde_json::{Value, json};
 use std::fs::File;
 use std::io::Read;

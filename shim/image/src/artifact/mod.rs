@@ -12,9 +12,10 @@ pub use packed::{Content, Moved, Packed, pack};
 
 use crate::registry::Session;
 use crate::registry::download::Part;
-use crate::{Auth, Digest, ImageError, Reference, Store};
+use crate::{Auth, ImageError, Reference, Store};
 use bytes::{Buf, Bytes};
 use layout::Layout;
+use nacelle_model::digest::Digest;
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;

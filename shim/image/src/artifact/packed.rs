@@ -3,9 +3,10 @@
 //! Blocks on files.
 
 use super::Descriptor;
-use crate::{Digest, ImageError};
+use crate::ImageError;
 use nacelle_base::files::at;
 use nacelle_base::retry::retry_interrupted;
+use nacelle_model::digest::Digest;
 use sha2::{Digest as _, Sha256};
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufReader, Read};

@@ -3,8 +3,8 @@
 //! they were hostile.
 
 use super::{BLOCK, MAX_PATH};
-use crate::Digest;
 use crate::budget::{Budget, BudgetError};
+use nacelle_model::digest::Digest;
 
 const MAGIC: &[u8; 8] = b"NACLAYR1";
 

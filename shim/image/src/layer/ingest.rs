@@ -6,8 +6,8 @@
 use super::index::{Data, Device, Entry, IndexWriter, MAX_CHUNKS, Meta, What};
 use super::tar::{Archive, Header, Kind, TarError};
 use super::{BLOCK, MAX_NAME, MAX_PATH, clean};
-use crate::Digest;
 use crate::budget::{Budget, BudgetError, Cancel};
+use nacelle_model::digest::Digest;
 use sha2::{Digest as _, Sha256};
 use std::fs::File;
 use std::io::{self, BufReader, Read};

@@ -2,12 +2,13 @@
 //! handed on is not verified: the reader at the other end of the channel does that.
 
 use super::{Endpoint, Session, is_passing};
+use crate::ImageError;
 use crate::manifest::Descriptor;
-use crate::{Digest, ImageError};
 use ::http::StatusCode;
 use ::http::header::CONTENT_RANGE;
 use bytes::Bytes;
 use nacelle_base::Chain;
+use nacelle_model::digest::Digest;
 use std::time::Duration;
 use tokio::sync::mpsc::Sender;
 

@@ -7,13 +7,14 @@ mod http;
 mod upload;
 
 use crate::manifest::{ACCEPT, MAX_MANIFEST};
-use crate::{Auth, Digest, ImageError, Reference};
+use crate::{Auth, ImageError, Reference};
 use ::http::header::{ACCEPT as ACCEPT_HEADER, AUTHORIZATION, RANGE, WWW_AUTHENTICATE};
 use ::http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
 use auth::Challenge;
 pub use http::Http;
 use http::{Answer, header};
 use nacelle_base::{Classify, Kind};
+use nacelle_model::digest::Digest;
 use std::sync::Arc;
 use upload::Payload;
 

@@ -4,7 +4,7 @@
 use super::http::{join, shown};
 use super::{Endpoint, Session, download, is_passing};
 use crate::manifest::Descriptor;
-use crate::{Digest, ImageError, Moved};
+use crate::{ImageError, Moved};
 use ::http::header::{CONTENT_TYPE, LOCATION};
 use ::http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
 use bytes::Bytes;
@@ -13,6 +13,7 @@ use hyper::body::{Body, Frame, SizeHint};
 use nacelle_base::Chain;
 use nacelle_base::files::at;
 use nacelle_base::retry::retry_interrupted;
+use nacelle_model::digest::Digest;
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::PathBuf;

@@ -3,7 +3,8 @@
 use crate::common::server::{Asked, Reply, Server, honest};
 use crate::common::{Image, Packing, Tar, image};
 use nacelle_base::{Classify, Kind};
-use nacelle_image::{Auth, Config, ImageError, ImageId, Reference, RegistryConfig, Store};
+use nacelle_image::{Auth, Config, ImageError, Reference, RegistryConfig, Store};
+use nacelle_model::digest::ImageId;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

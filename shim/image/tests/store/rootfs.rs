@@ -3,7 +3,8 @@
 
 use crate::common::{Packing, Tar, can_mount, image, look, mount, reopen, write_layout};
 use nacelle_base::{Classify, Kind};
-use nacelle_image::{Config, Copied, Digest, ImageConfig, Reference, RunAs, Store};
+use nacelle_image::{Config, Copied, ImageConfig, Reference, RunAs, Store};
+use nacelle_model::digest::Digest;
 use std::collections::HashSet;
 use std::path::Path;
 use std::process::Command;

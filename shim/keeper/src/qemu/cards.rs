@@ -2,7 +2,7 @@
 
 use super::{Args, Opt};
 use crate::network::hex;
-use crate::spec::{Board, CardModel};
+use nacelle_model::machine::{Board, CardModel};
 use std::os::fd::RawFd;
 
 /// A network card.

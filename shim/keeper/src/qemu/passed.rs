@@ -1,7 +1,7 @@
 //! Owns: QEMU's words for PCI devices of the node. Pure.
 
 use super::{Args, Opt};
-use crate::spec::{Board, MachineDocument};
+use nacelle_model::machine::{Board, MachineDocument};
 
 /// Where this process sees what is said of them: not in sysfs, of which it sees nothing.
 const FOLDER: &str = "/dev/vfio";
@@ -26,7 +26,7 @@ pub(super) fn devices(args: &mut Args, document: &MachineDocument) {
 mod tests {
     use super::*;
     use crate::qemu::tests::document;
-    use crate::spec::HostDevice;
+    use nacelle_model::machine::HostDevice;
 
     #[test]
     fn each_has_a_place_on_the_board() {

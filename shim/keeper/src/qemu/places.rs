@@ -2,7 +2,7 @@
 
 use super::{Args, Opt, file};
 use crate::added::{Added, PLACES};
-use crate::spec::{Board, Cache};
+use nacelle_model::machine::{Board, Cache};
 use std::path::PathBuf;
 
 /// The device on PCI whose functions are the places.

@@ -1,8 +1,8 @@
 //! Owns: what QEMU is told of threads and queues of disks, and of disks that several machines write to. Pure.
-//! Source: QEMU's manual, "iothread", and the properties of its disks ("iothread", "num-queues", "share-rw").
+//! DiskSource: QEMU's manual, "iothread", and the properties of its disks ("iothread", "num-queues", "share-rw").
 
 use super::{Args, Opt};
-use crate::spec::{Bus, Disk, MachineDocument};
+use nacelle_model::machine::{Bus, Disk, MachineDocument};
 
 /// The threads that disks have beside the main one.
 pub(super) fn threads(args: &mut Args, document: &MachineDocument) {
@@ -30,12 +30,12 @@ pub(super) fn controller(controller: Opt, disk: &Disk, processors: u32) -> Opt {
 mod tests {
     use super::*;
     use crate::disk::tests::sample;
-    use crate::spec::{Serving, Source};
+    use nacelle_model::machine::{DiskSource, Serving};
 
     #[test]
     fn a_disk_is_served_as_it_is_said() {
         let said = |bus, serving| {
-            let disk = Disk { bus, serving, ..sample("a", Source::Empty { bytes: 512 }) };
+            let disk = Disk { bus, serving, ..sample("a", DiskSource::Empty { bytes: 512 }) };
             (serving_of(&disk), controller(Opt::new("c"), &disk, 4).0)
         };
         fn serving_of(disk: &Disk) -> String {
@@ -56,7 +56,7 @@ mod tests {
                 .iter()
                 .map(|thread| {
                     let serving = Serving { thread: *thread, ..Serving::default() };
-                    Disk { serving, ..sample("a", Source::Empty { bytes: 512 }) }
+                    Disk { serving, ..sample("a", DiskSource::Empty { bytes: 512 }) }
                 })
                 .collect();
             threads(&mut args, &document);

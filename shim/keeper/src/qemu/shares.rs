@@ -3,8 +3,8 @@
 //! Source: QEMU's manual, "memory-backend-memfd" and "vhost-user-fs-pci".
 
 use super::{Args, Opt};
-use crate::spec::MachineDocument;
 use nacelle_base::share::QUEUE_SIZE;
+use nacelle_model::machine::MachineDocument;
 use std::path::PathBuf;
 
 /// The machine's memory.

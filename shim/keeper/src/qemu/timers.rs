@@ -2,8 +2,8 @@
 //! Source: QEMU's manual, "-rtc", and the properties of its machines.
 
 use super::{Args, Opt};
-use crate::spec::Clock;
 use nacelle_engine::Accelerator;
+use nacelle_model::machine::Clock;
 
 /// The timers that a board has.
 pub(super) fn board(board: Opt, clock: &Clock) -> Opt {

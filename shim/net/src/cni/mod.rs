@@ -36,7 +36,7 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 pub use debts::OwedDelete;
 pub use error::CniError;
 pub(crate) use result::CniResult;
-pub use types::{Bandwidth, Dns, PodRef, PortMapping, Protocol};
+pub use types::{Bandwidth, PodRef};
 
 /// The name of the pod's default interface.
 pub(crate) const INTERFACE: &str = "eth0";

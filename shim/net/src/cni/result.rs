@@ -1,8 +1,9 @@
 //! Owns: what a plugin prints at ADD: read as tolerantly as other runtimes do, and made ready for the next one.
 
+use super::CniError;
 use super::config::{Version, field, parse_object};
-use super::{CniError, Dns};
 use ipnet::IpNet;
+use nacelle_model::network::DnsConfig;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::net::IpAddr;
@@ -14,7 +15,7 @@ pub(crate) struct CniResult {
     pub interfaces: Vec<String>,
     /// The pod's addresses in the order of the result.
     pub ips: Vec<IpAddr>,
-    pub dns: Dns,
+    pub dns: DnsConfig,
     /// The result itself, of the version of the configuration: `prevResult`.
     pub raw: Map<String, Value>,
 }
@@ -75,12 +76,13 @@ impl CniResult {
 }
 
 /// The values end up in a text file, one a word: nothing in them may end the word.
-fn resolver(what: &str, dns: WireDns) -> Result<Dns, CniError> {
+fn resolver(what: &str, dns: WireDns) -> Result<DnsConfig, CniError> {
     let mut searches = dns.search.unwrap_or_default();
     if let Some(domain) = dns.domain.filter(|domain| !domain.is_empty() && !searches.contains(domain)) {
         searches.insert(0, domain);
     }
-    let dns = Dns { servers: dns.nameservers.unwrap_or_default(), searches, options: dns.options.unwrap_or_default() };
+    let dns =
+        DnsConfig { servers: dns.nameservers.unwrap_or_default(), searches, options: dns.options.unwrap_or_default() };
     let mut words = dns.servers.iter().chain(&dns.searches).chain(&dns.options);
     match words.find(|word| word.is_empty() || word.chars().any(|c| c.is_whitespace() || c.is_control())) {
         Some(word) => Err(field(what, "dns", &Value::from(word.as_str()), "words without spaces are expected")),

@@ -1,7 +1,7 @@
 //! Owns: the `main` of test programs that are their own pod process: `TEST --dir DIR` serves, everything else is
 //! as with cargo's test programs.
 
-use nacelle_pod::identity::Identity;
+use nacelle_pod::identity;
 use nacelle_pod::spec::PodSpec;
 use std::path::Path;
 use std::process::ExitCode;
@@ -64,8 +64,8 @@ fn serve(dir: &Path) -> ExitCode {
 
 /// Kills the pod process of a directory, if it is not this one.
 pub fn end(dir: &Path) {
-    if let Ok(Some(identity)) = Identity::read(dir)
-        && identity.is_alive().unwrap_or(false)
+    if let Ok(Some(identity)) = identity::read(dir)
+        && identity::is_alive(&identity).unwrap_or(false)
         && identity.pid != i32::try_from(std::process::id()).unwrap_or_default()
     {
         let pid = nix::unistd::Pid::from_raw(identity.pid);

@@ -9,7 +9,7 @@ use agent::Shared;
 use nacelle_base::PodId;
 use nacelle_engine::fake::{Fake, Guest, Script};
 use nacelle_pod::client::{self, ClientError, PodClient};
-use nacelle_pod::identity::Identity;
+use nacelle_pod::identity;
 use nacelle_pod::record::{self, PodRecord};
 use nacelle_pod::spec::{Accelerator, EngineSpec, PodSpec, ScratchSpec, Timeouts, VERSION};
 use nacelle_proto::pod;
@@ -92,7 +92,7 @@ impl World {
         change(&mut spec);
         spec.write(&self.dir).unwrap();
         nacelle_pod::make_jail(&self.dir).unwrap();
-        Identity::own().unwrap().write(&self.dir).unwrap();
+        identity::write(&identity::own().unwrap(), &self.dir).unwrap();
         let (dir, engine) = (self.dir.clone(), engine(&self.agent).with_script(script));
         self.process = Some(std::thread::spawn(move || nacelle_pod::run_with(&dir, |_| Ok(Arc::new(engine)))));
         let deadline = Instant::now() + LIMIT;

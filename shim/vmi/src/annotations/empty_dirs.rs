@@ -3,12 +3,9 @@
 
 use crate::Quantity;
 use crate::rules::label;
+use nacelle_model::empty_dir::{MAX_QUOTA, MIN_QUOTA};
 use std::collections::BTreeMap;
 
-/// The least that one can be limited to.
-pub const LEAST: u64 = 16 << 20;
-/// The most.
-pub const MOST: u64 = 4 << 40;
 /// Volumes that one pod may name.
 pub const MANY: usize = 64;
 /// What is expected.
@@ -21,7 +18,7 @@ pub fn limits(text: &str) -> Option<BTreeMap<String, u64>> {
     for entry in text.split(',') {
         let (name, size) = entry.split_once('=')?;
         let size = Quantity::parse(size).ok()?.bytes()?;
-        let right = label(name) && (LEAST..=MOST).contains(&size) && found.len() < MANY;
+        let right = label(name) && (MIN_QUOTA..=MAX_QUOTA).contains(&size) && found.len() < MANY;
         if !right || found.insert(name.to_owned(), size).is_some() {
             return None;
         }

@@ -4,10 +4,11 @@ use super::device::devices;
 use super::resources::{fields, resources};
 use super::volume::volumes;
 use super::{FieldError, apparmor, bad, id_number, name, name_of_image, pairs, users};
-use crate::nouns::{Capabilities, ContainerConfig, PidMode, RunAs, Seccomp};
-use crate::oci;
-use crate::profile::Profile;
-use nacelle_pod::spec::{Shares, UserNamespace};
+use nacelle_model::capability;
+use nacelle_model::container::ContainerConfig;
+use nacelle_model::namespace::{NodeNamespaces, UserNamespace};
+use nacelle_model::seccomp::SeccompProfile;
+use nacelle_model::security::{Capabilities, PidMode, RunAs, SeccompPolicy};
 use nacelle_proto::cri;
 use std::path::{Component, Path, PathBuf};
 
@@ -28,8 +29,8 @@ pub fn seccomp_profile(config: Option<&cri::ContainerConfig>) -> Result<Option<P
 /// user namespace, are its containers', too.
 pub fn container_config(
     config: Option<&cri::ContainerConfig>,
-    profile: Option<Profile>,
-    node: Shares,
+    profile: Option<SeccompProfile>,
+    node: NodeNamespaces,
     user_namespace: Option<UserNamespace>,
 ) -> Result<ContainerConfig, FieldError> {
     let config = config.ok_or(FieldError::Missing { field: "config" })?;
@@ -135,8 +136,8 @@ pub(super) fn signal_number(signal: cri::Signal) -> Option<u32> {
 fn capabilities(asked: Option<&cri::Capability>) -> Result<Capabilities, FieldError> {
     let Some(asked) = asked else { return Ok(Capabilities::default()) };
     let list = |field, names: &[String]| -> Result<Vec<String>, FieldError> {
-        let known = |name: &String| match oci::normal_capability(name) {
-            normal if oci::is_known_capability(&normal) => Ok(normal),
+        let known = |name: &String| match capability::normalize(name) {
+            normal if capability::is_known(&normal) => Ok(normal),
             _ => bad(field, name, "a capability of Linux or ALL is needed"),
         };
         names.iter().map(known).collect()
@@ -152,7 +153,7 @@ fn capabilities(asked: Option<&cri::Capability>) -> Result<Capabilities, FieldEr
 }
 
 /// `node`: what the pod shares with the node, which its containers do then, too.
-fn pid(options: Option<&cri::NamespaceOption>, node: Shares) -> Result<PidMode, FieldError> {
+fn pid(options: Option<&cri::NamespaceOption>, node: NodeNamespaces) -> Result<PidMode, FieldError> {
     let options = options.cloned().unwrap_or_default();
     for (field, mode, shared) in [
         ("config.linux.security_context.namespace_options.network", options.network(), node.network),
@@ -246,12 +247,15 @@ fn asked_seccomp(security: &cri::LinuxContainerSecurityContext) -> Result<Asked,
     }
 }
 
-fn seccomp(security: &cri::LinuxContainerSecurityContext, profile: Option<Profile>) -> Result<Seccomp, FieldError> {
+fn seccomp(
+    security: &cri::LinuxContainerSecurityContext,
+    profile: Option<SeccompProfile>,
+) -> Result<SeccompPolicy, FieldError> {
     Ok(match (asked_seccomp(security)?, profile) {
-        (Asked::RuntimeDefault, _) => Seccomp::RuntimeDefault,
-        (Asked::File(_), Some(profile)) => Seccomp::Localhost(Box::new(profile)),
+        (Asked::RuntimeDefault, _) => SeccompPolicy::RuntimeDefault,
+        (Asked::File(_), Some(profile)) => SeccompPolicy::Localhost(Box::new(profile)),
         // Nobody read the file: of a privileged container.
-        (Asked::Unconfined | Asked::File(_), _) => Seccomp::Unconfined,
+        (Asked::Unconfined | Asked::File(_), _) => SeccompPolicy::Unconfined,
     })
 }
 
@@ -275,7 +279,7 @@ mod tests {
         let mut config = sample();
         change(&mut config);
         seccomp_profile(Some(&config))?;
-        container_config(Some(&config), None, Shares::default(), None)
+        container_config(Some(&config), None, NodeNamespaces::default(), None)
     }
 
     fn security(config: &mut cri::ContainerConfig) -> &mut cri::LinuxContainerSecurityContext {
@@ -316,9 +320,9 @@ mod tests {
         );
         let run_as = RunAs { user: Some("1000".into()), group: Some(1001), supplemental: vec![5], strict: true };
         assert_eq!(container.run_as, run_as);
-        assert_eq!((container.pid, container.seccomp), (PidMode::Own, Seccomp::RuntimeDefault));
+        assert_eq!((container.pid, container.seccomp), (PidMode::Own, SeccompPolicy::RuntimeDefault));
         let plain = converted(|_| ()).unwrap();
-        assert_eq!((plain.pid, plain.seccomp, plain.stop_signal), (PidMode::Pod, Seccomp::Unconfined, None));
+        assert_eq!((plain.pid, plain.seccomp, plain.stop_signal), (PidMode::Pod, SeccompPolicy::Unconfined, None));
     }
 
     #[test]
@@ -330,8 +334,9 @@ mod tests {
             let path = seccomp_profile(Some(&config)).unwrap();
             let profile = serde_json::from_str(r#"{ "defaultAction": "SCMP_ACT_LOG" }"#).unwrap();
             let config =
-                container_config(Some(&config), path.is_some().then_some(profile), Shares::default(), None).unwrap();
-            (path, matches!(config.seccomp, Seccomp::Localhost(_)))
+                container_config(Some(&config), path.is_some().then_some(profile), NodeNamespaces::default(), None)
+                    .unwrap();
+            (path, matches!(config.seccomp, SeccompPolicy::Localhost(_)))
         };
         fn local(path: &str) -> Option<cri::SecurityProfile> {
             Some(cri::SecurityProfile { profile_type: Localhost.into(), localhost_ref: path.into() })

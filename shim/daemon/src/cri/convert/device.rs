@@ -1,9 +1,9 @@
-//! Owns: Device → `Device` of ours, and what CDI devices add to a request.
+//! Owns: DeviceRequest → `DeviceRequest` of ours, and what CDI devices add to a request.
 
 use super::{FieldError, bad, not_yet};
 use crate::cdi::Edits;
-use crate::nouns::Device;
-use nacelle_pod::spec::UserNamespace;
+use nacelle_model::device::DeviceRequest;
+use nacelle_model::namespace::UserNamespace;
 use nacelle_proto::cri;
 use std::collections::BTreeSet;
 use std::path::{Component, Path};
@@ -16,7 +16,7 @@ const PATH_MAX: usize = 4095;
 const OWN: [&str; 3] = ["/dev/pts", "/dev/shm", "/dev/mqueue"];
 
 /// Checks and converts.
-pub fn devices(asked: &[cri::Device], users: Option<UserNamespace>) -> Result<Vec<Device>, FieldError> {
+pub fn devices(asked: &[cri::Device], users: Option<UserNamespace>) -> Result<Vec<DeviceRequest>, FieldError> {
     if asked.len() > MOST {
         return bad("config.devices", asked.len(), format!("at most {MOST} are allowed"));
     }
@@ -44,7 +44,7 @@ pub fn devices(asked: &[cri::Device], users: Option<UserNamespace>) -> Result<Ve
         if letters.is_empty() || !known || letters.len() != device.permissions.len() {
             return bad("config.devices.permissions", &device.permissions, "letters of rwm are needed, each once");
         }
-        devices.push(Device {
+        devices.push(DeviceRequest {
             container_path: device.container_path.clone(),
             host_path: device.host_path.clone(),
             permissions: device.permissions.clone(),
@@ -135,7 +135,7 @@ mod tests {
         let one = || device("/dev/kvm", "/dev/kvm", "r");
         assert!(devices(&[one(), one()], None).unwrap_err().to_string().contains("once"));
         assert!(devices(&vec![one(); MOST + 1], None).unwrap_err().to_string().contains("256"));
-        let range = nacelle_pod::spec::IdRange { first: 1 << 16, count: 1 << 16 };
+        let range = nacelle_model::namespace::IdRange { first: 1 << 16, count: 1 << 16 };
         let users = Some(UserNamespace { users: range, groups: range });
         assert_eq!(devices(&[one()], users).unwrap_err().kind(), Kind::Unsupported);
         assert_eq!(devices(&[], users), Ok(vec![]));

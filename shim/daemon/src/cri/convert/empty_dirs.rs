@@ -2,7 +2,8 @@
 
 use super::{FieldError, bad, cut};
 use crate::config::{EmptyDir, EngineSetting, Handler};
-use crate::nouns::{EmptyDirs, PodConfig};
+use nacelle_model::empty_dir::EmptyDirs;
+use nacelle_model::pod::PodConfig;
 use nacelle_vmi::annotations::empty_dirs as annotation;
 use std::collections::BTreeMap;
 
@@ -43,13 +44,13 @@ fn limits(text: &str) -> Result<BTreeMap<String, u64>, FieldError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nouns::{MAX_EMPTY_DIR, MIN_EMPTY_DIR};
     use nacelle_base::{Classify, Kind};
-    use nacelle_pod::spec::{IdRange, UserNamespace};
+    use nacelle_model::empty_dir::{MAX_QUOTA, MIN_QUOTA};
+    use nacelle_model::namespace::{IdRange, UserNamespace};
     use proptest::prelude::*;
 
     fn pod(annotation: Option<&str>) -> PodConfig {
-        let mut pod = (*crate::store::tests_support::pod(1).config).clone();
+        let mut pod = (*nacelle_model::testing::pod(1).config).clone();
         pod.annotations.extend(annotation.map(|text| (LIMITS.to_owned(), text.to_owned())));
         pod
     }
@@ -126,7 +127,7 @@ mod tests {
         fn whatever_a_pod_writes_sizes_are_in_bounds(text in "\\PC{0,64}|([a-c-]{1,3}=[0-9]{1,20}(Ki|Mi|Gi|Ti|k|M|G|T)?,?){1,5}") {
             if let Ok(found) = limits(&text) {
                 prop_assert!(!found.is_empty() && found.len() <= annotation::MANY);
-                prop_assert!(found.values().all(|size| (MIN_EMPTY_DIR..=MAX_EMPTY_DIR).contains(size)));
+                prop_assert!(found.values().all(|size| (MIN_QUOTA..=MAX_QUOTA).contains(size)));
             }
         }
     }

@@ -5,9 +5,9 @@ use super::report::container_is_visible;
 use super::stats::measured;
 use crate::accounting::{ContainerFigures, Cost, Figures};
 use crate::lifecycle::View;
-use crate::lifecycle::state::Container;
-use crate::store::ContainerRecord;
 use cri::MetricType::{Counter, Gauge};
+use nacelle_model::record::ContainerRecord;
+use nacelle_model::state::ContainerState;
 use nacelle_proto::{cri, pod as proto};
 
 const NANOS: u64 = 1_000_000_000;
@@ -235,7 +235,7 @@ pub fn pod(view: &View, figures: &Figures, cost: Option<Cost>) -> cri::PodSandbo
     });
     let metrics = samples(own, &["", id, "", id, &name.namespace, &name.name], 0);
     let shown = view.containers.values().filter(|record| container_is_visible(record));
-    let running = shown.filter(|record| record.state == Container::Running).filter_map(|record| {
+    let running = shown.filter(|record| record.state == ContainerState::Running).filter_map(|record| {
         let found = figures.containers.get(record.id.as_str())?;
         let usage = &found.used.as_ref()?.usage;
         let running = Running { record, at: figures.at, usage, figures: found, scratch: figures.scratch.as_ref() };

@@ -28,8 +28,8 @@ pub use volume::for_a_guest;
 #[cfg(test)]
 pub(crate) use pod::tests::sample;
 
-use crate::nouns::Pairs;
 use nacelle_base::{Classify, Kind};
+use nacelle_model::StringMap;
 use nacelle_proto::cri;
 use std::collections::HashMap;
 
@@ -127,7 +127,7 @@ fn not_yet<T>(field: &'static str, value: impl ToString, instead: &'static str) 
     Err(FieldError::NotYet { field, value: cut(value), instead })
 }
 
-fn pairs(map: &HashMap<String, String>) -> Pairs {
+fn pairs(map: &HashMap<String, String>) -> StringMap {
     map.iter().map(|(key, value)| (key.clone(), value.clone())).collect()
 }
 

@@ -3,9 +3,10 @@
 use super::resources::{fields, pod_resources};
 use super::{FieldError, apparmor, bad, id_number, name, pairs, users};
 use crate::config::{HostNamespaces, PrivilegedPods, Sandbox};
-use crate::nouns::{PodConfig, PodName, cpu_milli};
-use nacelle_net::{Dns, PortMapping, Protocol};
-use nacelle_pod::spec::Shares;
+use nacelle_model::namespace::NodeNamespaces;
+use nacelle_model::network::{DnsConfig, PortMapping, Protocol};
+use nacelle_model::pod::{PodConfig, PodName};
+use nacelle_model::resources::cpu_milli;
 use nacelle_proto::cri;
 use std::path::PathBuf;
 
@@ -74,7 +75,7 @@ fn positive(bytes: i64) -> Option<u64> {
 }
 
 /// The namespaces of the node that a pod shall have, if that is allowed.
-fn node_namespaces(namespaces: &cri::NamespaceOption, policy: HostNamespaces) -> Result<Shares, FieldError> {
+fn node_namespaces(namespaces: &cri::NamespaceOption, policy: HostNamespaces) -> Result<NodeNamespaces, FieldError> {
     use cri::NamespaceMode::{Container, Node, Pod};
     for (field, mode, allowed) in [
         ("config.linux.security_context.namespace_options.network", namespaces.network(), &[Pod][..]),
@@ -88,7 +89,11 @@ fn node_namespaces(namespaces: &cri::NamespaceOption, policy: HostNamespaces) ->
             return bad(field, mode.as_str_name(), "a pod has one of its own (POD); pid can be CONTAINER too");
         }
     }
-    Ok(Shares { network: namespaces.network() == Node, pid: namespaces.pid() == Node, ipc: namespaces.ipc() == Node })
+    Ok(NodeNamespaces {
+        network: namespaces.network() == Node,
+        pid: namespaces.pid() == Node,
+        ipc: namespaces.ipc() == Node,
+    })
 }
 
 fn check_security(security: &cri::LinuxSandboxSecurityContext) -> Result<(), FieldError> {
@@ -111,7 +116,7 @@ fn check_security(security: &cri::LinuxSandboxSecurityContext) -> Result<(), Fie
 }
 
 /// kubelet sends none for a pod with the node's network: it is called as the node.
-fn hostname(hostname: &str, pod: &str, node: Shares) -> Result<String, FieldError> {
+fn hostname(hostname: &str, pod: &str, node: NodeNamespaces) -> Result<String, FieldError> {
     if hostname.is_empty() {
         if let Some(name) = nix::unistd::gethostname().ok().filter(|name| node.network && !name.is_empty()) {
             return Ok(name.to_string_lossy().into_owned());
@@ -147,7 +152,7 @@ fn log_directory(text: &str) -> Result<Option<PathBuf>, FieldError> {
     }
 }
 
-fn dns(dns: Option<&cri::DnsConfig>) -> Result<Option<Dns>, FieldError> {
+fn dns(dns: Option<&cri::DnsConfig>) -> Result<Option<DnsConfig>, FieldError> {
     let Some(dns) = dns.filter(|dns| **dns != cri::DnsConfig::default()) else { return Ok(None) };
     for (field, words) in [
         ("config.dns_config.servers", &dns.servers),
@@ -163,7 +168,7 @@ fn dns(dns: Option<&cri::DnsConfig>) -> Result<Option<Dns>, FieldError> {
     if let Some(server) = dns.servers.iter().find(|server| server.parse::<std::net::IpAddr>().is_err()) {
         return bad("config.dns_config.servers", server, "an IP address is needed");
     }
-    Ok(Some(Dns { servers: dns.servers.clone(), searches: dns.searches.clone(), options: dns.options.clone() }))
+    Ok(Some(DnsConfig { servers: dns.servers.clone(), searches: dns.searches.clone(), options: dns.options.clone() }))
 }
 
 /// None: a port of the pod that no port of the node leads to.
@@ -211,7 +216,7 @@ fn dotted(key: &str) -> String {
     }
 }
 
-fn sysctl(key: &str, value: &str, node: Shares) -> Result<(String, String), FieldError> {
+fn sysctl(key: &str, value: &str, node: NodeNamespaces) -> Result<(String, String), FieldError> {
     let field = "config.linux.sysctls";
     let dotted = dotted(key);
     let clean = dotted.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-/".contains(&b))
@@ -367,7 +372,7 @@ pub(crate) mod tests {
             pod_config(Some(&config), "h", &policy)
         };
         let pod = converted(Some("kernel.shmmax")).unwrap();
-        assert_eq!(pod.node_namespaces, Shares { network: true, pid: true, ipc: false });
+        assert_eq!(pod.node_namespaces, NodeNamespaces { network: true, pid: true, ipc: false });
         assert_eq!(pod.hostname, "web-0");
         assert!(!pod.shared_pid && pod.needs_host());
         let error = converted(Some("net.ipv4.ip_forward")).unwrap_err();
@@ -414,10 +419,10 @@ pub(crate) mod tests {
             ("net.ipv4.conf.eth0/1.forwarding", "net.ipv4.conf.eth0/1.forwarding"),
             ("net/ipv4/conf/eth0.1/forwarding", "net.ipv4.conf.eth0/1.forwarding"),
         ] {
-            assert_eq!(sysctl(key, "1", Shares::default()).unwrap().0, taken);
+            assert_eq!(sysctl(key, "1", NodeNamespaces::default()).unwrap().0, taken);
         }
         for key in ["net/ipv4/../x", "net.ipv4.//.x", "net..x", "net.", "/net/ipv4/x", "net.ipv4.ip forward"] {
-            assert_eq!(sysctl(key, "1", Shares::default()).unwrap_err().kind(), Kind::Invalid, "{key}");
+            assert_eq!(sysctl(key, "1", NodeNamespaces::default()).unwrap_err().kind(), Kind::Invalid, "{key}");
         }
     }
 

@@ -3,19 +3,22 @@
 use super::container::signal_number;
 use super::users;
 use crate::lifecycle::shown::{self, Shown};
-use crate::lifecycle::state::Container;
 use crate::lifecycle::{Event, EventKind, View};
-use crate::nouns::{ImageOf, ImageVolume, MountOption, NodeVolume, Pairs, Propagation, Resources};
-use crate::store::{ContainerRecord, PodRecord};
 use nacelle_image::{ImageRecord, RunAs};
+use nacelle_model::StringMap;
+use nacelle_model::container::ContainerImage;
+use nacelle_model::mount::{ImageVolume, MountOption, NodeVolume, Propagation};
+use nacelle_model::record::{ContainerRecord, PodRecord};
+use nacelle_model::resources::Resources;
+use nacelle_model::state::ContainerState;
 use nacelle_proto::cri;
 use std::collections::{BTreeSet, HashMap};
 
-pub(super) fn map(pairs: &Pairs) -> HashMap<String, String> {
+pub(super) fn map(pairs: &StringMap) -> HashMap<String, String> {
     pairs.iter().map(|(key, value)| (key.clone(), value.clone())).collect()
 }
 
-pub(super) fn selected(labels: &Pairs, selector: &HashMap<String, String>) -> bool {
+pub(super) fn selected(labels: &StringMap, selector: &HashMap<String, String>) -> bool {
     selector.iter().all(|(key, value)| labels.get(key) == Some(value))
 }
 
@@ -195,10 +198,10 @@ pub fn container(container: &ContainerRecord) -> cri::Container {
 /// The word that kubelet and people look for.
 fn reason(container: &ContainerRecord) -> &'static str {
     match container.state {
-        Container::Exited if container.oom_killed => "OOMKilled",
-        Container::Exited if container.start_failed => "StartError",
-        Container::Exited if container.exit_code == 0 => "Completed",
-        Container::Exited => "Error",
+        ContainerState::Exited if container.oom_killed => "OOMKilled",
+        ContainerState::Exited if container.start_failed => "StartError",
+        ContainerState::Exited if container.exit_code == 0 => "Completed",
+        ContainerState::Exited => "Error",
         _ => "",
     }
 }
@@ -244,7 +247,7 @@ pub fn container_status(container: &ContainerRecord) -> cri::ContainerStatus {
 }
 
 /// An image volume. It lies on no path of the node.
-fn volume((volume, image): (&ImageVolume, &ImageOf)) -> cri::Mount {
+fn volume((volume, image): (&ImageVolume, &ContainerImage)) -> cri::Mount {
     cri::Mount {
         container_path: volume.container_path.clone(),
         readonly: true,
@@ -322,7 +325,7 @@ pub fn image(image: &ImageRecord) -> cri::Image {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::store::tests_support::{container as container_record, pod as pod_record};
+    use nacelle_model::testing::{container as container_record, pod as pod_record};
     use std::sync::Arc;
 
     #[test]
@@ -364,7 +367,7 @@ mod tests {
         assert_eq!(ended(|r| r.exit_code = 3).reason, "Error");
         assert_eq!(ended(|r| (r.exit_code, r.oom_killed) = (137, true)).reason, "OOMKilled");
         assert_eq!(ended(|r| r.start_failed = true).reason, "StartError");
-        assert_eq!(ended(|r| r.state = Container::Running).reason, "");
+        assert_eq!(ended(|r| r.state = ContainerState::Running).reason, "");
         let status = ended(|r| {
             let config = Arc::make_mut(&mut r.config);
             (config.image, config.user_image) = ("sha256:aa".into(), "busybox:1".into());

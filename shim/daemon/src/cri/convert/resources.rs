@@ -6,7 +6,7 @@
 
 use super::{FieldError, bad, not_yet, pairs};
 use crate::lists;
-use crate::nouns::{NO_HUGEPAGE_LIMIT, PodResources, Resources, UNLIMITED};
+use nacelle_model::resources::{NO_HUGEPAGE_LIMIT, PodResources, Resources, UNLIMITED};
 use nacelle_proto::cri;
 
 /// No node has as many bytes, or as many microseconds of quota: from here on a limit is none.

@@ -1,13 +1,14 @@
-//! Owns: a specification that a container pod's annotations make → `Shape`: what of it the machine can have, and the refusal,
+//! Owns: a specification that a container pod's annotations make → `VmShape`: what of it the machine can have, and the refusal,
 //! field by field, of what it cannot.
 
 use crate::config::Handler;
 use crate::machine_pod::{self, Refused};
-use crate::nouns::{OwnKernel, PodConfig, Shape};
 use nacelle_base::machine::{CpuModel, MemoryPages, Topology};
 use nacelle_base::{Classify, Kind};
 use nacelle_engine::{MAX_CMDLINE, MAX_VCPUS};
-use nacelle_image::{Digest, Reference};
+use nacelle_image::Reference;
+use nacelle_model::digest::Digest;
+use nacelle_model::pod::{OwnKernel, PodConfig, VmShape};
 use nacelle_pod::spec::{EngineSpec, MIN_MEMORY_MIB};
 use nacelle_vmi::admit::Admitted;
 
@@ -124,7 +125,7 @@ pub fn shape(
     pod: &PodConfig,
     handler: &Handler,
     engine: &EngineSpec,
-) -> Result<Shape, ShapeError> {
+) -> Result<VmShape, ShapeError> {
     if matches!(engine, EngineSpec::Host { .. }) {
         return Err(ShapeError::NoMachine);
     }
@@ -136,7 +137,7 @@ pub fn shape(
     }
     let memory_pages = pages(admitted)?;
     let cpu_model = cpu_model(admitted, engine)?;
-    Ok(Shape {
+    Ok(VmShape {
         processors: processors(admitted, pod, engine)?,
         pinned: admitted.said().domain.cpu.as_ref().is_some_and(|cpu| cpu.dedicated_cpu_placement == Some(true)),
         cpu_model,
@@ -282,7 +283,8 @@ fn kernel(admitted: &Admitted) -> Result<Option<OwnKernel>, ShapeError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nacelle_pod::spec::{Accelerator, Shares};
+    use nacelle_model::namespace::NodeNamespaces;
+    use nacelle_pod::spec::Accelerator;
     use nacelle_vmi::admit;
     use nacelle_vmi::preset::Catalogue;
 
@@ -291,10 +293,10 @@ mod tests {
     }
 
     fn plain() -> PodConfig {
-        PodConfig { memory_limit: None, ..(*crate::store::tests_support::pod(1).config).clone() }
+        PodConfig { memory_limit: None, ..(*nacelle_model::testing::pod(1).config).clone() }
     }
 
-    fn shaped(said: &[(&str, &str)], pod: &PodConfig, engine: &EngineSpec) -> Result<Shape, ShapeError> {
+    fn shaped(said: &[(&str, &str)], pod: &PodConfig, engine: &EngineSpec) -> Result<VmShape, ShapeError> {
         let said = said.iter().map(|(name, value)| (format!("vm.nacelle.dev/{name}"), (*value).to_owned())).collect();
         let admitted = admit::pod(&said, &Catalogue::default()).unwrap().unwrap();
         let handler = Handler { kernel_args: vec!["a=1".into()], ..Handler::default() };
@@ -312,7 +314,7 @@ mod tests {
         ];
         let spec = "{domain: {cpu: {cores: 4, dedicatedCpuPlacement: true}, memory: {guest: 512Mi, hugepages: {pageSize: 2Mi}}, devices: {rng: {}}, \
                     firmware: {kernelBoot: {kernelArgs: x.y=1 z}}}, architecture: amd64}";
-        let expected = Shape {
+        let expected = VmShape {
             cpu_model: None,
             processors: Some(Topology::flat(4)),
             pinned: true,
@@ -333,10 +335,10 @@ mod tests {
     #[test]
     fn what_is_a_default_is_no_wish() {
         for said in [("kind", "container"), ("cpu-pinning", "false")] {
-            assert_eq!(shaped(&[said], &plain(), &qemu()), Ok(Shape::default()));
+            assert_eq!(shaped(&[said], &plain(), &qemu()), Ok(VmShape::default()));
         }
         let shape = shaped(&[("memory", "64Mi")], &plain(), &qemu()).unwrap();
-        assert_eq!(shape, Shape { memory_mib: Some(64), ..Shape::default() });
+        assert_eq!(shape, VmShape { memory_mib: Some(64), ..VmShape::default() });
     }
 
     #[test]
@@ -382,9 +384,9 @@ mod tests {
         let told = "kernelBoot.container.initrdPath (from vm.nacelle.dev/initrd): its initial file system is Nacelle's";
         assert!(error.to_string().contains(told) && !error.to_string().contains("kernelPath"), "{error}");
         // What an older daemon has recorded, and what this one does.
-        assert_eq!(serde_json::from_str::<Shape>("{}").unwrap(), Shape::default());
+        assert_eq!(serde_json::from_str::<VmShape>("{}").unwrap(), VmShape::default());
         let shape = kernel("a:1").unwrap();
-        assert_eq!(serde_json::from_value::<Shape>(serde_json::to_value(&shape).unwrap()).unwrap(), shape);
+        assert_eq!(serde_json::from_value::<VmShape>(serde_json::to_value(&shape).unwrap()).unwrap(), shape);
     }
 
     #[test]
@@ -416,7 +418,7 @@ mod tests {
     fn what_cannot_be_is_refused_by_field_value_and_rule() {
         let limited = PodConfig { memory_limit: Some(1 << 28), cpu_limit_milli: Some(1500), ..plain() };
         let over = PodConfig { overhead_memory: Some(300 << 20), ..limited.clone() };
-        let host = EngineSpec::Host { agent: "/a".into(), shares: Shares::default() };
+        let host = EngineSpec::Host { agent: "/a".into(), shares: NodeNamespaces::default() };
         let two = "{domain: {cpu: {sockets: 2, cores: 3}}}";
         let odd = "{domain: {cpu: {sockets: 2, threads: 2}}}";
         let long = "x".repeat(1021);

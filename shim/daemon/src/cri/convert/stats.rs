@@ -3,8 +3,8 @@
 use super::report::{map, metadata, pod_metadata, selected};
 use crate::accounting::{Account, Figures, Used};
 use crate::lifecycle::View;
-use crate::lifecycle::state::Container;
-use crate::store::{ContainerRecord, PodRecord};
+use nacelle_model::record::{ContainerRecord, PodRecord};
+use nacelle_model::state::ContainerState;
 use nacelle_proto::{cri, pod as proto};
 use serde_json::json;
 
@@ -68,7 +68,8 @@ fn io(usage: &proto::Usage, timestamp: i64) -> Option<cri::IoUsage> {
 /// that of ImageFsInfo.
 pub fn container(record: &ContainerRecord, figures: Option<&Figures>, mountpoint: &str) -> cri::ContainerStats {
     let found = figures.and_then(|figures| Some((figures.at, figures.containers.get(record.id.as_str())?)));
-    let used = found.filter(|_| record.state == Container::Running).and_then(|(at, f)| Some((at, f.used.as_ref()?)));
+    let used =
+        found.filter(|_| record.state == ContainerState::Running).and_then(|(at, f)| Some((at, f.used.as_ref()?)));
     let layer = found.and_then(|(at, figures)| Some((at, figures.layer.as_ref()?)));
     cri::ContainerStats {
         attributes: Some(cri::ContainerAttributes {
@@ -179,7 +180,7 @@ fn clamp(number: i128) -> i64 {
 mod tests {
     use super::*;
     use crate::accounting::{ContainerFigures, Cost};
-    use crate::store::tests_support::{container as container_record, pod as pod_record};
+    use nacelle_model::testing::{container as container_record, pod as pod_record};
     use nacelle_pod::GroupUsage;
 
     fn used() -> Used {
@@ -223,7 +224,7 @@ mod tests {
     #[test]
     fn a_running_container_has_all_figures() {
         let mut record = container_record(2, 1);
-        record.state = Container::Running;
+        record.state = ContainerState::Running;
         let figures = figures(record.id.as_str());
         let stats = container(&record, Some(&figures), "/images");
         let number = |value: Option<cri::UInt64Value>| value.map(|value| value.value);

@@ -1,7 +1,7 @@
 //! Owns: NamespaceOption.userns_options and the mappings of mounts → the pod's user namespace, the same for all its containers.
 
 use super::{FieldError, bad};
-use nacelle_pod::spec::{IdRange, UserNamespace};
+use nacelle_model::namespace::{IdRange, UserNamespace};
 use nacelle_proto::cri;
 
 /// Where pods and containers ask for it.

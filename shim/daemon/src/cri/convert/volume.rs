@@ -2,9 +2,10 @@
 
 use super::{FieldError, bad, name_of_image, not_yet, users};
 use crate::config::{Config, EngineSetting};
-use crate::nouns::{ContainerConfig, ImageVolume, MountOption, NodeVolume, Propagation};
 use nacelle_base::mounts;
-use nacelle_pod::spec::UserNamespace;
+use nacelle_model::container::ContainerConfig;
+use nacelle_model::mount::{ImageVolume, MountOption, NodeVolume, Propagation};
+use nacelle_model::namespace::UserNamespace;
 use nacelle_proto::cri;
 use std::collections::BTreeSet;
 use std::path::{Component, Path, PathBuf};
@@ -226,7 +227,7 @@ mod tests {
             ("/data/inner", true, true, Propagation::Private),
         ];
         assert_eq!(shown, expected);
-        let mut config = (*crate::store::tests_support::container(1, 1).config).clone();
+        let mut config = (*nacelle_model::testing::container(1, 1).config).clone();
         config.node_volumes = taken;
         let mut node = Config::default();
         for_a_guest(&config, &node).unwrap();
@@ -256,7 +257,7 @@ mod tests {
         };
         let (_, taken) = volumes(std::slice::from_ref(&both), None).unwrap();
         assert_eq!(taken[0].propagation, Propagation::BothWays);
-        let range = nacelle_pod::spec::IdRange { first: 65_536, count: 65_536 };
+        let range = nacelle_model::namespace::IdRange { first: 65_536, count: 65_536 };
         let error = volumes(&[both], Some(UserNamespace { users: range, groups: range })).unwrap_err();
         assert_eq!(error.kind(), Kind::Invalid);
         assert!(error.to_string().contains("PROPAGATION_BIDIRECTIONAL"), "{error}");
@@ -283,7 +284,7 @@ mod tests {
             assert_eq!(error.kind(), Kind::Invalid, "{error}");
             assert!(error.to_string().contains(&format!("mount_options is {word:?}")), "{error}");
         }
-        let range = nacelle_pod::spec::IdRange { first: 1 << 16, count: 1 << 16 };
+        let range = nacelle_model::namespace::IdRange { first: 1 << 16, count: 1 << 16 };
         let users = Some(UserNamespace { users: range, groups: range });
         asked(&["noexec"], false, users).unwrap();
         assert_eq!(asked(&["noatime"], false, users).unwrap_err().kind(), Kind::Unsupported);

@@ -3,12 +3,15 @@
 use super::super::error::LifecycleError;
 use super::super::make::{self, Prepared, Told, told};
 use super::super::processors;
-use super::super::state::{self, Container, ContainerAct, ContainerAsk};
 use super::super::{clip, new_id, now};
 use super::{Actor, Answer, Entry, Message, PAUSE, Patience, Stopping, tell};
-use crate::nouns::{ContainerConfig, ImageOf, PidMode, User};
-use crate::store::{Change, ContainerRecord};
+use crate::store::Change;
 use nacelle_base::{Chain, ContainerId};
+use nacelle_model::container::{ContainerConfig, ContainerImage};
+use nacelle_model::record::ContainerRecord;
+use nacelle_model::security::{ContainerUser, PidMode};
+use nacelle_model::state;
+use nacelle_model::state::{ContainerAction, ContainerEvent, ContainerState};
 use nacelle_pod::record::LOST;
 use nacelle_proto::pod as proto;
 use std::sync::Arc;
@@ -26,21 +29,21 @@ impl Actor {
     pub(super) async fn create(
         &mut self,
         config: ContainerConfig,
-        image: ImageOf,
-        volumes: Vec<ImageOf>,
+        image: ContainerImage,
+        volumes: Vec<ContainerImage>,
         answer: Answer<ContainerId>,
     ) {
         let same_name = |entry: &&mut Entry| {
             entry.record.config.name == config.name && entry.record.config.attempt == config.attempt
         };
         if let Some(entry) = self.containers.values_mut().find(same_name) {
-            let ids = |images: &[ImageOf]| images.iter().map(|image| image.id).collect::<Vec<_>>();
+            let ids = |images: &[ContainerImage]| images.iter().map(|image| image.id).collect::<Vec<_>>();
             let same = *entry.record.config == config
                 && entry.record.image.id == image.id
                 && ids(&entry.record.volumes) == ids(&volumes);
             match entry.record.state {
-                Container::Creating if same && !entry.record.answered => return entry.made.push(answer),
-                Container::Creating | Container::Created if same => {
+                ContainerState::Creating if same && !entry.record.answered => return entry.made.push(answer),
+                ContainerState::Creating | ContainerState::Created if same => {
                     return drop(answer.send(Ok(entry.record.id.clone())));
                 }
                 _ => {}
@@ -79,7 +82,8 @@ impl Actor {
 
     /// Makes one that a daemon before this one may have begun with.
     pub(super) fn make_again(&self, id: ContainerId) {
-        let Some(entry) = self.containers.get(&id).filter(|entry| entry.record.state == Container::Creating) else {
+        let Some(entry) = self.containers.get(&id).filter(|entry| entry.record.state == ContainerState::Creating)
+        else {
             return;
         };
         let (parts, pod, record) = (Arc::clone(&self.parts), self.pod.clone(), entry.record.clone());
@@ -103,7 +107,7 @@ impl Actor {
         };
         // A container that is being removed stays until this is answered.
         let Some(entry) = self.containers.get_mut(&id) else { return };
-        if entry.record.state == Container::Creating && prepared.is_certain() {
+        if entry.record.state == ContainerState::Creating && prepared.is_certain() {
             entry.record.answered = true;
             tell(&mut entry.made, &Ok(id.clone()));
         }
@@ -117,10 +121,10 @@ impl Actor {
     fn check_new(
         &self,
         config: ContainerConfig,
-        image: ImageOf,
-        volumes: Vec<ImageOf>,
+        image: ContainerImage,
+        volumes: Vec<ContainerImage>,
     ) -> Result<ContainerRecord, LifecycleError> {
-        if self.pod.state != state::Pod::Ready {
+        if self.pod.state != state::PodState::Ready {
             return Err(self.not_ready());
         }
         if config.privileged && !self.pod.config.privileged {
@@ -136,7 +140,7 @@ impl Actor {
                 let Some(entry) = known else {
                     return Err(LifecycleError::NotFound { what: "target container", id: target.clone() });
                 };
-                if entry.record.state != Container::Running {
+                if entry.record.state != ContainerState::Running {
                     return Err(LifecycleError::NotRunning { id: target.clone() });
                 }
             }
@@ -152,7 +156,7 @@ impl Actor {
             image,
             volumes,
             log_path,
-            state: Container::Creating,
+            state: ContainerState::Creating,
             created_at: now(),
             started_at: 0,
             finished_at: 0,
@@ -166,34 +170,34 @@ impl Actor {
         })
     }
 
-    pub(super) async fn made(&mut self, id: ContainerId, result: Result<User, LifecycleError>) {
+    pub(super) async fn made(&mut self, id: ContainerId, result: Result<ContainerUser, LifecycleError>) {
         let Some(entry) = self.containers.get_mut(&id) else { return };
         entry.record.timeline = entry.timeline.steps();
         let ask = match result {
             Ok(user) => {
                 // One that is removed already was never anybody's.
-                if entry.record.state == Container::Creating {
+                if entry.record.state == ContainerState::Creating {
                     entry.record.answered = true;
                     entry.record.user = Some(user);
                 }
-                ContainerAsk::Made
+                ContainerEvent::Made
             }
             Err(error) => {
                 tracing::warn!(pod = %self.pod.id, container = %id, "not made: {}", Chain(&error));
                 entry.record.message = clip(&Chain(&error).to_string());
                 // Told when what was half made is gone, so that asking again meets nothing of it.
                 entry.make_error = Some(error);
-                if entry.record.answered && entry.record.state == Container::Creating {
+                if entry.record.answered && entry.record.state == ContainerState::Creating {
                     entry.record.start_failed = true;
                     entry.record.exit_code = START_FAILED;
                     entry.record.finished_at = now();
-                    ContainerAsk::NotMade
+                    ContainerEvent::NotMade
                 } else {
-                    ContainerAsk::MakeFailed
+                    ContainerEvent::MakeFailed
                 }
             }
         };
-        if self.step_container(&id, ask).await == Some(ContainerAct::Remove) {
+        if self.step_container(&id, ask).await == Some(ContainerAction::Remove) {
             return self.begin_remove(id);
         }
         let Some(entry) = self.containers.get_mut(&id) else { return };
@@ -214,16 +218,16 @@ impl Actor {
         let Some(entry) = self.containers.get_mut(&id) else {
             return drop(answer.send(Err(LifecycleError::NotFound { what: "container", id: id.to_string() })));
         };
-        match entry.record.state.step(ContainerAsk::Start) {
+        match entry.record.state.step(ContainerEvent::Start) {
             Err(source) => {
                 let refused = LifecycleError::Refused { whose: "container", id: id.to_string(), source };
                 // One that was never made says why.
                 drop(answer.send(Err(entry.make_error.clone().unwrap_or(refused))));
             }
-            Ok((Container::Running, _)) => drop(answer.send(Ok(()))),
+            Ok((ContainerState::Running, _)) => drop(answer.send(Ok(()))),
             Ok((_, act)) => {
                 entry.started.push(answer);
-                if act == ContainerAct::Start {
+                if act == ContainerAction::Start {
                     self.begin_start(&id).await;
                 }
             }
@@ -234,7 +238,7 @@ impl Actor {
     async fn begin_start(&mut self, id: &ContainerId) {
         let Some(entry) = self.containers.get(id) else { return };
         let mut next = entry.record.clone();
-        next.state = Container::Starting;
+        next.state = ContainerState::Starting;
         let begun = match self.client.clone() {
             Some(client) => self.commit(vec![Change::Container(next.clone().into())]).await.map(|()| client),
             None => Err(self.not_ready()),
@@ -260,7 +264,7 @@ impl Actor {
                 if entry.record.started_at == 0 {
                     entry.record.started_at = now();
                 }
-                ContainerAsk::Started
+                ContainerEvent::Started
             }
             Err(error) => {
                 if entry.record.started_at == 0 {
@@ -271,7 +275,7 @@ impl Actor {
                     }
                     entry.record.finished_at = now();
                 }
-                ContainerAsk::StartFailed
+                ContainerEvent::StartFailed
             }
         };
         self.step_container(&id, ask).await;
@@ -283,18 +287,18 @@ impl Actor {
     pub(super) async fn stop_container(&mut self, id: ContainerId, stopping: Stopping) {
         let client = self.client.clone();
         let Some(entry) = self.containers.get_mut(&id) else { return drop(stopping.answer.send(Ok(()))) };
-        match (entry.record.state.step(ContainerAsk::Stop), client) {
-            (Ok((_, ContainerAct::Stop)), Some(client)) => {
+        match (entry.record.state.step(ContainerEvent::Stop), client) {
+            (Ok((_, ContainerAction::Stop)), Some(client)) => {
                 let grace = stopping.grace.saturating_sub(stopping.since.elapsed());
                 let work = make::stop(Arc::clone(&self.parts), client, id.clone(), grace);
                 self.effect(async move { Message::Stopped(id, work.await, stopping) });
             }
             // The pod process is searched for.
-            (Ok((_, ContainerAct::Stop)), None) if self.pod.state == state::Pod::Ready => {
+            (Ok((_, ContainerAction::Stop)), None) if self.pod.state == state::PodState::Ready => {
                 self.stopped(id, Err(self.silent()), stopping).await;
             }
             // It ends with its machine, which is on its way down.
-            (Ok((_, ContainerAct::Stop)), None) => self.wait_stopped.push(stopping.answer),
+            (Ok((_, ContainerAction::Stop)), None) => self.wait_stopped.push(stopping.answer),
             _ => drop(stopping.answer.send(Ok(()))),
         }
     }
@@ -320,7 +324,7 @@ impl Actor {
         let runs = self
             .containers
             .get(&id)
-            .is_some_and(|entry| matches!(entry.record.state, Container::Running | Container::Starting));
+            .is_some_and(|entry| matches!(entry.record.state, ContainerState::Running | ContainerState::Starting));
         let result = match result {
             Err(_) if !runs => Ok(()),
             Err(error) if stopping.patience.lasts(&error, self.parts.answer_limit()) => {
@@ -346,13 +350,13 @@ impl Actor {
             return;
         };
         entry.removed.extend(answer);
-        if self.step_container(&id, ContainerAsk::Remove).await == Some(ContainerAct::Remove) {
+        if self.step_container(&id, ContainerEvent::Remove).await == Some(ContainerAction::Remove) {
             self.begin_remove(id);
         }
     }
 
     pub(super) fn begin_remove(&mut self, id: ContainerId) {
-        if self.pod.state == state::Pod::Ready && self.client.is_none() {
+        if self.pod.state == state::PodState::Ready && self.client.is_none() {
             let error = self.silent();
             return self.effect(async move { Message::Removed(id, Err(error)) });
         }
@@ -364,7 +368,7 @@ impl Actor {
 
     pub(super) async fn removed(&mut self, id: ContainerId, result: Result<(), LifecycleError>) {
         // Without a machine there is nothing left of it but the record.
-        let result = if self.pod.state == state::Pod::Ready { result } else { Ok(()) };
+        let result = if self.pod.state == state::PodState::Ready { result } else { Ok(()) };
         let result = match result {
             Ok(()) => self.commit(vec![Change::ForgetContainer(id.clone())]).await,
             failed => failed,
@@ -393,7 +397,7 @@ impl Actor {
                     entry.record.finished_at = now();
                     entry.record.exit_code = lost_code();
                 }
-                self.step_container(&id, ContainerAsk::RemoveFailed).await;
+                self.step_container(&id, ContainerEvent::RemoveFailed).await;
                 if let Some(entry) = self.containers.get_mut(&id) {
                     entry.removal = Patience::default();
                     tell(&mut entry.made, &Err(entry.make_error.take().unwrap_or_else(|| error.clone())));
@@ -423,9 +427,9 @@ impl Actor {
             let told = told(container, entry.record.created_at, now());
             match told.phase {
                 proto::ContainerPhase::Running => {
-                    if matches!(entry.record.state, Container::Created | Container::Starting) {
+                    if matches!(entry.record.state, ContainerState::Created | ContainerState::Starting) {
                         entry.record.started_at = if told.started_at == 0 { now() } else { told.started_at };
-                        self.step_container(&id, ContainerAsk::Started).await;
+                        self.step_container(&id, ContainerEvent::Started).await;
                     }
                 }
                 proto::ContainerPhase::Exited => self.exited(&id, told).await,
@@ -436,7 +440,7 @@ impl Actor {
 
     async fn exited(&mut self, id: &ContainerId, told: Told) {
         let Some(entry) = self.containers.get_mut(id) else { return };
-        if !matches!(entry.record.state, Container::Created | Container::Starting | Container::Running) {
+        if !matches!(entry.record.state, ContainerState::Created | ContainerState::Starting | ContainerState::Running) {
             return;
         }
         let record = &mut entry.record;
@@ -448,7 +452,7 @@ impl Actor {
         record.exit_code = told.exit_code;
         record.oom_killed = told.oom_killed;
         record.message = told.message;
-        self.step_container(id, ContainerAsk::Exit).await;
+        self.step_container(id, ContainerEvent::Exit).await;
     }
 
     async fn lose(&mut self, id: &ContainerId, why: &str) {
@@ -473,7 +477,7 @@ impl Actor {
     }
 
     /// Takes a step of a container, records and shows it. None: refused, which for what happens is a defect or a lie.
-    async fn step_container(&mut self, id: &ContainerId, ask: ContainerAsk) -> Option<ContainerAct> {
+    async fn step_container(&mut self, id: &ContainerId, ask: ContainerEvent) -> Option<ContainerAction> {
         let entry = self.containers.get_mut(id)?;
         let from = entry.record.state;
         match from.step(ask) {

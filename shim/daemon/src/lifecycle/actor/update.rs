@@ -5,14 +5,15 @@ use super::super::error::{LifecycleError, at};
 use super::super::make;
 use super::super::processors;
 use super::super::size;
-use super::super::state::{self, Container};
 use super::{Actor, Answer, Entry, Message, Wish};
 use crate::lists::numbers;
-use crate::machine_pod::MachinePod;
-use crate::nouns::{MachineSize, PodResources, Resources};
 use crate::oci;
 use crate::store::Change;
 use nacelle_base::ContainerId;
+use nacelle_model::machine_pod::MachinePod;
+use nacelle_model::resources::{PodResources, Resources, VmResources};
+use nacelle_model::state;
+use nacelle_model::state::ContainerState;
 use nacelle_pod::client::PodClient;
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -32,7 +33,7 @@ impl Actor {
             return;
         }
         match entry.record.state {
-            Container::Creating => self.refuse_too_few(&id),
+            ContainerState::Creating => self.refuse_too_few(&id),
             _ => self.begin_update(&id).await,
         }
     }
@@ -128,7 +129,8 @@ impl Actor {
         let guest = self.parts.has_guest(&self.pod);
         let config = Arc::clone(&self.pod.config);
         let Some(entry) = self.containers.get_mut(id) else { return };
-        let there = matches!(entry.record.state, Container::Created | Container::Starting | Container::Running);
+        let there =
+            matches!(entry.record.state, ContainerState::Created | ContainerState::Starting | ContainerState::Running);
         match (&self.client, entry.updates.front()) {
             (Some(client), Some((change, _))) if there => {
                 let next = Box::new(entry.record.resources().changed_by(change));
@@ -245,7 +247,7 @@ impl Actor {
         &self,
         wish: &Wish,
     ) -> Result<(Option<PodResources>, make::Resize, Option<PodClient>), LifecycleError> {
-        if self.pod.state != state::Pod::Ready {
+        if self.pod.state != state::PodState::Ready {
             return Err(self.not_ready());
         }
         let known = self.pod.resources.clone();
@@ -264,7 +266,7 @@ impl Actor {
         // Of a pod that is older than the record of its machine, what it was promised is known.
         let config = &self.pod.config;
         let vcpus = config.cpu_limit_milli.map_or(1, |milli| u32::try_from(milli.div_ceil(1000)).unwrap_or(u32::MAX));
-        let promised = MachineSize {
+        let promised = VmResources {
             vcpus,
             max_vcpus: 0,
             memory: config.memory_limit.unwrap_or(0),
@@ -281,7 +283,7 @@ impl Actor {
         })?;
         // The agent of a pod that is older than the bound may not know how.
         let processors = machine.max_vcpus > 0 && size::grows(config);
-        let to = if processors { sized } else { MachineSize { vcpus: machine.vcpus, ..sized } };
+        let to = if processors { sized } else { VmResources { vcpus: machine.vcpus, ..sized } };
         let sizes = make::Resize { from: machine, to, processors };
         if !(processors || machine.reserve_used().is_some()) || !self.parts.has_guest(&self.pod) {
             return Ok((next, sizes, None));
@@ -294,7 +296,7 @@ impl Actor {
     pub(super) async fn pod_updated(
         &mut self,
         next: Option<PodResources>,
-        resized: Result<MachineSize, LifecycleError>,
+        resized: Result<VmResources, LifecycleError>,
     ) {
         let result = match resized {
             Ok(machine) => {
@@ -321,6 +323,9 @@ fn pins(machine: Option<&MachinePod>, next: &Resources) -> Vec<u32> {
 }
 
 /// Whether a container may run on the processors that it has.
-fn is_live(state: Container) -> bool {
-    matches!(state, Container::Creating | Container::Created | Container::Starting | Container::Running)
+fn is_live(state: ContainerState) -> bool {
+    matches!(
+        state,
+        ContainerState::Creating | ContainerState::Created | ContainerState::Starting | ContainerState::Running
+    )
 }

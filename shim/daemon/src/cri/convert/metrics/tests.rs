@@ -2,8 +2,8 @@
 
 use super::*;
 use crate::accounting::Used;
-use crate::nouns::Resources;
-use crate::store::tests_support::{container as container_record, pod as pod_record};
+use nacelle_model::resources::Resources;
+use nacelle_model::testing::{container as container_record, pod as pod_record};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The names that critest 1.37 expects (pkg/validate/pod.go), without "container_".
@@ -45,7 +45,7 @@ fn usage() -> proto::Usage {
 /// A pod with a container that runs and has everything, and one that does not.
 fn world() -> (View, Figures) {
     let mut record = container_record(2, 1);
-    record.state = Container::Running;
+    record.state = ContainerState::Running;
     record.started_at = 1_700_000_000 * 1_000_000_000 + 7;
     record.resources = Some(Resources {
         cpu_quota: 20_000,

@@ -1,4 +1,4 @@
-//! Owns: what pods and containers may do: pure tables, no clock, no I/O. docs/state-machines.md shows them printed;
+//! Defines the states of pods and containers as pure tables, without clock and I/O. docs/state-machines.md shows them printed;
 //! a test holds the page to these tables.
 //!
 //! ```text
@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 
 /// The state of a pod.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum Pod {
+pub enum PodState {
     /// Its machine and its network are being made.
     Booting,
     /// Containers can be made.
@@ -40,7 +40,7 @@ pub enum Pod {
 
 /// What happens to a pod, or is asked of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum PodAsk {
+pub enum PodEvent {
     /// Machine and network are there.
     Up,
     /// They could not be made.
@@ -63,7 +63,7 @@ pub enum PodAsk {
 
 /// What must be done with a pod now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum PodAct {
+pub enum PodAction {
     /// Nothing.
     Nothing,
     /// Tell the start of the machine to give up; it answers with `BootFailed` or `Up`.
@@ -76,7 +76,7 @@ pub enum PodAct {
 
 /// The state of a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum Container {
+pub enum ContainerState {
     /// The guest makes it.
     Creating,
     /// It can be started.
@@ -93,7 +93,7 @@ pub enum Container {
 
 /// What happens to a container, or is asked of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum ContainerAsk {
+pub enum ContainerEvent {
     /// The guest has made it.
     Made,
     /// It could not be made, and nobody knows it.
@@ -118,7 +118,7 @@ pub enum ContainerAsk {
 
 /// What must be done with a container now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum ContainerAct {
+pub enum ContainerAction {
     /// Nothing.
     Nothing,
     /// Have the guest start it.
@@ -132,7 +132,7 @@ pub enum ContainerAct {
 /// What is not possible in this state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{what} is not possible: the {whose} is {state}")]
-pub struct Refused {
+pub struct InvalidTransition {
     /// What was asked.
     pub what: &'static str,
     /// "pod" or "container".
@@ -141,26 +141,33 @@ pub struct Refused {
     pub state: &'static str,
 }
 
-impl Pod {
+impl PodState {
     /// All states.
-    pub const ALL: [Pod; 6] = [Pod::Booting, Pod::Ready, Pod::Stopping, Pod::Unclean, Pod::Stopped, Pod::Removing];
+    pub const ALL: [PodState; 6] = [
+        PodState::Booting,
+        PodState::Ready,
+        PodState::Stopping,
+        PodState::Unclean,
+        PodState::Stopped,
+        PodState::Removing,
+    ];
 
     fn name(self) -> &'static str {
         match self {
-            Pod::Booting => "booting",
-            Pod::Ready => "ready",
-            Pod::Stopping => "stopping",
-            Pod::Unclean => "unclean",
-            Pod::Stopped => "stopped",
-            Pod::Removing => "being removed",
+            PodState::Booting => "booting",
+            PodState::Ready => "ready",
+            PodState::Stopping => "stopping",
+            PodState::Unclean => "unclean",
+            PodState::Stopped => "stopped",
+            PodState::Removing => "being removed",
         }
     }
 
     /// The next state, and what must be done.
-    pub fn step(self, ask: PodAsk) -> Result<(Pod, PodAct), Refused> {
-        use Pod::*;
-        use PodAct::*;
-        use PodAsk as Ask;
+    pub fn step(self, ask: PodEvent) -> Result<(PodState, PodAction), InvalidTransition> {
+        use PodAction::*;
+        use PodEvent as Ask;
+        use PodState::*;
         Ok(match (self, ask) {
             (Booting, Ask::Up) => (Ready, Nothing),
             (Booting, Ask::BootFailed) => (Stopping, Undo),
@@ -182,62 +189,62 @@ impl Pod {
     }
 }
 
-impl PodAsk {
+impl PodEvent {
     /// All asks.
-    pub const ALL: [PodAsk; 9] = [
-        PodAsk::Up,
-        PodAsk::BootFailed,
-        PodAsk::Gone,
-        PodAsk::Stop,
-        PodAsk::Remove,
-        PodAsk::Undone,
-        PodAsk::UndoFailed,
-        PodAsk::Forgotten,
-        PodAsk::ForgetFailed,
+    pub const ALL: [PodEvent; 9] = [
+        PodEvent::Up,
+        PodEvent::BootFailed,
+        PodEvent::Gone,
+        PodEvent::Stop,
+        PodEvent::Remove,
+        PodEvent::Undone,
+        PodEvent::UndoFailed,
+        PodEvent::Forgotten,
+        PodEvent::ForgetFailed,
     ];
 
     fn name(self) -> &'static str {
         match self {
-            PodAsk::Up => "up",
-            PodAsk::BootFailed => "boot failed",
-            PodAsk::Gone => "gone",
-            PodAsk::Stop => "stop",
-            PodAsk::Remove => "remove",
-            PodAsk::Undone => "undone",
-            PodAsk::UndoFailed => "undo failed",
-            PodAsk::Forgotten => "forgotten",
-            PodAsk::ForgetFailed => "forget failed",
+            PodEvent::Up => "up",
+            PodEvent::BootFailed => "boot failed",
+            PodEvent::Gone => "gone",
+            PodEvent::Stop => "stop",
+            PodEvent::Remove => "remove",
+            PodEvent::Undone => "undone",
+            PodEvent::UndoFailed => "undo failed",
+            PodEvent::Forgotten => "forgotten",
+            PodEvent::ForgetFailed => "forget failed",
         }
     }
 }
 
-impl Container {
+impl ContainerState {
     /// All states.
-    pub const ALL: [Container; 6] = [
-        Container::Creating,
-        Container::Created,
-        Container::Starting,
-        Container::Running,
-        Container::Exited,
-        Container::Removing,
+    pub const ALL: [ContainerState; 6] = [
+        ContainerState::Creating,
+        ContainerState::Created,
+        ContainerState::Starting,
+        ContainerState::Running,
+        ContainerState::Exited,
+        ContainerState::Removing,
     ];
 
     fn name(self) -> &'static str {
         match self {
-            Container::Creating => "being created",
-            Container::Created => "created",
-            Container::Starting => "being started",
-            Container::Running => "running",
-            Container::Exited => "exited",
-            Container::Removing => "being removed",
+            ContainerState::Creating => "being created",
+            ContainerState::Created => "created",
+            ContainerState::Starting => "being started",
+            ContainerState::Running => "running",
+            ContainerState::Exited => "exited",
+            ContainerState::Removing => "being removed",
         }
     }
 
     /// The next state, and what must be done.
-    pub fn step(self, ask: ContainerAsk) -> Result<(Container, ContainerAct), Refused> {
-        use Container::*;
-        use ContainerAct as Act;
-        use ContainerAsk as Ask;
+    pub fn step(self, ask: ContainerEvent) -> Result<(ContainerState, ContainerAction), InvalidTransition> {
+        use ContainerAction as Act;
+        use ContainerEvent as Ask;
+        use ContainerState::*;
         Ok(match (self, ask) {
             (Creating, Ask::Made) => (Created, Act::Nothing),
             (Creating, Ask::MakeFailed) => (Removing, Act::Remove),
@@ -267,39 +274,39 @@ impl Container {
     }
 }
 
-impl ContainerAsk {
+impl ContainerEvent {
     /// All asks.
-    pub const ALL: [ContainerAsk; 10] = [
-        ContainerAsk::Made,
-        ContainerAsk::MakeFailed,
-        ContainerAsk::NotMade,
-        ContainerAsk::Start,
-        ContainerAsk::Started,
-        ContainerAsk::StartFailed,
-        ContainerAsk::Exit,
-        ContainerAsk::Stop,
-        ContainerAsk::Remove,
-        ContainerAsk::RemoveFailed,
+    pub const ALL: [ContainerEvent; 10] = [
+        ContainerEvent::Made,
+        ContainerEvent::MakeFailed,
+        ContainerEvent::NotMade,
+        ContainerEvent::Start,
+        ContainerEvent::Started,
+        ContainerEvent::StartFailed,
+        ContainerEvent::Exit,
+        ContainerEvent::Stop,
+        ContainerEvent::Remove,
+        ContainerEvent::RemoveFailed,
     ];
 
     fn name(self) -> &'static str {
         match self {
-            ContainerAsk::Made => "made",
-            ContainerAsk::MakeFailed => "make failed",
-            ContainerAsk::NotMade => "not made",
-            ContainerAsk::Start => "start",
-            ContainerAsk::Started => "started",
-            ContainerAsk::StartFailed => "start failed",
-            ContainerAsk::Exit => "exit",
-            ContainerAsk::Stop => "stop",
-            ContainerAsk::Remove => "remove",
-            ContainerAsk::RemoveFailed => "remove failed",
+            ContainerEvent::Made => "made",
+            ContainerEvent::MakeFailed => "make failed",
+            ContainerEvent::NotMade => "not made",
+            ContainerEvent::Start => "start",
+            ContainerEvent::Started => "started",
+            ContainerEvent::StartFailed => "start failed",
+            ContainerEvent::Exit => "exit",
+            ContainerEvent::Stop => "stop",
+            ContainerEvent::Remove => "remove",
+            ContainerEvent::RemoveFailed => "remove failed",
         }
     }
 }
 
-fn refused(what: &'static str, whose: &'static str, state: &'static str) -> Refused {
-    Refused { what, whose, state }
+fn refused(what: &'static str, whose: &'static str, state: &'static str) -> InvalidTransition {
+    InvalidTransition { what, whose, state }
 }
 
 #[cfg(test)]
@@ -311,7 +318,7 @@ mod tests {
     fn table<S: std::fmt::Debug + Copy, A: std::fmt::Debug + Copy, Act: std::fmt::Debug>(
         states: &[S],
         asks: &[A],
-        step: impl Fn(S, A) -> Result<(S, Act), Refused>,
+        step: impl Fn(S, A) -> Result<(S, Act), InvalidTransition>,
     ) -> String {
         let mut text = String::from("|");
         states.iter().for_each(|state| write!(text, " | {state:?}").unwrap());
@@ -337,29 +344,29 @@ mod tests {
 
     #[test]
     fn the_page_shows_these_tables() {
-        let page = include_str!("../../../../docs/state-machines.md");
-        let pods = table(&Pod::ALL, &PodAsk::ALL, Pod::step);
+        let page = include_str!("../../../docs/state-machines.md");
+        let pods = table(&PodState::ALL, &PodEvent::ALL, PodState::step);
         assert!(page.contains(&pods), "docs/state-machines.md must show:\n{pods}");
-        let containers = table(&Container::ALL, &ContainerAsk::ALL, Container::step);
+        let containers = table(&ContainerState::ALL, &ContainerEvent::ALL, ContainerState::step);
         assert!(page.contains(&containers), "docs/state-machines.md must show:\n{containers}");
     }
 
     #[test]
     fn stop_and_remove_are_refused_only_where_nothing_is_left_to_do() {
-        for state in Pod::ALL {
-            assert!(state.step(PodAsk::Stop).is_ok(), "{state:?}");
-            assert!(state.step(PodAsk::Remove).is_ok(), "{state:?}");
+        for state in PodState::ALL {
+            assert!(state.step(PodEvent::Stop).is_ok(), "{state:?}");
+            assert!(state.step(PodEvent::Remove).is_ok(), "{state:?}");
         }
-        for state in Container::ALL {
-            assert!(state.step(ContainerAsk::Stop).is_ok(), "{state:?}");
-            assert!(state.step(ContainerAsk::Remove).is_ok(), "{state:?}");
-            assert!(state.step(ContainerAsk::Exit).is_ok(), "{state:?}: the guest may say this at any time");
+        for state in ContainerState::ALL {
+            assert!(state.step(ContainerEvent::Stop).is_ok(), "{state:?}");
+            assert!(state.step(ContainerEvent::Remove).is_ok(), "{state:?}");
+            assert!(state.step(ContainerEvent::Exit).is_ok(), "{state:?}: the guest may say this at any time");
         }
     }
 
     #[test]
     fn a_refusal_says_what_and_why() {
-        let refused = Container::Exited.step(ContainerAsk::Start).unwrap_err();
+        let refused = ContainerState::Exited.step(ContainerEvent::Start).unwrap_err();
         assert_eq!(refused.to_string(), "start is not possible: the container is exited");
     }
 
@@ -368,7 +375,7 @@ mod tests {
         /// still takes, and nothing comes back to life.
         #[test]
         fn a_pod_gives_back_what_it_took(asks in proptest::collection::vec(0..5usize, 0..40)) {
-            let mut state = Pod::Booting;
+            let mut state = PodState::Booting;
             let mut starting = true;
             let mut undoing = false;
             let mut taken = true;
@@ -376,46 +383,46 @@ mod tests {
             for ask in asks {
                 // What can happen depends on what is under way; the model offers only that.
                 let ask = match ask {
-                    0 if starting => PodAsk::Up,
-                    1 if starting => PodAsk::BootFailed,
-                    0 if undoing => PodAsk::Undone,
-                    1 if undoing => PodAsk::UndoFailed,
-                    2 => PodAsk::Stop,
-                    3 => PodAsk::Remove,
-                    _ => PodAsk::Gone,
+                    0 if starting => PodEvent::Up,
+                    1 if starting => PodEvent::BootFailed,
+                    0 if undoing => PodEvent::Undone,
+                    1 if undoing => PodEvent::UndoFailed,
+                    2 => PodEvent::Stop,
+                    3 => PodEvent::Remove,
+                    _ => PodEvent::Gone,
                 };
                 match ask {
-                    PodAsk::Up | PodAsk::BootFailed => starting = false,
-                    PodAsk::Undone => { undoing = false; taken = false; }
-                    PodAsk::UndoFailed => undoing = false,
+                    PodEvent::Up | PodEvent::BootFailed => starting = false,
+                    PodEvent::Undone => { undoing = false; taken = false; }
+                    PodEvent::UndoFailed => undoing = false,
                     _ => {}
                 }
                 let (next, act) = state.step(ask).unwrap();
                 match act {
-                    PodAct::Undo => {
+                    PodAction::Undo => {
                         prop_assert!(!starting && !undoing, "{state:?} {ask:?}");
                         undoing = true;
                     }
-                    PodAct::CancelBoot => prop_assert!(starting),
-                    PodAct::Forget => prop_assert!(!taken),
-                    PodAct::Nothing => {}
+                    PodAction::CancelBoot => prop_assert!(starting),
+                    PodAction::Forget => prop_assert!(!taken),
+                    PodAction::Nothing => {}
                 }
-                was_down |= next != Pod::Booting && next != Pod::Ready;
-                prop_assert!(!was_down || next != Pod::Ready);
-                prop_assert!(next != Pod::Stopped || !taken);
-                prop_assert!(next != Pod::Unclean || !undoing);
+                was_down |= next != PodState::Booting && next != PodState::Ready;
+                prop_assert!(!was_down || next != PodState::Ready);
+                prop_assert!(next != PodState::Stopped || !taken);
+                prop_assert!(next != PodState::Unclean || !undoing);
                 state = next;
             }
         }
 
         #[test]
-        fn a_container_never_comes_back(asks in proptest::collection::vec(0..ContainerAsk::ALL.len(), 0..40)) {
-            let rank = |state| Container::ALL.iter().position(|each| *each == state).unwrap();
-            let mut state = Container::Creating;
+        fn a_container_never_comes_back(asks in proptest::collection::vec(0..ContainerEvent::ALL.len(), 0..40)) {
+            let rank = |state| ContainerState::ALL.iter().position(|each| *each == state).unwrap();
+            let mut state = ContainerState::Creating;
             for ask in asks {
-                let ask = ContainerAsk::ALL[ask];
+                let ask = ContainerEvent::ALL[ask];
                 if let Ok((next, _)) = state.step(ask) {
-                    prop_assert!(rank(next) >= rank(state) || (state, ask) == (Container::Removing, ContainerAsk::RemoveFailed));
+                    prop_assert!(rank(next) >= rank(state) || (state, ask) == (ContainerState::Removing, ContainerEvent::RemoveFailed));
                     state = next;
                 }
             }

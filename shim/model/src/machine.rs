@@ -1,16 +1,16 @@
-//! Owns: what the machine of a machine pod is, as the daemon says it: the document in the place of a container's OCI
-//! specification. Plain data; the daemon has checked what people wrote, and this is what came of it.
+//! Defines the machine of a machine pod: the document that takes the place of an OCI runtime specification for the keeper. The daemon
+//! creates it from checked annotations; the keeper starts QEMU from it.
 
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::PathBuf;
 
-/// The machine. What is on its disks is told by `S`: for the keeper a [`Source`], for whoever has still to look for it something of
-/// its own.
+/// The machine of a machine pod. `S` describes the contents of its disks: [`DiskSource`] for the keeper,
+/// [`RequestedDiskSource`](crate::machine_pod::RequestedDiskSource) before the daemon has resolved images and volumes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct MachineDocument<S = Source> {
+pub struct MachineDocument<S = DiskSource> {
     /// What it is called, for its QEMU's own title.
     pub name: String,
     /// Its processors.
@@ -33,7 +33,7 @@ pub struct MachineDocument<S = Source> {
     #[serde(default)]
     pub clock: Clock,
     /// What it is told of itself by SMBIOS; the board `microvm` has none.
-    pub identity: Identity,
+    pub identity: SmbiosIdentity,
     /// Its disks, in the order in which the guest finds them.
     pub disks: Vec<Disk<S>>,
     /// Folders of the node that its guest mounts, in the order of the container's volumes for them.
@@ -248,7 +248,7 @@ pub const INITRD: &str = "/initrd";
 /// A kernel that is started at once (Linux' boot protocol, Documentation/arch/x86/boot.rst).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Kernel<S = Source> {
+pub struct Kernel<S = DiskSource> {
     /// The kernel.
     pub kernel: S,
     /// Its initial file system.
@@ -260,7 +260,7 @@ pub struct Kernel<S = Source> {
 /// What the firmware's tables say of the machine. Empty: nothing.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct Identity {
+pub struct SmbiosIdentity {
     /// Its UUID.
     pub uuid: String,
     /// Its serial number.
@@ -272,7 +272,7 @@ pub struct Identity {
 /// A disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Disk<S = Source> {
+pub struct Disk<S = DiskSource> {
     /// Its name: letters, digits, '-'; once in a machine.
     pub name: String,
     /// What it is for the guest.
@@ -364,7 +364,7 @@ pub enum Cache {
 /// What is on a disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase", deny_unknown_fields)]
-pub enum Source {
+pub enum DiskSource {
     /// A disk in an image. What the guest writes goes with the machine; one that is kept keeps it as long as the image is the same.
     Image {
         /// Names the image.

@@ -1,0 +1,290 @@
+//! Defines the stored records of pods, containers and persistent VMs, and their encoding: JSON with a version tag.
+//!
+//! A new field needs a default; a new version is another variant of `Stored` and a conversion. Golden files in `tests/golden` hold
+//! version 1. A record of an unknown version is refused.
+
+use crate::container::{ContainerConfig, ContainerImage};
+use crate::digest::ImageId;
+use crate::pod::PodConfig;
+use crate::process::PodProcess;
+use crate::resources::{PodResources, Resources, VmResources};
+use crate::security::ContainerUser;
+use crate::state;
+use nacelle_base::timeline::Step;
+use nacelle_base::{ContainerId, PodId};
+use serde::{Deserialize, Serialize};
+use std::net::IpAddr;
+use std::sync::Arc;
+
+/// A resource of a pod that could not be released.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CleanupFailure {
+    /// The resource: "machine", "network".
+    pub what: String,
+    /// The cause, on one line.
+    pub why: String,
+}
+
+/// The record of a pod. Times are nanoseconds since 1970; 0 if the event has not happened.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PodRecord {
+    /// The pod's id.
+    pub id: PodId,
+    /// The pod as requested; shared, because every change copies the record.
+    pub config: Arc<PodConfig>,
+    /// The runtime handler in use.
+    pub handler: String,
+    /// The pod's state.
+    pub state: state::PodState,
+    /// The time of the request.
+    pub created_at: i64,
+    /// The pod has been ready.
+    #[serde(default)]
+    pub was_ready: bool,
+    /// The IP addresses of the pod, the default one first.
+    #[serde(default)]
+    pub ips: Vec<IpAddr>,
+    /// `uname -r` of the guest.
+    #[serde(default)]
+    pub kernel_release: String,
+    /// Why the VM ended, if it ended by itself.
+    #[serde(default)]
+    pub failure: String,
+    /// In state `Unclean`: the resources that remain.
+    #[serde(default)]
+    pub left: Vec<CleanupFailure>,
+    /// The steps of the start.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub timeline: Vec<Step>,
+    /// The steps of the cleanup.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ending: Vec<Step>,
+    /// The resources of the VM; `None` in records from before this field existed and for pods without a VM.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub machine: Option<VmResources>,
+    /// The limits of the pod, if they changed after the request.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub resources: Option<PodResources>,
+    /// The pod process, from its start until all of its resources are released.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub process: Option<PodProcess>,
+}
+
+/// The record of a container. Times are nanoseconds since 1970; 0 if the event has not happened.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ContainerRecord {
+    /// The container's id.
+    pub id: ContainerId,
+    /// The pod of the container.
+    pub pod: PodId,
+    /// The container as requested; shared, because every change copies the record.
+    pub config: Arc<ContainerConfig>,
+    /// The limits, if they changed after the request.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub resources: Option<Resources>,
+    /// The image of the root file system.
+    pub image: ContainerImage,
+    /// The images of the image volumes, in the order of the volumes.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub volumes: Vec<ContainerImage>,
+    /// The absolute path of the log file; `None` if the container has no log.
+    pub log_path: Option<std::path::PathBuf>,
+    /// The container's state.
+    pub state: state::ContainerState,
+    /// The time of the request.
+    pub created_at: i64,
+    /// The time of the start.
+    #[serde(default)]
+    pub started_at: i64,
+    /// The time of the exit.
+    #[serde(default)]
+    pub finished_at: i64,
+    /// The exit code in state `Exited`.
+    #[serde(default)]
+    pub exit_code: i32,
+    /// The kernel's OOM killer ended the container.
+    #[serde(default)]
+    pub oom_killed: bool,
+    /// The start failed.
+    #[serde(default)]
+    pub start_failed: bool,
+    /// Why the start failed or the container was lost.
+    #[serde(default)]
+    pub message: String,
+    /// The steps of creation and start.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub timeline: Vec<Step>,
+    /// The client received the id although the guest is still creating the container.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub answered: bool,
+    /// The resolved user; `None` until the guest has created the container.
+    #[serde(default)]
+    pub user: Option<ContainerUser>,
+}
+
+impl ContainerRecord {
+    /// Returns the current limits.
+    pub fn resources(&self) -> &Resources {
+        self.resources.as_ref().unwrap_or(&self.config.resources)
+    }
+
+    /// Returns whether a client can know the id.
+    pub fn is_known(&self) -> bool {
+        self.answered || self.user.is_some()
+    }
+}
+
+/// The record of a persistent VM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VmRecord {
+    /// Namespace and name, separated by a slash.
+    pub id: String,
+    /// The name of the directory with the VM's data: 32 hexadecimal digits.
+    pub uid: String,
+    /// The system UUID in SMBIOS.
+    pub uuid: String,
+    /// The MAC address of the first network card.
+    pub mac: [u8; 6],
+    /// The time at which a pod first named the VM, in nanoseconds since 1970.
+    pub created_at: i64,
+    /// The image under the first disk; `None` while the VM has no disk from an image.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image: Option<ImageId>,
+    /// Further images under the disks.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub more_images: Vec<ImageId>,
+}
+
+impl VmRecord {
+    /// Returns all images under the disks.
+    pub fn images(&self) -> impl Iterator<Item = ImageId> {
+        self.image.into_iter().chain(self.more_images.iter().copied())
+    }
+
+    /// Creates the record of a VM whose identity is made of these random bytes.
+    pub fn new(namespace: &str, name: &str, random: &[u8; 22], created_at: i64) -> VmRecord {
+        let [a, b, c, d, e, f, identity @ ..] = *random;
+        let mut uuid = identity;
+        // RFC 9562, version 4.
+        uuid[6] = (uuid[6] & 0x0f) | 0x40;
+        uuid[8] = (uuid[8] & 0x3f) | 0x80;
+        let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+        let [p, q, r, s, t] = [&uuid[..4], &uuid[4..6], &uuid[6..8], &uuid[8..10], &uuid[10..]].map(hex);
+        VmRecord {
+            id: format!("{namespace}/{name}"),
+            uid: hex(&uuid),
+            uuid: format!("{p}-{q}-{r}-{s}-{t}"),
+            mac: [(a & 0xfc) | 2, b, c, d, e, f],
+            created_at,
+            image: None,
+            more_images: Vec::new(),
+        }
+    }
+}
+
+/// A record cannot be decoded or encoded.
+#[derive(Debug, thiserror::Error)]
+#[error("the record of {what} {id} is not one that this version of Nacelle knows")]
+pub struct RecordError {
+    /// The kind of record: "pod", "container", "machine".
+    pub what: &'static str,
+    /// The key of the record.
+    pub id: String,
+    /// The cause.
+    pub source: serde_json::Error,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(tag = "version")]
+enum Stored<T> {
+    #[serde(rename = "1")]
+    V1(T),
+}
+
+#[derive(Serialize)]
+#[serde(tag = "version")]
+enum StoredRef<'a, T> {
+    #[serde(rename = "1")]
+    V1(&'a T),
+}
+
+macro_rules! stored {
+    ($record:ty, $what:literal) => {
+        impl $record {
+            /// Encodes the record with its version.
+            pub fn encode(&self) -> Result<Vec<u8>, RecordError> {
+                let id = self.id.to_string();
+                serde_json::to_vec(&StoredRef::V1(self)).map_err(|source| RecordError { what: $what, id, source })
+            }
+
+            /// Decodes the record that is stored under this key.
+            pub fn decode(id: &str, bytes: &[u8]) -> Result<Self, RecordError> {
+                let Stored::V1(record) = serde_json::from_slice(bytes).map_err(|source| RecordError {
+                    what: $what,
+                    id: id.to_owned(),
+                    source,
+                })?;
+                Ok(record)
+            }
+        }
+    };
+}
+
+stored!(PodRecord, "pod");
+stored!(ContainerRecord, "container");
+stored!(VmRecord, "machine");
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::digest::Digest;
+    use crate::testing::{container, pod};
+
+    /// The files were written once and never change: what a node has stored stays readable.
+    #[test]
+    fn version_1_stays_readable() {
+        let text = include_str!("../tests/golden/pod-v1.json");
+        assert_eq!(PodRecord::decode("x", text.as_bytes()).unwrap(), pod(1));
+        let text = include_str!("../tests/golden/container-v1.json");
+        assert_eq!(ContainerRecord::decode("x", text.as_bytes()).unwrap(), container(2, 1));
+        let text = include_str!("../tests/golden/machine-v1.json");
+        assert_eq!(VmRecord::decode("x", text.as_bytes()).unwrap(), machine());
+    }
+
+    fn machine() -> VmRecord {
+        let random = std::array::from_fn(|n| u8::try_from(n).unwrap());
+        VmRecord { image: Some(Digest([7; 32])), ..VmRecord::new("default", "db", &random, 9) }
+    }
+
+    #[test]
+    fn what_is_written_is_what_version_1_says() {
+        let value = |bytes: &[u8]| serde_json::from_slice::<serde_json::Value>(bytes).unwrap();
+        let text = include_str!("../tests/golden/pod-v1.json");
+        assert_eq!(value(&pod(1).encode().unwrap()), value(text.as_bytes()));
+        let text = include_str!("../tests/golden/container-v1.json");
+        assert_eq!(value(&container(2, 1).encode().unwrap()), value(text.as_bytes()));
+        let text = include_str!("../tests/golden/machine-v1.json");
+        assert_eq!(value(&machine().encode().unwrap()), value(text.as_bytes()));
+    }
+
+    #[test]
+    fn a_pod_is_stored_with_how_its_process_is_found() {
+        let mut value: serde_json::Value = serde_json::from_str(include_str!("../tests/golden/pod-v1.json")).unwrap();
+        let process = serde_json::json!({
+            "identity": { "pid": 7, "start_time": 8, "boot_id": "b" },
+            "cgroup": "nacelle/a",
+            "scratch": "/var/lib/nacelle/scratch/pod-a.ext4",
+        });
+        value.as_object_mut().unwrap().insert("process".to_owned(), process);
+        let record = PodRecord::decode("x", value.to_string().as_bytes()).unwrap();
+        assert_eq!(record.process.as_ref().map(|process| process.identity.pid), Some(7));
+        assert_eq!(serde_json::from_slice::<serde_json::Value>(&record.encode().unwrap()).unwrap(), value);
+    }
+
+    #[test]
+    fn another_version_is_refused_by_name() {
+        let text = include_str!("../tests/golden/pod-v1.json").replace(r#""version": "1""#, r#""version": "9""#);
+        let error = PodRecord::decode("abc", text.as_bytes()).unwrap_err();
+        assert!(error.to_string().contains("pod abc"), "{error}");
+    }
+}
