@@ -1,4 +1,4 @@
-//! Owns: the guest's half of a pod: PID 1 of its machine, or of a namespace of the node. See docs/agent.md.
+//! Owns: the guest's half of a pod: PID 1 of its machine, or of a namespace of the node. See docs/contributor/agent.md.
 
 pub mod boot;
 pub mod container;

@@ -11,7 +11,7 @@ log_of() { journalctl --no-pager -o cat -u "$1"; }
 groups_of_pods() { find /sys/fs/cgroup -type d -name 'nacelle-*' | wc -l; }
 leases() { find /var/lib/cni/leases -name '10.88.*' | wc -l; }
 
-# nacelle_from PACKAGE IMAGE...: as docs/kubernetes.md has it, with these images.
+# nacelle_from PACKAGE IMAGE...: as docs/operator/kubernetes.md has it, with these images.
 nacelle_from() {
     local package=$1 image
     shift

@@ -1,4 +1,4 @@
-//! Owns: what the containers have used, asked for once for all of them. docs/statistics.md says where each figure is from.
+//! Owns: what the containers have used, asked for once for all of them. docs/reference/statistics.md says where each figure is from.
 //! May use: the table of containers, for their ids. Knows no gRPC.
 //! Threads: any; files are read on blocking threads.
 

@@ -97,7 +97,7 @@ fn no_exec_leaves_the_container(sharing: Sharing) {
         let said = scene.attacker.exec(&script);
         assert!(said.code != 0 && said.stdout.is_empty(), "{name}: {}", said.stdout);
     }
-    // A kernel may show the environment to who has CAP_SYS_ADMIN (docs/security.md): there is nothing in it.
+    // A kernel may show the environment to who has CAP_SYS_ADMIN (docs/contributor/security.md): there is nothing in it.
     let said = scene.attacker.exec(&format!("tr -d '\\0' </proc/{number}/environ"));
     assert_eq!(said.stdout, "", "environ: {}", said.stderr);
     for to in ["root", "cwd", "root/tmp", "task/$n/root"]

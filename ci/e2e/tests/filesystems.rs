@@ -1,5 +1,5 @@
 //! Owns: whether the file systems that containers see are file systems: fsx and pjdfstest on the root file system, on a
-//! folder of the node, on a block device of the node and on a folder in the guest's memory. `ci/lib.sh` (need_fs_tests) builds both; docs/volumes.md has
+//! folder of the node, on a block device of the node and on a folder in the guest's memory. `ci/lib.sh` (need_fs_tests) builds both; docs/contributor/volumes.md has
 //! what they said.
 
 use nacelle_e2e::node::engine;
@@ -32,7 +32,7 @@ const PJDFSTEST: &str = "[features]\nposix_fallocate = {}\nrename_ctime = {}\nut
 fn known(place: &str, test: &str) -> bool {
     // The suite makes devices 0:0, which are an overlay's whiteouts: no file system of containers shows them.
     let whiteout = place == "/own" && test.ends_with("::char");
-    // Devices cannot be made on a folder of the node from within a machine (docs/devices/fs.md).
+    // Devices cannot be made on a folder of the node from within a machine (docs/contributor/devices/fs.md).
     let device = place == "/shared" && engine() != "host" && (test.ends_with("::block") || test.ends_with("::char"));
     // The suite runs a copy of `sleep` under another name, at which busybox ends at once; below is the same without it.
     let busybox = test.ends_with("::etxtbsy");

@@ -57,7 +57,7 @@ impl Card {
         format!("/dev/vfio/{}", self.group)
     }
 
-    /// As who sets a node up does it: docs/devices/pci.md.
+    /// As who sets a node up does it: docs/contributor/devices/pci.md.
     fn bind(&self, driver: &str) {
         let address = self.device.file_name().expect("it has one").to_str().expect("it is text");
         if driver == "vfio-pci" {

@@ -149,7 +149,7 @@ fn remove(dir: &Path) {
 fn tail(dir: &Path) -> String {
     let end = |text: Vec<u8>| String::from_utf8_lossy(&text[text.len().saturating_sub(1024)..]).into_owned();
     let log = fs::read(dir.join(client::LOG_FILE)).unwrap_or_default();
-    // The console is at most 1 MiB (docs/pod-process.md).
+    // The console is at most 1 MiB (docs/contributor/pod-process.md).
     let console = nacelle_pod::jailed(dir).read(nacelle_pod::CONSOLE_FILE, 2 << 20);
     end(log) + &end(console.ok().flatten().unwrap_or_default())
 }

@@ -1,4 +1,4 @@
-//! Owns: keys and passwords of the guests of machine pods, as the secrets of their pods have them now (docs/vm.md, "Keys and passwords while
+//! Owns: keys and passwords of the guests of machine pods, as the secrets of their pods have them now (docs/user/vm/cloud-init-and-credentials.md, "Keys and passwords while
 //! it runs"): the keeper is told, by a verb, when they change and when the machine runs anew.
 //! Threads: the files are read where blocking is allowed.
 

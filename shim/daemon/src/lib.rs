@@ -1,5 +1,5 @@
 //! Owns: the daemon of a node: CRI on a unix socket, pods and containers, their records, and the commands of the
-//! program. docs/architecture.md is the map.
+//! program. docs/contributor/architecture.md is the map.
 //! May use: `proto`, `base`, `engine` (its probe), `image`, `net`, `stream`, `pod` (specification and client), `keeper` (document), `vmi`.
 
 pub mod accounting;

@@ -1,5 +1,5 @@
 //! Owns: the power of machines as the annotations of their pods have it now: `vm.nacelle.dev/power` in a file of the downward API that
-//! kubelet keeps up to date (docs/vm.md, "Power by annotation"). A machine is told when the word changes, and not again: what somebody
+//! kubelet keeps up to date (docs/user/vm/lifecycle.md, "Power by annotation"). A machine is told when the word changes, and not again: what somebody
 //! does with a verb afterwards stays.
 //! Threads: the files are read where blocking is allowed.
 

@@ -180,7 +180,7 @@ fn pod(name: &str, annotations: Value) -> Value {
         "spec": { "runtimeClassName": "nacelle", "containers": [ { "name": "main", "image": "debian" } ] } })
 }
 
-/// The pod of docs/vm.md.
+/// The pod of docs/reference/vm-commands.md.
 fn wrong() -> Value {
     let spec = "domain:\n  cpu: { cores: 0 }\n  memory: { guest: 1Gi }\n  devices: { disks: [ { name: root, disk: { bus: floppy } }, { name: root } ] }\n\
                 volumes: [ { name: root, containerDisk: { image: debian } } ]\n";

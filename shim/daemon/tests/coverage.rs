@@ -1,4 +1,4 @@
-//! Owns: that docs/cri-coverage.md names every RPC of CRI and every field that a request can hold, and no other; and
+//! Owns: that docs/reference/cri-coverage.md names every RPC of CRI and every field that a request can hold, and no other; and
 //! that RPCs that are "not yet" say so.
 
 use prost::Message;
@@ -6,7 +6,7 @@ use prost_types::field_descriptor_proto::Type;
 use prost_types::{DescriptorProto, FileDescriptorProto, FileDescriptorSet};
 use std::collections::{BTreeMap, BTreeSet};
 
-const PAGE: &str = include_str!("../../../docs/cri-coverage.md");
+const PAGE: &str = include_str!("../../../docs/reference/cri-coverage.md");
 
 fn cri() -> FileDescriptorProto {
     let set = FileDescriptorSet::decode(nacelle_proto::DESCRIPTORS).unwrap();

@@ -1,4 +1,4 @@
-//! Owns: what the pod process gives up before the first guest byte. docs/security.md says what is left, and why.
+//! Owns: what the pod process gives up before the first guest byte. docs/contributor/jail.md says what is left, and why.
 //! May use: `base`. Knows no pod, no engine, no device.
 //!
 //! Every thread that serves a guest is started by [`spawn`]; until the process is armed that is std's.

@@ -1,4 +1,4 @@
-//! Defines the states of pods and containers as pure tables, without clock and I/O. docs/state-machines.md shows them printed;
+//! Defines the states of pods and containers as pure tables, without clock and I/O. docs/contributor/state-machines.md shows them printed;
 //! a test holds the page to these tables.
 //!
 //! ```text
@@ -344,11 +344,11 @@ mod tests {
 
     #[test]
     fn the_page_shows_these_tables() {
-        let page = include_str!("../../../docs/state-machines.md");
+        let page = include_str!("../../../docs/contributor/state-machines.md");
         let pods = table(&PodState::ALL, &PodEvent::ALL, PodState::step);
-        assert!(page.contains(&pods), "docs/state-machines.md must show:\n{pods}");
+        assert!(page.contains(&pods), "docs/contributor/state-machines.md must show:\n{pods}");
         let containers = table(&ContainerState::ALL, &ContainerEvent::ALL, ContainerState::step);
-        assert!(page.contains(&containers), "docs/state-machines.md must show:\n{containers}");
+        assert!(page.contains(&containers), "docs/contributor/state-machines.md must show:\n{containers}");
     }
 
     #[test]

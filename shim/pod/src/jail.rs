@@ -1,5 +1,5 @@
 //! Owns: what a pod process keeps when it shuts itself in: its plan for `nacelle-jail`, made from the specification.
-//! docs/security.md has the same as a table, with reasons.
+//! docs/contributor/jail.md has the same as a table, with reasons.
 
 use crate::error::PodError;
 use crate::spec::{Accelerator, EngineSpec, JailSpec, PodSpec};

@@ -1,5 +1,5 @@
 //! Owns: the process of one PodSandbox (`nacelle-pod`): its machine, the agent in it, log files, exit codes; and
-//! the daemon's client for it. docs/pod-process.md is the map.
+//! the daemon's client for it. docs/contributor/pod-process.md is the map.
 //! May use: `base`, `proto`, `engine`, `fs`, `net`, `jail`. Knows no CRI.
 
 mod actor;

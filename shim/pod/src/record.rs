@@ -41,7 +41,7 @@ pub struct PodRecord {
     pub containers: Vec<ContainerRecord>,
 }
 
-/// The phase of a pod: see docs/state-machines.md.
+/// The phase of a pod: see docs/contributor/state-machines.md.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Phase {

@@ -1,4 +1,4 @@
-//! Owns: what may happen to a pod and to a container, as two tables without effects. docs/state-machines.md shows
+//! Owns: what may happen to a pod and to a container, as two tables without effects. docs/contributor/state-machines.md shows
 //! the same tables; a test compares.
 //!
 //! ```text
@@ -206,7 +206,7 @@ mod tests {
 
     #[test]
     fn the_document_shows_these_tables() {
-        let document = include_str!("../../../docs/state-machines.md");
+        let document = include_str!("../../../docs/contributor/state-machines.md");
         let mut pods = String::new();
         for (state, ask) in PODS.into_iter().flat_map(|state| POD_ASKS.map(|ask| (state, ask))) {
             pods += &row(state, ask, pod(state, ask));
@@ -215,8 +215,8 @@ mod tests {
         for (state, ask) in CONTAINERS.into_iter().flat_map(|state| CONTAINER_ASKS.map(|ask| (state, ask))) {
             containers += &row(state, ask, container(state, ask));
         }
-        assert!(document.contains(&pods), "docs/state-machines.md needs this table:\n{pods}");
-        assert!(document.contains(&containers), "docs/state-machines.md needs this table:\n{containers}");
+        assert!(document.contains(&pods), "docs/contributor/state-machines.md needs this table:\n{pods}");
+        assert!(document.contains(&containers), "docs/contributor/state-machines.md needs this table:\n{containers}");
     }
 
     #[test]

@@ -1,5 +1,5 @@
 //! Owns: the streaming server of CRI: what clients of Exec connect to, and how bytes travel between them and the node.
-//! docs/streaming.md is the map.
+//! docs/contributor/streaming.md is the map.
 //! May use: `base`. Knows neither pods nor gRPC: the daemon implements [`Guests`].
 
 mod authority;

@@ -1,13 +1,21 @@
-//! Owns: that docs/vm.md names every annotation and refusal as the code has them: the tables below are parts of the page,
-//! word for word.
+//! Checks that the reference pages name every annotation and every refusal as the code has them: the tables that these tests print are
+//! parts of the pages, word for word.
 
 use nacelle_vmi::{annotations, refused};
 use std::fmt::Write;
 
-const PAGE: &str = include_str!("../../../docs/vm.md");
+/// The path of a page and its text.
+type Page = (&'static str, &'static str);
 
-fn in_page(table: &str) {
-    assert!(PAGE.contains(table), "docs/vm.md should have\n{table}");
+const ANNOTATIONS: Page =
+    ("docs/reference/vm-annotations.md", include_str!("../../../docs/reference/vm-annotations.md"));
+const REFUSED: Page =
+    ("docs/reference/vm-refused-fields.md", include_str!("../../../docs/reference/vm-refused-fields.md"));
+const CONVERT: Page =
+    ("docs/user/vm/migrating-from-kubevirt.md", include_str!("../../../docs/user/vm/migrating-from-kubevirt.md"));
+
+fn assert_page_contains((path, text): Page, table: &str) {
+    assert!(text.contains(table), "{path} should have\n{table}");
 }
 
 #[test]
@@ -16,7 +24,7 @@ fn every_annotation_is_there() {
     for (name, what) in annotations::ALL {
         writeln!(table, "| `{name}` | {what} |").unwrap();
     }
-    in_page(&table);
+    assert_page_contains(ANNOTATIONS, &table);
 }
 
 #[test]
@@ -28,7 +36,7 @@ fn every_refusal_is_there() {
     for (end, word, why) in refused::WORDS {
         writeln!(table, "| `{word}` of `…{end}` | {why} |").unwrap();
     }
-    in_page(&table);
+    assert_page_contains(REFUSED, &table);
 }
 
 #[test]
@@ -40,5 +48,5 @@ fn every_refused_kind_and_annotation_is_there() {
     for (key, why) in refused::ANNOTATIONS {
         writeln!(table, "| annotation `{key}` | {why} |").unwrap();
     }
-    in_page(&table);
+    assert_page_contains(CONVERT, &table);
 }

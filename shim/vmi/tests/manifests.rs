@@ -1,6 +1,6 @@
 //! Owns: the proof of what becomes of whole manifests: `tests/corpus/manifests/NAME.yaml` is checked
 //! (`tests/manifests/NAME.checked`) and converted (`NAME.converted`); what it became is right again. The same of KubeVirt's kinds of
-//! examples, one a file: `tests/manifests/examples/NAME.yaml`. Whether they run is shown by the daemon, in docs/vm.md.
+//! examples, one a file: `tests/manifests/examples/NAME.yaml`. Whether they run is shown by the daemon, in docs/user/vm/migrating-from-kubevirt.md.
 
 use nacelle_vmi::manifest::{self, Options, Verdict};
 use nacelle_vmi::preset::Catalogue;

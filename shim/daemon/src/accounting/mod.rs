@@ -1,5 +1,5 @@
 //! Owns: what pods use: asks their processes, many at once and each within a limit, keeps what rates are computed from,
-//! and reads what a machine costs the node. docs/statistics.md says where each figure is from.
+//! and reads what a machine costs the node. docs/reference/statistics.md says where each figure is from.
 //! May use: the lifecycle, for pods and their processes. Knows no CRI.
 //! Threads: any; one lock, held for look-ups only.
 

@@ -61,7 +61,7 @@ pub(super) fn check(config: &Config) -> Result<(), Rule> {
     if paths.socket.as_os_str().len() > 107 {
         return Err(broken("paths.socket", &paths.socket, "the kernel takes at most 107 bytes for a socket's path"));
     }
-    // A pod's directory has a name of 13 digits; docs/pod-process.md says how long its path may be.
+    // A pod's directory has a name of 13 digits; docs/contributor/pod-process.md says how long its path may be.
     if paths.pods().as_os_str().len() + "/0123456789abc/jail".len() > POD_DIR {
         return Err(broken(
             "paths.run",

@@ -571,7 +571,7 @@ mod tests {
         let mut ours = BTreeSet::new();
         keys(&toml::Value::try_from(&example).unwrap(), "", &mut ours);
 
-        let page = include_str!("../../../../docs/configuration.md");
+        let page = include_str!("../../../../docs/reference/configuration.md");
         let documented: BTreeSet<String> = page
             .lines()
             .filter_map(|line| line.strip_prefix("| `")?.split_once('`'))
@@ -603,7 +603,7 @@ mod tests {
 
     #[test]
     fn the_examples_in_the_documentation_are_valid() {
-        let page = include_str!("../../../../docs/configuration.md");
+        let page = include_str!("../../../../docs/reference/configuration.md");
         let mut count = 0;
         for block in page.split("```toml\n").skip(1) {
             parse(block.split("```").next().unwrap()).unwrap();

@@ -22,7 +22,7 @@ use tonic::Status;
 
 /// How much of what is wrong is told: gRPC has room for little more.
 const TOLD: usize = 3500;
-/// What others honour: docs/volumes.md.
+/// What others honour: docs/contributor/volumes.md.
 const ELSEWHERE: [&str; 1] = [EMPTY_DIR_LIMITS];
 
 /// What a pod's annotations ask for.
@@ -293,7 +293,7 @@ mod tests {
         assert_eq!(machine.strategy, Some(nacelle_model::machine::RunStrategy::RerunOnFailure));
     }
 
-    const PAGE: &str = include_str!("../../../../docs/vm.md");
+    const PAGE: &str = include_str!("../../../../docs/reference/vm-fields.md");
 
     /// Its rows; how many fields without others below there are, how many of these machine pods honour, and how many container pods.
     fn rows(schema: &Value, at: &str, table: &mut String) -> [usize; 3] {
@@ -335,6 +335,6 @@ mod tests {
         let mut table = String::from("| field | what it says | machine pod | container pod |\n|---|---|---|---|\n");
         let [all, machine, containers] = rows(&nacelle_vmi::schema::of::<InstanceSpec>(), "", &mut table);
         assert!(all > machine && machine > containers && containers > 5, "{all} {machine} {containers}");
-        assert!(PAGE.contains(&table), "docs/vm.md should have\n{table}");
+        assert!(PAGE.contains(&table), "docs/reference/vm-fields.md should have\n{table}");
     }
 }

@@ -21,7 +21,10 @@ pub fn refuse(kind: Kind, message: &str) -> Status {
 
 /// The answer of an RPC that is not there yet.
 pub fn not_yet(rpc: &str) -> Status {
-    refuse(Kind::Unsupported, &format!("{rpc} is not implemented by this version of Nacelle; see docs/cri-coverage.md"))
+    refuse(
+        Kind::Unsupported,
+        &format!("{rpc} is not implemented by this version of Nacelle; see docs/reference/cri-coverage.md"),
+    )
 }
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
 //! Owns: which emptyDirs on kubelet's disk are disks of the pod's machine instead of shares, how large they are, and the files
-//! they lie in: made and opened here, because a pod process sees none. docs/volumes.md has the rules.
+//! they lie in: made and opened here, because a pod process sees none. docs/contributor/volumes.md has the rules.
 //! The files are written by guests: they are handed on, and nothing on the node mounts or parses them.
 
 use super::error::{LifecycleError, at};

@@ -1,5 +1,5 @@
 //! Owns: which volumes of the node are emptyDirs, and which are memory of the pod's machine instead of a share: those of medium
-//! Memory and HugePages. docs/volumes.md has the rules. Looks at the node's folders and mounts, changes nothing.
+//! Memory and HugePages. docs/contributor/volumes.md has the rules. Looks at the node's folders and mounts, changes nothing.
 
 use super::error::LifecycleError;
 use nacelle_base::ContainerId;

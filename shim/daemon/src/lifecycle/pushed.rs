@@ -1,5 +1,5 @@
 //! Owns: which volumes of the node a machine gets copies of instead of a share: those that kubelet writes for its pod.
-//! docs/volumes.md has the rules. Looks at the node's folders, changes nothing.
+//! docs/contributor/volumes.md has the rules. Looks at the node's folders, changes nothing.
 
 use nacelle_base::ContainerId;
 use nacelle_base::push::{DATA, FOLDER};

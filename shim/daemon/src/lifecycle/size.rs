@@ -1,5 +1,5 @@
 //! Owns: the arithmetic of a machine's size: at its birth from what its handler and its pod say, and while it runs from what the pod
-//! may have then. Pure. docs/configuration.md and docs/cri-coverage.md have the rules.
+//! may have then. Pure. docs/reference/configuration.md and docs/reference/cri-behavior.md have the rules.
 
 use super::error::LifecycleError;
 use crate::config::Handler;

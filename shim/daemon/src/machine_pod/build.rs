@@ -30,7 +30,7 @@ const BOARD: &str = "spec.domain.machine.type";
 pub enum Refused {
     /// Fields that no machine of this version has.
     #[error(
-        "this version of Nacelle does not run machines with {}: take them out (docs/vm.md){}",
+        "this version of Nacelle does not run machines with {}: take them out (docs/reference/vm-fields.md){}",
         fields.join(", "),
         fields.iter().find_map(|field| reason(field)).map(|why| format!("; {why}")).unwrap_or_default()
     )]

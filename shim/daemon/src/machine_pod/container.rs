@@ -10,7 +10,7 @@ use nacelle_model::container::ContainerConfig;
 use nacelle_model::machine::Board;
 use nacelle_model::machine_pod::MachinePod;
 
-/// Mounts that kubelet gives every container; a machine does without (docs/vm.md).
+/// Mounts that kubelet gives every container; a machine does without (docs/user/vm/index.md).
 const KUBELETS: [&str; 4] =
     ["/etc/hosts", "/etc/hostname", "/dev/termination-log", "/var/run/secrets/kubernetes.io/serviceaccount"];
 

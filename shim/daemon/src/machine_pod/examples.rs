@@ -1,4 +1,4 @@
-//! Owns: the table of docs/vm.md that tells of KubeVirt's kinds of examples (`shim/vmi/tests/manifests/examples`) what they become and
+//! Owns: the table of docs/user/vm/migrating-from-kubevirt.md that tells of KubeVirt's kinds of examples (`shim/vmi/tests/manifests/examples`) what they become and
 //! whether they run: as far as it can be known without a node, to the container that CreateContainer is asked for.
 
 use super::volumes::image_place;
@@ -19,7 +19,7 @@ use serde_json::Value;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-const PAGE: &str = include_str!("../../../../docs/vm.md");
+const PAGE: &str = include_str!("../../../../docs/user/vm/migrating-from-kubevirt.md");
 
 /// What a manifest becomes, and the pods or their template.
 fn converted(documents: Vec<Value>) -> Result<(&'static str, Value), Causes> {
@@ -143,5 +143,5 @@ fn every_example_is_in_the_documents_with_what_becomes_of_it() {
         writeln!(table, "| `{}`: {about} | {becomes} | {runs} |", file.file_stem().unwrap().display()).unwrap();
     }
     assert!(counts.iter().sum::<usize>() >= 30 && counts[1] >= 20, "{counts:?}");
-    assert!(PAGE.contains(&table), "docs/vm.md should have\n{table}");
+    assert!(PAGE.contains(&table), "docs/user/vm/migrating-from-kubevirt.md should have\n{table}");
 }

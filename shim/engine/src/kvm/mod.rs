@@ -39,7 +39,7 @@ const OWN_DEVICES: usize = 4;
 /// back, and checks only that as many of the order named here would stay: with its own choice (2 MiB) these may be
 /// all blocks (of up to 4 MiB) that a small guest has free, and on a busy node it dies of that. With one processor,
 /// Linux would replace thousands of lock prefixes at each start, switching address spaces twice for each
-/// (docs/machine.md has what that costs).
+/// (docs/contributor/machine.md has what that costs).
 const CMDLINE: [&str; 4] = ["quiet", "panic=-1", "noreplace-smp", "page_reporting.page_reporting_order=10"];
 /// Longer than any wait: the warden asks again.
 const DAY: Duration = Duration::from_secs(86_400);

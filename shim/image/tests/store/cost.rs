@@ -1,6 +1,6 @@
 //! What hostile and honest images cost: the memory that a load takes in a process of its own, against the size of the archive and the
 //! number of its files. `NACELLE_IMAGE_FILES=500000 cargo test -p nacelle-image --test store cost::large -- --ignored --nocapture`
-//! measures the limits of docs/images.md.
+//! measures the limits of docs/contributor/images.md.
 
 use crate::common::{Packing, Tar, image, write_layout};
 use nacelle_base::{Chain, Classify, Kind};
@@ -188,7 +188,7 @@ fn the_memory_for_unpacking_has_a_least() {
 
 /// What an honest image of many files takes.
 #[test]
-#[ignore = "takes minutes; docs/images.md says how it is run"]
+#[ignore = "takes minutes; docs/contributor/images.md says how it is run"]
 fn large() {
     let count = std::env::var("NACELLE_IMAGE_FILES").ok().and_then(|count| count.parse().ok()).unwrap_or(500_000);
     let (length, took) = load(hostile("files", count), 1 << 30);

@@ -1,7 +1,7 @@
 //! Owns: volumes of the node that the guest gets copies of (configMap, secret, projected, downwardAPI): one task for each
 //! that is written as kubelet writes, which pushes it for every container that mounts it, and again whenever it has changed,
 //! until the pod ends; and copies that are one container's. The daemon has no part in it once a container is made.
-//! docs/volumes.md is the map.
+//! docs/contributor/volumes.md is the map.
 //! Threads: tasks of the runtime; [`Pushed`] is cheap to clone.
 
 mod room;

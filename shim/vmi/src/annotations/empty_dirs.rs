@@ -1,4 +1,4 @@
-//! Owns: the sizes of emptyDirs, of which CRI says nothing: `NAME=SIZE,NAME=SIZE`. Nodes read them for volumes (docs/volumes.md); here
+//! Owns: the sizes of emptyDirs, of which CRI says nothing: `NAME=SIZE,NAME=SIZE`. Nodes read them for volumes (docs/contributor/volumes.md); here
 //! they are right or wrong like all that pods say.
 
 use crate::Quantity;

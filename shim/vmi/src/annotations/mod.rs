@@ -50,7 +50,7 @@ pub const ALL: &[(&str, &str)] = &[
         "applied",
         "what of the document came of instance type, preference and presets; written by `nacelle admission`, not by hand",
     ),
-    ("empty-dir-limits", "sizes of emptyDirs that are disks (docs/volumes.md); nothing of the machine's own"),
+    ("empty-dir-limits", "sizes of emptyDirs that are disks (docs/user/empty-dir.md); nothing of the machine's own"),
 ];
 
 /// What is wished beside the specification.

@@ -1,5 +1,5 @@
 //! Owns: the generation id: 16 random bytes that a machine has from its making or restore to its end, so that a guest
-//! whose memory came from a snapshot finds others than it knows (docs/devices/genid.md).
+//! whose memory came from a snapshot finds others than it knows (docs/contributor/devices/genid.md).
 //! Threads: the vCPUs'.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 

@@ -1,4 +1,4 @@
-//! Owns: what a saved machine is on disk: a folder with two files, `state` and `memory`. See docs/snapshots.md.
+//! Owns: what a saved machine is on disk: a folder with two files, `state` and `memory`. See docs/contributor/snapshots.md.
 //! May use: `machine`, which owns what a machine's state consists of.
 //!
 //! ```no_run

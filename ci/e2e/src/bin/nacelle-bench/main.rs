@@ -1,4 +1,4 @@
-//! Owns: the benchmarks of docs/budgets.md: ours and a peer in turn, medians and their ratio. `ci/bench` starts it.
+//! Owns: the benchmarks of docs/reference/budgets.md: ours and a peer in turn, medians and their ratio. `ci/bench` starts it.
 
 mod accounts;
 mod benches;

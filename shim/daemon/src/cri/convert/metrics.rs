@@ -1,5 +1,5 @@
 //! Owns: figures → metrics with the names of cAdvisor: one table says what each is called, what it means, and where it
-//! is read. docs/statistics.md, "Metrics".
+//! is read. docs/reference/statistics.md, "Metrics".
 
 use super::report::container_is_visible;
 use super::stats::measured;

@@ -50,7 +50,7 @@ pub enum ShapeError {
     NoMachine,
     /// What no machine of a container pod is made by.
     #[error(
-        "config.annotations say {fields}, by which this version of Nacelle does not make machines of container pods (docs/vm.md): take that out"
+        "config.annotations say {fields}, by which this version of Nacelle does not make machines of container pods (docs/user/vm/container-pods.md): take that out"
     )]
     NotHonoured {
         /// Their paths, and who said them.

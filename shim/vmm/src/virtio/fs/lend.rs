@@ -1,5 +1,5 @@
 //! Owns: lending a queue, over memory that can be shared, to the process that has the files: it serves the queue where it
-//! lies, without a copy and without this process between. docs/devices/fs.md.
+//! lies, without a copy and without this process between. docs/contributor/devices/fs.md.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::channel::Waiting;

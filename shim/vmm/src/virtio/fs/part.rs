@@ -1,4 +1,4 @@
-//! Owns: saying which part of the volumes a share shows, before anybody asks for a file. docs/devices/fs.md.
+//! Owns: saying which part of the volumes a share shows, before anybody asks for a file. docs/contributor/devices/fs.md.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use nacelle_base::retry;

@@ -1,4 +1,4 @@
-//! Owns: the case in which the API server asks `nacelle admission`: its certificate by the recipe of docs/vm.md, its manifests as the
+//! Owns: the case in which the API server asks `nacelle admission`: its certificate by the recipe of docs/reference/vm-admission.md, its manifests as the
 //! program prints them. Only its pods are missing, which nobody schedules here: the program runs at the Service's address instead.
 
 use super::Outcome;
@@ -67,7 +67,7 @@ impl Drop for Asked<'_> {
     }
 }
 
-/// The commands of docs/vm.md, as far as they make the certificate.
+/// The commands of docs/reference/vm-admission.md, as far as they make the certificate.
 fn certificate(folder: &Path) {
     let script = format!(
         "ns={SPACE}\nkey='-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes'\n\
