@@ -1,6 +1,7 @@
 //! Owns: the nouns and small tools that every crate of Nacelle shares.
 //! May use: nothing of ours. Knows no CRI, no engine, no guest.
 
+pub mod cpulist;
 pub mod draft;
 pub mod error;
 pub mod files;

@@ -4,9 +4,10 @@
 
 use crate::follow::{self, Follow, LOOK};
 use crate::lifecycle::{LifecycleError, Node, View};
-use crate::machine_pod;
 use nacelle_base::Chain;
-use nacelle_keeper::{Credentials, NOBODY};
+use nacelle_keeper::NOBODY;
+use nacelle_machines::machine_pod;
+use nacelle_model::machine::Credentials;
 use nacelle_model::record::ContainerRecord;
 use std::sync::Arc;
 use std::time::{Duration, Instant};

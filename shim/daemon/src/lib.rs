@@ -3,7 +3,6 @@
 //! May use: `proto`, `base`, `engine` (its probe), `image`, `net`, `stream`, `pod` (specification and client), `keeper` (document), `vmi`.
 
 pub mod accounting;
-pub mod admission;
 mod cdi;
 pub mod cli;
 pub mod config;
@@ -14,9 +13,6 @@ mod follow;
 pub mod grpc_connection;
 mod hugepages;
 pub mod lifecycle;
-mod lists;
-pub mod machine_pod;
-mod multus;
 mod node_service;
 pub mod oci;
 mod power;
@@ -25,11 +21,9 @@ pub mod program;
 pub mod server;
 mod signals;
 pub mod socket;
-pub mod store;
 mod streaming;
 pub mod supervision;
 mod sys;
 mod systemd;
 mod transfer;
 mod vm_service;
-pub mod vms;

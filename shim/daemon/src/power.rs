@@ -5,10 +5,10 @@
 
 use crate::follow::{self, Follow, LOOK};
 use crate::lifecycle::{Node, View};
-use crate::machine_pod;
 use nacelle_base::files::{FileError, write_whole};
 use nacelle_base::json;
 use nacelle_base::{Chain, ContainerId};
+use nacelle_machines::machine_pod;
 use nacelle_model::mount::NodeVolume;
 use nacelle_model::record::ContainerRecord;
 use nacelle_vmi::annotations::PREFIX;

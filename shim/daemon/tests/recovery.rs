@@ -3,8 +3,8 @@
 mod common;
 
 use common::{Daemon, World};
-use nacelle_daemon::store::Observer;
 use nacelle_proto::cri;
+use nacelle_store::Observer;
 use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -173,7 +173,7 @@ fn what_belongs_to_no_record_is_removed() {
     world.run(daemon.run_pod("a")).unwrap();
     daemon.kill();
     let store = world.config().paths.store();
-    world.eventually("the store is closed", || nacelle_daemon::store::Store::open(&store, None).is_ok());
+    world.eventually("the store is closed", || nacelle_store::Store::open(&store, None).is_ok());
     std::fs::remove_file(&store).unwrap();
     assert_eq!(world.left().len(), 4);
     let mut daemon = world.daemon();

@@ -7,10 +7,9 @@ use crate::guest_agent::{GuestAgent, Outcome};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use nacelle_base::Chain;
-use serde::{Deserialize, Serialize};
+use nacelle_model::machine::Credentials;
 use serde_json::{Value, json};
-use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
+use std::collections::BTreeSet;
 use std::sync::{Mutex as StdMutex, PoisonError};
 use tokio::sync::Mutex;
 
@@ -18,23 +17,6 @@ use tokio::sync::Mutex;
 pub const NOBODY: u32 = 75;
 /// The longest list, in bytes of JSON.
 pub const LONGEST: usize = 1 << 20;
-
-/// Who may come in, and by what.
-#[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct Credentials {
-    /// Public keys for SSH, by their users.
-    pub keys: BTreeMap<String, Vec<String>>,
-    /// Passwords, by their users.
-    pub passwords: BTreeMap<String, String>,
-}
-
-impl fmt::Debug for Credentials {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let users: Vec<_> = self.passwords.keys().collect();
-        f.debug_struct("Credentials").field("keys", &self.keys).field("passwords of", &users).finish()
-    }
-}
 
 /// What the guest has of it since QEMU was started.
 #[derive(Default)]

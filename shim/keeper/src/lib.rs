@@ -33,7 +33,7 @@ mod sys;
 mod verbs;
 
 pub use added::{Added, LIST as ADDED, check as check_volume, read as read_added};
-pub use credentials::{Credentials, NOBODY};
+pub use credentials::NOBODY;
 pub use error::KeeperError;
 pub use verbs::has_long_answer;
 

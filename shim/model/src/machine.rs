@@ -498,6 +498,27 @@ impl Credential {
     }
 }
 
+/// SSH keys and passwords that the guest agent installs while the machine runs.
+#[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Credentials {
+    /// Public SSH keys by user.
+    pub keys: BTreeMap<String, Vec<String>>,
+    /// Passwords by user.
+    pub passwords: BTreeMap<String, String>,
+}
+
+impl fmt::Debug for Credentials {
+    /// Leaves out the passwords.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let users: Vec<_> = self.passwords.keys().collect();
+        f.debug_struct("Credentials").field("keys", &self.keys).field("passwords of", &users).finish()
+    }
+}
+
+/// The directory with the VFIO device nodes of a machine pod, in the daemon's part of the pod's run directory.
+pub const VFIO_DIR: &str = "vfio";
+
 /// The interface that CNI makes for every pod.
 pub const INTERFACE: &str = "eth0";
 

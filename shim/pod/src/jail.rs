@@ -76,7 +76,7 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Plan {
             places.push(place(program, Access::Execute, true));
             places.extend(keep.iter().map(|folder| place(folder, Access::Write, true)));
             // Empty, until a container comes that has devices. It lies in the daemon's part of the run directory.
-            let (folder, shown) = (dir.join(passed::FOLDER), Some(PathBuf::from(passed::SHOWN)));
+            let (folder, shown) = (dir.join(nacelle_model::machine::VFIO_DIR), Some(PathBuf::from(passed::SHOWN)));
             places.push(Place { shown, ..place(&folder, Access::Device, true) });
         }
         places.extend(["/dev/null", "/dev/urandom"].map(device));

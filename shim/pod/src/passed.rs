@@ -3,12 +3,11 @@
 
 use crate::error::PodError;
 use nacelle_base::files::at;
+use nacelle_model::machine::VFIO_DIR;
 use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 
-/// Its name in the daemon's part of the pod's run directory.
-pub const FOLDER: &str = "vfio";
 /// Where the pod's processes see it. QEMU knows no other.
 pub const SHOWN: &str = "/dev/vfio";
 /// What is mapped for a device beside the machine's memory, in MiB: firmware, and the memory of a screen.
@@ -16,7 +15,7 @@ const BESIDE_MIB: u64 = 128;
 
 /// Makes it.
 pub(crate) fn make(dir: &Path) -> Result<(), PodError> {
-    let folder = dir.join(FOLDER);
+    let folder = dir.join(VFIO_DIR);
     let made = DirBuilder::new().mode(0o700).recursive(true).create(&folder);
     Ok(made.map_err(at("create", &folder))?)
 }

@@ -5,10 +5,8 @@ mod common;
 
 use common::{LIMIT, cgroup, eventually, exited, harness, network, spec, until};
 use nacelle_base::Kind;
-use nacelle_model::process::PodProcess;
-use nacelle_model::process::ProcessIdentity;
+use nacelle_model::process::{PodProcess, ProcessIdentity};
 use nacelle_pod::client::{self, ClientError, PodClient};
-use nacelle_pod::identity;
 use nacelle_pod::identity;
 use nacelle_pod::record::{self, Phase};
 use nacelle_pod::spec::{JailSpec, Seccomp};
@@ -245,8 +243,8 @@ async fn foreign(place: Place) {
     let mut other = std::process::Command::new("sleep").arg("600").spawn().unwrap();
     let pid = i32::try_from(other.id()).unwrap();
     let own = identity::own().unwrap();
-    let other = ProcessIdentity { pid, start_time: own.start_time.wrapping_sub(1), boot_id: own.boot_id };
-    identity::write(&other, &place.dir).unwrap();
+    let foreign = ProcessIdentity { pid, start_time: own.start_time.wrapping_sub(1), boot_id: own.boot_id };
+    identity::write(&foreign, &place.dir).unwrap();
     assert!(matches!(client::connect(&place.dir).await, Err(ClientError::Gone { .. })));
     assert!(client::clean_up(&place.dir, None).await.unwrap().is_none());
     assert!(other.try_wait().unwrap().is_none(), "it lives");

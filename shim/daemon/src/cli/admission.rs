@@ -1,10 +1,10 @@
 //! Owns: `nacelle admission`: the server that a cluster's API server asks, and the manifests with which it does.
 
 use super::vm::Documents;
-use crate::admission::manifests::{Cluster, manifests};
-use crate::admission::{Options, Policy, Server};
 use anyhow::Context;
 use clap::Subcommand;
+use nacelle_admission::manifests::{Cluster, manifests};
+use nacelle_admission::{Options, Policy, Server};
 use nacelle_stream::Tls;
 use std::io::Read;
 use std::net::SocketAddr;

@@ -2,9 +2,9 @@
 //! is right is the same everywhere. What is done with machines is in `machines`.
 
 use super::machines::{self, Machines};
-use crate::cri::{NotRun, not_known, not_run};
 use anyhow::Context;
 use clap::{Subcommand, ValueEnum};
+use nacelle_machines::honoured::{NotRun, not_known, not_run};
 use nacelle_vmi::manifest::{self, Options, Verdict};
 use nacelle_vmi::preset::Catalogue;
 use nacelle_vmi::version::Version;

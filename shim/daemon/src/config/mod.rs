@@ -2,15 +2,12 @@
 //! May use: `nacelle-base`, the option types of `nacelle-image`, `nacelle-net` and `nacelle-stream`. Starts nothing.
 
 mod check;
-mod machines;
-
-pub use machines::Machines;
-
 pub use check::Rule;
 
 use nacelle_base::files::{FileError, at};
 use nacelle_base::machine::{ConsoleKind, EngineKind, MemoryPages};
 use nacelle_base::{Classify, Kind};
+use nacelle_machines::MachineSettings;
 use nacelle_pod::spec::Seccomp;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -36,7 +33,7 @@ pub struct Config {
     /// CNI.
     pub network: Network,
     /// Machines of machine pods.
-    pub machines: Machines,
+    pub machines: MachineSettings,
     /// Where exec, attach and port-forward are served.
     pub streaming: Streaming,
     /// Registries and layers.
@@ -267,7 +264,7 @@ impl Default for Config {
             sandbox: Sandbox::default(),
             jail: Jail::default(),
             network: Network::default(),
-            machines: Machines::default(),
+            machines: MachineSettings::default(),
             streaming: Streaming::default(),
             images: Images::default(),
             handlers: BTreeMap::new(),

@@ -7,10 +7,10 @@ use super::convert::{
 use super::sandbox::needed;
 use super::status::{refuse, status};
 use crate::cdi;
-use crate::machine_pod::{check_container, check_volumes};
 use crate::profile;
 use nacelle_base::Kind;
 use nacelle_keeper::has_long_answer;
+use nacelle_machines::machine_pod::{check_container, check_volumes};
 use nacelle_model::container::ContainerImage;
 use nacelle_model::record::ContainerRecord;
 use nacelle_proto::cri;

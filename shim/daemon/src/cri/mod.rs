@@ -14,8 +14,6 @@ mod stats;
 pub mod status;
 mod streaming;
 
-pub use machine::{NotRun, not_known, not_run};
-
 use crate::accounting::Accounting;
 use crate::lifecycle::Node;
 use nacelle_proto::cri;

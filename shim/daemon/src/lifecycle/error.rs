@@ -2,13 +2,12 @@
 
 use super::kernel::OwnKernelError;
 use crate::hugepages::TooFew;
-use crate::machine_pod::SourceError;
 use crate::oci::OciError;
-use crate::store::StoreError;
-use crate::vms::VmError;
 use nacelle_base::files::FileError;
 use nacelle_base::{Classify, Kind};
 use nacelle_image::ImageError;
+use nacelle_machines::machine_pod::SourceError;
+use nacelle_machines::vms::VmError;
 use nacelle_model::empty_dir::MIN_QUOTA;
 use nacelle_model::record::CleanupFailure;
 use nacelle_model::state::InvalidTransition;
@@ -17,6 +16,7 @@ use nacelle_pod::client::ClientError;
 use nacelle_pod::processors::ProcessorsError;
 use nacelle_pod::scratch::ScratchError;
 use nacelle_pod::share::VolumesError;
+use nacelle_store::StoreError;
 use std::sync::Arc;
 use std::time::Duration;
 

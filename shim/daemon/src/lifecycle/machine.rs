@@ -5,7 +5,7 @@ use super::boot::blocking;
 use super::error::{LifecycleError, at};
 use super::make::{ask, extents, shared, take_back};
 use super::{Parts, devices};
-use crate::machine_pod::{self, Passed, Place, SourceError};
+use nacelle_machines::machine_pod::{self, Passed, Place, SourceError};
 use nacelle_model::container::ContainerConfig;
 use nacelle_model::machine::DiskSource;
 use nacelle_model::machine_pod::MachinePod;

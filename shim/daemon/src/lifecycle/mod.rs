@@ -26,14 +26,13 @@ pub use events::{Event, EventKind, Events};
 pub(crate) use make::ask;
 
 use crate::config::{Config, EngineSetting};
-use crate::store::Store;
-use crate::vms::{Busy, Vms};
 use actor::{Answer, Begin, Message};
 use ipnet::IpNet;
 use nacelle_base::lock::PathLock;
 use nacelle_base::machine::EngineKind;
 pub(crate) use nacelle_base::timeline::now;
 use nacelle_base::{Chain, ContainerId, PodId};
+use nacelle_machines::vms::{Busy, Vms};
 use nacelle_model::container::{ContainerConfig, ContainerImage};
 use nacelle_model::digest::ImageId;
 use nacelle_model::pod::{PodConfig, PodName};
@@ -45,6 +44,7 @@ use nacelle_pod::client::{ClientError, PodClient};
 use nacelle_pod::record::PodRecord as LastRecord;
 use nacelle_pod::spec::{Accelerator, EngineSpec};
 use nacelle_proto::pod as proto;
+use nacelle_store::Store;
 use seams::{Networks, Pods};
 use shown::Told;
 use std::collections::{BTreeMap, HashSet};
@@ -576,7 +576,7 @@ impl Node {
     /// Remembers the node's pod CIDRs.
     pub async fn set_pod_cidrs(&self, cidrs: Vec<IpNet>) -> Result<(), LifecycleError> {
         let text: Vec<String> = cidrs.iter().map(ToString::to_string).collect();
-        let change = crate::store::Change::Setting(recover::POD_CIDRS, text.join(","));
+        let change = nacelle_store::Change::Setting(recover::POD_CIDRS, text.join(","));
         self.parts.store.commit(vec![change]).await.map_err(error::at("record the pod CIDR"))?;
         *self.parts.cidrs.write().unwrap_or_else(PoisonError::into_inner) = cidrs;
         Ok(())

@@ -3,7 +3,7 @@
 //! May use: /sys of the node, for reading.
 
 use super::error::LifecycleError;
-use crate::lists::numbers;
+use nacelle_base::cpulist::numbers;
 use nacelle_model::resources::Resources;
 use std::collections::BTreeSet;
 use std::fs;

@@ -10,11 +10,11 @@ pub use export::export;
 pub use import::{Import, import};
 
 use crate::lifecycle::LifecycleError;
-use crate::vms::VmError;
 use document::DocumentError;
 use nacelle_base::files::{FileError, remove_tree_if_there};
 use nacelle_base::{Chain, Classify, Kind};
 use nacelle_image::{Auth, ImageError, Moved};
+use nacelle_machines::vms::VmError;
 use nacelle_model::digest::Digest;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -4,9 +4,9 @@ use super::{VmService, check_name, of_record};
 use crate::cri::status::{refuse, status};
 use crate::lifecycle::Node;
 use crate::transfer::{self, Import, Place, Progress, TransferError};
-use crate::vms;
 use nacelle_base::Kind;
 use nacelle_image::Auth;
+use nacelle_machines::vms;
 use nacelle_proto::vm;
 use std::pin::{Pin, pin};
 use std::time::Duration;
@@ -130,7 +130,7 @@ mod tests {
         go_on.send(()).unwrap();
         assert_eq!(told.next().await.unwrap().unwrap().digest, "d");
         assert!(told.next().await.is_none());
-        let mut told = tell(|_| async { Err(crate::vms::VmError::NotFound { id: "a/b".into() }.into()) });
+        let mut told = tell(|_| async { Err(nacelle_machines::vms::VmError::NotFound { id: "a/b".into() }.into()) });
         assert_eq!(told.next().await.unwrap().unwrap_err().code(), tonic::Code::NotFound);
         assert!(told.next().await.is_none());
     }

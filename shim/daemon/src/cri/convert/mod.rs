@@ -20,9 +20,7 @@ pub use empty_dirs::{LIMITS as EMPTY_DIR_LIMITS, empty_dirs};
 pub use pod::pod_config;
 pub use resources::{pod_resources_change, resources_change};
 pub use selinux::{container_label, node_has_selinux, pod_label};
-#[cfg(test)]
-pub use shape::honours;
-pub use shape::{not_honoured, reason, shape};
+pub use shape::shape;
 pub use volume::for_a_guest;
 
 #[cfg(test)]

@@ -5,7 +5,7 @@
 //! -1 for cgroup v2, and the largest multiple of a page, 9223372036854771712, for cgroup v1.
 
 use super::{FieldError, bad, not_yet, pairs};
-use crate::lists;
+use nacelle_base::cpulist;
 use nacelle_model::resources::{NO_HUGEPAGE_LIMIT, PodResources, Resources, UNLIMITED};
 use nacelle_proto::cri;
 
@@ -71,7 +71,7 @@ pub(super) fn resources(
         }
     }
     for (field, list) in [(cpus, &asked.cpuset_cpus), (mems, &asked.cpuset_mems)] {
-        if lists::numbers(list).is_none() {
+        if cpulist::numbers(list).is_none() {
             return bad(field, list, "a list of numbers from 0 to 1023 is needed, as in 0-3,7");
         }
     }

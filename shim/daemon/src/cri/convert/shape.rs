@@ -2,11 +2,12 @@
 //! field by field, of what it cannot.
 
 use crate::config::Handler;
-use crate::machine_pod::{self, Refused};
 use nacelle_base::machine::{CpuModel, MemoryPages, Topology};
 use nacelle_base::{Classify, Kind};
 use nacelle_engine::{MAX_CMDLINE, MAX_VCPUS};
 use nacelle_image::Reference;
+use nacelle_machines::honoured::container_pod;
+use nacelle_machines::machine_pod::{self, Refused};
 use nacelle_model::digest::Digest;
 use nacelle_model::pod::{OwnKernel, PodConfig, VmShape};
 use nacelle_pod::spec::{EngineSpec, MIN_MEMORY_MIB};
@@ -17,26 +18,7 @@ const MODEL: &str = "spec.domain.cpu.model";
 const MEMORY: &str = "spec.domain.memory.guest";
 const ARGS: &str = "spec.domain.firmware.kernelBoot.kernelArgs";
 const KERNEL_IMAGE: &str = "spec.domain.firmware.kernelBoot.container.image";
-const KERNEL_PATH: &str = "spec.domain.firmware.kernelBoot.container.kernelPath";
-const INITRD: &str = "spec.domain.firmware.kernelBoot.container.initrdPath";
 const PAGES: &str = "spec.domain.memory.hugepages.pageSize";
-/// What the machine of a container pod is made by, and what says of it what is so anyway.
-const HONOURED: [&str; 14] = [
-    "spec.architecture",
-    "spec.domain.cpu.sockets",
-    "spec.domain.cpu.cores",
-    "spec.domain.cpu.threads",
-    "spec.domain.cpu.dedicatedCpuPlacement",
-    MODEL,
-    "spec.domain.cpu.features[].name",
-    "spec.domain.cpu.features[].policy",
-    MEMORY,
-    PAGES,
-    ARGS,
-    KERNEL_IMAGE,
-    KERNEL_PATH,
-    "spec.domain.devices.rng",
-];
 /// Fields that are named, if many are refused.
 const TOLD: usize = 20;
 
@@ -95,30 +77,6 @@ fn bad<T>(field: &'static str, value: impl ToString, rule: String) -> Result<T, 
     Err(ShapeError::Bad { field, value: value.to_string(), rule })
 }
 
-/// Whether machines of container pods are made by this field; entries of lists have no number in its path.
-pub fn honours(path: &str) -> bool {
-    HONOURED.contains(&path)
-}
-
-/// Why no machine of container pods is made by this field, if there is more to say of it than that.
-pub fn reason(field: &str) -> Option<&'static str> {
-    field.starts_with(INITRD).then_some("its initial file system is Nacelle's, which has the agent")
-}
-
-/// The path of a field without the numbers of entries.
-fn unnumbered(path: &str) -> String {
-    path.split('[').enumerate().fold(String::new(), |all, (n, part)| match part.split_once(']') {
-        Some((_, rest)) if n > 0 => all + "[]" + rest,
-        _ => all + part,
-    })
-}
-
-/// The fields by which no machine of a container pod is made, each with who said it.
-pub fn not_honoured(admitted: &Admitted) -> Vec<String> {
-    let fields = admitted.fields().into_iter().filter(|(path, _)| !honours(&unnumbered(path)));
-    fields.map(|(path, from)| from.map_or_else(|| path.clone(), |from| format!("{path} (from {from})"))).collect()
-}
-
 /// The shape that a specification gives to the machine of a pod of this handler on this engine.
 pub fn shape(
     admitted: &Admitted,
@@ -129,9 +87,9 @@ pub fn shape(
     if matches!(engine, EngineSpec::Host { .. }) {
         return Err(ShapeError::NoMachine);
     }
-    let told = not_honoured(admitted);
+    let told = container_pod::not_honoured(admitted);
     if !told.is_empty() {
-        let why = |field: &String| reason(field).map(|why| format!(": {why}")).unwrap_or_default();
+        let why = |field: &String| container_pod::reason(field).map(|why| format!(": {why}")).unwrap_or_default();
         let fields: Vec<_> = told.iter().take(TOLD).map(|field| format!("{field}{}", why(field))).collect();
         return Err(ShapeError::NotHonoured { fields: fields.join(", ") });
     }

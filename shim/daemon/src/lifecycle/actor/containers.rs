@@ -5,7 +5,6 @@ use super::super::make::{self, Prepared, Told, told};
 use super::super::processors;
 use super::super::{clip, new_id, now};
 use super::{Actor, Answer, Entry, Message, PAUSE, Patience, Stopping, tell};
-use crate::store::Change;
 use nacelle_base::{Chain, ContainerId};
 use nacelle_model::container::{ContainerConfig, ContainerImage};
 use nacelle_model::record::ContainerRecord;
@@ -14,6 +13,7 @@ use nacelle_model::state;
 use nacelle_model::state::{ContainerAction, ContainerEvent, ContainerState};
 use nacelle_pod::record::LOST;
 use nacelle_proto::pod as proto;
+use nacelle_store::Change;
 use std::sync::Arc;
 
 /// The exit code of a container that could not be started, as other runtimes have it.

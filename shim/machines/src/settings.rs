@@ -1,26 +1,26 @@
-//! Owns: what the configuration says of machine pods.
+//! Defines the section `machines` of the configuration.
 
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// Machines of machine pods.
+/// The firmware of machine pods.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Machines {
-    /// UEFI's program.
+pub struct MachineSettings {
+    /// The UEFI firmware.
     pub efi_code: PathBuf,
-    /// The variables of a machine that never ran.
+    /// The template of its variables.
     pub efi_variables: PathBuf,
-    /// UEFI's program for machines that start signed systems only.
+    /// The UEFI firmware for machines with secure boot.
     pub efi_secure_code: PathBuf,
-    /// Their variables, with the keys of whom they trust.
+    /// The template of its variables, with the enrolled keys.
     pub efi_secure_variables: PathBuf,
 }
 
-impl Default for Machines {
-    /// As Debian's package ovmf has them.
+impl Default for MachineSettings {
+    /// Returns the paths of Debian's package ovmf.
     fn default() -> Self {
-        Machines {
+        MachineSettings {
             efi_code: "/usr/share/OVMF/OVMF_CODE_4M.fd".into(),
             efi_variables: "/usr/share/OVMF/OVMF_VARS_4M.fd".into(),
             efi_secure_code: "/usr/share/OVMF/OVMF_CODE_4M.secboot.fd".into(),

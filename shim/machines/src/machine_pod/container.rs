@@ -4,7 +4,7 @@
 use super::files::ANNOTATIONS;
 use super::passed::is_vfio;
 use super::volumes::{names_device, names_image, names_mount};
-use crate::lists::numbers;
+use nacelle_base::cpulist::numbers;
 use nacelle_base::{Classify, Kind};
 use nacelle_model::container::ContainerConfig;
 use nacelle_model::machine::Board;

@@ -5,8 +5,8 @@
 use nacelle_base::files::{FileError, at};
 use nacelle_base::{Classify, Kind};
 use nacelle_model::device::DeviceRequest;
+use nacelle_model::machine::VFIO_DIR;
 use nacelle_model::machine::{HostDevice, MOST_HOST_DEVICES, is_pci_address};
-use nacelle_pod::passed::FOLDER;
 use nix::sys::stat::{Mode, SFlag, mknod};
 use std::collections::BTreeMap;
 use std::fs;
@@ -116,7 +116,7 @@ impl Passed {
     /// Puts them where the machine of the pod of this folder finds them, which has not started yet. What an earlier container had is taken
     /// out. Blocks.
     pub fn place(&self, pod: &Path) -> Result<(), PassedError> {
-        let folder = pod.join(FOLDER);
+        let folder = pod.join(VFIO_DIR);
         clear(&folder)?;
         if !self.is_empty() {
             node(&folder, CONTAINER)?;
@@ -296,7 +296,7 @@ mod tests {
     #[test]
     fn qemu_finds_a_device_by_its_group_until_the_next_container() {
         let pod = tempfile::tempdir().unwrap();
-        let folder = pod.path().join(FOLDER);
+        let folder = pod.path().join(VFIO_DIR);
         clear(&folder).unwrap();
         fs::create_dir(&folder).unwrap();
         for address in ["0000:02:00.0", "0000:02:00.1"] {

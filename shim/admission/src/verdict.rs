@@ -1,7 +1,7 @@
 //! Owns: what is answered to a review: the rules are those of `nacelle_vmi`; here is only which object is asked about what. Pure.
 
 use super::review::{Answer, Review};
-use crate::cri::{not_known, not_run};
+use nacelle_machines::honoured::{not_known, not_run};
 use nacelle_vmi::admit::Admitted;
 use nacelle_vmi::annotations::PREFIX;
 use nacelle_vmi::complete::complete;

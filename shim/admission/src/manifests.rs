@@ -6,8 +6,8 @@ use base64::engine::general_purpose::STANDARD;
 use nacelle_vmi::{Causes, manifest, read};
 use serde_json::{Value, json};
 
-const SERVER: &str = include_str!("../../../../docs/examples/admission/server.yaml");
-const WEBHOOKS: &str = include_str!("../../../../docs/examples/admission/webhooks.yaml");
+const SERVER: &str = include_str!("../../../docs/examples/admission/server.yaml");
+const WEBHOOKS: &str = include_str!("../../../docs/examples/admission/webhooks.yaml");
 
 /// What is different in each cluster.
 #[derive(Clone, Debug)]

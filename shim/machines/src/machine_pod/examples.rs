@@ -3,8 +3,8 @@
 
 use super::volumes::image_place;
 use super::{build, check_container, check_volumes};
-use crate::config::Machines;
-use crate::cri::not_run;
+use crate::MachineSettings;
+use crate::honoured::not_run;
 use nacelle_model::container::ContainerConfig;
 use nacelle_model::device::DeviceRequest;
 use nacelle_model::machine::KERNEL;
@@ -53,7 +53,7 @@ fn refused(pods: &Value) -> Vec<String> {
     let told: Vec<String> = not_run(&admitted).into_iter().map(|one| one.what).collect();
     if told.is_empty() {
         let pod = PodConfig { annotations, ..(*testing::pod(1).config).clone() };
-        let machine = build(&admitted, &pod, &Machines::default()).unwrap();
+        let machine = build(&admitted, &pod, &MachineSettings::default()).unwrap();
         can_be_made(&machine, pods.pointer("/spec/template/spec").unwrap_or(&pods["spec"]));
     }
     told

@@ -6,7 +6,7 @@ use super::kernel::kernel;
 use super::networks::cards;
 use super::serving::serving;
 use super::{credentials, honoured};
-use crate::config::Machines;
+use crate::MachineSettings;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use nacelle_base::machine::CpuModel;
@@ -113,11 +113,11 @@ pub fn refused_value(admitted: &Admitted) -> Option<Refused> {
     let text = String::new;
     let name = PodName { name: text(), namespace: text(), uid: text(), attempt: 0 };
     let whose = Whose { name: &name, hostname: "", annotations: &StringMap::new() };
-    made(admitted, whose, &Machines::default()).err()
+    made(admitted, whose, &MachineSettings::default()).err()
 }
 
 /// The machine of a pod.
-pub fn build(admitted: &Admitted, pod: &PodConfig, machines: &Machines) -> Result<MachinePod, Refused> {
+pub fn build(admitted: &Admitted, pod: &PodConfig, machines: &MachineSettings) -> Result<MachinePod, Refused> {
     let fields = not_honoured(admitted);
     if !fields.is_empty() {
         return Err(Refused::Fields { fields });
@@ -134,7 +134,7 @@ struct Whose<'a> {
     annotations: &'a StringMap,
 }
 
-fn made(admitted: &Admitted, pod: Whose<'_>, machines: &Machines) -> Result<MachinePod, Refused> {
+fn made(admitted: &Admitted, pod: Whose<'_>, machines: &MachineSettings) -> Result<MachinePod, Refused> {
     let spec = admitted.spec();
     let strategy = strategy(admitted)?;
     if spec.architecture.is_some_and(|architecture| architecture != vmi::Architecture::Amd64) {
@@ -311,7 +311,7 @@ fn microvm(spec: &InstanceSpec) -> Result<(), Refused> {
     }
 }
 
-fn firmware(domain: &vmi::Domain, machines: &Machines, named: bool) -> Result<Firmware, Refused> {
+fn firmware(domain: &vmi::Domain, machines: &MachineSettings, named: bool) -> Result<Firmware, Refused> {
     let loader = domain.firmware.as_ref().and_then(|firmware| firmware.bootloader.as_ref());
     let Some(efi) = loader.and_then(|loader| loader.efi.as_ref()) else { return Ok(Firmware::Bios {}) };
     if efi.persistent == Some(true) && !named {

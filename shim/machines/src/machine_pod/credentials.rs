@@ -3,9 +3,9 @@
 
 use super::files::{lines_of_keys, read};
 use super::volumes::{VolumeError, at_secret, field};
-use nacelle_keeper::Credentials;
 use nacelle_model::container::ContainerConfig;
 use nacelle_model::machine::Credential;
+use nacelle_model::machine::Credentials;
 use nacelle_model::machine_pod::MachinePod;
 use nacelle_model::mount::NodeVolume;
 use nacelle_vmi::spec::InstanceSpec;
@@ -93,7 +93,7 @@ pub fn credentials(machine: &MachinePod, config: &ContainerConfig) -> Result<Cre
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Machines;
+    use crate::MachineSettings;
     use nacelle_model::mount::Propagation;
     use nacelle_model::testing;
     use nacelle_vmi::admit;
@@ -115,7 +115,7 @@ mod tests {
         let said = [("vm.nacelle.dev/kind", "machine".to_owned()), ("vm.nacelle.dev/spec", spec.to_string())];
         let said = said.into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
         let admitted = admit::pod(&said, &Catalogue::default()).unwrap().unwrap();
-        super::super::build(&admitted, &testing::pod(1).config, &Machines::default()).unwrap()
+        super::super::build(&admitted, &testing::pod(1).config, &MachineSettings::default()).unwrap()
     }
 
     fn with(folder: &Path, secrets: &[&str]) -> ContainerConfig {

@@ -1,12 +1,12 @@
 //! Owns: machines that outlive their pods: who they are, what they keep and where. A pod that names one is a run of it.
 //! Threads: any; changes come one after the other, and each is on the disk before it counts.
 
-use crate::store::{Change, Store, StoreError};
 use nacelle_base::files::{FileError, at, remove_tree_if_there};
 use nacelle_base::jailed::JailedDir;
 use nacelle_base::{Chain, Classify, Kind, random};
 use nacelle_model::digest::ImageId;
 use nacelle_model::record::VmRecord;
+use nacelle_store::{Change, Store, StoreError};
 use std::collections::BTreeMap;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -310,7 +310,7 @@ impl Vms {
 pub fn new_record(namespace: &str, name: &str) -> Result<VmRecord, VmError> {
     let mut bytes = [0; 22];
     random::fill(&mut bytes).map_err(|source| VmError::Random { source })?;
-    Ok(VmRecord::new(namespace, name, &bytes, crate::lifecycle::now()))
+    Ok(VmRecord::new(namespace, name, &bytes, nacelle_base::timeline::now()))
 }
 
 /// Copies the files of a folder that has no others in it; blocks are shared where the file system can.

@@ -1,0 +1,131 @@
+//! Says what this version of Nacelle does not run of a valid specification, for RunPodSandbox, the admission server and
+//! `nacelle vm validate` alike.
+
+pub mod container_pod;
+
+use crate::machine_pod;
+use nacelle_vmi::admit::Admitted;
+use nacelle_vmi::preset::Catalogue;
+use nacelle_vmi::spec::PodKind;
+use serde::Serialize;
+use std::fmt;
+
+/// Something valid that nodes of this version refuse.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct NotRun {
+    /// A field with the annotation that sets it, or the value of a field.
+    pub what: String,
+    /// The reason.
+    pub message: String,
+}
+
+impl fmt::Display for NotRun {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.what, self.message)
+    }
+}
+
+/// Returns what RunPodSandbox refuses of a valid specification: all fields that are not honoured, and the first value that is not. What
+/// depends on the runtime handler is not included.
+pub fn not_run(admitted: &Admitted) -> Vec<NotRun> {
+    let (fields, value, reason): (_, _, fn(&str) -> Option<&'static str>) = match admitted.kind() {
+        PodKind::Machine => {
+            (machine_pod::not_honoured(admitted), machine_pod::refused_value(admitted), machine_pod::reason)
+        }
+        PodKind::Container => (container_pod::not_honoured(admitted), None, container_pod::reason),
+    };
+    let message = || format!("is not run by nodes with Nacelle {}: they refuse the pod", env!("CARGO_PKG_VERSION"));
+    let why = |what: &str| reason(what).map(|why| format!("; {why}")).unwrap_or_default();
+    let fields = fields.into_iter().map(|what| NotRun { message: message() + &why(&what), what });
+    let value = value.map(|refused| {
+        let (what, text) = (refused.field().to_owned(), refused.to_string());
+        NotRun { message: text.strip_prefix(&what).unwrap_or(&text).trim_start().to_owned(), what }
+    });
+    fields.chain(value).collect()
+}
+
+/// Returns the names of instance types, preferences and presets that nodes do not know and that no webhook has expanded.
+pub fn not_known(admitted: &Admitted) -> Vec<NotRun> {
+    let nodes = Catalogue::default();
+    let applied = admitted.applied();
+    let types = applied.instancetype.iter().filter(|name| !nodes.instancetypes.contains_key(*name));
+    let types = types.map(|name| format!("instance type {name}"));
+    let preferences = applied.preference.iter().filter(|name| !nodes.preferences.contains_key(*name));
+    let preferences = preferences.map(|name| format!("preference {name}"));
+    let presets = applied.presets.iter().filter(|name| !nodes.presets.contains_key(*name));
+    let presets = presets.map(|name| format!("preset {name}"));
+    let all = types.chain(preferences).chain(presets);
+    all.map(|what| NotRun { what, message: "is not known to nodes: have /mutate asked before, too".to_owned() })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nacelle_vmi::admit;
+    use nacelle_vmi::spec::InstanceSpec;
+    use serde_json::Value;
+    use std::fmt::Write;
+
+    #[test]
+    fn all_fields_that_are_not_run_are_told_and_of_the_others_the_first_value() {
+        let spec = "{domain: {memory: {guest: 4Gi}, machine: {type: microvm}, devices: {disks: [{name: a}]}, clock: {timezone: Europe/Rome}}, \
+                    volumes: [{name: a, emptyDisk: {capacity: 1Gi}}], livenessProbe: {exec: {command: [a]}}}";
+        let said = [("vm.nacelle.dev/kind", "machine"), ("vm.nacelle.dev/spec", spec)];
+        let said = said.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
+        let admitted = admit::pod(&said, &Catalogue::default()).unwrap().unwrap();
+        let told: Vec<String> = not_run(&admitted).iter().map(ToString::to_string).collect();
+        assert!(told[0].starts_with("spec.domain.clock.timezone is not run by nodes with Nacelle "), "{told:?}");
+        let last = "spec.domain.machine.type is \"microvm\", which this version of Nacelle does not run: a machine pod's board is q35 or pc, or, with \
+                    kernelBoot, microvm";
+        assert_eq!(told.last().unwrap(), last);
+        let probes: Vec<_> = told.iter().filter(|text| text.starts_with("spec.livenessProbe")).collect();
+        assert!(probes.len() == 1 && probes[0].ends_with("(nacelle vm convert puts them there)"), "{told:?}");
+        assert!(told.iter().all(|text| !text.contains("guest ")), "{told:?}");
+    }
+
+    const PAGE: &str = include_str!("../../../docs/reference/vm-fields.md");
+
+    /// Its rows; how many fields without others below there are, how many of these machine pods honour, and how many container pods.
+    fn rows(schema: &Value, at: &str, table: &mut String) -> [usize; 3] {
+        let mut all = [0; 3];
+        for (name, of) in schema["properties"].as_object().into_iter().flatten() {
+            let list = of["type"] == "array";
+            let of_items = if list { &of["items"] } else { of };
+            let at = format!("{at}{}{name}{}", if at.is_empty() { "" } else { "." }, if list { "[]" } else { "" });
+            let what = of["description"].as_str().unwrap_or_default().replace('\n', " ");
+            let words: Vec<String> = of["enum"]
+                .as_array()
+                .into_iter()
+                .flatten()
+                .map(|word| format!("`{}`", word.as_str().unwrap()))
+                .collect();
+            let words = if words.is_empty() { String::new() } else { format!(" One of {}.", words.join(", ")) };
+            let mut below = String::new();
+            let mut counts = rows(of_items, &at, &mut below);
+            if counts[0] == 0 {
+                let shapes = container_pod::honours(&format!("spec.{at}"));
+                counts = [1, usize::from(machine_pod::honours(&at)), usize::from(shapes)];
+            }
+            let told = |honoured: usize| match honoured {
+                0 => "",
+                honoured if honoured == counts[0] => "yes",
+                _ => "in part",
+            };
+            writeln!(table, "| `{at}` | {what}{words} | {} | {} |", told(counts[1]), told(counts[2])).unwrap();
+            table.push_str(&below);
+            for (sum, count) in all.iter_mut().zip(counts) {
+                *sum += count;
+            }
+        }
+        all
+    }
+
+    #[test]
+    fn every_field_is_in_the_documents_with_what_becomes_of_it() {
+        let mut table = String::from("| field | what it says | machine pod | container pod |\n|---|---|---|---|\n");
+        let [all, machine, containers] = rows(&nacelle_vmi::schema::of::<InstanceSpec>(), "", &mut table);
+        assert!(all > machine && machine > containers && containers > 5, "{all} {machine} {containers}");
+        assert!(PAGE.contains(&table), "docs/reference/vm-fields.md should have\n{table}");
+    }
+}
