@@ -99,7 +99,7 @@ pub enum PodError {
         #[from]
         source: DiskError,
     },
-    #[error("a task of the agent was cut off")]
+    #[error("a task of the agent was cancelled")]
     Task {
         #[from]
         source: tokio::task::JoinError,

@@ -3,6 +3,7 @@
 
 use super::AdmissionError;
 use nacelle_base::Chain;
+use nacelle_base::task::run_blocking;
 use nacelle_stream::{Pem, Tls};
 use std::time::Duration;
 use tokio::sync::watch;
@@ -35,8 +36,7 @@ impl Certificate {
 
 async fn read(files: &Tls) -> Result<Pem, AdmissionError> {
     let files = files.clone();
-    let read = tokio::task::spawn_blocking(move || files.read()).await;
-    Ok(read.map_err(|source| AdmissionError::GivenUp { source })??)
+    Ok(run_blocking("read the TLS certificate", move || files.read()).await??)
 }
 
 /// What is in the files, and speaks TLS with it, if it is not this.

@@ -11,6 +11,7 @@ use hyper::header::{ALLOW, CONTENT_TYPE, HeaderValue};
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
+use nacelle_base::task::{TaskError, run_blocking};
 use nacelle_base::{Chain, Classify, Kind};
 use nacelle_stream::{Tls, TlsError};
 use std::convert::Infallible;
@@ -73,12 +74,9 @@ pub enum AdmissionError {
         /// Why.
         source: io::Error,
     },
-    /// A part of it ended early, which is a defect.
-    #[error("reading was given up")]
-    GivenUp {
-        /// Why.
-        source: tokio::task::JoinError,
-    },
+    /// Work on a thread of the runtime did not finish.
+    #[error(transparent)]
+    Task(#[from] TaskError),
 }
 
 impl Classify for AdmissionError {
@@ -86,7 +84,7 @@ impl Classify for AdmissionError {
         match self {
             AdmissionError::Tls(error) => error.kind(),
             AdmissionError::Listen { source, .. } => Kind::from(source.kind()),
-            AdmissionError::GivenUp { .. } => Kind::Internal,
+            AdmissionError::Task(error) => error.kind(),
         }
     }
 }
@@ -253,7 +251,7 @@ impl Shared {
         let Ok(Ok(place)) = place else { return Err(Refused::Busy) };
         let body = tokio::time::timeout(BODY, whole(request.into_body())).await.unwrap_or(Err(Refused::Late))?;
         let (policy, path) = (Arc::clone(&self.policy), path.to_owned());
-        let judged = tokio::task::spawn_blocking(move || {
+        let judged = run_blocking("judge an admission review", move || {
             let review = Review::read(&body)?;
             drop(body);
             let answer = judge(&policy, &review);
@@ -261,7 +259,7 @@ impl Shared {
             drop(place);
             Ok(review.answer(&answer))
         });
-        let text = judged.await.map_err(|source| Refused::Defect { source })?;
+        let text = judged.await?;
         let mut response = Response::new(Full::new(Bytes::from(text.map_err(Refused::Review)?)));
         response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
         Ok(response)
@@ -318,8 +316,8 @@ enum Refused {
     Review(ReviewError),
     #[error("too many reviews at once: ask again")]
     Busy,
-    #[error("the review was given up")]
-    Defect { source: tokio::task::JoinError },
+    #[error(transparent)]
+    Task(#[from] TaskError),
 }
 
 impl Refused {
@@ -330,7 +328,7 @@ impl Refused {
             Refused::Late => StatusCode::REQUEST_TIMEOUT,
             Refused::Broken { .. } | Refused::Review(_) => StatusCode::BAD_REQUEST,
             Refused::Busy => StatusCode::SERVICE_UNAVAILABLE,
-            Refused::Defect { .. } => StatusCode::INTERNAL_SERVER_ERROR,
+            Refused::Task(_) => StatusCode::INTERNAL_SERVER_ERROR,
         }
     }
 }

@@ -16,6 +16,8 @@ pub mod push;
 pub mod random;
 pub mod retry;
 pub mod share;
+#[cfg(feature = "task")]
+pub mod task;
 pub mod timeline;
 pub mod undo;
 

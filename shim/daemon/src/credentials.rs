@@ -5,13 +5,13 @@
 use crate::follow::{self, Follow, LOOK};
 use crate::lifecycle::{LifecycleError, Node, View};
 use nacelle_base::Chain;
+use nacelle_base::task::{TaskError, run_blocking};
 use nacelle_keeper::NOBODY;
 use nacelle_machines::machine_pod;
 use nacelle_model::machine::Credentials;
 use nacelle_model::record::ContainerRecord;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tokio::task::{JoinError, spawn_blocking};
 
 /// The longest wait before a guest that refused, or where nobody answered, is asked again.
 const LONGEST: Duration = Duration::from_secs(30);
@@ -33,8 +33,8 @@ enum CredentialError {
     Ask(#[from] LifecycleError),
     #[error("they cannot be written")]
     Write(#[from] serde_json::Error),
-    #[error("reading was given up")]
-    GivenUp(#[from] JoinError),
+    #[error(transparent)]
+    Task(#[from] TaskError),
 }
 
 /// The secrets of a machine whose guest agent is to let somebody in.
@@ -91,7 +91,7 @@ async fn tell(
     told: &mut Option<(Credentials, Instant)>,
 ) -> Result<(), CredentialError> {
     let (read, config) = (Arc::clone(view), Arc::clone(&container.config));
-    let found = spawn_blocking(move || {
+    let found = run_blocking("read the secrets of a VM", move || {
         let machine = read.pod.config.machine.as_deref();
         machine.map(|machine| machine_pod::credentials(machine, &config)).transpose()
     });

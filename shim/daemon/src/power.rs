@@ -7,6 +7,7 @@ use crate::follow::{self, Follow, LOOK};
 use crate::lifecycle::{Node, View};
 use nacelle_base::files::{FileError, write_whole};
 use nacelle_base::json;
+use nacelle_base::task::{TaskError, run_blocking};
 use nacelle_base::{Chain, ContainerId};
 use nacelle_machines::machine_pod;
 use nacelle_model::mount::NodeVolume;
@@ -19,7 +20,6 @@ use std::io::Read;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::task::{JoinError, spawn_blocking};
 
 /// The longest wait before a machine that refused is told again.
 const LONGEST: Duration = Duration::from_secs(60);
@@ -80,8 +80,8 @@ enum PowerError {
     Ask(#[from] crate::lifecycle::LifecycleError),
     #[error("what it was told cannot be kept")]
     Keep(#[from] FileError),
-    #[error("reading was given up")]
-    GivenUp(#[from] JoinError),
+    #[error(transparent)]
+    Task(#[from] TaskError),
 }
 
 /// The annotation of a pod that has it in a file.
@@ -163,15 +163,17 @@ impl Follower {
             std::fs::File::open(file).ok()?.take(TOLD_BYTES).read_to_end(&mut text).ok()?;
             json::read::<Told>(&text).ok()
         };
-        let told = spawn_blocking(read).await.ok()??;
+        let told = run_blocking("read the stored power state of a VM", read).await.ok()??;
         (told.container == self.ids.1.as_str()).then_some(told.power)
     }
 
     /// Looks at the annotation, and tells the machine if it is another than it was told. What it is told now.
     async fn look(&self, told: Power) -> Result<Power, PowerError> {
         let mount = self.mount.clone();
-        let Some(found) =
-            spawn_blocking(move || machine_pod::annotation_of(&mount, &format!("{PREFIX}power"))).await??
+        let Some(found) = run_blocking("read the power annotation of a pod", move || {
+            machine_pod::annotation_of(&mount, &format!("{PREFIX}power"))
+        })
+        .await??
         else {
             return Ok(told);
         };
@@ -192,7 +194,7 @@ impl Follower {
         }
         let kept = Told { container: self.ids.1.to_string(), power: wanted };
         let (file, text) = (self.file.clone(), serde_json::to_vec(&kept).unwrap_or_default());
-        spawn_blocking(move || write_whole(&file, &text)).await??;
+        run_blocking("store the power state of a VM", move || write_whole(&file, &text)).await??;
         Ok(wanted)
     }
 

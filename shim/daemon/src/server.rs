@@ -16,6 +16,7 @@ use crate::{credentials, follow, power};
 use nacelle_base::draft;
 use nacelle_base::files::{FileError, at};
 use nacelle_base::lock::{LockError, PathLock};
+use nacelle_base::task::{TaskError, run_blocking};
 use nacelle_base::{Chain, Classify, Kind};
 use nacelle_image::ImageError;
 use nacelle_machines::vms::Vms;
@@ -103,12 +104,9 @@ pub enum ServeError {
         /// Why.
         source: tonic::transport::Error,
     },
-    /// A part of the start ended early, which is a defect.
-    #[error("the start was given up")]
-    GivenUp {
-        /// Why.
-        source: tokio::task::JoinError,
-    },
+    /// Work on a thread of the runtime did not finish.
+    #[error(transparent)]
+    Task(#[from] TaskError),
 }
 
 impl Classify for ServeError {
@@ -121,7 +119,8 @@ impl Classify for ServeError {
             ServeError::Supervision(error) => error.kind(),
             ServeError::Socket(error) => error.kind(),
             ServeError::Shared { source, .. } => source.kind(),
-            ServeError::Serve { .. } | ServeError::GivenUp { .. } => Kind::Internal,
+            ServeError::Task(error) => error.kind(),
+            ServeError::Serve { .. } => Kind::Internal,
         }
     }
 }
@@ -130,7 +129,7 @@ impl Classify for ServeError {
 pub async fn open(setup: Setup) -> Result<Node, ServeError> {
     let Setup { config, engine, pods, networks, observer, events } = setup;
     let with = config.clone();
-    let opened = tokio::task::spawn_blocking(move || -> Result<_, ServeError> {
+    let opened = run_blocking("open the stores", move || -> Result<_, ServeError> {
         let paths = &with.paths;
         for folder in [&paths.root, &paths.run, &paths.pods(), &paths.scratch(), &paths.images()] {
             let mut make = std::fs::DirBuilder::new();
@@ -148,7 +147,7 @@ pub async fn open(setup: Setup) -> Result<Node, ServeError> {
         let vms = Vms::open(paths.machines(), store.clone(), contents.vms.clone())?;
         Ok((store, contents, images, vms, locks))
     });
-    let (store, contents, images, vms, locks) = opened.await.map_err(|source| ServeError::GivenUp { source })??;
+    let (store, contents, images, vms, locks) = opened.await??;
     let cidrs = RwLock::new(Vec::new());
     let parts = Parts { config, engine, store, images, vms, pods, networks, cidrs, events, locks };
     Ok(Node::recover(parts, contents).await)
@@ -185,8 +184,8 @@ pub async fn claim(config: &Config, supervisor: &mut Supervisor) -> Result<Claim
     if let Some(listener) = supervisor.take_listener(&path)? {
         return Ok(Claim::Handed(listener));
     }
-    let claimed = tokio::task::spawn_blocking(move || SocketClaim::take(&path, LOCK_LIMIT));
-    Ok(Claim::Own(claimed.await.map_err(|source| ServeError::GivenUp { source })??))
+    let claimed = run_blocking("claim the CRI socket", move || SocketClaim::take(&path, LOCK_LIMIT)).await;
+    Ok(Claim::Own(claimed??))
 }
 
 /// Tries CNI DELs that are owed again, for as long as the daemon serves.

@@ -8,6 +8,7 @@ use crate::layer::tar::TarError;
 use crate::manifest::ManifestError;
 use crate::tree::TreeError;
 use nacelle_base::files::FileError;
+use nacelle_base::task::TaskError;
 use nacelle_base::{Classify, Kind};
 use nacelle_model::digest::Digest;
 use std::path::PathBuf;
@@ -43,7 +44,7 @@ pub enum ImageError {
     #[error(transparent)]
     Shared(Arc<ImageError>),
     /// A pull ended without a result, because the process is ending or a part of it panicked.
-    #[error("the pull of {name} was given up")]
+    #[error("cannot pull {name}: its task was cancelled or panicked")]
     Aborted {
         /// The image.
         name: String,
@@ -249,9 +250,9 @@ pub enum ImageError {
         /// Why.
         source: TarError,
     },
-    /// A worker thread panicked.
-    #[error("a worker thread of the image store failed")]
-    Worker(#[from] tokio::task::JoinError),
+    /// A task of the runtime did not finish.
+    #[error(transparent)]
+    Task(#[from] TaskError),
 }
 
 impl Classify for ImageError {
@@ -268,7 +269,8 @@ impl Classify for ImageError {
             E::File(error) => error.kind(),
             E::Shared(error) => error.kind(),
             E::Version { .. } | E::Locked { .. } => Kind::Conflict,
-            E::Certificates { .. } | E::Tls(_) | E::Catalogue { .. } | E::Index { .. } | E::Worker(_) => Kind::Internal,
+            E::Certificates { .. } | E::Tls(_) | E::Catalogue { .. } | E::Index { .. } => Kind::Internal,
+            E::Task(source) => source.kind(),
             E::Aborted { .. } => Kind::Unavailable,
             E::Request { .. } | E::Body { .. } | E::Short { .. } | E::Protocol { .. } | E::Digest { .. } => {
                 Kind::Unavailable

@@ -16,6 +16,7 @@ use crate::tree::Tree;
 use crate::{Config, ImageConfig, ImageError, manifest};
 use bytes::{Buf, Bytes};
 use nacelle_base::files::{at, remove_if_there, write_whole};
+use nacelle_base::task::{TaskError, run_blocking};
 use nacelle_base::{Classify, Kind};
 use nacelle_model::digest::{Digest, ImageId};
 use std::collections::HashSet;
@@ -25,7 +26,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 use tokio::sync::mpsc::Receiver;
 use tokio::sync::{Semaphore, mpsc, oneshot};
-use tokio::task::{JoinSet, spawn_blocking};
+use tokio::task::JoinSet;
 use tokio_util::task::TaskTracker;
 
 /// Bytes of all indexes of an image, which are read one after the other.
@@ -95,7 +96,7 @@ impl Shared {
     /// Gives names to an image that is here; false if it is not.
     pub async fn name(self: &Arc<Self>, id: ImageId, names: Names) -> Result<bool, ImageError> {
         let shared = Arc::clone(self);
-        spawn_blocking(move || {
+        run_blocking("name an image", move || {
             let mut here = false;
             shared.catalogue().change(|images| here = names.give(images, &id))?;
             Ok(here)
@@ -122,7 +123,7 @@ impl Shared {
         if installed.as_ref().is_err_and(|error| error.kind() == Kind::Exhausted && !error.is_over_budget()) {
             cancel.cancel();
             threads.close();
-            threads.wait().await; // Those of layers that were given up may still have run.
+            threads.wait().await; // Those of layers that were cancelled may still have run.
             drop(pins);
             self.folder.forget_unfinished();
             self.sweep(None).await?;
@@ -149,14 +150,14 @@ impl Shared {
             }
         }
         while let Some(brought) = bringing.join_next().await {
-            if let Err(error) = brought.map_err(ImageError::from).flatten() {
+            if let Err(error) = brought.map_err(|error| TaskError::new("install a layer", error).into()).flatten() {
                 bringing.shutdown().await;
                 return Err(error);
             }
         }
         // The thread goes on if this future is dropped, so it holds what it lists.
         let (shared, pins, cancel) = (Arc::clone(self), pins.to_vec(), cancel.clone());
-        spawn_blocking(move || {
+        run_blocking("install an image", move || {
             let finished = shared.finish(config, diff_ids, names, &cancel);
             drop(pins);
             finished
@@ -199,7 +200,8 @@ impl Shared {
                         let _making = making;
                         shared.take(diff_id, digest, stream, &cancel)
                     })
-                    .await?
+                    .await
+                    .map_err(|error| TaskError::new("unpack a layer", error))?
             }
             Source::Registry(session, blob) => {
                 let making = Arc::new(making);
@@ -242,6 +244,7 @@ impl Shared {
         });
         let from = start.await.unwrap_or(0); // If the thread failed at once nobody listens to the download.
         let (sent, taken) = tokio::join!(session.download(blob, from, sender), taking);
+        let taken = taken.map_err(|error| TaskError::new("unpack a layer", error));
         (sent.and_then(|()| taken?), from > 0)
     }
 
@@ -382,7 +385,7 @@ impl Shared {
     /// Deletes what no image needs. With `in_use`, images that were removed and are not among them go first.
     pub async fn sweep(self: &Arc<Self>, in_use: Option<HashSet<ImageId>>) -> Result<(), ImageError> {
         let shared = Arc::clone(self);
-        spawn_blocking(move || shared.sweep_now(None, in_use.as_ref())).await?
+        run_blocking("remove unused files of the image store", move || shared.sweep_now(None, in_use.as_ref())).await?
     }
 
     /// Blocking: takes an image off the list, if one is named, and deletes what no image needs.

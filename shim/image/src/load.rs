@@ -7,6 +7,7 @@ use crate::layer::tar::{Archive, Kind};
 use crate::manifest::{self, Descriptor, Document, MAX_CONFIG, MAX_MANIFEST, ManifestError, RawDescriptor};
 use crate::{ImageError, Loaded, Reference};
 use nacelle_base::files::at;
+use nacelle_base::task::run_blocking;
 use nacelle_model::digest::Digest;
 use std::collections::HashMap;
 use std::fs::File;
@@ -14,7 +15,6 @@ use std::io::{self, BufReader, Read};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use tokio::task::spawn_blocking;
 
 /// Members of an archive.
 const MAX_MEMBERS: usize = 1_000_000;
@@ -30,7 +30,7 @@ pub async fn load(shared: &Arc<Shared>, path: &Path, name: Option<&Reference>) -
     let (opened, pool, cancel) = (path.to_owned(), Arc::clone(&shared.pool), Cancel::default());
     let _cancelled_with_this_future = cancel.on_drop();
     // The budget is held until all are installed.
-    let (plans, path, _budget) = spawn_blocking(move || {
+    let (plans, path, _budget) = run_blocking("read an image archive", move || {
         let mut budget = Budget::archive(&pool, &cancel);
         let container = Container::open(&opened, &mut budget)?;
         Ok::<_, ImageError>((plans(&container, &mut budget)?, opened, budget))

@@ -8,13 +8,14 @@ use crate::install::Shared;
 use crate::registry::Http;
 use crate::{Auth, Config, ImageError, Reference, load, pull};
 use nacelle_base::machine::{Extent, ImageDisk};
+use nacelle_base::task::run_blocking;
 use nacelle_model::digest::ImageId;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use tokio::sync::{Semaphore, watch};
-use tokio::task::{AbortHandle, spawn_blocking};
+use tokio::task::AbortHandle;
 
 /// The images of this node. A cheap handle: clones are the same store.
 #[derive(Clone)]
@@ -196,7 +197,7 @@ impl Store {
     /// its files stay, and `rootfs` knows it, until `remove` or `collect` is called without it.
     pub async fn remove(&self, name: &str, in_use: &HashSet<ImageId>) -> Result<(), ImageError> {
         let (shared, name, in_use) = (Arc::clone(&self.shared), name.to_owned(), in_use.clone());
-        spawn_blocking(move || shared.sweep_now(Some(&name), Some(&in_use))).await?
+        run_blocking("remove an image", move || shared.sweep_now(Some(&name), Some(&in_use))).await?
     }
 
     /// Deletes the files that no image needs any more: to be called when `in_use` has become smaller.
@@ -217,7 +218,7 @@ impl Store {
     /// How much disk the store takes.
     pub async fn fs_info(&self) -> Result<FsInfo, ImageError> {
         let shared = Arc::clone(&self.shared);
-        Ok(spawn_blocking(move || shared.folder.info()).await??)
+        Ok(run_blocking("measure the image store", move || shared.folder.info()).await??)
     }
 
     /// The files of a folder of an image (links, devices and folders in it are left out), for whoever reads them where they
@@ -225,7 +226,7 @@ impl Store {
     pub async fn files(&self, id: &ImageId, folder: &str) -> Result<Option<Vec<ImageFile>>, ImageError> {
         let (shared, id, folder, cancel) = (Arc::clone(&self.shared), *id, folder.to_owned(), Cancel::default());
         let _cancelled_with_this_future = cancel.on_drop();
-        spawn_blocking(move || shared.files(id, &folder, &cancel)).await?
+        run_blocking("list the files of an image", move || shared.files(id, &folder, &cancel)).await?
     }
 
     /// Copies a file of an image, by its path in it, into another that is empty; links to folders are followed inside the image. One
@@ -233,13 +234,13 @@ impl Store {
     pub async fn copy_file(&self, id: &ImageId, path: &str, most: u64, mut to: File) -> Result<Copied, ImageError> {
         let (shared, id, path, cancel) = (Arc::clone(&self.shared), *id, path.to_owned(), Cancel::default());
         let _cancelled_with_this_future = cancel.on_drop();
-        spawn_blocking(move || shared.copy_file(id, &path, most, &mut to, &cancel)).await?
+        run_blocking("copy a file of an image", move || shared.copy_file(id, &path, most, &mut to, &cancel)).await?
     }
 
     /// The root file system of an image, which must be in the store or have been in use since it was removed.
     pub async fn rootfs(&self, id: &ImageId) -> Result<RootFs, ImageError> {
         let (shared, id) = (Arc::clone(&self.shared), *id);
-        spawn_blocking(move || {
+        run_blocking("find the root file system of an image", move || {
             let stored = shared.published.images().get(&id).cloned();
             let stored = stored.ok_or_else(|| ImageError::NotFound { name: id.to_string() })?;
             let tree = (Part::Tree, stored.tree, stored.tree_length);

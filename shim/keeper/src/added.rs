@@ -5,11 +5,12 @@
 use crate::disk;
 use crate::error::KeeperError;
 use crate::live::Live;
-use crate::machine::{Machine, blocking};
+use crate::machine::Machine;
 use crate::qcow2::{self, MAX_SIZE};
 use crate::qemu;
 use nacelle_base::files::{remove_if_there, write_whole};
 use nacelle_base::json;
+use nacelle_base::task::run_blocking;
 use nacelle_model::machine::Board;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -90,7 +91,9 @@ impl Disks {
 
     async fn save(&self) -> Result<(), KeeperError> {
         let (path, text) = (self.folder.join(LIST), serde_json::to_vec(&self.all).unwrap_or_default());
-        blocking(move || write_whole(&path, &text)).await?.map_err(KeeperError::Mark)
+        run_blocking("save the list of added disks", move || write_whole(&path, &text))
+            .await?
+            .map_err(KeeperError::Mark)
     }
 }
 
@@ -168,8 +171,9 @@ pub async fn add(machine: Arc<Machine>, what: String) -> Result<(), KeeperError>
     let disk = Added { name, place, bytes };
     let file = disks.file(&disk);
     let (name, made) = (disk.name.clone(), file.clone());
-    blocking(move || remove_if_there(&made).map_err(KeeperError::Mark).and_then(|()| disk::empty(&name, &made, bytes)))
-        .await??;
+    let create =
+        move || remove_if_there(&made).map_err(KeeperError::Mark).and_then(|()| disk::empty(&name, &made, bytes));
+    run_blocking("create a disk", create).await??;
     // First of all: one that is known is there at the next start, whatever becomes of this one.
     disks.all.push(disk.clone());
     let done = match (disks.save().await, machine.live()) {
@@ -182,7 +186,7 @@ pub async fn add(machine: Arc<Machine>, what: String) -> Result<(), KeeperError>
         disks.all.retain(|other| other.name != disk.name);
         // The first error is the one that matters.
         let _ = disks.save().await;
-        let _ = blocking(move || remove_if_there(&file)).await;
+        let _ = run_blocking("remove a disk", move || remove_if_there(&file)).await;
     }
     done
 }
@@ -197,7 +201,7 @@ pub async fn remove(machine: Arc<Machine>, name: String) -> Result<(), KeeperErr
     let Some(disk) = disks.all.iter().find(|disk| disk.name == name).cloned() else { return Ok(()) };
     let file = disks.file(&disk);
     let looked = file.clone();
-    if blocking(move || snapshots(&looked)).await? > 0 {
+    if run_blocking("list the snapshots of a disk", move || snapshots(&looked)).await? > 0 {
         return Err(KeeperError::State { what: "remove the disk", state: "has it in snapshots: delete those first" });
     }
     if let Ok(live) = machine.live() {
@@ -209,7 +213,7 @@ pub async fn remove(machine: Arc<Machine>, name: String) -> Result<(), KeeperErr
     }
     disks.all.retain(|other| other.name != disk.name);
     disks.save().await?;
-    blocking(move || remove_if_there(&file)).await?.map_err(KeeperError::Mark)
+    run_blocking("remove a disk", move || remove_if_there(&file)).await?.map_err(KeeperError::Mark)
 }
 
 /// Those there are, as JSON.

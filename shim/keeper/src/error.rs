@@ -1,5 +1,6 @@
 //! Owns: why the machine of a machine pod cannot be made, started or asked.
 
+use nacelle_base::task::TaskError;
 use nacelle_base::{Classify, Kind};
 use std::io;
 use std::path::PathBuf;
@@ -124,6 +125,9 @@ pub enum KeeperError {
         /// On the node.
         path: String,
     },
+    /// Work on a thread of the runtime did not finish.
+    #[error(transparent)]
+    Task(#[from] TaskError),
     /// A resource of the process.
     #[error("cannot get {what}")]
     Resources {
@@ -197,6 +201,7 @@ impl Classify for KeeperError {
             | KeeperError::State { .. } => Kind::Conflict,
             KeeperError::Unsupported { .. } => Kind::Unsupported,
             KeeperError::File { source, .. } | KeeperError::Share { source, .. } => source.kind().into(),
+            KeeperError::Task(error) => error.kind(),
             KeeperError::Resources { .. } => Kind::Exhausted,
             KeeperError::Engine(error) => error.kind(),
             KeeperError::TooSlow { .. } => Kind::Timeout,

@@ -2,10 +2,11 @@
 
 use crate::error::KeeperError;
 use crate::guest_agent::Outcome;
-use crate::machine::{Machine, Settings, State, blocking};
+use crate::machine::{Machine, Settings, State};
 use crate::verbs;
 use nacelle_base::Chain;
 use nacelle_base::json;
+use nacelle_base::task::run_blocking;
 use nacelle_model::machine::{INTERFACE, MachineDocument};
 use nacelle_proto::agent::{ContainerState, Exit};
 use std::collections::BTreeMap;
@@ -195,7 +196,7 @@ impl Keeper {
         }
         let settings = Arc::clone(&self.settings);
         let handed = self.take_offers(&id);
-        let machine = blocking(move || Machine::make(id, document, handed, settings)).await??;
+        let machine = run_blocking("create the VM", move || Machine::make(id, document, handed, settings)).await??;
         self.known().machines.push(Arc::new(machine));
         Ok(())
     }
@@ -208,7 +209,7 @@ impl Keeper {
             return Err(KeeperError::TooSlow { whom: "QEMU", command: "the end".into(), limit: END });
         }
         let gone = Arc::clone(&machine);
-        blocking(move || gone.remove()).await??;
+        run_blocking("remove the files of the VM", move || gone.remove()).await??;
         let mut known = self.known();
         known.machines.retain(|machine| machine.id != id);
         known.execs.retain(|(of, _), exec| {

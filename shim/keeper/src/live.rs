@@ -4,8 +4,9 @@ use crate::credentials::Given;
 use crate::error::KeeperError;
 use crate::guest_agent::GuestAgent;
 use crate::lines::{Event, Lines, printable};
-use crate::machine::{Settings, blocking};
+use crate::machine::Settings;
 use crate::qemu;
+use nacelle_base::task::run_blocking;
 use nacelle_engine::program::Program;
 use nacelle_engine::{ExitKind, MachineExit};
 use serde_json::{Value, json};
@@ -88,7 +89,7 @@ pub async fn launch(
     tracing::debug!(?args, "starting QEMU");
     let Ends { ours: [monitor, console, agent], theirs } = ends;
     let (qemu, log) = (settings.qemu.clone(), folder.join(QEMU_LOG));
-    let started = blocking(move || {
+    let started = run_blocking("start QEMU", move || {
         let started = Program::start(&qemu, args, inherited, &log);
         drop(theirs);
         started
@@ -97,7 +98,7 @@ pub async fn launch(
     let (mut monitor, events) = Lines::new(stream(monitor)?, "QEMU", LONGEST);
     if let Err(error) = monitor.ask("qmp_capabilities", Value::Null, ANSWER).await {
         let waited = Arc::clone(&program);
-        let exit = blocking(move || waited.wait(Duration::from_secs(2))).await?;
+        let exit = run_blocking("wait for QEMU", move || waited.wait(Duration::from_secs(2))).await?;
         return Err(match exit.map(|exit| exit.how) {
             Some(ExitKind::Died { message, .. }) => KeeperError::Refused {
                 whom: "QEMU",
@@ -165,7 +166,7 @@ impl Live {
         }
         loop {
             let waiting = Arc::clone(&self.program);
-            match blocking(move || waiting.wait(LAST)).await {
+            match run_blocking("wait for QEMU", move || waiting.wait(LAST)).await {
                 Ok(Some(exit)) => return code(&exit, reason.as_deref()),
                 // It has closed its monitor and lives: nobody can say what it does.
                 Ok(None) => self.kill(),

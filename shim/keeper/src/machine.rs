@@ -19,6 +19,7 @@ use crate::sys;
 use nacelle_base::Chain;
 use nacelle_base::files::remove_tree_if_there;
 use nacelle_base::share::QUEUES;
+use nacelle_base::task::run_blocking;
 use nacelle_engine::Accelerator;
 use nacelle_engine::qemu::emulated_tsc;
 use nacelle_model::machine::{self, Board, Bus, CardModel, Firmware, MachineDocument};
@@ -260,7 +261,7 @@ impl Machine {
     async fn clock(&self) -> Result<Option<String>, KeeperError> {
         let needed = self.settings.accelerator == Accelerator::Tcg && self.document.board == Board::Microvm;
         // It is measured, for 2 ms.
-        if needed { blocking(emulated_tsc).await } else { Ok(None) }
+        if needed { Ok(run_blocking("measure the emulated TSC", emulated_tsc).await?) } else { Ok(None) }
     }
 
     /// From run to run, until the container ends.
@@ -309,7 +310,7 @@ impl Machine {
     /// The end of it all: what it wrote for itself is removed.
     async fn over(self: &Arc<Self>, code: u32) {
         let gone = Arc::clone(self);
-        if let Ok(Err(error)) = blocking(move || gone.remove()).await {
+        if let Ok(Err(error)) = run_blocking("remove the files of the VM", move || gone.remove()).await {
             tracing::warn!("{}", Chain(&error));
         }
         self.end(code);
@@ -565,12 +566,6 @@ fn record(piece: &[u8]) {
     use std::io::Write;
     // Whoever reads it is gone: then nobody misses it.
     let _ = std::io::stdout().write_all(piece).and_then(|()| std::io::stdout().flush());
-}
-
-/// Runs something that blocks.
-pub async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, KeeperError> {
-    let done = tokio::task::spawn_blocking(work).await;
-    done.map_err(|error| KeeperError::Resources { what: "a thread", source: std::io::Error::other(error) })
 }
 
 #[cfg(test)]

@@ -5,9 +5,10 @@ use crate::dump;
 use crate::error::KeeperError;
 use crate::guest_agent::Outcome;
 use crate::hold;
-use crate::machine::{Machine, State, blocking};
+use crate::machine::{Machine, State};
 use crate::runs::Order;
 use crate::snapshots::{self, Snapshot};
+use nacelle_base::task::run_blocking;
 use serde_json::{Value, json};
 use std::sync::Arc;
 use tokio::net::UnixStream;
@@ -216,7 +217,7 @@ async fn screenshot(machine: &Arc<Machine>) -> Result<Outcome, KeeperError> {
     };
     let path = socket.with_file_name(PICTURE);
     machine.ask("screendump", json!({ "filename": path, "format": "png" })).await?;
-    blocking(move || {
+    run_blocking("read the screenshot", move || {
         let failed = |source| KeeperError::File { what: "read", path: path.clone(), source };
         let length = std::fs::metadata(&path).map_err(failed)?.len();
         if length > MAX_PICTURE {

@@ -3,6 +3,7 @@
 
 use nacelle_base::files::{FileError, at, remove_tree_if_there};
 use nacelle_base::jailed::JailedDir;
+use nacelle_base::task::{TaskError, run_blocking};
 use nacelle_base::{Chain, Classify, Kind, random};
 use nacelle_model::digest::ImageId;
 use nacelle_model::record::VmRecord;
@@ -59,12 +60,9 @@ pub enum VmError {
         /// Its identity.
         uuid: String,
     },
-    /// Work was given up, which is a defect.
-    #[error("what was to be done for a machine was given up")]
-    GivenUp {
-        /// Why.
-        source: tokio::task::JoinError,
-    },
+    /// Work on a thread of the runtime did not finish.
+    #[error(transparent)]
+    Task(#[from] TaskError),
 }
 
 impl Classify for VmError {
@@ -75,7 +73,8 @@ impl Classify for VmError {
             VmError::NotFound { .. } => Kind::NotFound,
             VmError::Exists { .. } => Kind::AlreadyExists,
             VmError::Busy { .. } | VmError::SameIdentity { .. } => Kind::Conflict,
-            VmError::Random { .. } | VmError::GivenUp { .. } => Kind::Internal,
+            VmError::Task(error) => error.kind(),
+            VmError::Random { .. } => Kind::Internal,
         }
     }
 }
@@ -235,8 +234,8 @@ impl Vms {
         self.is_free(&id(namespace, name))?;
         let record = new_record(namespace, name)?;
         let folder = self.folder(&record);
-        blocking(move || std::fs::DirBuilder::new().mode(0o700).create(&folder).map_err(at("create", &folder)))
-            .await??;
+        let create = move || std::fs::DirBuilder::new().mode(0o700).create(&folder).map_err(at("create", &folder));
+        run_blocking("create the directory of a persistent VM", create).await??;
         let written = self.write(record.clone()).await;
         if written.is_err() {
             self.clear(&self.folder(&record)).await;
@@ -274,7 +273,7 @@ impl Vms {
         let record =
             VmRecord { image: source.image, more_images: source.more_images.clone(), ..new_record(namespace, name)? };
         let (from, to) = (self.folder(&source), self.folder(&record));
-        let copied = blocking(move || copy_folder(&from, &to)).await?;
+        let copied = run_blocking("copy the disks of a persistent VM", move || copy_folder(&from, &to)).await?;
         let written = match copied {
             Ok(()) => self.write(record.clone()).await,
             Err(error) => Err(error.into()),
@@ -298,7 +297,7 @@ impl Vms {
     /// What is left is removed when the next daemon starts.
     async fn clear(&self, folder: &Path) {
         let folder = folder.to_owned();
-        match blocking(move || remove_tree_if_there(&folder)).await {
+        match run_blocking("remove the disks of a persistent VM", move || remove_tree_if_there(&folder)).await {
             Ok(Err(error)) => tracing::warn!("{}", Chain(&error)),
             Err(error) => tracing::warn!("{}", Chain(&error)),
             Ok(Ok(())) => {}
@@ -327,10 +326,6 @@ fn copy_folder(from: &Path, to: &Path) -> Result<(), FileError> {
         target.sync_all().map_err(at("write", &copy))?;
     }
     std::fs::File::open(to).and_then(|folder| folder.sync_all()).map_err(at("write", to))
-}
-
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, VmError> {
-    tokio::task::spawn_blocking(work).await.map_err(|source| VmError::GivenUp { source })
 }
 
 #[cfg(test)]

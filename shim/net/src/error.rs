@@ -1,6 +1,7 @@
 //! Owns: what can go wrong outside of CNI, and what it means to the caller.
 
 use crate::cni::CniError;
+use nacelle_base::task::TaskError;
 use nacelle_base::{Classify, Kind};
 use std::io;
 use std::path::PathBuf;
@@ -118,19 +119,17 @@ pub enum NetError {
     /// A failure of the CNI chain.
     #[error(transparent)]
     Cni(#[from] CniError),
-    /// A background task of this crate ended early: the runtime is shutting down, or a defect.
-    #[error("a network task was given up")]
-    GivenUp {
-        /// Why.
-        source: tokio::task::JoinError,
-    },
+    /// A task of the runtime did not finish.
+    #[error(transparent)]
+    Task(#[from] TaskError),
 }
 
 impl Classify for NetError {
     fn kind(&self) -> Kind {
         match self {
             NetError::Netns { source, .. } => source.kind().into(),
-            NetError::Netlink { .. } | NetError::Tap { .. } | NetError::GivenUp { .. } => Kind::Internal,
+            NetError::Netlink { .. } | NetError::Tap { .. } => Kind::Internal,
+            NetError::Task(error) => error.kind(),
             NetError::NotNetns { .. } | NetError::NotMade { .. } => Kind::Conflict,
             NetError::BadName { .. } => Kind::Invalid,
             NetError::NoInterface { .. } | NetError::NotEthernet { .. } | NetError::NoAddress { .. } => {

@@ -1,7 +1,7 @@
 //! Owns: the network of pods on the node: namespaces, the CNI chain, taps and their join to CNI interfaces.
 //! May use: `nacelle-base`. Knows no CRI, no engine, no guest.
 //! Threads: `Network` and `cni` are async (tokio); `netns`, `tap` and `inspect` block for a few kernel calls:
-//! from async code call them through `tokio::task::spawn_blocking`.
+//! from async code call them through `nacelle_base::task::run_blocking`.
 //!
 //! In the order of a pod's start:
 //!

@@ -4,6 +4,7 @@ use crate::cni::{Cni, CniError, CniResult, INTERFACE, OwedDelete, PodRef};
 use crate::inspect::{check_card, inspect_addresses};
 use crate::{NetError, NetNs, inspect, netns, tap};
 use nacelle_base::net::PodNetwork;
+use nacelle_base::task::{TaskError, run_blocking};
 use nacelle_base::{Chain, PodId};
 use nacelle_model::network::DnsConfig;
 use serde::{Deserialize, Serialize};
@@ -80,7 +81,7 @@ impl Network {
     /// Makes the pod's namespace with loopback up. `AlreadyExists` if it is there.
     pub async fn create_netns(&self, id: &PodId) -> Result<NetNs, NetError> {
         let path = self.netns_path(id);
-        blocking(move || netns::create(&path)).await
+        run_blocking("create a network namespace", move || netns::create(&path)).await?
     }
 
     /// Runs CNI ADD in the pod's namespace and reads what the guest must have. What an earlier attempt left is
@@ -89,11 +90,12 @@ impl Network {
     pub async fn setup(&self, pod: &PodRef) -> Result<Attachment, NetError> {
         let path = self.netns_path(&pod.id);
         let opened = path.clone();
-        let netns = blocking(move || NetNs::open(&opened)).await?;
+        let netns = run_blocking("open a network namespace", move || NetNs::open(&opened)).await??;
         let result = self.cni.add(pod, &path).await?;
         let dns = result.dns.clone();
         let wanted = pod.clone();
-        match blocking(move || attached(&netns, &result, &wanted)).await {
+        let attached = run_blocking("inspect the network of a pod", move || attached(&netns, &result, &wanted));
+        match attached.await.map_err(NetError::from).flatten() {
             Ok(network) => Ok(Attachment { ips: network.ips().collect(), network, dns }),
             Err(error) => {
                 if let Err(left) = self.cni.del(&pod.id).await {
@@ -107,11 +109,11 @@ impl Network {
     /// Joins taps in the pod's namespace to interfaces that ADD made: pairs of names, the tap first. May be repeated.
     pub async fn join_taps(&self, id: &PodId, pairs: Vec<(String, String)>) -> Result<(), NetError> {
         let path = self.netns_path(id);
-        blocking(move || {
+        run_blocking("connect the taps of a pod", move || {
             let netns = NetNs::open(&path)?;
             pairs.iter().try_for_each(|(tap, interface)| tap::join(&netns, tap, interface))
         })
-        .await
+        .await?
     }
 
     /// Runs CNI DEL from what was remembered, and removes the namespace. A pod without either is no failure.
@@ -119,7 +121,7 @@ impl Network {
     pub async fn teardown(&self, id: &PodId) -> Result<(), NetError> {
         self.cni.del(id).await?;
         let path = self.netns_path(id);
-        blocking(move || netns::remove(&path)).await
+        remove_netns(path).await
     }
 
     /// As `teardown`, of a pod that ends, which does not wait for its plugins longer than `limit`. If DEL does not succeed by then,
@@ -127,7 +129,7 @@ impl Network {
     pub async fn release(&self, id: &PodId, limit: Duration) -> Result<Option<CniError>, NetError> {
         let owed = self.cni.release(id, limit).await;
         let path = self.netns_path(id);
-        blocking(move || netns::remove(&path)).await.map(|()| owed)
+        remove_netns(path).await.map(|()| owed)
     }
 
     /// Tries the owed DELs whose time has come, each for at most `limit`. To be called again and again, and not while another call
@@ -155,7 +157,7 @@ impl Network {
     /// The pods that have a namespace or a CNI attachment here, known to the caller or not.
     pub async fn pods(&self) -> Result<BTreeSet<PodId>, NetError> {
         let dir = self.config.netns_dir.clone();
-        let mut ids = blocking(move || named(&dir)).await?;
+        let mut ids = run_blocking("list the network namespaces", move || named(&dir)).await??;
         ids.extend(self.cni.ids().await?);
         Ok(ids)
     }
@@ -172,7 +174,7 @@ impl Network {
             releases.spawn(async move {
                 if is_owed {
                     let path = network.netns_path(&id);
-                    return blocking(move || netns::remove(&path)).await;
+                    return remove_netns(path).await;
                 }
                 if let Some(error) = network.release(&id, limit).await? {
                     tracing::warn!(pod = %id, error = %Chain(&error), "the CNI DEL of a pod without a record is owed");
@@ -182,7 +184,8 @@ impl Network {
         }
         let mut first = self.cni.take_over_debts().await.map_err(NetError::from);
         while let Some(done) = releases.join_next().await {
-            first = first.and(done.unwrap_or_else(|source| Err(NetError::GivenUp { source })));
+            first = first
+                .and(done.unwrap_or_else(|error| Err(TaskError::new("release the network of a pod", error).into())));
         }
         let too_slow = CniError::TooSlow { command: "GC", seconds: limit.as_secs() };
         let collected = timeout(limit, self.cni.gc(keep)).await.unwrap_or(Err(too_slow));
@@ -222,6 +225,10 @@ fn attached(netns: &NetNs, result: &CniResult, pod: &PodRef) -> Result<PodNetwor
     }
 }
 
+async fn remove_netns(path: PathBuf) -> Result<(), NetError> {
+    run_blocking("remove a network namespace", move || netns::remove(&path)).await?
+}
+
 /// The pods that have a namespace in this folder.
 fn named(dir: &Path) -> Result<BTreeSet<PodId>, NetError> {
     let failed = |source| NetError::Netns { what: "list", path: dir.to_owned(), source };
@@ -235,10 +242,4 @@ fn named(dir: &Path) -> Result<BTreeSet<PodId>, NetError> {
         ids.extend(name.to_str().and_then(|name| name.strip_prefix(PREFIX)?.parse::<PodId>().ok()));
     }
     Ok(ids)
-}
-
-async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T, NetError> + Send + 'static,
-) -> Result<T, NetError> {
-    tokio::task::spawn_blocking(work).await.map_err(|source| NetError::GivenUp { source })?
 }

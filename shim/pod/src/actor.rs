@@ -12,7 +12,7 @@ use crate::devices::Devices;
 use crate::error::{Failure, PodError};
 use crate::images::{Images, Placement};
 use crate::log::LogPath;
-use crate::machine::{self, Assembled, IMAGE_DISK, VOLUME_DISK, blocking};
+use crate::machine::{self, Assembled, IMAGE_DISK, VOLUME_DISK};
 use crate::memory;
 use crate::pushed::Pushed;
 use crate::record::{Phase, PodRecord};
@@ -21,6 +21,7 @@ use crate::state::{self, Container, ContainerAsk, PodAct, PodAsk};
 use crate::stops::{Stop, Stops};
 use crate::teardown;
 use nacelle_base::Chain;
+use nacelle_base::task::run_blocking;
 use nacelle_base::undo::{Left, UndoStack};
 use nacelle_engine::{Engine, Machine, MachineExit, Slot};
 use nacelle_proto::pod;
@@ -226,7 +227,7 @@ impl Actor {
     /// Writes state.json. A full disk must not stop the pod; the next change tries again.
     async fn write(&self) {
         let (record, dir) = (self.record.clone(), self.dir.clone());
-        match blocking("the record", move || record.write(&dir)).await {
+        match run_blocking("write the pod's record", move || record.write(&dir)).await {
             Ok(Err(error)) => tracing::error!("{}", Chain(&error)),
             Err(error) => tracing::error!("{}", Chain(&error)),
             Ok(Ok(())) => {}

@@ -4,10 +4,10 @@
 
 use crate::codes;
 use crate::error::{PodError, guest_text};
-use crate::machine::blocking;
 use crate::sys;
 use hyper_util::rt::TokioIo;
 use nacelle_base::Kind;
+use nacelle_base::task::run_blocking;
 use nacelle_engine::{GuestLink, LinkError, MachineExit};
 use nacelle_proto::agent as proto;
 use nacelle_proto::wire::{self, Shaped};
@@ -310,7 +310,7 @@ async fn connect(link: Arc<dyn GuestLink>, port: u32, limit: Duration) -> Result
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         let asked = Arc::clone(&link);
-        match blocking("a connection", move || asked.connect(port, left)).await? {
+        match run_blocking("connect to the agent", move || asked.connect(port, left)).await? {
             Err(LinkError::Refused { .. }) if !left.is_zero() => {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }

@@ -3,8 +3,9 @@
 
 use crate::agent::{self, Agent, Gone, read_frame, tokio_stream_of, write_frame};
 use crate::error::{PodError, guest_text};
-use crate::machine::{IMAGE_DISK, SCRATCH_DISK, VOLUME_DISK, blocking, random};
+use crate::machine::{IMAGE_DISK, SCRATCH_DISK, VOLUME_DISK, random};
 use crate::spec::PodSpec;
+use nacelle_base::task::run_blocking;
 use nacelle_base::timeline::{self, Step, Timeline};
 use nacelle_engine::{GuestLink, Incoming};
 use nacelle_model::namespace::IdRange;
@@ -75,7 +76,7 @@ pub async fn greet(
 async fn hello(mut incoming: Box<dyn Incoming>, limit: Duration) -> Result<(UnixStream, proto::AgentHello), PodError> {
     let mut given_up = 0;
     loop {
-        let (back, accepted) = blocking("the agent's hello", move || {
+        let (back, accepted) = run_blocking("accept the agent's connection", move || {
             let accepted = incoming.accept(limit);
             (incoming, accepted)
         })

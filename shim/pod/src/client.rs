@@ -9,6 +9,7 @@ use crate::{agent, codes, share, sys};
 use hyper_util::rt::TokioIo;
 use nacelle_base::files::{FileError, at, remove_tree_if_there};
 use nacelle_base::jailed::{JailedDir, JailedFile};
+use nacelle_base::task::run_blocking_or_panic;
 use nacelle_base::{Chain, Classify, Kind};
 use nacelle_model::process::{PodProcess, ProcessIdentity};
 use nacelle_proto::pod as proto;
@@ -191,7 +192,7 @@ where
     // One step, which is done whole also if this future is dropped: there is no process that the directory does not name.
     let start_and_record =
         move || start(&program, &own_dir, &own_spec).map(|child| (record_process(&child, &own_dir), child));
-    let (recorded, mut child) = blocking(start_and_record).await?;
+    let (recorded, mut child) = run_blocking_or_panic(start_and_record).await?;
     let admitted = match recorded {
         Ok(Some(identity)) => admit(pod_process(identity, spec)).await,
         // It has ended already, which is found below.
@@ -340,7 +341,7 @@ pub async fn connect_unix(path: &Path) -> io::Result<tokio::net::UnixStream> {
 pub async fn clean_up(dir: &Path, stored: Option<&PodProcess>) -> Result<Option<PodRecord>, ClientError> {
     let end = ends().get(dir).cloned();
     let from = dir.to_owned();
-    let (spec, noted) = blocking(move || (noted_spec(&from), noted_processes(&from))).await;
+    let (spec, noted) = run_blocking_or_panic(move || (noted_spec(&from), noted_processes(&from))).await;
     let [server, of_share] = noted;
     let mut ended = Ok(());
     for identity in distinct([stored.map(|stored| stored.identity.clone()), server, of_share]) {
@@ -354,18 +355,19 @@ pub async fn clean_up(dir: &Path, stored: Option<&PodProcess>) -> Result<Option<
     for group in distinct([stored.and_then(|stored| stored.cgroup.clone()), group]) {
         // What is in it besides may still be dying, or live on.
         let remove = move || (nacelle_jail::cgroup::oom_kills(&group) > 0, nacelle_jail::cgroup::remove(&group));
-        let (memory, removed) = blocking(remove).await;
+        let (memory, removed) = run_blocking_or_panic(remove).await;
         killed |= memory;
         first = first.and(removed);
     }
     // When no process writes there any more. A disk has a name only until the machine has it open.
     let scratch = spec.as_ref().map(PodSpec::scratch_file);
     for scratch in distinct([stored.map(|stored| stored.scratch.clone()), scratch]) {
-        first = first.and(blocking(move || remove_tree_if_there(&scratch)).await);
+        first = first.and(run_blocking_or_panic(move || remove_tree_if_there(&scratch)).await);
     }
     let from = dir.to_owned();
     // The sockets are the pod's own and those of the machine's devices.
-    let (removed, mut last) = blocking(move || (crate::jailed(&from).remove_sockets(), last_words(&from))).await;
+    let (removed, mut last) =
+        run_blocking_or_panic(move || (crate::jailed(&from).remove_sockets(), last_words(&from))).await;
     if let Err(error) = removed {
         // They go with the directory. A process may have left more entries there than are looked at.
         tracing::warn!(dir = %dir.display(), "sockets stay until the run directory is removed: {}", Chain(&error));
@@ -378,7 +380,7 @@ pub async fn clean_up(dir: &Path, stored: Option<&PodProcess>) -> Result<Option<
                 last.blame_memory();
             }
             let (record, of) = (last.clone(), dir.to_owned());
-            if let Err(error) = blocking(move || record.keep(&of)).await {
+            if let Err(error) = run_blocking_or_panic(move || record.keep(&of)).await {
                 // The caller has it; what fills the file system goes with the directory.
                 tracing::warn!(dir = %dir.display(), "how the pod ended is not written down: {}", Chain(&error));
             }
@@ -440,17 +442,11 @@ fn distinct<T: PartialEq, const N: usize>(all: [Option<T>; N]) -> Vec<T> {
     found
 }
 
-/// Runs something that blocks on a thread of the runtime's pool.
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
-    let done = tokio::task::spawn_blocking(work).await;
-    done.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))
-}
-
 /// Whether the node's kernel has killed a process of the pod that was served from this folder because memory ran out.
 pub async fn out_of_memory(dir: &Path) -> bool {
     let group = PodSpec::read(dir).ok().and_then(|spec| spec.jail?.cgroup);
     let Some(group) = group else { return false };
-    blocking(move || nacelle_jail::cgroup::oom_kills(&group)).await > 0
+    run_blocking_or_panic(move || nacelle_jail::cgroup::oom_kills(&group)).await > 0
 }
 
 /// Waits until a process has ended: its handle becomes readable.

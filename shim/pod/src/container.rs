@@ -7,10 +7,10 @@ use crate::error::{Failure, PodError};
 use crate::fan::Fan;
 use crate::images::Placement;
 use crate::log::{LogFile, LogPath, Source, pump};
-use crate::machine::blocking;
 use crate::pushed::Pushed;
 use crate::record::{ContainerPhase, ContainerRecord, LOST, PodRecord};
 use nacelle_base::machine::ImageDisk;
+use nacelle_base::task::run_blocking;
 use nacelle_base::{Chain, Classify, Kind};
 use nacelle_engine::Slot;
 use nacelle_jail::ThreadKind;
@@ -222,7 +222,7 @@ async fn place(agent: &Agent, attach: &Attach, at: Placement) -> Result<(), PodE
     let mut request = proto::AttachImageRequest { partition: at.partition, ..Default::default() };
     if let Some(slot) = attach.slot.clone() {
         let image = attach.image.clone();
-        let placed = blocking("the placement of an image", move || slot.place(at.offset, &image)).await?;
+        let placed = run_blocking("add an image to its disk", move || slot.place(at.offset, &image)).await?;
         placed.map_err(|source| PodError::Place { key: attach.key.clone(), source })?;
         (request.offset, request.length) = (at.offset, at.length);
     } else {
@@ -239,7 +239,7 @@ pub async fn detach(agent: Option<Agent>, slot: Option<Slot>, at: Placement) -> 
         agent.detach_image(at.partition).await?;
     }
     if let Some(slot) = slot {
-        blocking("the removal of an image", move || slot.unplace(at.offset)).await?;
+        run_blocking("remove an image from its disk", move || slot.unplace(at.offset)).await?;
     }
     Ok(())
 }
@@ -281,7 +281,7 @@ pub struct Started {
 
 /// Opens the log and the streams, then has the agent start the container: no byte of output can be missed.
 pub async fn start(agent: &Agent, id: &str, tty: bool, log: Option<LogPath>) -> Result<Started, PodError> {
-    let log = Arc::new(blocking("the opening of a log", move || LogFile::open(log)).await??);
+    let log = Arc::new(run_blocking("open the log of a container", move || LogFile::open(log)).await??);
     let stdout = agent.open_stream(id, "", proto::Stream::Stdout);
     let mut opened = Vec::new();
     if tty {

@@ -4,7 +4,7 @@
 
 use crate::agent::Agent;
 use crate::error::PodError;
-use crate::machine::blocking;
+use nacelle_base::task::run_blocking;
 use nacelle_base::{Chain, Classify, Kind};
 use nacelle_engine::Slot;
 use nacelle_proto::agent as proto;
@@ -276,7 +276,7 @@ fn end(mut file: &File) -> io::Result<u64> {
 /// Shows a device to the guest, and has the agent make a partition of it, or say that it may be written now.
 pub async fn attach(agent: &Agent, placed: &Arc<Placed>, file: File, writable: bool) -> Result<(), PodError> {
     let shown = Arc::clone(placed);
-    blocking("the placement of a device", move || shown.show(file, writable)).await??;
+    run_blocking("attach a block device", move || shown.show(file, writable)).await??;
     let told = placed.told().ok_or(PodError::Ending)?;
     agent.attach_device(told).await
 }
@@ -287,7 +287,8 @@ pub async fn watch(agent: Agent, placed: Arc<Placed>) {
     loop {
         tokio::time::sleep(LOOK).await;
         let looked = Arc::clone(&placed);
-        let looked = blocking("a look at a device", move || looked.look()).await.and_then(|looked| looked);
+        let looked = run_blocking("read the size of a block device", move || looked.look()).await;
+        let looked = looked.map_err(PodError::from).flatten();
         if let Err(error) = looked {
             tracing::warn!("a device is not looked at any more: {}", Chain(&error));
             return;
@@ -315,7 +316,7 @@ pub async fn detach(agent: Option<Agent>, placed: Arc<Placed>) -> Result<(), Pod
     if let Some(agent) = agent {
         agent.detach_device(placed.number).await?;
     }
-    blocking("the removal of a device", move || placed.take_away()).await
+    Ok(run_blocking("detach a block device", move || placed.take_away()).await?)
 }
 
 #[cfg(test)]

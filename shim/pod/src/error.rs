@@ -9,6 +9,7 @@ use crate::spec::SpecError;
 use crate::state::{Container, ContainerAsk, Refused};
 use nacelle_base::files::FileError;
 use nacelle_base::push::Why;
+use nacelle_base::task::TaskError;
 use nacelle_base::{Chain, Classify, Kind};
 use nacelle_engine::{BlockError, EngineError, LinkError};
 use nacelle_net::NetError;
@@ -189,7 +190,10 @@ pub enum PodError {
     /// The pod is configured, or being configured, with another network.
     #[error("the pod is being configured with another network already")]
     OtherNetwork,
-    /// A thread could not be made, or one ended early.
+    /// Work on a thread of the runtime did not finish.
+    #[error(transparent)]
+    Task(#[from] TaskError),
+    /// A thread could not be created.
     #[error("cannot run {what}")]
     Thread {
         /// Its purpose.
@@ -236,6 +240,7 @@ impl Classify for PodError {
             PodError::Container { source, .. } => source.kind(),
             PodError::Phase { .. } | PodError::OtherNetwork | PodError::NotNamed { .. } => Kind::Conflict,
             PodError::Stream { .. } | PodError::Died { .. } | PodError::Ending => Kind::Unavailable,
+            PodError::Task(error) => error.kind(),
             PodError::Thread { .. } => Kind::Exhausted,
             PodError::Garbled { .. } | PodError::Protocol { .. } | PodError::Guest { .. } => Kind::Internal,
         }

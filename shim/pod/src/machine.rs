@@ -12,13 +12,13 @@ use nacelle_base::jailed::JailedFile;
 use nacelle_base::machine::{ConsoleKind, MemoryPages};
 use nacelle_base::net::Mac;
 use nacelle_base::share::QUEUES;
+use nacelle_base::task::run_blocking;
 use nacelle_base::timeline::Timeline;
 use nacelle_base::undo::UndoStack;
 use nacelle_engine::{DiskSpec, Engine, Incoming, Machine, MachineExit, MachineSpec, NicSpec, Slot, Stop};
 use nacelle_jail::ThreadKind;
 use nacelle_net::{NetNs, Tap, tap};
 use std::fs::DirBuilder;
-use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::UnixStream;
@@ -59,15 +59,6 @@ pub struct Assembled {
 /// The name of the n-th tap, in the pod's namespace.
 pub fn tap_name(n: usize) -> String {
     format!("nacelle{n}")
-}
-
-/// Runs something that blocks on a thread of the runtime's pool.
-pub async fn blocking<T: Send + 'static>(
-    what: &'static str,
-    work: impl FnOnce() -> T + Send + 'static,
-) -> Result<T, PodError> {
-    let done = tokio::task::spawn_blocking(work).await;
-    done.map_err(|error| PodError::Thread { what, source: io::Error::other(error) })
 }
 
 /// What is made before the machine, with rights that the process gives up afterwards.
@@ -261,7 +252,7 @@ async fn start(engine: Arc<dyn Engine>, spec: MachineSpec) -> Result<Started, Po
 
 /// Ends a machine, waits for that, and lets go of it.
 pub async fn stop(machine: Arc<dyn Machine>, how: Stop) -> Result<MachineExit, PodError> {
-    blocking("the end of the machine", move || Ok(machine.stop(how)?)).await?
+    Ok(run_blocking("stop the VM", move || machine.stop(how)).await??)
 }
 
 /// The slot of a machine, by its number.

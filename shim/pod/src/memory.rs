@@ -3,11 +3,10 @@
 
 use crate::actor::Able;
 use crate::error::PodError;
-use crate::machine::blocking;
 use crate::spec::PodSpec;
 use nacelle_base::Chain;
+use nacelle_base::task::{TaskError, run_blocking};
 use nacelle_engine::Machine;
-use std::io;
 use std::sync::Arc;
 use tokio::sync::Semaphore;
 
@@ -39,9 +38,7 @@ impl Memory {
             let _turn = turn.acquire_owned().await;
             change(&spec, able, asked).await
         });
-        change
-            .await
-            .unwrap_or_else(|error| Err(PodError::Thread { what: "the memory", source: io::Error::other(error) }))
+        change.await.unwrap_or_else(|error| Err(TaskError::new("resize the memory of the VM", error).into()))
     }
 }
 
@@ -66,8 +63,8 @@ pub async fn clear(machine: Arc<dyn Machine>) {
 
 /// The machine does without it either way.
 async fn give_back(machine: Arc<dyn Machine>, used_mib: u32) {
-    let given = blocking("the memory", move || machine.as_reserve().map(|reserve| reserve.give_back(used_mib))).await;
-    match given {
+    let release = move || machine.as_reserve().map(|reserve| reserve.give_back(used_mib));
+    match run_blocking("release unused memory of the VM", release).await {
         Ok(Some(Err(error))) => tracing::warn!(used_mib, "{}", Chain(&error)),
         Err(error) => tracing::warn!(used_mib, "{}", Chain(&error)),
         Ok(Some(Ok(())) | None) => {}

@@ -3,13 +3,13 @@
 //! Threads: the work, reads of /proc, is on threads of the pool.
 
 use crate::identity::{self, IdentityError};
+use nacelle_base::task::{TaskError, run_blocking};
 use nacelle_base::{Classify, Kind};
 use nix::errno::Errno;
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
 
 /// Threads of one pod that are looked at: more than a machine can have.
@@ -57,12 +57,9 @@ pub enum ProcessorsError {
         /// The pod process.
         pid: i32,
     },
-    /// The work was given up.
-    #[error("the processors were given up")]
-    GivenUp {
-        /// Why.
-        source: io::Error,
-    },
+    /// The work did not finish.
+    #[error(transparent)]
+    Task(#[from] TaskError),
 }
 
 impl Classify for ProcessorsError {
@@ -73,10 +70,10 @@ impl Classify for ProcessorsError {
             ProcessorsError::Number { .. } => Kind::Invalid,
             // None of them is for the pod's control group, or on.
             ProcessorsError::Set { source: Errno::EINVAL, .. } => Kind::Conflict,
-            ProcessorsError::Set { .. }
-            | ProcessorsError::Unknown { .. }
-            | ProcessorsError::TooMany { .. }
-            | ProcessorsError::GivenUp { .. } => Kind::Internal,
+            ProcessorsError::Set { .. } | ProcessorsError::Unknown { .. } | ProcessorsError::TooMany { .. } => {
+                Kind::Internal
+            }
+            ProcessorsError::Task(error) => error.kind(),
         }
     }
 }
@@ -86,13 +83,13 @@ impl Classify for ProcessorsError {
 /// alone; where they are emulated, one thread runs them all, on all of these.
 pub async fn confine(dir: &Path, processors: BTreeSet<u32>, pinned: Option<u32>) -> Result<(), ProcessorsError> {
     let dir = dir.to_owned();
-    let done = tokio::task::spawn_blocking(move || {
+    run_blocking("set the CPU affinity of the pod process", move || {
         let process = identity::read(&dir)?.filter(|process| identity::is_alive(process).unwrap_or(false));
         let pid = process.ok_or(ProcessorsError::Gone { dir })?.pid;
         set_all(pid, &processors)?;
         pinned.map_or(Ok(()), |vcpus| pin(&threads(pid), &processors, vcpus))
-    });
-    done.await.map_err(|error| ProcessorsError::GivenUp { source: io::Error::other(error) })?
+    })
+    .await?
 }
 
 fn set_all(pid: i32, processors: &BTreeSet<u32>) -> Result<(), ProcessorsError> {

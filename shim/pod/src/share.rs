@@ -5,11 +5,11 @@
 use crate::error::PodError;
 use crate::identity::{self, IdentityError};
 use crate::spec::{EngineSpec, PodSpec};
+use nacelle_base::task::{TaskError, run_blocking};
 use nacelle_base::{Classify, Kind};
 pub use nacelle_fs::{Owners, Propagation, Taker, Volume};
 use nacelle_fs::{Share, ShareError, Shown};
 use nacelle_model::process::ProcessIdentity;
-use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -32,12 +32,9 @@ pub enum VolumesError {
     /// It does not take them.
     #[error(transparent)]
     Share(#[from] ShareError),
-    /// The work was given up.
-    #[error("the volumes of the node were given up")]
-    GivenUp {
-        /// Why.
-        source: io::Error,
-    },
+    /// The work did not finish.
+    #[error(transparent)]
+    Task(#[from] TaskError),
 }
 
 impl Classify for VolumesError {
@@ -46,7 +43,7 @@ impl Classify for VolumesError {
             VolumesError::Gone { .. } => Kind::Unavailable,
             VolumesError::Identity(source) => source.kind(),
             VolumesError::Share(source) => source.kind(),
-            VolumesError::GivenUp { .. } => Kind::Internal,
+            VolumesError::Task(source) => source.kind(),
         }
     }
 }
@@ -106,8 +103,7 @@ async fn with(
     work: impl FnOnce(Result<OwnedFd, VolumesError>) -> Result<(), VolumesError> + Send + 'static,
 ) -> Result<(), VolumesError> {
     let dir = dir.to_owned();
-    let done = tokio::task::spawn_blocking(move || work(find(&dir))).await;
-    done.map_err(|error| VolumesError::GivenUp { source: io::Error::other(error) })?
+    run_blocking("change the volumes of the file-server process", move || work(find(&dir))).await?
 }
 
 /// A handle on the process, which must be a child of the pod process.

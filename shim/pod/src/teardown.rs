@@ -2,10 +2,11 @@
 
 use crate::agent::Agent;
 use crate::error::PodError;
-use crate::machine::{self, blocking};
+use crate::machine;
 use crate::spec::Timeouts;
 use crate::stops::Outcome;
 use nacelle_base::Chain;
+use nacelle_base::task::run_blocking;
 use nacelle_base::undo::{Left, UndoStack};
 use nacelle_engine::{Machine, Stop};
 use std::sync::Arc;
@@ -35,7 +36,7 @@ pub async fn machine(
         }
     }
     let stopped = machine::stop(machine, how).await;
-    let unwound = blocking("the undoing", move || undo.unwind()).await;
+    let unwound = run_blocking("release the pod's resources", move || undo.unwind()).await;
     let mut left = unwound.unwrap_or_default();
     if let Err(error) = stopped {
         left.push(Left { what: "machine", why: Chain(&error).to_string() });

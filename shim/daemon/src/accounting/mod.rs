@@ -9,6 +9,7 @@ mod rate;
 pub use cost::{Account, Cost};
 
 use crate::lifecycle::{LifecycleError, Node, View, ask, now};
+use nacelle_base::task::run_blocking;
 use nacelle_base::{Chain, PodId};
 use nacelle_pod::client::PodClient;
 use nacelle_proto::pod as proto;
@@ -162,14 +163,14 @@ impl Accounting {
     pub async fn cost(&self, pod: &PodId) -> Option<Cost> {
         let (_, client) = self.node.ready(pod.as_str()).ok()?;
         let identity = client.identity().clone();
-        tokio::task::spawn_blocking(move || cost::of(&identity)).await.ok().flatten()
+        run_blocking("measure the cost of a pod", move || cost::of(&identity)).await.ok().flatten()
     }
 
     /// The same, and for what.
     pub async fn account(&self, pod: &PodId) -> Option<Account> {
         let (_, client) = self.node.ready(pod.as_str()).ok()?;
         let identity = client.identity().clone();
-        tokio::task::spawn_blocking(move || cost::account(&identity)).await.ok().flatten()
+        run_blocking("measure the cost of a pod", move || cost::account(&identity)).await.ok().flatten()
     }
 }
 

@@ -5,6 +5,7 @@ use super::{connect, told};
 use crate::config::Config;
 use anyhow::Context;
 use clap::Subcommand;
+use nacelle_base::task::run_blocking;
 use nacelle_image::{Reference, Store};
 use nacelle_proto::cri::image_service_client::ImageServiceClient;
 use nacelle_proto::node::node_client::NodeClient;
@@ -84,7 +85,7 @@ async fn through_daemon(channel: Channel, command: Image) -> anyhow::Result<()> 
 
 async fn in_store(config: &Config, command: Image) -> anyhow::Result<()> {
     let (folder, options) = (config.paths.images(), config.image_options());
-    let store = tokio::task::spawn_blocking(move || {
+    let store = run_blocking("open the image store", move || {
         std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
         anyhow::Ok(Store::open(&folder, options)?)
     });

@@ -9,6 +9,7 @@ use super::status::{refuse, status};
 use crate::cdi;
 use crate::profile;
 use nacelle_base::Kind;
+use nacelle_base::task::run_blocking;
 use nacelle_keeper::has_long_answer;
 use nacelle_machines::machine_pod::{check_container, check_volumes};
 use nacelle_model::container::ContainerImage;
@@ -30,18 +31,15 @@ impl Cri {
             let names: Vec<String> = config.cdi_devices.iter().map(|device| device.name.clone()).collect();
             let folders = self.node.parts().config.sandbox.cdi_dirs.clone();
             // As seccomp profiles: what the files say now is what the container gets.
-            let finding = tokio::task::spawn_blocking(move || cdi::find(&names, &folders));
-            let found = finding.await.map_err(|_panic| refuse(Kind::Internal, "the CDI devices were given up"))?;
-            with_edits(config, found.map_err(status)?);
+            let found = run_blocking("find the CDI devices", move || cdi::find(&names, &folders)).await;
+            with_edits(config, found.map_err(status)?.map_err(status)?);
         }
         let pod = needed("pod_sandbox_id", &request.pod_sandbox_id)?;
         let profile = match seccomp_profile(request.config.as_ref()).map_err(status)? {
             // Read now: the container keeps it, whatever becomes of the file.
             Some(path) => {
-                let reading = tokio::task::spawn_blocking(move || profile::read(&path));
-                let read =
-                    reading.await.map_err(|_panic| refuse(Kind::Internal, "the seccomp profile was given up"))?;
-                Some(read.map_err(status)?)
+                let read = run_blocking("read the seccomp profile", move || profile::read(&path)).await;
+                Some(read.map_err(status)?.map_err(status)?)
             }
             None => None,
         };

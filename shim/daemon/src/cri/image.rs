@@ -3,9 +3,9 @@
 use super::Cri;
 use super::convert::report;
 use super::sandbox::needed;
-use super::status::{refuse, status};
+use super::status::status;
 use crate::lifecycle::now;
-use nacelle_base::Kind;
+use nacelle_base::task::TaskError;
 use nacelle_image::{Auth, Reference};
 use nacelle_proto::cri;
 use std::collections::HashMap;
@@ -72,8 +72,7 @@ impl Cri {
         let (store, in_use) = (self.node.parts().images.clone(), self.node.images_in_use());
         // Goes on if the caller goes away.
         let removing = tokio::spawn(async move { store.remove(&name, &in_use).await });
-        let removed =
-            removing.await.map_err(|_panic| refuse(Kind::Internal, "the removal of the image was given up"))?;
+        let removed = removing.await.map_err(|error| status(TaskError::new("remove an image", error)))?;
         removed.map_err(status)?;
         Ok(cri::RemoveImageResponse {})
     }

@@ -11,6 +11,7 @@ use crate::hugepages;
 use crate::systemd;
 use nacelle_base::machine::{EngineKind, MemoryPages};
 use nacelle_base::net::{Neighbour, PodNetwork};
+pub(super) use nacelle_base::task::run_blocking_or_panic as blocking;
 use nacelle_base::timeline::{Step, Timeline};
 use nacelle_base::{Chain, PodId, files};
 use nacelle_machines::multus;
@@ -194,18 +195,6 @@ async fn make_folders(dir: PathBuf, logs: Option<PathBuf>) -> Result<(), Lifecyc
         nacelle_pod::make_jail(&dir)
     };
     blocking(make).await.map_err(at("make the folder of the pod"))
-}
-
-/// Runs file work off the async threads. A panic in it is a defect, and goes on.
-pub(super) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
-    match tokio::task::spawn_blocking(work).await {
-        Ok(done) => done,
-        Err(error) => match error.try_into_panic() {
-            Ok(panic) => std::panic::resume_unwind(panic),
-            // The runtime is shutting down: nobody waits any more.
-            Err(_cancelled) => std::future::pending().await,
-        },
-    }
 }
 
 fn own_kernel(config: &PodConfig) -> Option<&OwnKernel> {

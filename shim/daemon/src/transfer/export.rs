@@ -2,11 +2,12 @@
 //! holds stays as it is, and nobody may have it meanwhile; one that runs is copied first, and goes on.
 
 use super::document::{Document, File, Image, Kept, MACHINE};
-use super::{Folder, Place, Progress, TransferError, blocking, live};
+use super::{Folder, Place, Progress, TransferError, live};
 use crate::lifecycle::{Node, now};
 use nacelle_base::files::{FileError, at, remove_if_there};
 use nacelle_base::jailed::JailedDir;
 use nacelle_base::retry::retry_interrupted;
+use nacelle_base::task::run_blocking;
 use nacelle_image::{Artifacts, pack};
 use nacelle_keeper::qcow2::{self, Format};
 use nacelle_keeper::{ADDED, Added, read_added};
@@ -59,7 +60,7 @@ pub async fn export(
         Some(_) => (parts.vms.known(vm)?, parts.vms.take(vm, "exported")?),
     };
     let work = parts.vms.work_folder();
-    let work = blocking(move || Folder::make(work)).await?;
+    let work = run_blocking("create a work directory", move || Folder::make(work)).await??;
     let done = async {
         let snapshot = container.is_some().then(|| format!("exported-{}", now() / 1_000_000_000));
         let listed = match (container, &snapshot) {
@@ -69,7 +70,7 @@ pub async fn export(
             }
             _ => {
                 let (dir, of) = (JailedDir::new(parts.vms.folder(&record)), record.clone());
-                blocking(move || list(&dir, &of)).await?
+                run_blocking("list the files of the VM", move || list(&dir, &of)).await??
             }
         };
         // What is copied is nobody's; what is not, must stay as it is.
@@ -99,13 +100,14 @@ async fn send(
     for (n, (kept, name)) in files.into_iter().enumerate() {
         let (to, moved) = (work.path().join(format!("{n}.zst")), progress.moved.clone());
         let (from, of) = (dir.clone(), name.clone());
-        let (source, size) = blocking(move || opened(&from, &of)).await?;
+        let (source, size) = run_blocking("open a file of the VM", move || opened(&from, &of)).await??;
         progress.begin(format!("compressing {}", kept.what()), size);
-        let packed = blocking(move || pack(source, Path::new(&name), &to, &moved)).await?;
+        let packed =
+            run_blocking("compress a file of the VM", move || pack(source, Path::new(&name), &to, &moved)).await??;
         progress.begin(format!("sending {}", kept.what()), packed.blob.size);
         artifacts.put(&packed, &progress.moved).await?;
         let sent = packed.path;
-        blocking(move || remove_if_there(&sent)).await?;
+        run_blocking("remove a file that was sent", move || remove_if_there(&sent)).await??;
         layers.push((packed.blob, format!("{}.zst", kept.file())));
         described.push(File { kept, size: packed.content.size, digest: packed.content.digest });
     }

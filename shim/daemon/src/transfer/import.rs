@@ -3,9 +3,10 @@
 
 use super::document::{Document, File, Kept, MACHINE, MOST_BYTES, MOST_FILES};
 use super::export::look;
-use super::{Folder, Place, Progress, TransferError, blocking};
+use super::{Folder, Place, Progress, TransferError};
 use crate::lifecycle::Node;
 use nacelle_base::files::{FileError, at, write_whole};
+use nacelle_base::task::{TaskError, run_blocking};
 use nacelle_image::{Artifacts, Descriptor};
 use nacelle_keeper::ADDED;
 use nacelle_machines::vms::{self, Busy};
@@ -59,14 +60,16 @@ pub async fn import(node: &Node, asked: &Import, place: Place, progress: &Progre
     }
     let path = parts.vms.folder(&record);
     let needed = document.size();
-    let folder = blocking(move || room(path, needed)).await?;
+    let folder = run_blocking("create the directory of the VM", move || room(path, needed)).await??;
     let brought = bring(&artifacts, &document, &found.layers, folder.path(), progress).await;
     if let Err(error) = brought {
         folder.remove().await;
         return Err(error);
     }
     progress.begin("making it known".to_owned(), 0);
-    let record = tokio::spawn(add(node.clone(), record, folder, ours)).await??;
+    let record = tokio::spawn(add(node.clone(), record, folder, ours))
+        .await
+        .map_err(|error| TaskError::new("record the imported VM", error))??;
     tracing::info!(machine = record.id, artifact = artifacts.name(), digest = %found.digest, "imported");
     Ok(Imported { record, digest: found.digest, snapshots: document.snapshots })
 }
@@ -108,22 +111,22 @@ async fn bring(
         progress.begin(format!("bringing {}", file.kept.what()), file.size);
         let path = folder.join(file.kept.file());
         let made = path.clone();
-        let to = blocking(move || {
+        let to = run_blocking("create a file of the VM", move || {
             let opened = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&made);
             opened.map_err(at("create", &made))
         });
-        artifacts.fetch(layer, &file.content(), to.await?, &path, &progress.moved).await?;
+        artifacts.fetch(layer, &file.content(), to.await??, &path, &progress.moved).await?;
         if let Some(bytes) = file.kept.qcow2() {
             let refused = |rule| TransferError::Disk { disk: file.kept.what(), rule };
-            let looked = blocking(move || look(&std::fs::File::open(&path).map_err(at("open", &path))?, &path));
-            let (found, _) = looked.await?.map_err(refused)?;
+            let look = move || look(&std::fs::File::open(&path).map_err(at("open", &path))?, &path);
+            let (found, _) = run_blocking("inspect a disk of the VM", look).await??.map_err(refused)?;
             if found != bytes {
                 return Err(refused("it has another size than is said"));
             }
         }
     }
     let (document, folder) = (document.clone(), folder.to_owned());
-    blocking(move || marks(&document, &folder)).await
+    Ok(run_blocking("write the marks of the VM", move || marks(&document, &folder)).await??)
 }
 
 /// What the keeper looks for beside the files. Blocks.

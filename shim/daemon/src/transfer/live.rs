@@ -2,11 +2,12 @@
 //! ends meanwhile, the keeper notices, and the machine goes on.
 
 use super::export::{Listed, list, opened};
-use super::{Folder, TransferError, blocking};
+use super::{Folder, TransferError};
 use crate::lifecycle::Node;
 use crate::streaming::Guests;
 use nacelle_base::files::at;
 use nacelle_base::jailed::JailedDir;
+use nacelle_base::task::run_blocking;
 use nacelle_model::record::VmRecord;
 use nacelle_stream::{Exec, Guests as _, Process};
 use std::fs::OpenOptions;
@@ -39,7 +40,7 @@ pub async fn copy(
         }
         let from = JailedDir::new(node.parts().vms.folder(record));
         let (record, to) = (record.clone(), to.path().to_owned());
-        let listed = blocking(move || copies(&from, &record, &to)).await?;
+        let listed = run_blocking("copy the files of the VM", move || copies(&from, &record, &to)).await??;
         // One that comes after all is copied says that nothing has changed meanwhile.
         old(&mut beats);
         if !beat(&mut beats).await {

@@ -12,6 +12,7 @@ pub use import::{Import, import};
 use crate::lifecycle::LifecycleError;
 use document::DocumentError;
 use nacelle_base::files::{FileError, remove_tree_if_there};
+use nacelle_base::task::{TaskError, run_blocking};
 use nacelle_base::{Chain, Classify, Kind};
 use nacelle_image::{Auth, ImageError, Moved};
 use nacelle_machines::vms::VmError;
@@ -86,9 +87,9 @@ pub enum TransferError {
         /// Bytes.
         free: u64,
     },
-    /// Work was given up, which is a defect.
-    #[error("the transfer of a machine was given up")]
-    GivenUp(#[from] tokio::task::JoinError),
+    /// A task of the runtime did not finish.
+    #[error(transparent)]
+    Task(#[from] TaskError),
 }
 
 impl Classify for TransferError {
@@ -101,7 +102,7 @@ impl Classify for TransferError {
             TransferError::Document { .. } | TransferError::Disk { .. } => Kind::Invalid,
             TransferError::NoImage { .. } | TransferError::NotHeld { .. } => Kind::Conflict,
             TransferError::NoSpace { .. } => Kind::Exhausted,
-            TransferError::GivenUp(_) => Kind::Internal,
+            TransferError::Task(error) => error.kind(),
         }
     }
 }
@@ -156,7 +157,7 @@ impl Folder {
     async fn remove(mut self) {
         self.kept = true;
         let path = std::mem::take(&mut self.path);
-        if let Err(error) = tokio::task::spawn_blocking(move || gone(&path)).await {
+        if let Err(error) = run_blocking("remove a directory", move || gone(&path)).await {
             tracing::warn!("{}", Chain(&error));
         }
     }
@@ -178,13 +179,4 @@ fn gone(path: &Path) {
     if let Err(error) = remove_tree_if_there(path) {
         tracing::warn!("{}", Chain(&error));
     }
-}
-
-async fn blocking<T: Send + 'static, E: Send + 'static>(
-    work: impl FnOnce() -> Result<T, E> + Send + 'static,
-) -> Result<T, TransferError>
-where
-    TransferError: From<E>,
-{
-    Ok(tokio::task::spawn_blocking(work).await??)
 }

@@ -15,12 +15,12 @@ use crate::registry::download::Part;
 use crate::{Auth, ImageError, Reference, Store};
 use bytes::{Buf, Bytes};
 use layout::Layout;
+use nacelle_base::task::run_blocking;
 use nacelle_model::digest::Digest;
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
 use tokio::sync::mpsc;
-use tokio::task::spawn_blocking;
 
 /// How a layout on the node is named, in place of a registry: `oci:/FOLDER` or `oci:/FOLDER:TAG`.
 const LAYOUT: &str = "oci:";
@@ -70,7 +70,7 @@ impl Artifacts {
             Place::Registry(session, _) => session.upload(blob, path.clone(), moved).await,
             Place::Layout(layout) => {
                 let (layout, path, blob, moved) = (layout.clone(), path.clone(), blob.clone(), moved.clone());
-                spawn_blocking(move || {
+                run_blocking("write a blob into an OCI layout", move || {
                     layout.put(&path, &blob)?;
                     moved.add(blob.size);
                     Ok(())
@@ -106,7 +106,7 @@ impl Artifacts {
             }
             Place::Layout(layout) => {
                 let layout = layout.clone();
-                spawn_blocking(move || {
+                run_blocking("write an artifact into an OCI layout", move || {
                     if layers.is_empty() {
                         layout.put_bytes(document::NOTHING)?;
                     }
@@ -130,7 +130,7 @@ impl Artifacts {
             Place::Registry(session, reference) => session.manifest(reference.tag(), reference.digest()).await?,
             Place::Layout(layout) => {
                 let layout = layout.clone();
-                spawn_blocking(move || layout.manifest()).await??
+                run_blocking("read the manifest of an artifact", move || layout.manifest()).await??
             }
         };
         let found = document::read(kind, &self.name(), &manifest, most_layers)?;
@@ -138,7 +138,10 @@ impl Artifacts {
             Place::Registry(session, _) => session.small_blob(&found.config, most_config, "configuration").await?,
             Place::Layout(layout) => {
                 let (layout, wanted) = (layout.clone(), found.config.clone());
-                spawn_blocking(move || layout.bytes(&wanted, most_config, "configuration")).await??
+                run_blocking("read the configuration of an artifact", move || {
+                    layout.bytes(&wanted, most_config, "configuration")
+                })
+                .await??
             }
         };
         Ok(Artifact { digest, config, layers: found.layers })
@@ -159,7 +162,7 @@ impl Artifacts {
             Place::Registry(session, _) => {
                 let wanted = blob.clone();
                 let (sender, receiver) = mpsc::channel(64);
-                let taking = spawn_blocking(move || {
+                let taking = run_blocking("unpack a file of an artifact", move || {
                     let source = Incoming { receiver, piece: Bytes::new(), ended: false };
                     packed::unpack(source, &blob, &content, &to, &path, &moved)
                 });
@@ -169,7 +172,8 @@ impl Artifacts {
             }
             Place::Layout(layout) => {
                 let layout = layout.clone();
-                spawn_blocking(move || packed::unpack(layout.open(&blob)?, &blob, &content, &to, &path, &moved)).await?
+                let unpack = move || packed::unpack(layout.open(&blob)?, &blob, &content, &to, &path, &moved);
+                run_blocking("unpack a file of an artifact", unpack).await?
             }
         }
     }

@@ -14,6 +14,7 @@ use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use nacelle_base::files::at;
 use nacelle_base::json;
+use nacelle_base::task::run_blocking;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
@@ -135,7 +136,7 @@ impl Http {
             return Ok(client);
         }
         let key = checks.clone();
-        let tls = tokio::task::spawn_blocking(move || tls(&checks)).await??;
+        let tls = run_blocking("read the CA certificates of a registry", move || tls(&checks)).await??;
         let mut tcp = HttpConnector::new();
         tcp.enforce_http(false);
         tcp.set_nodelay(true);

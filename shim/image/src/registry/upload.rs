@@ -13,6 +13,7 @@ use hyper::body::{Body, Frame, SizeHint};
 use nacelle_base::Chain;
 use nacelle_base::files::at;
 use nacelle_base::retry::retry_interrupted;
+use nacelle_base::task::run_blocking;
 use nacelle_model::digest::Digest;
 use std::fs::File;
 use std::io::{self, Read};
@@ -52,7 +53,8 @@ impl Payload {
             Payload::Bytes(bytes) => return Ok(Either::Left(Full::new(bytes.clone()))),
             Payload::File { path, size, moved } => (path.clone(), *size, moved.clone()),
         };
-        let file = tokio::task::spawn_blocking(move || File::open(&path).map_err(at("open", &path))).await??;
+        let file =
+            run_blocking("open a file for an upload", move || File::open(&path).map_err(at("open", &path))).await??;
         let (sender, pieces) = mpsc::channel(PIECES);
         tokio::task::spawn_blocking(move || read(file, &sender));
         Ok(Either::Right(Outgoing { pieces, left: size, moved }))

@@ -9,6 +9,7 @@ use super::config::{NetworkList, read_limited};
 use nacelle_base::PodId;
 use nacelle_base::files::{at, remove_if_there, write_whole};
 use nacelle_base::json;
+use nacelle_base::task::run_blocking;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::collections::BTreeSet;
@@ -148,7 +149,7 @@ impl Claim {
     pub async fn run<T, R: Future<Output = T>>(&self, input: Vec<u8>, run: impl FnOnce(File) -> R) -> io::Result<T> {
         // The same open file, and so the same lock.
         let mut file = self.file.try_clone()?;
-        let filled = tokio::task::spawn_blocking(move || fill(&mut file, &input).map(|()| file)).await;
+        let filled = run_blocking("write a CNI input file", move || fill(&mut file, &input).map(|()| file)).await;
         let file = filled.map_err(io::Error::other)??;
         self.running.store(true, Ordering::Relaxed);
         let ran = run(file).await;

@@ -3,7 +3,8 @@
 //! ones, until it succeeds. The pod's record in the cache says that it is owed, and has all that DEL needs.
 
 use super::cache::{Owed, Record};
-use super::{Cni, CniError, blocking};
+use super::{Cni, CniError};
+use nacelle_base::task::run_blocking;
 use nacelle_base::{Chain, PodId};
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -162,7 +163,7 @@ impl Cni {
     /// The configurations and plugins as they are.
     async fn look(&self) -> Vec<(OsString, SystemTime)> {
         let directories: Vec<PathBuf> = self.exec.bin_dirs.iter().chain([&self.conf_dir]).cloned().collect();
-        blocking(move || Ok(look(&directories))).await.unwrap_or_default()
+        run_blocking("list the CNI plugins", move || look(&directories)).await.unwrap_or_default()
     }
 
     fn debts(&self) -> MutexGuard<'_, Debts> {

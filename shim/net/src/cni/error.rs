@@ -1,6 +1,7 @@
 //! Owns: what can go wrong between us and CNI plugins.
 
 use nacelle_base::files::FileError;
+use nacelle_base::task::TaskError;
 use nacelle_base::{Classify, Kind};
 use std::io;
 use std::path::PathBuf;
@@ -157,12 +158,9 @@ pub enum CniError {
         /// Why.
         source: io::Error,
     },
-    /// A background task ended early: the runtime is shutting down, or a defect.
-    #[error("a CNI task was given up")]
-    GivenUp {
-        /// Why.
-        source: tokio::task::JoinError,
-    },
+    /// A task of the runtime did not finish.
+    #[error(transparent)]
+    Task(#[from] TaskError),
 }
 
 impl Classify for CniError {
@@ -184,7 +182,7 @@ impl Classify for CniError {
             CniError::NotAttached { .. } => Kind::NotFound,
             CniError::Busy { .. } => Kind::Unavailable,
             CniError::Input { source, .. } => source.kind().into(),
-            CniError::GivenUp { .. } => Kind::Internal,
+            CniError::Task(error) => error.kind(),
         }
     }
 }

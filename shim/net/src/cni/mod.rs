@@ -21,6 +21,7 @@ use config::{NetworkList, Plugin, Version};
 use debts::Debts;
 use exec::{Command, Exec};
 use nacelle_base::json;
+use nacelle_base::task::run_blocking;
 use nacelle_base::{Chain, PodId};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use serde::Deserialize;
@@ -242,7 +243,7 @@ impl Cni {
     ) -> Result<(), CniError> {
         // After a reboot, or when its mount was lost, there is no namespace; plugins know that by an empty path.
         let netns = record.netns.clone();
-        let there = blocking(move || Ok(is_namespace(&netns))).await?;
+        let there = run_blocking("look at a network namespace", move || is_namespace(&netns)).await?;
         let environment = record.environment(if there { &record.netns } else { Path::new("") });
         let known = record.result.as_ref().filter(|_| network.version >= Version::V0_4_0);
         let mut first = Ok(());
@@ -303,7 +304,7 @@ impl Cni {
         let end = Instant::now() + self.exec.deadline;
         loop {
             let (cache, of) = (self.cache.clone(), id.clone());
-            if let Some(claim) = blocking(move || cache.claim(&of)).await? {
+            if let Some(claim) = run_blocking("lock a CNI input file", move || cache.claim(&of)).await?? {
                 return Ok(claim);
             }
             if Instant::now() >= end {
@@ -320,28 +321,28 @@ impl Cni {
 
     async fn network(&self) -> Result<NetworkList, CniError> {
         let dir = self.conf_dir.clone();
-        blocking(move || NetworkList::load(&dir)).await
+        run_blocking("read the CNI configuration", move || NetworkList::load(&dir)).await?
     }
 
     async fn write(&self, record: &Record) -> Result<(), CniError> {
         let (cache, record) = (self.cache.clone(), record.clone());
-        blocking(move || cache.write(&record)).await
+        run_blocking("write a CNI record", move || cache.write(&record)).await?
     }
 
     async fn read(&self, id: &PodId) -> Result<Option<(Record, NetworkList)>, CniError> {
         let (cache, id) = (self.cache.clone(), id.clone());
-        blocking(move || cache.read(&id)).await
+        run_blocking("read a CNI record", move || cache.read(&id)).await?
     }
 
     async fn forget(&self, id: &PodId) -> Result<(), CniError> {
         let (cache, id) = (self.cache.clone(), id.clone());
-        blocking(move || cache.remove(&id)).await
+        run_blocking("remove a CNI record", move || cache.remove(&id)).await?
     }
 
     /// All pods that are attached, or were when something failed.
     pub async fn ids(&self) -> Result<BTreeSet<PodId>, CniError> {
         let cache = self.cache.clone();
-        blocking(move || cache.ids()).await
+        run_blocking("list the CNI records", move || cache.ids()).await?
     }
 }
 
@@ -367,10 +368,4 @@ fn is_namespace(path: &Path) -> bool {
 
 fn prev_result(result: Option<&Map<String, Value>>) -> Map<String, Value> {
     Map::from_iter(result.map(|result| ("prevResult".to_owned(), Value::Object(result.clone()))))
-}
-
-async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T, CniError> + Send + 'static,
-) -> Result<T, CniError> {
-    tokio::task::spawn_blocking(work).await.map_err(|source| CniError::GivenUp { source })?
 }

@@ -5,11 +5,11 @@ use crate::container::{self, Attach, Ended, ImageUse, Started};
 use crate::error::{Failure, PodError, guest_text};
 use crate::exec;
 use crate::log::LogPath;
-use crate::machine::blocking;
 use crate::record::{ContainerPhase, ContainerRecord, LOST, Phase};
 use crate::state::{self, Container, ContainerAct, ContainerAsk};
 use crate::stops::{Stop, Stops};
 use nacelle_base::machine::{Extent, ImageDisk};
+use nacelle_base::task::run_blocking;
 use nacelle_base::{Chain, Kind};
 use nacelle_engine::Slot;
 use nacelle_proto::pod;
@@ -307,8 +307,9 @@ impl Actor {
         let Some((_, log, _)) = &entry.started else { return tell(reply, Ok(())) };
         let log = Arc::clone(log);
         tokio::spawn(async move {
-            let reopened = blocking("the opening of a log", move || log.reopen()).await;
-            tell(reply, reopened.and_then(|reopened| Ok(reopened?)).map_err(Failure::from));
+            let reopened = run_blocking("reopen the log of a container", move || log.reopen()).await;
+            let reopened = reopened.map_err(PodError::from).and_then(|reopened| Ok(reopened?));
+            tell(reply, reopened.map_err(Failure::from));
         });
     }
 
