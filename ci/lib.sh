@@ -1,4 +1,4 @@
-# Shared by ci/demo and ci/test (sourced, bash). Finds or installs what they need on a bare Debian 12 with git and Rust;
+# Shared by the programs in ci/ (sourced, bash). Finds or installs what they need on a bare Debian 12 with git and Rust;
 # works as root or with sudo, with stdin closed. Everything it downloads or builds lands in the cache, never in the clone.
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -71,6 +71,22 @@ need_build() {
 }
 need_runtime() {
     need qemu-system-x86 containernetworking-plugins iproute2 nftables iptables e2fsprogs erofs-utils procps jq busybox-static
+}
+
+# need_test_packages: the Debian packages of the test suites. need_test_guests: what suites with VMs need besides; sets CRICTL,
+# NACELLE_KERNEL, NACELLE_INITRD, the suites of file systems, and NACELLE_DISK_IMAGE, the directory of a disk with an operating system.
+need_test_packages() {
+    need git jq iputils-ping busybox-static erofs-utils e2fsprogs iproute2 iptables nftables procps containernetworking-plugins \
+        skopeo umoci docker-registry openssl curl apache2-utils zstd xz-utils
+}
+need_test_guests() {
+    need_runtime
+    need_crictl
+    need_guest
+    need_fs_tests
+    need ovmf openssh-client
+    NACELLE_DISK_IMAGE=$("$repo/ci/disk-image" | tail -n 1) || die "cannot make the disk of machines"
+    export NACELLE_DISK_IMAGE
 }
 
 # A Go that can build the tools: the one there is if it is new enough to fetch what go.mod names, else Debian's backport.

@@ -1,6 +1,7 @@
 //! Finds system calls that a signal can interrupt and that are not repeated (`nacelle_base::retry`).
 
 use crate::Finding;
+use crate::source::{Token, blank, tokens};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -110,11 +111,10 @@ fn is_test(place: &str) -> bool {
 
 /// The lines with calls that are not repeated, and what is wrong there. `connector`: see [`CONNECTORS`].
 fn raw_calls(text: &str, connector: bool) -> Vec<(usize, String)> {
-    let code = without_tests(&without_text(text));
+    let code = without_tests(&blank(text));
     let tokens = tokens(&code);
     let (names, uses) = imports(&tokens);
     let repeated = arguments(&tokens);
-    let line = |at: usize| code.get(..at).unwrap_or_default().matches('\n').count() + 1;
     let mut found = Vec::new();
     let mut next = 0;
     while let Some(token) = tokens.get(next) {
@@ -144,7 +144,7 @@ fn raw_calls(text: &str, connector: bool) -> Vec<(usize, String)> {
         else {
             continue;
         };
-        found.push((line(token.at), rule));
+        found.push((token.line, rule));
     }
     found
 }
@@ -174,37 +174,6 @@ fn broken<'a>(path: &[&str], mut inside: impl Iterator<Item = &'a str>) -> Optio
             .then(|| format!("{name} can fail with EINTR: wrap it in a function of nacelle_base::retry")),
         _ => None,
     }
-}
-
-/// A word or a sign of a program.
-struct Token<'a> {
-    text: &'a str,
-    at: usize,
-}
-
-impl Token<'_> {
-    fn is_name(&self) -> bool {
-        self.text.starts_with(|first: char| first.is_alphabetic() || first == '_')
-    }
-}
-
-fn tokens(code: &str) -> Vec<Token<'_>> {
-    let mut tokens = Vec::new();
-    let mut at = 0;
-    while let Some(rest) = code.get(at..).filter(|rest| !rest.is_empty()) {
-        let word = rest.find(|c: char| !c.is_alphanumeric() && c != '_').unwrap_or(rest.len());
-        let length = match word {
-            0 if rest.starts_with("::") => 2,
-            0 => rest.chars().next().map_or(1, char::len_utf8),
-            word => word,
-        };
-        let text = rest.get(..length).unwrap_or_default();
-        if !text.trim().is_empty() {
-            tokens.push(Token { text, at });
-        }
-        at += length;
-    }
-    tokens
 }
 
 /// The full paths of imported names, and where the `use` items are.
@@ -282,53 +251,6 @@ fn without_tests(code: &str) -> String {
             && rest.find(['{', ';']).is_some_and(|at| rest.get(at..).unwrap_or_default().starts_with('{'))
     });
     code.get(..end.unwrap_or(code.len())).unwrap_or_default().to_owned()
-}
-
-/// A program with blanks for comments, texts and characters.
-fn without_text(text: &str) -> String {
-    let mut code = String::with_capacity(text.len());
-    let mut rest = text;
-    while let Some(first) = rest.chars().next() {
-        let length = if rest.starts_with("//") {
-            rest.find('\n').unwrap_or(rest.len())
-        } else if rest.starts_with("/*") {
-            rest.find("*/").map_or(rest.len(), |end| end + 2)
-        } else if rest.starts_with("r#\"") {
-            rest.get(3..).and_then(|inner| inner.find("\"#")).map_or(rest.len(), |end| end + 5)
-        } else if first == '"' {
-            closing(rest, '"')
-        } else if first == '\'' && is_character(rest) {
-            closing(rest, '\'')
-        } else {
-            code.push(first);
-            rest = rest.get(first.len_utf8()..).unwrap_or_default();
-            continue;
-        };
-        let (blank, after) = rest.split_at_checked(length).unwrap_or((rest, ""));
-        code.extend(blank.bytes().map(|byte| if byte == b'\n' { '\n' } else { ' ' }));
-        rest = after;
-    }
-    code
-}
-
-/// Whether a quotation mark begins a character, and not a lifetime.
-fn is_character(rest: &str) -> bool {
-    let mut chars = rest.chars().skip(1);
-    matches!((chars.next(), chars.next()), (Some('\\'), _) | (Some(_), Some('\'')))
-}
-
-/// The length of a text up to and with its closing mark.
-fn closing(rest: &str, mark: char) -> usize {
-    let mut escaped = false;
-    for (at, c) in rest.char_indices().skip(1) {
-        match c {
-            _ if escaped => escaped = false,
-            '\\' => escaped = true,
-            c if c == mark => return at + c.len_utf8(),
-            _ => {}
-        }
-    }
-    rest.len()
 }
 
 #[cfg(test)]

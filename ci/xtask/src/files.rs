@@ -7,20 +7,27 @@ use std::error::Error;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const FOLDERS: [&str; 5] = ["proto", "shim", "agent", "guest", "ci"];
+const DIRECTORIES: [&str; 5] = ["proto", "shim", "agent", "guest", "ci"];
 
 /// All Rust files: their places below `root` and their texts.
 pub fn all(root: &Path) -> Result<Vec<(String, String)>, Box<dyn Error>> {
-    let mut paths = Vec::new();
-    for folder in FOLDERS {
-        collect(&root.join(folder), &mut paths)?;
+    let mut found = Vec::new();
+    for path in paths(root)?.into_iter().filter(|path| path.extension().is_some_and(|extension| extension == "rs")) {
+        found.push((place(root, &path)?, fs::read_to_string(&path)?));
     }
-    paths.sort();
-    let read = |path: PathBuf| {
-        let place = path.strip_prefix(root)?.to_string_lossy().into_owned();
-        Ok((place, fs::read_to_string(&path)?))
-    };
-    paths.into_iter().map(read).collect()
+    Ok(found)
+}
+
+/// All shell scripts: their places below `root` and their texts. A script has the ending `.sh`, or its first line names a shell.
+pub fn scripts(root: &Path) -> Result<Vec<(String, String)>, Box<dyn Error>> {
+    let mut found = Vec::new();
+    for path in paths(root)? {
+        let bytes = fs::read(&path)?;
+        if path.extension().is_some_and(|extension| extension == "sh") || names_shell(&bytes) {
+            found.push((place(root, &path)?, String::from_utf8_lossy(&bytes).into_owned()));
+        }
+    }
+    Ok(found)
 }
 
 pub fn check(root: &Path, files: &[(String, String)]) -> Result<Vec<Finding>, Box<dyn Error>> {
@@ -39,18 +46,40 @@ pub fn check(root: &Path, files: &[(String, String)]) -> Result<Vec<Finding>, Bo
     Ok(found)
 }
 
-fn collect(folder: &Path, files: &mut Vec<PathBuf>) -> Result<(), Box<dyn Error>> {
-    for entry in fs::read_dir(folder)? {
+/// All files below the directories of the project, in order.
+fn paths(root: &Path) -> Result<Vec<PathBuf>, Box<dyn Error>> {
+    let mut paths = Vec::new();
+    for directory in DIRECTORIES {
+        collect(&root.join(directory), &mut paths)?;
+    }
+    paths.sort();
+    Ok(paths)
+}
+
+fn collect(directory: &Path, files: &mut Vec<PathBuf>) -> Result<(), Box<dyn Error>> {
+    for entry in fs::read_dir(directory)? {
         let path = entry?.path();
         if path.is_dir() {
             if path.file_name().is_some_and(|name| name != "target") {
                 collect(&path, files)?;
             }
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
+        } else if path.is_file() {
             files.push(path);
         }
     }
     Ok(())
+}
+
+fn place(root: &Path, path: &Path) -> Result<String, Box<dyn Error>> {
+    Ok(path.strip_prefix(root)?.to_string_lossy().into_owned())
+}
+
+/// Whether the first line of a file names a shell that runs it.
+fn names_shell(bytes: &[u8]) -> bool {
+    let line = bytes.split(|byte| *byte == b'\n').next().unwrap_or_default();
+    let line = String::from_utf8_lossy(line);
+    let mut words = line.strip_prefix("#!").unwrap_or_default().split_whitespace();
+    words.any(|word| matches!(word.rsplit('/').next(), Some("sh" | "bash")))
 }
 
 fn header(text: &str) -> Option<&'static str> {
@@ -74,6 +103,16 @@ fn has_unsafe(line: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_script_names_its_shell() {
+        for text in ["#!/bin/bash\nset -e", "#!/bin/sh -e\n", "#!/usr/bin/env bash", "#!/busybox sh\n"] {
+            assert!(names_shell(text.as_bytes()), "{text}");
+        }
+        for text in ["", "#!/usr/bin/perl\n", "echo /bin/sh\n", "#!/usr/bin/python3\n#!/bin/sh\n"] {
+            assert!(!names_shell(text.as_bytes()), "{text}");
+        }
+    }
 
     #[test]
     fn a_file_says_what_it_does() {

@@ -1,11 +1,15 @@
-//! Owns: the house rules that a machine can check: `cargo xtask rules`.
+//! Checks the house rules (`cargo xtask rules`) and measures the code (`cargo xtask shape`).
 
+mod budgets;
 mod calls;
 mod decoders;
 mod files;
 mod jailed;
 mod layers;
+mod shape;
+mod source;
 
+use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -16,25 +20,39 @@ struct Finding {
 }
 
 fn root() -> PathBuf {
-    // As cargo says it now: where the program was built may be a clone that is gone, if both have one target folder.
+    // Cargo's variable at run time: the clone in which the program was built may be gone, if two clones share a target directory.
     let package = std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
-    Path::new(&package).ancestors().nth(2).expect("ci/xtask lies two folders deep").to_owned()
+    Path::new(&package).ancestors().nth(2).expect("ci/xtask lies two directories deep").to_owned()
 }
 
 fn main() -> ExitCode {
-    if std::env::args().nth(1).as_deref() != Some("rules") {
-        eprintln!("usage: cargo xtask rules");
-        return ExitCode::from(2);
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    match arguments[..] {
+        ["rules"] => print_rules(&root()),
+        ["shape"] => print_shape(&root(), false),
+        ["shape", "--json"] => print_shape(&root(), true),
+        _ => {
+            eprintln!("usage: cargo xtask rules            checks the house rules");
+            eprintln!("       cargo xtask shape [--json]   measures files, functions, import cycles and names");
+            ExitCode::from(2)
+        }
     }
-    let root = root();
-    match layers::check(&root).and_then(|mut found| {
-        let files = files::all(&root)?;
-        found.extend(files::check(&root, &files)?);
-        found.extend(calls::check(&files));
-        found.extend(decoders::check(&root, &files)?);
-        found.extend(jailed::check(&root, &files)?);
-        Ok(found)
-    }) {
+}
+
+fn broken_rules(root: &Path) -> Result<Vec<Finding>, Box<dyn Error>> {
+    let mut found = layers::check(root)?;
+    let files = files::all(root)?;
+    found.extend(files::check(root, &files)?);
+    found.extend(calls::check(&files));
+    found.extend(decoders::check(root, &files)?);
+    found.extend(jailed::check(root, &files)?);
+    found.extend(budgets::check(root)?);
+    Ok(found)
+}
+
+fn print_rules(root: &Path) -> ExitCode {
+    match broken_rules(root) {
         Ok(found) if found.is_empty() => {
             println!("rules: all kept");
             ExitCode::SUCCESS
@@ -48,6 +66,19 @@ fn main() -> ExitCode {
         }
         Err(error) => {
             eprintln!("rules: cannot be checked: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn print_shape(root: &Path, json: bool) -> ExitCode {
+    match shape::measure(root, json) {
+        Ok(text) => {
+            println!("{text}");
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("shape: cannot be measured: {error}");
             ExitCode::FAILURE
         }
     }
