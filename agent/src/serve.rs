@@ -57,7 +57,7 @@ async fn run(ready: Ready) -> io::Result<()> {
         drop(tell);
     };
     // It ends when what was asked has been answered, Shutdown among it.
-    let server = tonic::transport::Server::builder()
+    let server = nacelle_proto::server::builder()
         .timeout(DEADLINE)
         .concurrency_limit_per_connection(256)
         .add_service(AgentServer::new(service))

@@ -29,6 +29,7 @@ pub mod vm {
     tonic::include_proto!("nacelle.vm.v1");
 }
 
+pub mod server;
 pub mod wire;
 
 /// The compiled descriptors (a `FileDescriptorSet`) of all of them.

@@ -6,6 +6,7 @@ mod decoders;
 mod files;
 mod jailed;
 mod layers;
+mod servers;
 mod shape;
 mod source;
 
@@ -47,6 +48,7 @@ fn broken_rules(root: &Path) -> Result<Vec<Finding>, Box<dyn Error>> {
     found.extend(calls::check(&files));
     found.extend(decoders::check(root, &files)?);
     found.extend(jailed::check(root, &files)?);
+    found.extend(servers::check(&files));
     found.extend(budgets::check(root)?);
     Ok(found)
 }

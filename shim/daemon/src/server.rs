@@ -33,7 +33,6 @@ use tokio::net::UnixListener;
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::task::AbortOnDropHandle;
-use tonic::transport::Server;
 
 /// The largest answer is an ExecSync with both streams full.
 const MESSAGE_LIMIT: usize = 40 << 20;
@@ -236,7 +235,7 @@ pub async fn serve(
     let (watching, watched, watched_socket) = (Arc::clone(&supervisor), node.clone(), socket.clone());
     let watch = AbortOnDropHandle::new(tokio::spawn(async move { watching.watch(&watched_socket, &watched).await }));
     let connections = UnixListenerStream::new(listener).map(|accepted| accepted.map(GrpcConnection::new));
-    let server = Server::builder()
+    let server = nacelle_proto::server::builder()
         .layer(Deadlines)
         .add_service(
             RuntimeServiceServer::new(cri.clone())

@@ -92,7 +92,7 @@ fn serve(settings: Settings, rpc: StdListener, streams: StdListener) -> io::Resu
         let end = Arc::new(Notify::new());
         let service = Service { keeper: Arc::clone(&keeper), end: Arc::clone(&end) };
         let service = AgentServer::new(service).max_decoding_message_size(nacelle_proto::wire::LARGE);
-        let server = tonic::transport::Server::builder()
+        let server = nacelle_proto::server::builder()
             .timeout(DEADLINE)
             .concurrency_limit_per_connection(256)
             .add_service(service)

@@ -78,7 +78,7 @@ async fn serve(
     tokio::spawn(streams::serve(streams_listener, handles.inbox.clone()));
     let (over, ended) = tokio::sync::oneshot::channel::<()>();
     let service = PodServer::new(Server::new(handles, spec)).max_decoding_message_size(wire::LARGE);
-    let server = tonic::transport::Server::builder().add_service(service).serve_with_incoming_shutdown(
+    let server = nacelle_proto::server::builder().add_service(service).serve_with_incoming_shutdown(
         UnixListenerStream::new(listener),
         async {
             // Dropped or sent: the actor has ended.

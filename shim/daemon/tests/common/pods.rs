@@ -110,7 +110,7 @@ impl FakePods {
         let listener =
             tokio::net::UnixListener::bind(nacelle_pod::SOCKET_FILE.in_jail(&nacelle_pod::jail_dir(dir))).unwrap();
         let service = proto::pod_server::PodServer::new(Service(Arc::clone(&pod))).max_encoding_message_size(64 << 20);
-        let serving = tonic::transport::Server::builder()
+        let serving = nacelle_proto::server::builder()
             .add_service(service)
             .serve_with_incoming(UnixListenerStream::new(listener));
         runtime.spawn(async move { drop(serving.await) });

@@ -403,7 +403,7 @@ pub fn guest(shared: &Arc<Shared>, guest: &Guest) -> ExitKind {
     let (send, connections) = tokio::sync::mpsc::unbounded_channel::<std::io::Result<tokio::net::UnixStream>>();
     let service = AgentServer::new(Service(Arc::clone(shared)));
     let incoming = tokio_stream::wrappers::UnboundedReceiverStream::new(connections);
-    runtime.spawn(tonic::transport::Server::builder().add_service(service).serve_with_incoming(incoming));
+    runtime.spawn(nacelle_proto::server::builder().add_service(service).serve_with_incoming(incoming));
     while let Ok(stream) = guest.accept(1025) {
         let _in_runtime = runtime.enter();
         let stream = stream.try_clone().unwrap();

@@ -1,0 +1,53 @@
+//! Checks that calls which the client cancels before the server has seen them do not end the connection that they share with others.
+
+use hyper_util::rt::TokioIo;
+use nacelle_proto::node::node_client::NodeClient;
+use nacelle_proto::node::node_server::{Node, NodeServer};
+use nacelle_proto::node::{LoadImagesRequest, LoadImagesResponse};
+use std::io;
+use tokio::io::DuplexStream;
+use tonic::transport::{Endpoint, Uri};
+use tonic::{Request, Response, Status};
+
+struct Answers;
+
+#[tonic::async_trait]
+impl Node for Answers {
+    async fn load_images(&self, _: Request<LoadImagesRequest>) -> Result<Response<LoadImagesResponse>, Status> {
+        Ok(Response::new(LoadImagesResponse::default()))
+    }
+}
+
+#[tokio::test]
+async fn cancelled_calls_do_not_end_the_connection() {
+    let (near, far) = tokio::io::duplex(1 << 20);
+    let mut near = Some(near);
+    // There is one connection, and never another: a call after its end fails.
+    let connector = tower::service_fn(move |_: Uri| {
+        let near = near.take();
+        async move { near.map(TokioIo::new).ok_or_else(|| io::Error::other("the connection has ended")) }
+    });
+    let channel = Endpoint::from_static("http://node").connect_with_connector(connector).await.expect("a connection");
+    let client = NodeClient::new(channel);
+    let call = || {
+        let mut client = client.clone();
+        async move { client.load_images(LoadImagesRequest::default()).await }
+    };
+    // The server is busy elsewhere while the calls are sent and cancelled. HTTP/2 clients begin with at most 100.
+    let calls: Vec<_> = (0..90).map(|_| tokio::spawn(call())).collect();
+    for _ in 0..1000 {
+        tokio::task::yield_now().await;
+    }
+    calls.iter().for_each(tokio::task::JoinHandle::abort);
+    for _ in 0..1000 {
+        tokio::task::yield_now().await;
+    }
+    let server = nacelle_proto::server::builder().add_service(NodeServer::new(Answers));
+    let incoming = tokio_stream::once(Ok::<DuplexStream, io::Error>(far));
+    // A second connection is never offered; the server goes on with the first.
+    tokio::spawn(async move { server.serve_with_incoming(incoming).await });
+    for call in calls {
+        assert!(call.await.expect_err("it was cancelled").is_cancelled());
+    }
+    call().await.expect("the connection works");
+}
