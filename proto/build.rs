@@ -5,9 +5,13 @@ use prost_types::field_descriptor_proto::{Label, Type};
 use prost_types::{DescriptorProto, FieldDescriptorProto, FileDescriptorSet};
 use std::fmt::Write;
 
+/// The package of messages that other packages refer to.
+const COMMON: &str = "nacelle.common.v1";
+
 /// The packages and the modules of `src/lib.rs` that include them.
-const PACKAGES: [(&str, &str); 5] = [
+const PACKAGES: [(&str, &str); 6] = [
     ("runtime.v1", "cri"),
+    (COMMON, "common"),
     ("nacelle.agent.v1", "agent"),
     ("nacelle.pod.v1", "pod"),
     ("nacelle.node.v1", "node"),
@@ -15,8 +19,14 @@ const PACKAGES: [(&str, &str); 5] = [
 ];
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let files =
-        ["cri/v1/api.proto", "agent/v1/agent.proto", "pod/v1/pod.proto", "node/v1/node.proto", "vm/v1/vm.proto"];
+    let files = [
+        "cri/v1/api.proto",
+        "common/v1/common.proto",
+        "agent/v1/agent.proto",
+        "pod/v1/pod.proto",
+        "node/v1/node.proto",
+        "vm/v1/vm.proto",
+    ];
     for file in files {
         println!("cargo::rerun-if-changed={file}");
     }
@@ -24,7 +34,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let out = std::path::PathBuf::from(std::env::var("OUT_DIR")?);
     std::fs::write(out.join("descriptors.bin"), prost::Message::encode_to_vec(&descriptors))?;
     std::fs::write(out.join("shapes.rs"), shapes(&descriptors)?)?;
-    tonic_prost_build::configure().codec_path("crate::wire::Codec").compile_fds(descriptors)?;
+    // prost generates no types for a package that has a Rust path, so the common package is compiled a second time without one.
+    let generator = || tonic_prost_build::configure().codec_path("crate::wire::Codec");
+    let common = descriptors.file.iter().filter(|file| file.package() == COMMON).cloned().collect();
+    generator().extern_path(format!(".{COMMON}"), "crate::common").compile_fds(descriptors)?;
+    generator().compile_fds(FileDescriptorSet { file: common })?;
     Ok(())
 }
 

@@ -3,11 +3,13 @@
 use nacelle_base::{Chain, Classify};
 use nacelle_proto::agent::agent_server::Agent;
 use nacelle_proto::agent::{
-    AttachDeviceRequest, AttachImageRequest, BlockDevice, ContainerRef, CreateContainerRequest,
-    CreateContainerResponse, DetachDeviceRequest, DetachImageRequest, DropVolumeRequest, Empty, ExecRequest,
-    ImageVolume, ListContainersResponse, MemoryRange, PushVolumeRequest, RenewRequest, ResizeRequest, SetMemoryRequest,
-    SetMemoryResponse, SetProcessorsRequest, SignalRequest, StatsResponse, UpdateContainerRequest, WaitRequest,
-    WaitResponse,
+    AttachDeviceRequest, AttachImageRequest, BlockDevice, CreateContainerRequest, DetachDeviceRequest,
+    DetachImageRequest, DropVolumeRequest, ExecRequest, ImageVolume, ListContainersResponse, MemoryRange,
+    PushVolumeRequest, RenewRequest, SetMemoryRequest, SignalRequest, StatsResponse, WaitRequest, WaitResponse,
+};
+use nacelle_proto::common::{
+    ContainerRef, CreateContainerResponse, Empty, ResizeRequest, SetMemoryResponse, SetProcessorsRequest,
+    UpdateContainerRequest,
 };
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};

@@ -2,7 +2,8 @@
 //! port of the pod.
 
 use nacelle_base::Chain;
-use nacelle_proto::agent::{Stream, StreamOpen, StreamOpened};
+use nacelle_proto::agent::{StreamOpen, StreamOpened};
+use nacelle_proto::common::Stream;
 use prost::Message;
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr};

@@ -7,9 +7,10 @@ use machine::Guest;
 use machine::{LIMIT, place};
 use nacelle_engine::NicSpec;
 use nacelle_proto::agent::{
-    AttachImageRequest, BootConfig, ContainerRef, CreateContainerRequest, DetachImageRequest, Dns, Empty, ExecRequest,
-    Interface, PidMode, RenewRequest, ResizeRequest, Route, SignalRequest, Stream, WaitRequest,
+    AttachImageRequest, BootConfig, CreateContainerRequest, DetachImageRequest, ExecRequest, PidMode, RenewRequest,
+    SignalRequest, WaitRequest,
 };
+use nacelle_proto::common::{ContainerRef, Dns, Empty, Interface, ResizeRequest, Route, Stream};
 use serde_json::json;
 use std::io::{Read, Write};
 use tonic::Code;

@@ -8,7 +8,8 @@ use machine::{Guest, LIMIT, config, console, furnish, handshake, needs, place, s
 use nacelle_agent::frame;
 use nacelle_engine::kvm::Kvm;
 use nacelle_engine::{Engine, KvmVerdict, Machine, Restorer, probe};
-use nacelle_proto::agent::{AgentHello, BootConfig, BootReport, Empty, RenewRequest};
+use nacelle_proto::agent::{AgentHello, BootConfig, BootReport, RenewRequest};
+use nacelle_proto::common::Empty;
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;

@@ -9,6 +9,11 @@ pub mod cri {
     tonic::include_proto!("runtime.v1");
 }
 
+/// Messages that [`agent`] and [`pod`] share.
+pub mod common {
+    tonic::include_proto!("nacelle.common.v1");
+}
+
 /// Between the pod process and the agent in its guest.
 pub mod agent {
     tonic::include_proto!("nacelle.agent.v1");

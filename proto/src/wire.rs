@@ -132,7 +132,9 @@ fn limits(name: &str) -> (usize, usize) {
         "nacelle.pod.v1.ExecSyncRequest" | "nacelle.pod.v1.ExecRequest" | "nacelle.agent.v1.ExecRequest" => {
             (COMMAND, MEMORY)
         }
-        _ if name.starts_with("nacelle.pod.") || name.starts_with("nacelle.agent.") => (MESSAGE, MEMORY),
+        _ if ["nacelle.pod.", "nacelle.agent.", "nacelle.common."].iter().any(|package| name.starts_with(package)) => {
+            (MESSAGE, MEMORY)
+        }
         _ => (CLIENT, CLIENT_MEMORY),
     }
 }

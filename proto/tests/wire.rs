@@ -2,7 +2,7 @@
 //! against the size of the message.
 
 use nacelle_proto::wire::{self, LARGE, MEMORY, MESSAGE, Shape, Shaped, WireError, scan};
-use nacelle_proto::{agent, pod};
+use nacelle_proto::{agent, common, pod};
 use proptest::prelude::*;
 use prost::Message;
 use std::process::Command;
@@ -99,6 +99,17 @@ fn a_message_of_empty_elements_is_refused_before_it_is_decoded() {
 }
 
 #[test]
+fn shared_messages_have_the_limits_of_the_packages_that_use_them() {
+    let limits = common::Limit { file: "memory.max".into(), value: "x".repeat(MESSAGE) };
+    let update = common::UpdateContainerRequest { limits: vec![limits], ..Default::default() };
+    let refused = wire::decode::<common::UpdateContainerRequest>(&update.encode_to_vec()).unwrap_err();
+    assert!(matches!(refused, WireError::TooLong { limit: MESSAGE, .. }), "{refused}");
+    let empty_limits = [0x12, 0].repeat(MESSAGE / 2);
+    let refused = wire::decode::<common::UpdateContainerRequest>(&empty_limits).unwrap_err();
+    assert!(matches!(refused, WireError::TooLarge { limit, .. } if limit == MESSAGE + MEMORY), "{refused}");
+}
+
+#[test]
 fn what_a_pod_and_a_machine_need_is_decoded() {
     let state = pod::PodState {
         containers: (0..1000u32)
@@ -112,10 +123,10 @@ fn what_a_pod_and_a_machine_need_is_decoded() {
         ..Default::default()
     };
     assert_eq!(wire::decode::<pod::PodState>(&state.encode_to_vec()).unwrap(), state);
-    let usage = |n: u64| agent::ContainerUsage {
+    let usage = |n: u64| common::ContainerUsage {
         id: format!("{n:064}"),
-        usage: Some(agent::Usage { cpu_nanos: n, memory_bytes: n, ..Default::default() }),
-        details: Some(agent::Details { disks: vec![agent::DiskUsage::default(); 8], ..Default::default() }),
+        usage: Some(common::Usage { cpu_nanos: n, memory_bytes: n, ..Default::default() }),
+        details: Some(common::Details { disks: vec![common::DiskUsage::default(); 8], ..Default::default() }),
         ..Default::default()
     };
     let stats = agent::StatsResponse { containers: (0..500).map(usage).collect(), ..Default::default() };

@@ -1,7 +1,8 @@
 //! Owns: making a `BootConfig` true: clock, random pool, user namespace, host name, network, sysctls, the pod's files in /etc.
 
 use ipnet::IpNet;
-use nacelle_proto::agent::{BootConfig, Dns, Interface, Neighbour, Route, UserNamespace};
+use nacelle_proto::agent::{BootConfig, UserNamespace};
+use nacelle_proto::common::{Dns, Interface, Neighbour, Route};
 use nix::sched::{CloneFlags, setns};
 use std::fs;
 use std::net::IpAddr;

@@ -19,7 +19,8 @@ pub use verbs::{CreateOptions, ExecOptions};
 
 use libcontainer::oci_spec::runtime::{Capability, LinuxSeccomp, Process as SpecProcess};
 use nacelle_base::{Classify, Kind, retry};
-use nacelle_proto::agent::{ContainerState, CreateContainerResponse, Exit};
+use nacelle_proto::agent::{ContainerState, Exit};
+use nacelle_proto::common::CreateContainerResponse;
 use nix::poll::{PollFd, PollFlags};
 use std::collections::HashMap;
 use std::io;

@@ -2,7 +2,7 @@
 //! its first process (proc(5)), disks (io.stat) and huge pages (hugetlb.*.current of cgroup v2); and the scratch disk.
 //! Threads: blocks for reads of /proc, /sys and the group's files.
 
-use nacelle_proto::agent::{Details, DiskUsage, FileSystem, HugepageUsage};
+use nacelle_proto::common::{Details, DiskUsage, FileSystem, HugepageUsage};
 use nix::sys::stat::{major, minor, stat};
 use nix::sys::statvfs::statvfs;
 use std::fs;

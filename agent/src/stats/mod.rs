@@ -7,7 +7,8 @@ mod layer;
 mod net;
 mod usage;
 
-use nacelle_proto::agent::{ContainerUsage, Layer, StatsResponse};
+use nacelle_proto::agent::StatsResponse;
+use nacelle_proto::common::{ContainerUsage, Layer};
 use std::fs;
 use std::io;
 use std::path::Path;

@@ -1,6 +1,6 @@
 //! Owns: the figures of the guest's interfaces, read from /proc/net/dev (proc(5)).
 
-use nacelle_proto::agent::InterfaceUsage;
+use nacelle_proto::common::InterfaceUsage;
 
 /// All interfaces of the text but the loopback.
 pub fn interfaces(text: &str) -> Vec<InterfaceUsage> {

@@ -1,7 +1,7 @@
 //! Owns: the figures of one control group, read from the files of cgroup v2 (Documentation/admin-guide/cgroup-v2.rst and
 //! Documentation/accounting/psi.rst of Linux).
 
-use nacelle_proto::agent::{Pressure, Stall, Usage};
+use nacelle_proto::common::{Pressure, Stall, Usage};
 use std::fs;
 use std::path::Path;
 

@@ -7,9 +7,9 @@ use nacelle_engine::qemu::Qemu;
 use nacelle_engine::{Accelerator, DiskSpec, Engine, GuestLink, Machine, MachineExit, MachineSpec, NicSpec};
 use nacelle_proto::agent::agent_client::AgentClient;
 use nacelle_proto::agent::{
-    AgentHello, AttachImageRequest, BootConfig, BootReport, ContainerRef, CreateContainerRequest, Exit, Stream,
-    StreamOpen, WaitRequest,
+    AgentHello, AttachImageRequest, BootConfig, BootReport, CreateContainerRequest, Exit, StreamOpen, WaitRequest,
 };
+use nacelle_proto::common::{ContainerRef, Stream};
 use serde_json::{Value, json};
 use std::fs;
 use std::io::{Read, Write};

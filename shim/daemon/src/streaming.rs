@@ -1,10 +1,10 @@
 //! Owns: what the streaming server asks of the node: finds the container or pod, asks its process, opens the streams.
 
 use crate::lifecycle::{LifecycleError, Node, Running, ask, at};
+use common::Stream;
 use nacelle_pod::client::PodClient;
-use nacelle_proto::pod as proto;
+use nacelle_proto::{common, pod as proto};
 use nacelle_stream::{Attach, Exec, Process, Size};
-use proto::Stream;
 use std::time::Duration;
 use tokio::net::UnixStream;
 
@@ -106,7 +106,7 @@ impl nacelle_stream::Guests for Guests {
 
     async fn resize(&self, container: &str, exec_id: &str, size: Size) -> Result<(), LifecycleError> {
         let Running { id, client, .. } = self.node.running(container)?;
-        let request = proto::ResizeRequest {
+        let request = common::ResizeRequest {
             id: id.to_string(),
             exec_id: exec_id.to_owned(),
             columns: size.columns.into(),

@@ -3,23 +3,24 @@
 mod common;
 
 use common::{Daemon, World};
+use nacelle_proto::common::{ContainerUsage, Details, InterfaceUsage, Layer, Usage};
 use nacelle_proto::{cri, pod as proto};
 use tokio_stream::StreamExt;
 use tonic::Code;
 
-fn usage(cpu_nanos: u64) -> proto::Usage {
-    proto::Usage { cpu_nanos, memory_bytes: 1000, inactive_file_bytes: 100, processes: 4, ..Default::default() }
+fn usage(cpu_nanos: u64) -> Usage {
+    Usage { cpu_nanos, memory_bytes: 1000, inactive_file_bytes: 100, processes: 4, ..Default::default() }
 }
 
 fn figures(ids: &[&str]) -> proto::StatsResponse {
-    let layer = proto::Layer { bytes: 4096, inodes: 2, age_ms: 0 };
-    let container = |id: &&str| proto::ContainerUsage {
+    let layer = Layer { bytes: 4096, inodes: 2, age_ms: 0 };
+    let container = |id: &&str| ContainerUsage {
         id: (*id).into(),
         usage: Some(usage(5)),
         layer: Some(layer),
-        details: Some(proto::Details { sockets: 3, ..Default::default() }),
+        details: Some(Details { sockets: 3, ..Default::default() }),
     };
-    let interface = |name: &str| proto::InterfaceUsage { name: name.into(), rx_bytes: 7, ..Default::default() };
+    let interface = |name: &str| InterfaceUsage { name: name.into(), rx_bytes: 7, ..Default::default() };
     proto::StatsResponse {
         pod: Some(usage(9)),
         containers: ids.iter().map(container).collect(),

@@ -19,7 +19,7 @@ async fn limits(daemon: &mut Daemon, id: &str) -> cri::LinuxContainerResources {
 
 fn written(world: &World) -> Vec<String> {
     let updates = world.pods.only().updates.lock().unwrap().split_off(0);
-    let of = |update: nacelle_proto::pod::UpdateContainerRequest| {
+    let of = |update: nacelle_proto::common::UpdateContainerRequest| {
         let limits: Vec<_> = update.limits.iter().map(|limit| format!("{}={}", limit.file, limit.value)).collect();
         format!("{} {:?}", limits.join(","), update.oom_score_adj)
     };

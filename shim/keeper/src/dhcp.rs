@@ -5,7 +5,8 @@
 
 use crate::sys;
 use nacelle_base::retry::retry_interrupted;
-use nacelle_proto::agent::{BootConfig, Route};
+use nacelle_proto::agent::BootConfig;
+use nacelle_proto::common::Route;
 use nix::sys::socket::{MsgFlags, recv, send};
 use std::io;
 use std::net::Ipv4Addr;
@@ -374,7 +375,7 @@ pub async fn serve(socket: OwnedFd, lease: Lease) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nacelle_proto::agent::{Dns, Interface};
+    use nacelle_proto::common::{Dns, Interface};
     use proptest::prelude::*;
 
     const GUEST: [u8; 6] = [2, 0, 0, 0, 0, 0xab];

@@ -6,7 +6,8 @@ use crate::guest_agent::{MAX_OUTPUT, outcome};
 use crate::lines::{ANSWERS, EVENTS, printable, read};
 use crate::qcow2::{Format, HEADER, MAX_SIZE, format};
 use crate::snapshots::of_node;
-use nacelle_proto::agent::{BootConfig, Dns, Interface, Route};
+use nacelle_proto::agent::BootConfig;
+use nacelle_proto::common::{Dns, Interface, Route};
 use serde_json::Value;
 use tokio::sync::mpsc;
 

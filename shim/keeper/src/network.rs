@@ -1,7 +1,8 @@
 //! Owns: the pod's network in the words of cloud-init. Pure.
 //! Sources: cloud-init's "Networking config Version 2" and OpenStack's network_data.json.
 
-use nacelle_proto::agent::{BootConfig, Interface, Route};
+use nacelle_proto::agent::BootConfig;
+use nacelle_proto::common::{Interface, Route};
 use serde_json::{Map, Value, json};
 
 /// A hardware address as people write it.
@@ -92,7 +93,7 @@ pub fn open_stack(network: &BootConfig) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nacelle_proto::agent::Dns;
+    use nacelle_proto::common::Dns;
 
     fn network() -> BootConfig {
         let route = |destination: &str, gateway: &str| Route {

@@ -5,10 +5,13 @@ use crate::keeper::Keeper;
 use nacelle_base::{Chain, Classify};
 use nacelle_proto::agent::agent_server::Agent;
 use nacelle_proto::agent::{
-    AttachDeviceRequest, AttachImageRequest, ContainerRef, ContainerUsage, CreateContainerRequest,
-    CreateContainerResponse, DetachDeviceRequest, DetachImageRequest, DropVolumeRequest, Empty, ExecRequest,
-    ListContainersResponse, PushVolumeRequest, RenewRequest, ResizeRequest, SetMemoryRequest, SetMemoryResponse,
-    SetProcessorsRequest, SignalRequest, StatsResponse, UpdateContainerRequest, Usage, WaitRequest, WaitResponse,
+    AttachDeviceRequest, AttachImageRequest, CreateContainerRequest, DetachDeviceRequest, DetachImageRequest,
+    DropVolumeRequest, ExecRequest, ListContainersResponse, PushVolumeRequest, RenewRequest, SetMemoryRequest,
+    SignalRequest, StatsResponse, WaitRequest, WaitResponse,
+};
+use nacelle_proto::common::{
+    ContainerRef, ContainerUsage, CreateContainerResponse, Empty, ResizeRequest, SetMemoryResponse,
+    SetProcessorsRequest, UpdateContainerRequest, Usage,
 };
 use std::sync::Arc;
 use std::time::Duration;

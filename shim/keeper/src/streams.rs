@@ -3,7 +3,8 @@
 
 use crate::keeper::Keeper;
 use crate::sys;
-use nacelle_proto::agent::{Stream, StreamOpen, StreamOpened};
+use nacelle_proto::agent::{StreamOpen, StreamOpened};
+use nacelle_proto::common::Stream;
 use nacelle_proto::wire;
 use prost::Message;
 use std::fs::File;

@@ -24,7 +24,7 @@ use nacelle_base::Chain;
 use nacelle_base::task::run_blocking;
 use nacelle_base::undo::{Left, UndoStack};
 use nacelle_engine::{Engine, Machine, MachineExit, Slot};
-use nacelle_proto::pod;
+use nacelle_proto::{common, pod};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -42,7 +42,7 @@ pub enum Ask {
     /// The pod's network.
     Configure(pod::ConfigureRequest, Reply<pod::ConfigureResponse>),
     /// A container.
-    Create(pod::CreateContainerRequest, Reply<pod::CreateContainerResponse>),
+    Create(pod::CreateContainerRequest, Reply<common::CreateContainerResponse>),
     /// Its start.
     Start(String, Reply<()>),
     /// Its end, with the time from stop signal to SIGKILL.
@@ -90,7 +90,7 @@ enum News {
     Assembled(Result<Assembled, PodError>),
     Greeted(Result<Ready, PodError>),
     MachineGone(MachineExit),
-    Made(String, Result<pod::CreateContainerResponse, Failure>),
+    Made(String, Result<common::CreateContainerResponse, Failure>),
     Started(String, Result<Started, PodError>),
     Ended(String, Ended),
     Removed(String, Result<(), PodError>),
@@ -112,8 +112,8 @@ struct Entry {
     state: Container,
     request: Arc<pod::CreateContainerRequest>,
     log: Option<LogPath>,
-    response: pod::CreateContainerResponse,
-    creating: Vec<Reply<pod::CreateContainerResponse>>,
+    response: common::CreateContainerResponse,
+    creating: Vec<Reply<common::CreateContainerResponse>>,
     /// Whoever waits for the start or the removal that is under way.
     waiting: Vec<Reply<()>>,
     started: Option<(container::Streams, Arc<crate::log::LogFile>, container::Outputs)>,

@@ -9,8 +9,8 @@ use hyper_util::rt::TokioIo;
 use nacelle_base::Kind;
 use nacelle_base::task::run_blocking;
 use nacelle_engine::{GuestLink, LinkError, MachineExit};
-use nacelle_proto::agent as proto;
 use nacelle_proto::wire::{self, Shaped};
+use nacelle_proto::{agent as proto, common};
 use prost::Message;
 use proto::agent_client::AgentClient;
 use std::fs::File;
@@ -133,13 +133,13 @@ impl Agent {
     pub async fn create_container(
         &self,
         request: proto::CreateContainerRequest,
-    ) -> Result<proto::CreateContainerResponse, PodError> {
+    ) -> Result<common::CreateContainerResponse, PodError> {
         self.call("create the container", self.limit, self.rpc.clone().create_container(request)).await
     }
 
     /// Starts a container.
     pub async fn start_container(&self, id: &str) -> Result<(), PodError> {
-        let request = proto::ContainerRef { id: id.to_owned() };
+        let request = common::ContainerRef { id: id.to_owned() };
         self.call("start the container", self.limit, self.rpc.clone().start_container(request)).await.map(drop)
     }
 
@@ -176,7 +176,7 @@ impl Agent {
 
     /// Kills what is left of a container and removes it.
     pub async fn remove_container(&self, id: &str) -> Result<(), PodError> {
-        let request = proto::ContainerRef { id: id.to_owned() };
+        let request = common::ContainerRef { id: id.to_owned() };
         self.call("remove the container", self.limit, self.rpc.clone().remove_container(request)).await.map(drop)
     }
 
@@ -186,13 +186,13 @@ impl Agent {
     }
 
     /// Changes the limits of a container.
-    pub async fn update_container(&self, request: proto::UpdateContainerRequest) -> Result<(), PodError> {
+    pub async fn update_container(&self, request: common::UpdateContainerRequest) -> Result<(), PodError> {
         self.call("change the limits", self.limit, self.rpc.clone().update_container(request)).await.map(drop)
     }
 
     /// Has so many of the machine's processors run.
     pub async fn set_processors(&self, count: u32) -> Result<(), PodError> {
-        let request = proto::SetProcessorsRequest { count };
+        let request = common::SetProcessorsRequest { count };
         self.call("have so many processors run", self.limit, self.rpc.clone().set_processors(request)).await.map(drop)
     }
 
@@ -205,23 +205,23 @@ impl Agent {
     }
 
     /// Changes the size of a terminal.
-    pub async fn resize(&self, request: proto::ResizeRequest) -> Result<(), PodError> {
+    pub async fn resize(&self, request: common::ResizeRequest) -> Result<(), PodError> {
         self.call("size the terminal", self.limit, self.rpc.clone().resize(request)).await.map(drop)
     }
 
     /// What the containers have used, as the guest says.
     pub async fn stats(&self) -> Result<proto::StatsResponse, PodError> {
         let mut rpc = self.rpc.clone().max_decoding_message_size(MAX_STATS);
-        self.call("tell what the containers use", self.limit, rpc.stats(proto::Empty {})).await
+        self.call("tell what the containers use", self.limit, rpc.stats(common::Empty {})).await
     }
 
     /// Asks the guest to power off.
     pub async fn shutdown(&self, limit: Duration) -> Result<(), PodError> {
-        self.call("shut down", limit, self.rpc.clone().shutdown(proto::Empty {})).await.map(drop)
+        self.call("shut down", limit, self.rpc.clone().shutdown(common::Empty {})).await.map(drop)
     }
 
     /// Connects one stream of a process. The result is a blocking stream.
-    pub async fn open_stream(&self, id: &str, exec_id: &str, stream: proto::Stream) -> Result<UnixStream, PodError> {
+    pub async fn open_stream(&self, id: &str, exec_id: &str, stream: common::Stream) -> Result<UnixStream, PodError> {
         let (id, exec_id, stream) = (id.to_owned(), exec_id.to_owned(), stream.into());
         let opened = self.open(proto::StreamOpen { id, exec_id, stream, ..Default::default() }).await?;
         let failed = |source| PodError::Stream { what: "open a stream", source };
@@ -242,7 +242,7 @@ impl Agent {
 
     /// Hands a disk to a machine that is to be made, as a container `id`. Until then it belongs to the result.
     pub async fn hand_over(&self, id: &str, disk: &str, file: File) -> Result<HandedOver, PodError> {
-        let (id, stream, device) = (id.to_owned(), proto::Stream::Device.into(), disk.to_owned());
+        let (id, stream, device) = (id.to_owned(), common::Stream::Device.into(), disk.to_owned());
         let open = proto::StreamOpen { id, stream, device, ..Default::default() };
         let mut stream = tokio_stream_of(connect(Arc::clone(&self.link), STREAM_PORT, self.limit).await?)?;
         write_frame(&mut stream, &open, self.limit).await?;
@@ -267,7 +267,7 @@ impl Agent {
     async fn try_open(&self, open: &proto::StreamOpen) -> Result<tokio::net::UnixStream, PodError> {
         let mut stream = tokio_stream_of(connect(Arc::clone(&self.link), STREAM_PORT, self.limit).await?)?;
         write_frame(&mut stream, open, self.limit).await?;
-        if open.stream() == proto::Stream::Port {
+        if open.stream() == common::Stream::Port {
             self.opened(&mut stream, "connect to the port").await?;
         }
         Ok(stream)

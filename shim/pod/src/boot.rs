@@ -152,34 +152,10 @@ fn guest_steps(hello: &proto::AgentHello, now: i64, limit: Duration) -> [Step; 2
     [step("kernel", 0, started), step("agent", started, sent)]
 }
 
-fn neighbour(neighbour: &pod::Neighbour) -> proto::Neighbour {
-    proto::Neighbour { address: neighbour.address.clone(), mac: neighbour.mac.clone() }
-}
-
 fn config(spec: &PodSpec, network: &pod::ConfigureRequest) -> Result<proto::BootConfig, PodError> {
     let mut entropy = vec![0; 64];
     random(&mut entropy)?;
     let number = |disk: usize| u32::try_from(disk).unwrap_or(u32::MAX);
-    let interfaces = network.interfaces.iter().map(|interface| proto::Interface {
-        name: interface.name.clone(),
-        mac: interface.mac.clone(),
-        mtu: interface.mtu,
-        addresses: interface.addresses.clone(),
-        neighbours: interface.neighbours.iter().map(neighbour).collect(),
-    });
-    let routes = network.routes.iter().map(|route| proto::Route {
-        destination: route.destination.clone(),
-        gateway: route.gateway.clone(),
-        interface: route.interface.clone(),
-        metric: route.metric,
-        source: route.source.clone(),
-        mtu: route.mtu,
-    });
-    let dns = network.dns.as_ref().map(|dns| proto::Dns {
-        servers: dns.servers.clone(),
-        searches: dns.searches.clone(),
-        options: dns.options.clone(),
-    });
     let range = |range: IdRange| proto::IdRange { first: range.first, count: range.count };
     let user_namespace = spec.user_namespace.map(|namespace| proto::UserNamespace {
         users: Some(range(namespace.users)),
@@ -187,9 +163,9 @@ fn config(spec: &PodSpec, network: &pod::ConfigureRequest) -> Result<proto::Boot
     });
     Ok(proto::BootConfig {
         hostname: spec.hostname.clone(),
-        interfaces: interfaces.collect(),
-        routes: routes.collect(),
-        dns,
+        interfaces: network.interfaces.clone(),
+        routes: network.routes.clone(),
+        dns: network.dns.clone(),
         time_unix_nanos: crate::now_nanos(),
         entropy,
         sysctls: spec.sysctls.iter().map(|(name, value)| (name.clone(), value.clone())).collect(),
@@ -207,6 +183,7 @@ mod tests {
     use super::*;
     use crate::spec::tests::sample;
     use nacelle_model::namespace::UserNamespace;
+    use nacelle_proto::common;
 
     #[test]
     fn what_a_guest_says_of_its_start_stays_in_bounds() {
@@ -221,11 +198,11 @@ mod tests {
 
     #[test]
     fn a_network_must_fit_the_machine() {
-        let interface = |name: &str, mac: &[u8]| pod::Interface {
+        let interface = |name: &str, mac: &[u8]| common::Interface {
             name: name.into(),
             mac: mac.into(),
             mtu: 1500,
-            ..pod::Interface::default()
+            ..common::Interface::default()
         };
         let request = |interfaces| pod::ConfigureRequest { interfaces, routes: vec![], dns: None };
         assert!(check(&sample(), &request(vec![])).is_ok());
@@ -256,14 +233,14 @@ mod tests {
         let range = |first| IdRange { first, count: 65_536 };
         spec.user_namespace = Some(UserNamespace { users: range(65_536), groups: range(131_072) });
         let network = pod::ConfigureRequest {
-            interfaces: vec![pod::Interface {
+            interfaces: vec![common::Interface {
                 name: "eth0".into(),
                 mac: vec![2; 6],
                 mtu: 1400,
                 addresses: vec!["10.0.0.2/24".into()],
-                neighbours: vec![pod::Neighbour { address: "10.0.0.1".into(), mac: vec![4; 6] }],
+                neighbours: vec![common::Neighbour { address: "10.0.0.1".into(), mac: vec![4; 6] }],
             }],
-            routes: vec![pod::Route {
+            routes: vec![common::Route {
                 destination: "0.0.0.0/0".into(),
                 gateway: "10.0.0.1".into(),
                 interface: "eth0".into(),
@@ -271,7 +248,7 @@ mod tests {
                 source: "10.0.0.2".into(),
                 mtu: 1300,
             }],
-            dns: Some(pod::Dns { servers: vec!["1.1.1.1".into()], searches: vec!["a".into()], options: vec![] }),
+            dns: Some(common::Dns { servers: vec!["1.1.1.1".into()], searches: vec!["a".into()], options: vec![] }),
         };
         let config = config(&spec, &network).unwrap();
         assert_eq!((config.image_disk, config.scratch_disk, config.shared_pid), (0, 1, true));

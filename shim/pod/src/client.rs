@@ -12,8 +12,8 @@ use nacelle_base::jailed::{JailedDir, JailedFile};
 use nacelle_base::task::run_blocking_or_panic;
 use nacelle_base::{Chain, Classify, Kind};
 use nacelle_model::process::{PodProcess, ProcessIdentity};
-use nacelle_proto::pod as proto;
 use nacelle_proto::wire;
+use nacelle_proto::{common, pod as proto};
 use proto::pod_client::PodClient as Rpc;
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
@@ -491,19 +491,19 @@ impl PodClient {
 
     /// The pod as it is; answers while other requests wait.
     pub async fn state(&self) -> Result<proto::PodState, ClientError> {
-        Ok(self.rpc.clone().state(proto::Empty {}).await?.into_inner())
+        Ok(self.rpc.clone().state(common::Empty {}).await?.into_inner())
     }
 
     /// The pod as it is, now and after every change; the stream ends with the process.
     pub async fn watch(&self) -> Result<tonic::Streaming<proto::PodState>, ClientError> {
-        Ok(self.rpc.clone().watch(proto::Empty {}).await?.into_inner())
+        Ok(self.rpc.clone().watch(common::Empty {}).await?.into_inner())
     }
 
     /// Makes a container, up to its first instruction.
     pub async fn create_container(
         &self,
         request: proto::CreateContainerRequest,
-    ) -> Result<proto::CreateContainerResponse, ClientError> {
+    ) -> Result<common::CreateContainerResponse, ClientError> {
         Ok(self.rpc.clone().create_container(request).await?.into_inner())
     }
 
@@ -555,14 +555,14 @@ impl PodClient {
     }
 
     /// Changes the limits of a container.
-    pub async fn update_container(&self, request: proto::UpdateContainerRequest) -> Result<(), ClientError> {
+    pub async fn update_container(&self, request: common::UpdateContainerRequest) -> Result<(), ClientError> {
         self.rpc.clone().update_container(request).await?;
         Ok(())
     }
 
     /// Has so many of the machine's processors run.
     pub async fn set_processors(&self, count: u32) -> Result<(), ClientError> {
-        self.rpc.clone().set_processors(proto::SetProcessorsRequest { count }).await?;
+        self.rpc.clone().set_processors(common::SetProcessorsRequest { count }).await?;
         Ok(())
     }
 
@@ -572,7 +572,7 @@ impl PodClient {
     }
 
     /// Changes the size of a terminal.
-    pub async fn resize(&self, request: proto::ResizeRequest) -> Result<(), ClientError> {
+    pub async fn resize(&self, request: common::ResizeRequest) -> Result<(), ClientError> {
         self.rpc.clone().resize(request).await?;
         Ok(())
     }
@@ -580,13 +580,13 @@ impl PodClient {
     /// What the containers have used.
     pub async fn stats(&self) -> Result<proto::StatsResponse, ClientError> {
         let mut rpc = self.rpc.clone().max_decoding_message_size(MAX_STATS);
-        Ok(rpc.stats(proto::Empty {}).await?.into_inner())
+        Ok(rpc.stats(common::Empty {}).await?.into_inner())
     }
 
     /// Hands an open block device of the node over, for a container that is to be made and will have it at `path`.
     /// Until then it belongs to the result.
     pub async fn offer(&self, id: &str, path: &str, device: OwnedFd) -> Result<Offer, ClientError> {
-        let (id, stream) = (id.to_owned(), proto::Stream::Device.into());
+        let (id, stream) = (id.to_owned(), common::Stream::Device.into());
         let open = proto::StreamOpen { id, stream, device: path.to_owned(), ..Default::default() };
         Ok(Offer { _stream: self.open(open, Some(device)).await? })
     }
@@ -664,8 +664,8 @@ fn silent() -> ClientError {
     ClientError::Refused { kind: Kind::Unavailable, message: "the pod process ended its answer early".to_owned() }
 }
 
-fn reference(id: &str) -> proto::ContainerRef {
-    proto::ContainerRef { id: id.to_owned() }
+fn reference(id: &str) -> common::ContainerRef {
+    common::ContainerRef { id: id.to_owned() }
 }
 
 fn millis(duration: Duration) -> u32 {

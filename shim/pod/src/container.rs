@@ -14,7 +14,7 @@ use nacelle_base::task::run_blocking;
 use nacelle_base::{Chain, Classify, Kind};
 use nacelle_engine::Slot;
 use nacelle_jail::ThreadKind;
-use nacelle_proto::{agent as proto, pod};
+use nacelle_proto::{agent as proto, common, pod};
 use std::fs::File;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
@@ -90,7 +90,7 @@ pub async fn make(
     devices: Vec<DeviceUse>,
     disks: Vec<(String, File)>,
     pushed: Pushed,
-) -> Result<pod::CreateContainerResponse, Failure> {
+) -> Result<common::CreateContainerResponse, Failure> {
     // All of them, before it waits for others: nobody waits for a container that waits.
     for image in &mut images {
         if let Some(attach) = image.attach.take() {
@@ -139,7 +139,7 @@ pub async fn make(
         Ok(made) => {
             let mut supplemental_groups = made.supplemental_groups;
             supplemental_groups.truncate(MAX_GROUPS);
-            Ok(pod::CreateContainerResponse { uid: made.uid, gid: made.gid, supplemental_groups })
+            Ok(common::CreateContainerResponse { uid: made.uid, gid: made.gid, supplemental_groups })
         }
         Err(error) => {
             // A reply that was lost may hide a container that was made.
@@ -282,12 +282,12 @@ pub struct Started {
 /// Opens the log and the streams, then has the agent start the container: no byte of output can be missed.
 pub async fn start(agent: &Agent, id: &str, tty: bool, log: Option<LogPath>) -> Result<Started, PodError> {
     let log = Arc::new(run_blocking("open the log of a container", move || LogFile::open(log)).await??);
-    let stdout = agent.open_stream(id, "", proto::Stream::Stdout);
+    let stdout = agent.open_stream(id, "", common::Stream::Stdout);
     let mut opened = Vec::new();
     if tty {
         opened.push((Source::Stdout, stdout.await?));
     } else {
-        let (stdout, stderr) = tokio::try_join!(stdout, agent.open_stream(id, "", proto::Stream::Stderr))?;
+        let (stdout, stderr) = tokio::try_join!(stdout, agent.open_stream(id, "", common::Stream::Stderr))?;
         opened.extend([(Source::Stdout, stdout), (Source::Stderr, stderr)]);
     }
     let (mut streams, outputs) = (Streams::default(), Outputs::default());
@@ -389,7 +389,7 @@ pub(crate) async fn until(
 }
 
 /// The record of a container that was just made.
-pub fn made_record(id: &str, response: &pod::CreateContainerResponse) -> ContainerRecord {
+pub fn made_record(id: &str, response: &common::CreateContainerResponse) -> ContainerRecord {
     ContainerRecord {
         id: id.to_owned(),
         phase: ContainerPhase::Created,

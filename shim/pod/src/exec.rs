@@ -3,7 +3,7 @@
 
 use crate::agent::{Agent, tokio_stream_of};
 use crate::error::PodError;
-use nacelle_proto::{agent as proto, pod};
+use nacelle_proto::{agent as proto, common, pod};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -101,8 +101,8 @@ async fn attempt(agent: Agent, request: pod::ExecSyncRequest) -> Result<pod::Exe
     let id = request.id;
     let mut running = Running::begin(agent.clone(), id.clone(), request.args, false, false).await?;
     let (stdout, stderr) = tokio::try_join!(
-        agent.open_stream(&id, &running.exec_id, proto::Stream::Stdout),
-        agent.open_stream(&id, &running.exec_id, proto::Stream::Stderr),
+        agent.open_stream(&id, &running.exec_id, common::Stream::Stdout),
+        agent.open_stream(&id, &running.exec_id, common::Stream::Stderr),
     )?;
     let (stdout, mut reading_out) = collect(stdout)?;
     let (stderr, mut reading_err) = collect(stderr)?;

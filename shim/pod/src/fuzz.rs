@@ -3,7 +3,7 @@
 
 use crate::agent::read_frame;
 use crate::stats::{Bounds, check};
-use nacelle_proto::{agent, pod, wire};
+use nacelle_proto::{agent, common, pod, wire};
 use prost::Message;
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -45,7 +45,7 @@ fn is_count(number: u64) -> bool {
     i64::try_from(number).is_ok()
 }
 
-fn usage(usage: &pod::Usage) {
+fn usage(usage: &common::Usage) {
     let bytes = [
         usage.memory_bytes,
         usage.anonymous_bytes,

@@ -7,7 +7,7 @@ use crate::memory::{self, Memory};
 use crate::record::PodRecord;
 use crate::spec::PodSpec;
 use crate::stats::{self, Bounds};
-use nacelle_proto::pod as proto;
+use nacelle_proto::{common, pod as proto};
 use proto::pod_server::Pod;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -38,8 +38,8 @@ impl Server {
         Ok(Response::new(answer.await.map_err(|_dropped| ending())??))
     }
 
-    async fn tell(&self, ask: impl FnOnce(Reply<()>) -> Ask) -> Result<Response<proto::Empty>, Status> {
-        self.ask(ask).await.map(|_| Response::new(proto::Empty {}))
+    async fn tell(&self, ask: impl FnOnce(Reply<()>) -> Ask) -> Result<Response<common::Empty>, Status> {
+        self.ask(ask).await.map(|_| Response::new(common::Empty {}))
     }
 }
 
@@ -58,11 +58,11 @@ impl Pod for Server {
         self.ask(|reply| Ask::Configure(request.into_inner(), reply)).await
     }
 
-    async fn state(&self, _: Request<proto::Empty>) -> Result<Response<proto::PodState>, Status> {
+    async fn state(&self, _: Request<common::Empty>) -> Result<Response<proto::PodState>, Status> {
         Ok(Response::new((&*self.published.borrow()).into()))
     }
 
-    async fn watch(&self, _: Request<proto::Empty>) -> Result<Response<Self::WatchStream>, Status> {
+    async fn watch(&self, _: Request<common::Empty>) -> Result<Response<Self::WatchStream>, Status> {
         let states = WatchStream::new(self.published.clone()).map(|record| Ok((&record).into()));
         Ok(Response::new(Box::pin(states)))
     }
@@ -70,27 +70,30 @@ impl Pod for Server {
     async fn create_container(
         &self,
         request: Request<proto::CreateContainerRequest>,
-    ) -> Result<Response<proto::CreateContainerResponse>, Status> {
+    ) -> Result<Response<common::CreateContainerResponse>, Status> {
         self.ask(|reply| Ask::Create(request.into_inner(), reply)).await
     }
 
-    async fn start_container(&self, request: Request<proto::ContainerRef>) -> Result<Response<proto::Empty>, Status> {
+    async fn start_container(&self, request: Request<common::ContainerRef>) -> Result<Response<common::Empty>, Status> {
         self.tell(|reply| Ask::Start(request.into_inner().id, reply)).await
     }
 
     async fn stop_container(
         &self,
         request: Request<proto::StopContainerRequest>,
-    ) -> Result<Response<proto::Empty>, Status> {
+    ) -> Result<Response<common::Empty>, Status> {
         let request = request.into_inner();
         self.tell(|reply| Ask::Stop(request.id, millis(request.timeout_ms), reply)).await
     }
 
-    async fn remove_container(&self, request: Request<proto::ContainerRef>) -> Result<Response<proto::Empty>, Status> {
+    async fn remove_container(
+        &self,
+        request: Request<common::ContainerRef>,
+    ) -> Result<Response<common::Empty>, Status> {
         self.tell(|reply| Ask::Remove(request.into_inner().id, reply)).await
     }
 
-    async fn reopen_log(&self, request: Request<proto::ContainerRef>) -> Result<Response<proto::Empty>, Status> {
+    async fn reopen_log(&self, request: Request<common::ContainerRef>) -> Result<Response<common::Empty>, Status> {
         self.tell(|reply| Ask::ReopenLog(request.into_inner().id, reply)).await
     }
 
@@ -118,21 +121,17 @@ impl Pod for Server {
 
     async fn update_container(
         &self,
-        request: Request<proto::UpdateContainerRequest>,
-    ) -> Result<Response<proto::Empty>, Status> {
+        request: Request<common::UpdateContainerRequest>,
+    ) -> Result<Response<common::Empty>, Status> {
         let agent = self.ask(Ask::Agent).await?.into_inner();
-        let proto::UpdateContainerRequest { id, limits, oom_score_adj, processors } = request.into_inner();
-        let limit = |limit: proto::Limit| nacelle_proto::agent::Limit { file: limit.file, value: limit.value };
-        let limits = limits.into_iter().map(limit).collect();
-        let update = nacelle_proto::agent::UpdateContainerRequest { id, limits, oom_score_adj, processors };
-        agent.update_container(update).await.map_err(|error| crate::codes::status(&error))?;
-        Ok(Response::new(proto::Empty {}))
+        agent.update_container(request.into_inner()).await.map_err(|error| crate::codes::status(&error))?;
+        Ok(Response::new(common::Empty {}))
     }
 
     async fn set_processors(
         &self,
-        request: Request<proto::SetProcessorsRequest>,
-    ) -> Result<Response<proto::Empty>, Status> {
+        request: Request<common::SetProcessorsRequest>,
+    ) -> Result<Response<common::Empty>, Status> {
         let count = request.into_inner().count;
         let most = self.spec.max_vcpus();
         if !(1..=most).contains(&count) {
@@ -142,30 +141,30 @@ impl Pod for Server {
         }
         let agent = self.ask(Ask::Agent).await?.into_inner();
         agent.set_processors(count).await.map_err(|error| crate::codes::status(&error))?;
-        Ok(Response::new(proto::Empty {}))
+        Ok(Response::new(common::Empty {}))
     }
 
     async fn set_memory(
         &self,
         request: Request<proto::SetMemoryRequest>,
-    ) -> Result<Response<proto::SetMemoryResponse>, Status> {
+    ) -> Result<Response<common::SetMemoryResponse>, Status> {
         let asked = request.into_inner().bytes;
         memory::check(&self.spec, asked).map_err(|error| crate::codes::status(&error))?;
         let able = self.ask(Ask::Machine).await?.into_inner();
         let set = self.memory.set(Arc::clone(&self.spec), able, asked).await;
         let bytes = set.map_err(|error| crate::codes::status(&error))?;
-        Ok(Response::new(proto::SetMemoryResponse { bytes }))
+        Ok(Response::new(common::SetMemoryResponse { bytes }))
     }
 
-    async fn resize(&self, request: Request<proto::ResizeRequest>) -> Result<Response<proto::Empty>, Status> {
-        let proto::ResizeRequest { id, exec_id, columns, rows } = request.into_inner();
-        let Live { agent, .. } = self.ask(|reply| Ask::Running(id.clone(), reply)).await?.into_inner();
-        let sized = agent.resize(nacelle_proto::agent::ResizeRequest { id, exec_id, columns, rows }).await;
+    async fn resize(&self, request: Request<common::ResizeRequest>) -> Result<Response<common::Empty>, Status> {
+        let request = request.into_inner();
+        let Live { agent, .. } = self.ask(|reply| Ask::Running(request.id.clone(), reply)).await?.into_inner();
+        let sized = agent.resize(request).await;
         sized.map_err(|error| crate::codes::status(&error))?;
-        Ok(Response::new(proto::Empty {}))
+        Ok(Response::new(common::Empty {}))
     }
 
-    async fn stats(&self, _: Request<proto::Empty>) -> Result<Response<proto::StatsResponse>, Status> {
+    async fn stats(&self, _: Request<common::Empty>) -> Result<Response<proto::StatsResponse>, Status> {
         let agent = self.ask(Ask::Agent).await?.into_inner();
         let answer = agent.stats().await.map_err(|error| crate::codes::status(&error))?;
         let network = self.spec.network.as_ref();
@@ -184,7 +183,7 @@ impl Pod for Server {
         Ok(Response::new(stats::check(answer, bounds)))
     }
 
-    async fn stop(&self, request: Request<proto::StopRequest>) -> Result<Response<proto::Empty>, Status> {
+    async fn stop(&self, request: Request<proto::StopRequest>) -> Result<Response<common::Empty>, Status> {
         let grace = millis(request.into_inner().timeout_ms);
         self.tell(|reply| Ask::StopPod(grace, Some(reply))).await
     }

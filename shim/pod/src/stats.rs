@@ -3,7 +3,7 @@
 //! May use: the two protocols. No effects.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-use nacelle_proto::{agent, pod};
+use nacelle_proto::{agent, common, pod};
 use std::collections::BTreeSet;
 
 /// The most interfaces that are passed on.
@@ -34,7 +34,7 @@ pub fn check(answer: agent::StatsResponse, mut bounds: Bounds) -> pod::StatsResp
     let mut containers = Vec::new();
     for container in answer.containers {
         if bounds.containers.remove(&container.id) {
-            containers.push(pod::ContainerUsage {
+            containers.push(common::ContainerUsage {
                 id: container.id,
                 usage: container.usage.map(|usage| bounds.usage(usage)),
                 layer: container.layer.map(|layer| bounds.layer(layer)),
@@ -51,7 +51,7 @@ pub fn check(answer: agent::StatsResponse, mut bounds: Bounds) -> pod::StatsResp
         pod: answer.pod.map(|usage| bounds.usage(usage)),
         containers,
         interfaces: interfaces.into_iter().map(interface).collect(),
-        scratch: answer.scratch.filter(|found| is_label(&found.device)).map(|found| pod::FileSystem {
+        scratch: answer.scratch.filter(|found| is_label(&found.device)).map(|found| common::FileSystem {
             device: found.device,
             bytes: count(found.bytes.min(bounds.disk)),
             inodes: count(found.inodes),
@@ -65,9 +65,9 @@ pub fn check(answer: agent::StatsResponse, mut bounds: Bounds) -> pod::StatsResp
 }
 
 impl Bounds<'_> {
-    fn usage(&self, said: agent::Usage) -> pod::Usage {
+    fn usage(&self, said: common::Usage) -> common::Usage {
         let memory = |bytes: u64| count(bytes.min(self.memory));
-        pod::Usage {
+        common::Usage {
             cpu_nanos: count(said.cpu_nanos),
             memory_bytes: memory(said.memory_bytes),
             memory_limit_bytes: said.memory_limit_bytes.map(count),
@@ -98,10 +98,10 @@ impl Bounds<'_> {
     }
 
     /// Whoever reads them may take devices and sizes as names: each is there once.
-    fn details(&self, said: agent::Details) -> pod::Details {
+    fn details(&self, said: common::Details) -> common::Details {
         let mut names = BTreeSet::new();
         let mut new = |name: &str| is_label(name) && names.insert(name.to_owned());
-        let disk = |said: agent::DiskUsage| pod::DiskUsage {
+        let disk = |said: common::DiskUsage| common::DiskUsage {
             device: said.device,
             major: said.major,
             minor: said.minor,
@@ -111,13 +111,13 @@ impl Bounds<'_> {
             writes: count(said.writes),
         };
         let disks = said.disks.into_iter().filter(|found| new(&found.device)).take(MAX_PARTS).map(disk).collect();
-        let pages = |said: agent::HugepageUsage| pod::HugepageUsage {
+        let pages = |said: common::HugepageUsage| common::HugepageUsage {
             size: said.size,
             bytes: count(said.bytes.min(self.memory)),
         };
         let hugepages =
             said.hugepages.into_iter().filter(|found| new(&found.size)).take(MAX_PARTS).map(pages).collect();
-        pod::Details {
+        common::Details {
             descriptors: count(said.descriptors),
             sockets: count(said.sockets),
             open_files_limit: said.open_files_limit.map(count),
@@ -126,8 +126,12 @@ impl Bounds<'_> {
         }
     }
 
-    fn layer(&self, said: agent::Layer) -> pod::Layer {
-        pod::Layer { bytes: count(said.bytes.min(self.disk)), inodes: count(said.inodes), age_ms: count(said.age_ms) }
+    fn layer(&self, said: common::Layer) -> common::Layer {
+        common::Layer {
+            bytes: count(said.bytes.min(self.disk)),
+            inodes: count(said.inodes),
+            age_ms: count(said.age_ms),
+        }
     }
 }
 
@@ -136,14 +140,14 @@ fn count(number: u64) -> u64 {
     number.min(i64::MAX.unsigned_abs())
 }
 
-fn pressure(said: agent::Pressure) -> pod::Pressure {
-    let stall = |said: agent::Stall| pod::Stall {
+fn pressure(said: common::Pressure) -> common::Pressure {
+    let stall = |said: common::Stall| common::Stall {
         total_nanos: count(said.total_nanos),
         avg10: said.avg10.min(WHOLE),
         avg60: said.avg60.min(WHOLE),
         avg300: said.avg300.min(WHOLE),
     };
-    pod::Pressure { some: said.some.map(stall), full: said.full.map(stall) }
+    common::Pressure { some: said.some.map(stall), full: said.full.map(stall) }
 }
 
 fn is_name(name: &str) -> bool {
@@ -154,8 +158,8 @@ fn is_label(label: &str) -> bool {
     (1..=MAX_LABEL).contains(&label.len()) && label.chars().all(|c| c.is_ascii_graphic())
 }
 
-fn interface(said: agent::InterfaceUsage) -> pod::InterfaceUsage {
-    pod::InterfaceUsage {
+fn interface(said: common::InterfaceUsage) -> common::InterfaceUsage {
+    common::InterfaceUsage {
         name: said.name,
         rx_bytes: count(said.rx_bytes),
         rx_errors: count(said.rx_errors),
@@ -180,13 +184,13 @@ mod tests {
         Bounds { memory: 1 << 27, disk: 1 << 29, containers, interface: Some("eth0") }
     }
 
-    fn interface(name: &str) -> agent::InterfaceUsage {
-        agent::InterfaceUsage { name: name.into(), rx_bytes: u64::MAX, ..Default::default() }
+    fn interface(name: &str) -> common::InterfaceUsage {
+        common::InterfaceUsage { name: name.into(), rx_bytes: u64::MAX, ..Default::default() }
     }
 
     #[test]
     fn figures_are_passed_on() {
-        let usage = agent::Usage {
+        let usage = common::Usage {
             cpu_nanos: 1,
             memory_bytes: 2,
             memory_limit_bytes: Some(3),
@@ -197,8 +201,8 @@ mod tests {
             swap_bytes: 8,
             swap_available_bytes: 9,
             processes: 10,
-            io_pressure: Some(agent::Pressure {
-                some: Some(agent::Stall { total_nanos: 11, avg10: 12, avg60: 13, avg300: 14 }),
+            io_pressure: Some(common::Pressure {
+                some: Some(common::Stall { total_nanos: 11, avg10: 12, avg60: 13, avg300: 14 }),
                 full: None,
             }),
             user_nanos: 15,
@@ -216,8 +220,8 @@ mod tests {
             threads_limit: Some(27),
             ..Default::default()
         };
-        let layer = agent::Layer { bytes: 4096, inodes: 3, age_ms: 5 };
-        let disk = agent::DiskUsage {
+        let layer = common::Layer { bytes: 4096, inodes: 3, age_ms: 5 };
+        let disk = common::DiskUsage {
             device: "/dev/vda".into(),
             major: 1,
             minor: 2,
@@ -226,16 +230,16 @@ mod tests {
             reads: 5,
             writes: 6,
         };
-        let details = agent::Details {
+        let details = common::Details {
             descriptors: 1,
             sockets: 2,
             open_files_limit: Some(3),
             disks: vec![disk],
-            hugepages: vec![agent::HugepageUsage { size: "2MB".into(), bytes: 4 }],
+            hugepages: vec![common::HugepageUsage { size: "2MB".into(), bytes: 4 }],
         };
         let container =
-            agent::ContainerUsage { id: "a".into(), usage: Some(usage), layer: Some(layer), details: Some(details) };
-        let interface = agent::InterfaceUsage {
+            common::ContainerUsage { id: "a".into(), usage: Some(usage), layer: Some(layer), details: Some(details) };
+        let interface = common::InterfaceUsage {
             name: "eth0".into(),
             rx_bytes: 1,
             rx_errors: 2,
@@ -250,7 +254,7 @@ mod tests {
             pod: Some(usage),
             containers: vec![container],
             interfaces: vec![interface],
-            scratch: Some(agent::FileSystem { device: "/dev/vdb".into(), bytes: 1, inodes: 2, free_inodes: 3 }),
+            scratch: Some(common::FileSystem { device: "/dev/vdb".into(), bytes: 1, inodes: 2, free_inodes: 3 }),
             // Half of the memory; so the other half is used.
             free_bytes: Some(1 << 26),
         };
@@ -260,22 +264,22 @@ mod tests {
 
     #[test]
     fn a_guest_cannot_say_more_than_there_is() {
-        let stall = agent::Stall { total_nanos: u64::MAX, avg10: u32::MAX, avg60: 10_001, avg300: 1 };
-        let usage = agent::Usage {
+        let stall = common::Stall { total_nanos: u64::MAX, avg10: u32::MAX, avg60: 10_001, avg300: 1 };
+        let usage = common::Usage {
             cpu_nanos: u64::MAX,
             memory_bytes: u64::MAX,
-            cpu_pressure: Some(agent::Pressure { some: None, full: Some(stall) }),
+            cpu_pressure: Some(common::Pressure { some: None, full: Some(stall) }),
             ..Default::default()
         };
-        let layer = agent::Layer { bytes: u64::MAX, inodes: u64::MAX, age_ms: u64::MAX };
-        let disk = |device: &str| agent::DiskUsage { device: device.into(), reads: u64::MAX, ..Default::default() };
+        let layer = common::Layer { bytes: u64::MAX, inodes: u64::MAX, age_ms: u64::MAX };
+        let disk = |device: &str| common::DiskUsage { device: device.into(), reads: u64::MAX, ..Default::default() };
         let long = "x".repeat(MAX_LABEL + 1);
-        let details = agent::Details {
+        let details = common::Details {
             disks: ["/dev/vda", "/dev/vda", "", "a b", "\u{e9}", &long].into_iter().map(disk).collect(),
-            hugepages: vec![agent::HugepageUsage { size: "2MB".into(), bytes: u64::MAX }; 1000],
+            hugepages: vec![common::HugepageUsage { size: "2MB".into(), bytes: u64::MAX }; 1000],
             ..Default::default()
         };
-        let container = |id: &str| agent::ContainerUsage {
+        let container = |id: &str| common::ContainerUsage {
             id: id.into(),
             usage: Some(usage),
             layer: Some(layer),
@@ -286,7 +290,7 @@ mod tests {
             pod: Some(usage),
             containers: ["a", "a", "unknown", "b"].map(container).into(),
             interfaces: names.into_iter().map(interface).chain((0..100).map(|n| interface(&format!("v{n}")))).collect(),
-            scratch: Some(agent::FileSystem { device: "x".into(), bytes: u64::MAX, ..Default::default() }),
+            scratch: Some(common::FileSystem { device: "x".into(), bytes: u64::MAX, ..Default::default() }),
             free_bytes: Some(u64::MAX),
         };
         let checked = check(answer, bounds());
@@ -302,7 +306,7 @@ mod tests {
         assert_eq!(checked.interfaces[0].rx_bytes, i64::MAX.unsigned_abs());
         let details = checked.containers[0].details.as_ref().unwrap();
         assert_eq!((details.disks.len(), details.disks[0].reads), (1, i64::MAX.unsigned_abs()));
-        assert_eq!(details.hugepages, [pod::HugepageUsage { size: "2MB".into(), bytes: 1 << 27 }]);
+        assert_eq!(details.hugepages, [common::HugepageUsage { size: "2MB".into(), bytes: 1 << 27 }]);
         assert_eq!((checked.scratch.unwrap().bytes, checked.used_bytes), (1 << 29, Some(0)));
         let none = Bounds { memory: u64::MAX, ..bounds() };
         let answer = agent::StatsResponse { free_bytes: Some(1), ..Default::default() };
@@ -315,24 +319,24 @@ mod tests {
 
     fn answers() -> impl Strategy<Value = agent::StatsResponse> {
         let number = || prop_oneof![any::<u64>(), Just(u64::MAX), 0..9u64];
-        let usage = (number(), number(), prop::option::of(number())).prop_map(|(a, b, c)| agent::Usage {
+        let usage = (number(), number(), prop::option::of(number())).prop_map(|(a, b, c)| common::Usage {
             cpu_nanos: a,
             memory_bytes: b,
             memory_limit_bytes: c,
             user_nanos: b,
             peak_bytes: a,
             threads_limit: c,
-            cpu_pressure: Some(agent::Pressure {
+            cpu_pressure: Some(common::Pressure {
                 some: None,
-                full: Some(agent::Stall { total_nanos: a, avg10: u32::MAX, ..Default::default() }),
+                full: Some(common::Stall { total_nanos: a, avg10: u32::MAX, ..Default::default() }),
             }),
             ..Default::default()
         });
         let disk =
-            (names(), number()).prop_map(|(device, reads)| agent::DiskUsage { device, reads, ..Default::default() });
-        let pages = (names(), number()).prop_map(|(size, bytes)| agent::HugepageUsage { size, bytes });
+            (names(), number()).prop_map(|(device, reads)| common::DiskUsage { device, reads, ..Default::default() });
+        let pages = (names(), number()).prop_map(|(size, bytes)| common::HugepageUsage { size, bytes });
         let parts = (prop::collection::vec(disk, 0..40), prop::collection::vec(pages, 0..40));
-        let details = (parts, number()).prop_map(|((disks, hugepages), sockets)| agent::Details {
+        let details = (parts, number()).prop_map(|((disks, hugepages), sockets)| common::Details {
             disks,
             hugepages,
             sockets,
@@ -340,14 +344,14 @@ mod tests {
         });
         let container = (names(), prop::option::of(usage.clone()), prop::option::of(details));
         let container =
-            container.prop_map(|(id, usage, details)| agent::ContainerUsage { id, usage, layer: None, details });
-        let interface = (names(), number()).prop_map(|(name, tx_dropped)| agent::InterfaceUsage {
+            container.prop_map(|(id, usage, details)| common::ContainerUsage { id, usage, layer: None, details });
+        let interface = (names(), number()).prop_map(|(name, tx_dropped)| common::InterfaceUsage {
             name,
             tx_dropped,
             ..Default::default()
         });
         let scratch =
-            (names(), number()).prop_map(|(device, bytes)| agent::FileSystem { device, bytes, ..Default::default() });
+            (names(), number()).prop_map(|(device, bytes)| common::FileSystem { device, bytes, ..Default::default() });
         let lists = (prop::collection::vec(container, 0..4), prop::collection::vec(interface, 0..80));
         let rest = (prop::option::of(scratch), prop::option::of(number()));
         (prop::option::of(usage), lists, rest).prop_map(|(pod, (containers, interfaces), (scratch, free_bytes))| {

@@ -7,7 +7,7 @@ use crate::error::{Failure, PodError};
 use crate::fan::Fan;
 use crate::sys;
 use nacelle_base::{Chain, Kind};
-use nacelle_proto::{agent, pod};
+use nacelle_proto::{agent, common, pod};
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -56,7 +56,7 @@ enum Far {
 
 async fn join(mut near: UnixStream, inbox: &mpsc::UnboundedSender<Message>) -> Result<(), PodError> {
     let open: pod::StreamOpen = read_frame(&mut near, "preamble of a stream", PREAMBLE).await?;
-    if open.stream() == pod::Stream::Device {
+    if open.stream() == common::Stream::Device {
         return offered(near, open, inbox).await;
     }
     let (far, answer) = match connect(inbox, open).await {
@@ -112,27 +112,22 @@ async fn asked<T>(inbox: &mpsc::UnboundedSender<Message>, ask: impl FnOnce(Reply
 
 /// The other end of a stream.
 async fn connect(inbox: &mpsc::UnboundedSender<Message>, open: pod::StreamOpen) -> Result<Far, Failure> {
-    let (kind, pod::StreamOpen { id, exec_id, port, .. }) = (open.stream(), open);
-    if kind == pod::Stream::Port {
+    let (kind, pod::StreamOpen { id, exec_id, stream, port, .. }) = (open.stream(), open);
+    if kind == common::Stream::Port {
         let agent = asked(inbox, Ask::Agent).await?;
-        let stream = agent::Stream::Port.into();
         return Ok(Far::Guest(agent.open(agent::StreamOpen { stream, port, ..Default::default() }).await?));
     }
     let Live { agent, request, outputs } = asked(inbox, |reply| Ask::Running(id.clone(), reply)).await?;
     let first = exec_id.is_empty();
-    let stream = match kind {
-        pod::Stream::Stdout if first => return Ok(Far::Output(outputs.stdout)),
-        pod::Stream::Stderr if first => return Ok(Far::Output(outputs.stderr)),
-        pod::Stream::Stdin => agent::Stream::Stdin,
-        pod::Stream::Stdout => agent::Stream::Stdout,
-        pod::Stream::Stderr => agent::Stream::Stderr,
-        pod::Stream::Port | pod::Stream::Device | pod::Stream::Unspecified => {
+    match kind {
+        common::Stream::Stdout if first => return Ok(Far::Output(outputs.stdout)),
+        common::Stream::Stderr if first => return Ok(Far::Output(outputs.stderr)),
+        common::Stream::Stdin | common::Stream::Stdout | common::Stream::Stderr => {}
+        common::Stream::Port | common::Stream::Device | common::Stream::Unspecified => {
             return Err(Failure { kind: Kind::Invalid, message: "a stream of no kind".to_owned() });
         }
-    };
+    }
     // A container's input goes on after whoever is attached, unless it is to be attached once.
     let keep_open = first && !request.stdin_once;
-    Ok(Far::Guest(
-        agent.open(agent::StreamOpen { id, exec_id, stream: stream.into(), keep_open, ..Default::default() }).await?,
-    ))
+    Ok(Far::Guest(agent.open(agent::StreamOpen { id, exec_id, stream, keep_open, ..Default::default() }).await?))
 }

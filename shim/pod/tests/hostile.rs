@@ -8,7 +8,8 @@ use nacelle_base::Kind;
 use nacelle_engine::fake::Script;
 use nacelle_pod::client::ClientError;
 use nacelle_pod::record::{ContainerPhase, Phase};
-use nacelle_proto::{agent as proto, pod};
+use nacelle_proto::common::{ContainerUsage, Usage};
+use nacelle_proto::pod;
 use std::time::{Duration, Instant};
 use tonic::Code;
 
@@ -111,8 +112,8 @@ async fn in_the_end<T, F: Future<Output = Result<T, ClientError>>>(verb: impl Fn
 async fn figures_of_guests_that_lie_hang_or_talk_too_much() {
     let (world, client) = World::ready_with(|spec| spec.timeouts.call_ms = 1000).await;
     in_the_end(|| client.create_container(world.container("a", "hold"))).await;
-    let usage = proto::Usage { memory_bytes: u64::MAX, cpu_nanos: 7, ..Default::default() };
-    let container = |id: &str| proto::ContainerUsage { id: id.into(), usage: Some(usage), ..Default::default() };
+    let usage = Usage { memory_bytes: u64::MAX, cpu_nanos: 7, ..Default::default() };
+    let container = |id: &str| ContainerUsage { id: id.into(), usage: Some(usage), ..Default::default() };
     world.agent.stats.lock().unwrap().containers = ["a", "a", "nobody"].map(container).into();
     let figures = in_the_end(|| client.stats()).await;
     assert_eq!(figures.containers.len(), 1);

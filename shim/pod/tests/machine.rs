@@ -9,6 +9,7 @@ use nacelle_net::{NetNs, netns};
 use nacelle_pod::client::{self, PodClient};
 use nacelle_pod::record::Phase;
 use nacelle_pod::spec::{Accelerator, EngineSpec, JailSpec, NetworkSpec, PodSpec, Seccomp};
+use nacelle_proto::common::{Dns, Interface, Route};
 use nacelle_proto::pod;
 use serde_json::json;
 use std::fs;
@@ -149,20 +150,20 @@ impl Place {
 
     async fn configure(&self, client: &PodClient) -> pod::ConfigureResponse {
         let request = pod::ConfigureRequest {
-            interfaces: vec![pod::Interface {
+            interfaces: vec![Interface {
                 name: "eth0".into(),
                 mac: MAC.to_vec(),
                 mtu: 1400,
                 addresses: vec!["10.88.7.2/24".into()],
-                ..pod::Interface::default()
+                ..Interface::default()
             }],
-            routes: vec![pod::Route {
+            routes: vec![Route {
                 destination: "0.0.0.0/0".into(),
                 gateway: "10.88.7.1".into(),
                 interface: "eth0".into(),
-                ..pod::Route::default()
+                ..Route::default()
             }],
-            dns: Some(pod::Dns { servers: vec!["10.88.7.1".into()], searches: vec![], options: vec![] }),
+            dns: Some(Dns { servers: vec!["10.88.7.1".into()], searches: vec![], options: vec![] }),
         };
         nacelle_net::tap::join(&NetNs::open(&self.net.pod).unwrap(), &nacelle_pod::tap_name(0), "eth0").unwrap();
         match client.configure(request).await {

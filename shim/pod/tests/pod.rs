@@ -7,6 +7,7 @@ use common::{World, eventually, exited, kind, network, until};
 use nacelle_base::{Chain, Classify, Kind};
 use nacelle_engine::fake::Script;
 use nacelle_pod::record::{ContainerPhase, Phase};
+use nacelle_proto::common::{Dns, Interface, Limit, UpdateContainerRequest};
 use nacelle_proto::pod;
 use std::os::unix::fs::PermissionsExt;
 use std::time::Duration;
@@ -67,9 +68,9 @@ async fn every_verb_can_be_said_twice() {
     client.start_container("a").await.unwrap();
     client.reopen_log("a").await.unwrap();
     client.reopen_log("a").await.unwrap();
-    let update = |id: &str, file: &str| nacelle_proto::pod::UpdateContainerRequest {
+    let update = |id: &str, file: &str| UpdateContainerRequest {
         id: id.into(),
-        limits: vec![nacelle_proto::pod::Limit { file: file.into(), value: "why".into() }],
+        limits: vec![Limit { file: file.into(), value: "why".into() }],
         oom_score_adj: None,
         processors: vec![],
     };
@@ -302,9 +303,9 @@ async fn bad_requests_change_nothing() {
     }
     assert_eq!(kind(client.start_container("none").await), Kind::NotFound);
     assert_eq!(kind(client.reopen_log("none").await), Kind::NotFound);
-    let other = pod::ConfigureRequest { dns: Some(pod::Dns::default()), ..network() };
+    let other = pod::ConfigureRequest { dns: Some(Dns::default()), ..network() };
     assert_eq!(kind(client.configure(other).await), Kind::Conflict);
-    let interface = pod::Interface { name: "eth0".into(), mac: vec![2; 6], mtu: 1500, ..pod::Interface::default() };
+    let interface = Interface { name: "eth0".into(), mac: vec![2; 6], mtu: 1500, ..Interface::default() };
     let network = pod::ConfigureRequest { interfaces: vec![interface], ..network() };
     assert_eq!(kind(client.configure(network).await), Kind::Invalid);
     assert!(client.state().await.unwrap().containers.is_empty());

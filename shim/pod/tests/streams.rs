@@ -5,6 +5,7 @@ mod common;
 use common::{LIMIT, World, kind};
 use nacelle_base::Kind;
 use nacelle_pod::client::PodClient;
+use nacelle_proto::common::{ResizeRequest, Stream};
 use nacelle_proto::pod;
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -16,7 +17,7 @@ fn command(id: &str, script: &str) -> pod::ExecRequest {
     pod::ExecRequest { id: id.into(), args: vec![script.into()], tty: false, stdin: true }
 }
 
-async fn open(client: &PodClient, exec_id: &str, stream: pod::Stream) -> UnixStream {
+async fn open(client: &PodClient, exec_id: &str, stream: Stream) -> UnixStream {
     let open = pod::StreamOpen { id: "c".into(), exec_id: exec_id.into(), stream: stream.into(), ..Default::default() };
     client.open_stream(open).await.unwrap()
 }
@@ -26,9 +27,9 @@ async fn a_command_has_streams_of_any_length_and_a_code() {
     let (world, client) = World::ready().await;
     world.run(&client, "c", "hold").await;
     let exec = client.exec(command("c", "cat;err:done;exit:7")).await.unwrap();
-    let mut stdin = open(&client, &exec.exec_id, pod::Stream::Stdin).await;
-    let mut stdout = open(&client, &exec.exec_id, pod::Stream::Stdout).await;
-    let mut stderr = open(&client, &exec.exec_id, pod::Stream::Stderr).await;
+    let mut stdin = open(&client, &exec.exec_id, Stream::Stdin).await;
+    let mut stdout = open(&client, &exec.exec_id, Stream::Stdout).await;
+    let mut stderr = open(&client, &exec.exec_id, Stream::Stderr).await;
     let sent: Vec<u8> = (0..2_000_000_u32).map(|n| n.to_le_bytes()[0]).collect();
     let writing = tokio::spawn({
         let sent = sent.clone();
@@ -79,10 +80,10 @@ async fn a_container_is_heard_by_all_who_listen_and_by_its_log() {
             pod::CreateContainerRequest { stdin: true, stdin_once: once, ..world.container("c", "cat;out:\n") };
         client.create_container(request).await.unwrap();
         client.start_container("c").await.unwrap();
-        let mut first = open(&client, "", pod::Stream::Stdout).await;
-        let mut second = open(&client, "", pod::Stream::Stdout).await;
-        let mut errors = open(&client, "", pod::Stream::Stderr).await;
-        let mut input = open(&client, "", pod::Stream::Stdin).await;
+        let mut first = open(&client, "", Stream::Stdout).await;
+        let mut second = open(&client, "", Stream::Stdout).await;
+        let mut errors = open(&client, "", Stream::Stderr).await;
+        let mut input = open(&client, "", Stream::Stdin).await;
         input.write_all(b"hello").await.unwrap();
         assert_eq!(text(&mut first, 5).await, "hello");
         assert_eq!(text(&mut second, 5).await, "hello");
@@ -91,8 +92,7 @@ async fn a_container_is_heard_by_all_who_listen_and_by_its_log() {
         input.write_all(b" you").await.unwrap();
         assert_eq!(text(&mut second, 4).await, " you");
         let opened = world.agent.opened.lock().unwrap().clone();
-        let of_input =
-            opened.iter().rfind(|open| open.stream() == nacelle_proto::agent::Stream::Stdin).unwrap().clone();
+        let of_input = opened.iter().rfind(|open| open.stream() == Stream::Stdin).unwrap().clone();
         assert_eq!((of_input.exec_id.as_str(), of_input.keep_open), ("", !once));
 
         input.shutdown().await.unwrap();
@@ -111,7 +111,7 @@ async fn a_container_is_heard_by_all_who_listen_and_by_its_log() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_port_of_the_pod_is_reached_or_said_to_be_closed() {
     let (world, client) = World::ready().await;
-    let port = |port| pod::StreamOpen { stream: pod::Stream::Port.into(), port, ..Default::default() };
+    let port = |port| pod::StreamOpen { stream: Stream::Port.into(), port, ..Default::default() };
     let mut stream = client.open_stream(port(7)).await.unwrap();
     stream.write_all(b"echo").await.unwrap();
     assert_eq!(text(&mut stream, 4).await, "echo");
@@ -132,14 +132,14 @@ async fn what_does_not_run_has_no_streams() {
     client.create_container(world.container("c", "hold")).await.unwrap();
     assert_eq!(kind(client.exec(command("c", "cat")).await), Kind::Conflict);
     assert_eq!(kind(client.exec(command("x", "cat")).await), Kind::NotFound);
-    let of = |id: &str, stream: pod::Stream| {
+    let of = |id: &str, stream: Stream| {
         client.open_stream(pod::StreamOpen { id: id.into(), stream: stream.into(), ..Default::default() })
     };
-    assert_eq!(kind(of("c", pod::Stream::Stdout).await), Kind::Conflict);
-    assert_eq!(kind(of("x", pod::Stream::Stdout).await), Kind::NotFound);
+    assert_eq!(kind(of("c", Stream::Stdout).await), Kind::Conflict);
+    assert_eq!(kind(of("x", Stream::Stdout).await), Kind::NotFound);
     client.start_container("c").await.unwrap();
-    assert_eq!(kind(of("c", pod::Stream::Unspecified).await), Kind::Invalid);
-    let size = pod::ResizeRequest { id: "x".into(), exec_id: String::new(), columns: 1, rows: 1 };
+    assert_eq!(kind(of("c", Stream::Unspecified).await), Kind::Invalid);
+    let size = ResizeRequest { id: "x".into(), exec_id: String::new(), columns: 1, rows: 1 };
     assert_eq!(kind(client.resize(size).await), Kind::NotFound);
 
     // Somebody who says nothing we know is turned away.

@@ -12,7 +12,7 @@ use crate::lifecycle::{LifecycleError, Node, View, ask, now};
 use nacelle_base::task::run_blocking;
 use nacelle_base::{Chain, PodId};
 use nacelle_pod::client::PodClient;
-use nacelle_proto::pod as proto;
+use nacelle_proto::common;
 use rate::Rate;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -35,9 +35,9 @@ pub struct Figures {
     /// Each container, by its id.
     pub containers: HashMap<String, ContainerFigures>,
     /// The pod's interfaces, the default one first.
-    pub interfaces: Vec<proto::InterfaceUsage>,
+    pub interfaces: Vec<common::InterfaceUsage>,
     /// Where the layers of containers lie.
-    pub scratch: Option<proto::FileSystem>,
+    pub scratch: Option<common::FileSystem>,
     /// Of the machine's memory, what the guest does not call free, in bytes.
     pub guest_used: Option<u64>,
 }
@@ -46,7 +46,7 @@ pub struct Figures {
 #[derive(Clone, Debug)]
 pub struct Used {
     /// As the guest says.
-    pub usage: proto::Usage,
+    pub usage: common::Usage,
     /// Processor nanoseconds per second since the time before, once it was asked for twice.
     pub nano_cores: Option<u64>,
 }
@@ -57,9 +57,9 @@ pub struct ContainerFigures {
     /// What its processes have used.
     pub used: Option<Used>,
     /// What it wrote.
-    pub layer: Option<proto::Layer>,
+    pub layer: Option<common::Layer>,
     /// What is known of it beside.
-    pub details: Option<proto::Details>,
+    pub details: Option<common::Details>,
     /// The most huge pages that any request has seen it use, in bytes by size: the kernel keeps no such figure.
     pub most_hugepages: Pages,
 }
@@ -76,8 +76,8 @@ struct Past {
 
 impl Past {
     /// The most of each size that is used now.
-    fn most(&mut self, now: &proto::Details) -> Pages {
-        let most = |used: &proto::HugepageUsage| {
+    fn most(&mut self, now: &common::Details) -> Pages {
+        let most = |used: &common::HugepageUsage| {
             let before = self.pages.get(&used.size).copied().unwrap_or(0);
             (used.size.clone(), used.bytes.max(before))
         };
@@ -139,12 +139,12 @@ impl Accounting {
         pasts.retain(|id, _| known.contains(id));
         let pasts = pasts.entry(pod).or_default();
         pasts.retain(|id, _| id.is_empty() || said.containers.iter().any(|container| container.id == *id));
-        let used = |past: &mut Past, usage: proto::Usage| {
+        let used = |past: &mut Past, usage: common::Usage| {
             let nano_cores = past.rate.update(at, usage.cpu_nanos);
             Used { usage, nano_cores }
         };
         let pod = said.pod.map(|usage| used(pasts.entry(String::new()).or_default(), usage));
-        let container = |container: proto::ContainerUsage| {
+        let container = |container: common::ContainerUsage| {
             let past = pasts.entry(container.id.clone()).or_default();
             let figures = ContainerFigures {
                 used: container.usage.map(|usage| used(past, usage)),
@@ -181,8 +181,8 @@ mod tests {
     #[test]
     fn the_most_huge_pages_are_remembered_for_sizes_that_are_there() {
         let now = |pages: &[(&str, u64)]| {
-            let page = |(size, bytes): &(&str, u64)| proto::HugepageUsage { size: (*size).into(), bytes: *bytes };
-            proto::Details { hugepages: pages.iter().map(page).collect(), ..Default::default() }
+            let page = |(size, bytes): &(&str, u64)| common::HugepageUsage { size: (*size).into(), bytes: *bytes };
+            common::Details { hugepages: pages.iter().map(page).collect(), ..Default::default() }
         };
         let mut past = Past::default();
         let pages = |pages: &[(&str, u64)]| pages.iter().map(|(size, bytes)| ((*size).to_owned(), *bytes)).collect();

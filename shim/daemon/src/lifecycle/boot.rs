@@ -25,7 +25,7 @@ use nacelle_net::{Attachment, PodRef};
 use nacelle_pod::client::PodClient;
 use nacelle_pod::record::PodRecord as LastRecord;
 use nacelle_pod::spec::{self, EngineSpec, JailSpec, NetworkSpec, PodSpec, ScratchSpec, Timeouts};
-use nacelle_proto::pod as proto;
+use nacelle_proto::{common, pod as proto};
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::os::unix::fs::DirBuilderExt;
@@ -382,14 +382,14 @@ fn cgroup(parent: Option<&str>, driver: CgroupDriver, id: &PodId) -> PathBuf {
 }
 
 fn configuration(config: &PodConfig, attached: &Attachment, resolv_conf: &str) -> proto::ConfigureRequest {
-    let interfaces = attached.network.interfaces.iter().map(|interface| proto::Interface {
+    let interfaces = attached.network.interfaces.iter().map(|interface| common::Interface {
         name: interface.name.clone(),
         mac: interface.mac.to_vec(),
         mtu: interface.mtu,
         addresses: interface.addresses.iter().map(ToString::to_string).collect(),
         neighbours: interface.neighbours.iter().map(neighbour).collect(),
     });
-    let routes = attached.network.routes.iter().map(|route| proto::Route {
+    let routes = attached.network.routes.iter().map(|route| common::Route {
         destination: route.destination.to_string(),
         gateway: route.gateway.map(|gateway| gateway.to_string()).unwrap_or_default(),
         interface: route.interface.clone(),
@@ -406,12 +406,12 @@ fn configuration(config: &PodConfig, attached: &Attachment, resolv_conf: &str) -
     proto::ConfigureRequest {
         interfaces: interfaces.collect(),
         routes: routes.collect(),
-        dns: Some(proto::Dns { servers: dns.servers, searches: dns.searches, options: dns.options }),
+        dns: Some(common::Dns { servers: dns.servers, searches: dns.searches, options: dns.options }),
     }
 }
 
-fn neighbour(neighbour: &Neighbour) -> proto::Neighbour {
-    proto::Neighbour { address: neighbour.ip.to_string(), mac: neighbour.mac.to_vec() }
+fn neighbour(neighbour: &Neighbour) -> common::Neighbour {
+    common::Neighbour { address: neighbour.ip.to_string(), mac: neighbour.mac.to_vec() }
 }
 
 /// The node's own resolver configuration, for pods that bring none. Its loopback servers cannot be reached from a

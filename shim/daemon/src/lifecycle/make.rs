@@ -19,7 +19,7 @@ use nacelle_model::resources::VmResources;
 use nacelle_model::security::{ContainerUser, PidMode};
 use nacelle_pod::client::{ClientError, Offer, PodClient};
 use nacelle_pod::share::{self as shares, Owners, Taker, Volume};
-use nacelle_proto::pod as proto;
+use nacelle_proto::{common, pod as proto};
 use std::future::Future;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -451,8 +451,8 @@ pub(super) async fn update(
     oom_score_adj: Option<i32>,
     processors: Vec<u32>,
 ) -> Result<(), LifecycleError> {
-    let limits = limits.into_iter().map(|(file, value)| proto::Limit { file, value }).collect();
-    let request = proto::UpdateContainerRequest { id: id.to_string(), limits, oom_score_adj, processors };
+    let limits = limits.into_iter().map(|(file, value)| common::Limit { file, value }).collect();
+    let request = common::UpdateContainerRequest { id: id.to_string(), limits, oom_score_adj, processors };
     ask("change the limits of the container", parts.answer_limit(), client.update_container(request)).await
 }
 

@@ -9,7 +9,7 @@ use nacelle_pod::client::{self, ClientError, PodClient};
 use nacelle_pod::processors::ProcessorsError;
 use nacelle_pod::record::{ContainerPhase, ContainerRecord, Phase, PodRecord};
 use nacelle_pod::spec::PodSpec;
-use nacelle_proto::pod as proto;
+use nacelle_proto::{common, pod as proto};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -180,7 +180,7 @@ pub struct FakePod {
     /// What it was asked to make.
     pub made: Mutex<Vec<proto::CreateContainerRequest>>,
     /// What it was asked to limit.
-    pub updates: Mutex<Vec<proto::UpdateContainerRequest>>,
+    pub updates: Mutex<Vec<common::UpdateContainerRequest>>,
     /// How many processors its machine was told to run.
     pub processors: Mutex<Vec<u32>>,
     /// How much of its machine's reserve of memory it was told to use, in MiB.
@@ -263,20 +263,20 @@ impl proto::pod_server::Pod for Service {
         }))
     }
 
-    async fn state(&self, _: Request<proto::Empty>) -> Answer<proto::PodState> {
+    async fn state(&self, _: Request<common::Empty>) -> Answer<proto::PodState> {
         Ok(Response::new(self.0.changes.borrow().clone()))
     }
 
     type WatchStream = std::pin::Pin<Box<dyn Stream<Item = Result<proto::PodState, Status>> + Send>>;
 
-    async fn watch(&self, _: Request<proto::Empty>) -> Answer<Self::WatchStream> {
+    async fn watch(&self, _: Request<common::Empty>) -> Answer<Self::WatchStream> {
         Ok(Response::new(Box::pin(WatchStream::new(self.0.changes.subscribe()).map(Ok))))
     }
 
     async fn create_container(
         &self,
         request: Request<proto::CreateContainerRequest>,
-    ) -> Answer<proto::CreateContainerResponse> {
+    ) -> Answer<common::CreateContainerResponse> {
         let request = request.into_inner();
         self.0.made.lock().unwrap().push(request.clone());
         self.0.step("create").await?;
@@ -295,10 +295,10 @@ impl proto::pod_server::Pod for Service {
                 supplemental_groups: vec![],
             });
         });
-        Ok(Response::new(proto::CreateContainerResponse { uid: 7, gid: 8, supplemental_groups: vec![9] }))
+        Ok(Response::new(common::CreateContainerResponse { uid: 7, gid: 8, supplemental_groups: vec![9] }))
     }
 
-    async fn start_container(&self, request: Request<proto::ContainerRef>) -> Answer<proto::Empty> {
+    async fn start_container(&self, request: Request<common::ContainerRef>) -> Answer<common::Empty> {
         self.0.step("start").await?;
         let id = request.into_inner().id;
         self.0.change(|record| {
@@ -307,48 +307,48 @@ impl proto::pod_server::Pod for Service {
                 container.started_at = now();
             }
         });
-        Ok(Response::new(proto::Empty {}))
+        Ok(Response::new(common::Empty {}))
     }
 
-    async fn stop_container(&self, request: Request<proto::StopContainerRequest>) -> Answer<proto::Empty> {
+    async fn stop_container(&self, request: Request<proto::StopContainerRequest>) -> Answer<common::Empty> {
         self.0.step("stop").await?;
         let id = request.into_inner().id;
         let running = |c: &ContainerRecord| c.id == id && c.phase == ContainerPhase::Running;
         if self.0.record.lock().unwrap().containers.iter().any(running) {
             self.0.exit(&id, 137);
         }
-        Ok(Response::new(proto::Empty {}))
+        Ok(Response::new(common::Empty {}))
     }
 
-    async fn remove_container(&self, request: Request<proto::ContainerRef>) -> Answer<proto::Empty> {
+    async fn remove_container(&self, request: Request<common::ContainerRef>) -> Answer<common::Empty> {
         self.0.step("remove").await?;
         let id = request.into_inner().id;
         self.0.change(|record| record.containers.retain(|container| container.id != id));
-        Ok(Response::new(proto::Empty {}))
+        Ok(Response::new(common::Empty {}))
     }
 
-    async fn update_container(&self, request: Request<proto::UpdateContainerRequest>) -> Answer<proto::Empty> {
+    async fn update_container(&self, request: Request<common::UpdateContainerRequest>) -> Answer<common::Empty> {
         self.0.step("update").await?;
         self.0.updates.lock().unwrap().push(request.into_inner());
-        Ok(Response::new(proto::Empty {}))
+        Ok(Response::new(common::Empty {}))
     }
 
-    async fn set_processors(&self, request: Request<proto::SetProcessorsRequest>) -> Answer<proto::Empty> {
+    async fn set_processors(&self, request: Request<common::SetProcessorsRequest>) -> Answer<common::Empty> {
         self.0.step("processors").await?;
         self.0.processors.lock().unwrap().push(request.into_inner().count);
-        Ok(Response::new(proto::Empty {}))
+        Ok(Response::new(common::Empty {}))
     }
 
-    async fn set_memory(&self, request: Request<proto::SetMemoryRequest>) -> Answer<proto::SetMemoryResponse> {
+    async fn set_memory(&self, request: Request<proto::SetMemoryRequest>) -> Answer<common::SetMemoryResponse> {
         self.0.step("memory").await?;
         let bytes = request.into_inner().bytes;
         self.0.memory.lock().unwrap().push(bytes >> 20);
-        Ok(Response::new(proto::SetMemoryResponse { bytes }))
+        Ok(Response::new(common::SetMemoryResponse { bytes }))
     }
 
-    async fn reopen_log(&self, _: Request<proto::ContainerRef>) -> Answer<proto::Empty> {
+    async fn reopen_log(&self, _: Request<common::ContainerRef>) -> Answer<common::Empty> {
         self.0.step("reopen").await?;
-        Ok(Response::new(proto::Empty {}))
+        Ok(Response::new(common::Empty {}))
     }
 
     async fn exec_sync(&self, _: Request<proto::ExecSyncRequest>) -> Answer<proto::ExecSyncResponse> {
@@ -365,11 +365,11 @@ impl proto::pod_server::Pod for Service {
         Err(Status::unavailable("these pods have no streams"))
     }
 
-    async fn resize(&self, _: Request<proto::ResizeRequest>) -> Answer<proto::Empty> {
+    async fn resize(&self, _: Request<common::ResizeRequest>) -> Answer<common::Empty> {
         Err(Status::unavailable("these pods have no terminals"))
     }
 
-    async fn stats(&self, _: Request<proto::Empty>) -> Answer<proto::StatsResponse> {
+    async fn stats(&self, _: Request<common::Empty>) -> Answer<proto::StatsResponse> {
         let stats = self.0.stats.lock().unwrap().clone();
         match stats {
             Some(stats) => Ok(Response::new(stats)),
@@ -377,7 +377,7 @@ impl proto::pod_server::Pod for Service {
         }
     }
 
-    async fn stop(&self, _: Request<proto::StopRequest>) -> Answer<proto::Empty> {
+    async fn stop(&self, _: Request<proto::StopRequest>) -> Answer<common::Empty> {
         self.0.step("pod stop").await?;
         self.0.change(|record| {
             for container in record.containers.iter_mut().filter(|c| c.phase != ContainerPhase::Exited) {
@@ -389,6 +389,6 @@ impl proto::pod_server::Pod for Service {
         });
         // Our child, and not waited for yet: its id is its own.
         nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.0.pid), nix::sys::signal::Signal::SIGKILL).unwrap();
-        Ok(Response::new(proto::Empty {}))
+        Ok(Response::new(common::Empty {}))
     }
 }

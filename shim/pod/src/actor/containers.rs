@@ -12,7 +12,7 @@ use nacelle_base::machine::{Extent, ImageDisk};
 use nacelle_base::task::run_blocking;
 use nacelle_base::{Chain, Kind};
 use nacelle_engine::Slot;
-use nacelle_proto::pod;
+use nacelle_proto::{common, pod};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,7 +26,7 @@ impl Actor {
     pub(super) fn create(
         &mut self,
         request: pod::CreateContainerRequest,
-        reply: Reply<pod::CreateContainerResponse>,
+        reply: Reply<common::CreateContainerResponse>,
         answers: &mut Answers,
     ) {
         let id = request.id.clone();
@@ -81,7 +81,7 @@ impl Actor {
             state: next,
             request,
             log,
-            response: pod::CreateContainerResponse::default(),
+            response: common::CreateContainerResponse::default(),
             creating: Vec::new(),
             waiting: Vec::new(),
             started: None,
@@ -127,7 +127,7 @@ impl Actor {
     pub(super) fn made(
         &mut self,
         id: &str,
-        outcome: Result<pod::CreateContainerResponse, Failure>,
+        outcome: Result<common::CreateContainerResponse, Failure>,
         answers: &mut Answers,
     ) {
         let ask = if outcome.is_ok() { ContainerAsk::Made } else { ContainerAsk::MakeFailed };

@@ -4,7 +4,7 @@
 
 use nacelle_engine::ExitKind;
 use nacelle_engine::fake::Guest;
-use nacelle_proto::agent as proto;
+use nacelle_proto::{agent as proto, common};
 use prost::Message;
 use proto::agent_server::{Agent, AgentServer};
 use std::collections::{BTreeMap, HashMap};
@@ -109,7 +109,7 @@ impl Shared {
                 let process = &processes[&key];
                 (process.script.clone(), process.signals.subscribe())
             };
-            let stream = |kind: proto::Stream| loop {
+            let stream = |kind: common::Stream| loop {
                 // As the real one: what is written waits in a pipe until somebody reads.
                 let processes = shared.processes.lock().unwrap();
                 match processes.get(&key) {
@@ -132,11 +132,12 @@ impl Shared {
             for word in script.split(';') {
                 let (verb, rest) = word.split_once(':').unwrap_or((word, ""));
                 match verb {
-                    "out" => write(proto::Stream::Stdout, rest.as_bytes()),
-                    "err" => write(proto::Stream::Stderr, rest.as_bytes()),
-                    "big" => write(proto::Stream::Stdout, &vec![b'x'; rest.parse().unwrap()]),
+                    "out" => write(common::Stream::Stdout, rest.as_bytes()),
+                    "err" => write(common::Stream::Stderr, rest.as_bytes()),
+                    "big" => write(common::Stream::Stdout, &vec![b'x'; rest.parse().unwrap()]),
                     "cat" => {
-                        if let (Some(from), Some(to)) = (stream(proto::Stream::Stdin), stream(proto::Stream::Stdout)) {
+                        if let (Some(from), Some(to)) = (stream(common::Stream::Stdin), stream(common::Stream::Stdout))
+                        {
                             let _ = std::io::copy(&mut &*from, &mut &*to);
                         }
                     }
@@ -189,13 +190,13 @@ impl Service {
 
 type Answer<T> = Result<Response<T>, Status>;
 
-fn empty() -> Answer<proto::Empty> {
-    Ok(Response::new(proto::Empty {}))
+fn empty() -> Answer<common::Empty> {
+    Ok(Response::new(common::Empty {}))
 }
 
 #[tonic::async_trait]
 impl Agent for Service {
-    async fn attach_image(&self, request: Request<proto::AttachImageRequest>) -> Answer<proto::Empty> {
+    async fn attach_image(&self, request: Request<proto::AttachImageRequest>) -> Answer<common::Empty> {
         self.gate("attach").await?;
         let request = request.into_inner();
         if request.offset + request.length > self.0.disk_capacity(0) {
@@ -205,13 +206,13 @@ impl Agent for Service {
         empty()
     }
 
-    async fn detach_image(&self, request: Request<proto::DetachImageRequest>) -> Answer<proto::Empty> {
+    async fn detach_image(&self, request: Request<proto::DetachImageRequest>) -> Answer<common::Empty> {
         self.gate("detach").await?;
         self.0.images.lock().unwrap().remove(&request.into_inner().partition);
         empty()
     }
 
-    async fn attach_device(&self, request: Request<proto::AttachDeviceRequest>) -> Answer<proto::Empty> {
+    async fn attach_device(&self, request: Request<proto::AttachDeviceRequest>) -> Answer<common::Empty> {
         self.gate("attach device").await?;
         let request = request.into_inner();
         if request.offset + request.length > self.0.disk_capacity(2) {
@@ -221,7 +222,7 @@ impl Agent for Service {
         empty()
     }
 
-    async fn detach_device(&self, request: Request<proto::DetachDeviceRequest>) -> Answer<proto::Empty> {
+    async fn detach_device(&self, request: Request<proto::DetachDeviceRequest>) -> Answer<common::Empty> {
         self.gate("detach device").await?;
         self.0.devices.lock().unwrap().remove(&request.into_inner().partition);
         empty()
@@ -230,7 +231,7 @@ impl Agent for Service {
     async fn create_container(
         &self,
         request: Request<proto::CreateContainerRequest>,
-    ) -> Answer<proto::CreateContainerResponse> {
+    ) -> Answer<common::CreateContainerResponse> {
         self.gate("create").await?;
         let request = request.into_inner();
         for partition in request.volumes.iter().map(|volume| volume.partition).chain([request.partition]) {
@@ -240,10 +241,10 @@ impl Agent for Service {
         }
         self.0.volumes.lock().unwrap().extend(request.volumes);
         self.0.add(&request.id, "", String::from_utf8(request.oci_spec).unwrap());
-        Ok(Response::new(proto::CreateContainerResponse { uid: 1, gid: 2, supplemental_groups: vec![3] }))
+        Ok(Response::new(common::CreateContainerResponse { uid: 1, gid: 2, supplemental_groups: vec![3] }))
     }
 
-    async fn start_container(&self, request: Request<proto::ContainerRef>) -> Answer<proto::Empty> {
+    async fn start_container(&self, request: Request<common::ContainerRef>) -> Answer<common::Empty> {
         self.gate("start").await?;
         let id = request.into_inner().id;
         // The streams are on their way, if they come before the start; the test hangs if they are not.
@@ -260,7 +261,7 @@ impl Agent for Service {
         empty()
     }
 
-    async fn signal(&self, request: Request<proto::SignalRequest>) -> Answer<proto::Empty> {
+    async fn signal(&self, request: Request<proto::SignalRequest>) -> Answer<common::Empty> {
         let request = request.into_inner();
         self.gate("signal").await?;
         self.0.calls.lock().unwrap().push(format!("signal {}", request.signal));
@@ -283,7 +284,7 @@ impl Agent for Service {
         Ok(Response::new(proto::WaitResponse { exit }))
     }
 
-    async fn push_volume(&self, request: Request<tonic::Streaming<proto::PushVolumeRequest>>) -> Answer<proto::Empty> {
+    async fn push_volume(&self, request: Request<tonic::Streaming<proto::PushVolumeRequest>>) -> Answer<common::Empty> {
         self.gate("push").await?;
         let mut parts = request.into_inner();
         while let Some(part) = parts.message().await? {
@@ -294,18 +295,18 @@ impl Agent for Service {
         Err(Status::unavailable("the volume was not pushed to its end"))
     }
 
-    async fn drop_volume(&self, _: Request<proto::DropVolumeRequest>) -> Answer<proto::Empty> {
+    async fn drop_volume(&self, _: Request<proto::DropVolumeRequest>) -> Answer<common::Empty> {
         self.gate("drop").await?;
         empty()
     }
 
-    async fn remove_container(&self, request: Request<proto::ContainerRef>) -> Answer<proto::Empty> {
+    async fn remove_container(&self, request: Request<common::ContainerRef>) -> Answer<common::Empty> {
         self.gate("remove").await?;
         self.0.processes.lock().unwrap().remove(&(request.into_inner().id, String::new()));
         empty()
     }
 
-    async fn exec(&self, request: Request<proto::ExecRequest>) -> Answer<proto::Empty> {
+    async fn exec(&self, request: Request<proto::ExecRequest>) -> Answer<common::Empty> {
         self.gate("exec").await?;
         let request = request.into_inner();
         let script = request.args.first().cloned().ok_or_else(|| Status::invalid_argument("no command"))?;
@@ -314,7 +315,7 @@ impl Agent for Service {
         empty()
     }
 
-    async fn update_container(&self, request: Request<proto::UpdateContainerRequest>) -> Answer<proto::Empty> {
+    async fn update_container(&self, request: Request<common::UpdateContainerRequest>) -> Answer<common::Empty> {
         let request = request.into_inner();
         match request.limits.first() {
             Some(limit) if limit.file == "refuse.me" => Err(Status::failed_precondition(limit.value.clone())),
@@ -325,43 +326,43 @@ impl Agent for Service {
         }
     }
 
-    async fn set_processors(&self, request: Request<proto::SetProcessorsRequest>) -> Answer<proto::Empty> {
+    async fn set_processors(&self, request: Request<common::SetProcessorsRequest>) -> Answer<common::Empty> {
         match request.into_inner().count {
             3 => Err(Status::failed_precondition("processor 2 does not start")),
             _ => empty(),
         }
     }
 
-    async fn set_memory(&self, request: Request<proto::SetMemoryRequest>) -> Answer<proto::SetMemoryResponse> {
+    async fn set_memory(&self, request: Request<proto::SetMemoryRequest>) -> Answer<common::SetMemoryResponse> {
         let proto::SetMemoryRequest { reserve, bytes } = request.into_inner();
         let [proto::MemoryRange { address, bytes: all }] = reserve[..] else { panic!("{reserve:?}") };
         assert_eq!((address, all), (128 << 20, 512 << 20));
         match bytes >> 20 {
             384 => Err(Status::failed_precondition("that memory is in use")),
             // One that lies.
-            1 => Ok(Response::new(proto::SetMemoryResponse { bytes: 0 })),
-            mib => Ok(Response::new(proto::SetMemoryResponse { bytes: mib.next_multiple_of(128) << 20 })),
+            1 => Ok(Response::new(common::SetMemoryResponse { bytes: 0 })),
+            mib => Ok(Response::new(common::SetMemoryResponse { bytes: mib.next_multiple_of(128) << 20 })),
         }
     }
 
-    async fn resize(&self, _: Request<proto::ResizeRequest>) -> Answer<proto::Empty> {
+    async fn resize(&self, _: Request<common::ResizeRequest>) -> Answer<common::Empty> {
         empty()
     }
 
-    async fn list_containers(&self, _: Request<proto::Empty>) -> Answer<proto::ListContainersResponse> {
+    async fn list_containers(&self, _: Request<common::Empty>) -> Answer<proto::ListContainersResponse> {
         Ok(Response::new(proto::ListContainersResponse::default()))
     }
 
-    async fn stats(&self, _: Request<proto::Empty>) -> Answer<proto::StatsResponse> {
+    async fn stats(&self, _: Request<common::Empty>) -> Answer<proto::StatsResponse> {
         self.gate("stats").await?;
         Ok(Response::new(self.0.stats.lock().unwrap().clone()))
     }
 
-    async fn renew(&self, _: Request<proto::RenewRequest>) -> Answer<proto::Empty> {
+    async fn renew(&self, _: Request<proto::RenewRequest>) -> Answer<common::Empty> {
         empty()
     }
 
-    async fn shutdown(&self, _: Request<proto::Empty>) -> Answer<proto::Empty> {
+    async fn shutdown(&self, _: Request<common::Empty>) -> Answer<common::Empty> {
         self.gate("shutdown").await?;
         let guest = self.0.guest.lock().unwrap().clone().unwrap();
         guest.end(ExitKind::Shutdown);
@@ -446,7 +447,7 @@ fn streams(shared: &Shared, guest: &Guest) {
     while let Ok(stream) = guest.accept(1026) {
         let Some(open) = read_frame::<proto::StreamOpen>(&stream) else { continue };
         shared.opened.lock().unwrap().push(open.clone());
-        if open.stream() == proto::Stream::Port {
+        if open.stream() == common::Stream::Port {
             // Port 7 says back what it hears; nobody answers on others.
             let error = if open.port == 7 { String::new() } else { "Connection refused\n(os error 111)".into() };
             let _ = (&*stream).write_all(&frame(&proto::StreamOpened { error }));

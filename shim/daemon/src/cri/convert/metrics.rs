@@ -8,7 +8,7 @@ use crate::lifecycle::View;
 use cri::MetricType::{Counter, Gauge};
 use nacelle_model::record::ContainerRecord;
 use nacelle_model::state::ContainerState;
-use nacelle_proto::{cri, pod as proto};
+use nacelle_proto::{common, cri};
 
 const NANOS: u64 = 1_000_000_000;
 /// The kernel's period of cpu.max, µs, and the shares that stand for its usual weight.
@@ -23,9 +23,9 @@ const BASE: [&str; 6] = ["container", "id", "image", "name", "namespace", "pod"]
 struct Running<'a> {
     record: &'a ContainerRecord,
     at: i64,
-    usage: &'a proto::Usage,
+    usage: &'a common::Usage,
     figures: &'a ContainerFigures,
-    scratch: Option<&'a proto::FileSystem>,
+    scratch: Option<&'a common::FileSystem>,
 }
 
 /// A pod that answers.
@@ -145,27 +145,27 @@ static FAMILIES: [Family; 60] = [
 ];
 
 impl Running<'_> {
-    fn details(&self) -> Option<&proto::Details> {
+    fn details(&self) -> Option<&common::Details> {
         self.figures.details.as_ref()
     }
 
     fn disk_of_root(&self, value: Option<u64>) -> Values {
-        let of = |scratch: &proto::FileSystem| value.map(|value| (vec![scratch.device.clone()], value));
+        let of = |scratch: &common::FileSystem| value.map(|value| (vec![scratch.device.clone()], value));
         self.scratch.and_then(of).into_iter().collect()
     }
 
-    fn disks(&self, value: fn(&proto::DiskUsage) -> u64) -> Values {
+    fn disks(&self, value: fn(&common::DiskUsage) -> u64) -> Values {
         let disks = self.details().into_iter().flat_map(|details| &details.disks);
         disks.map(|disk| (vec![disk.device.clone()], value(disk))).collect()
     }
 }
 
 impl Pod<'_> {
-    fn interfaces(&self, value: fn(&proto::InterfaceUsage) -> u64) -> Values {
+    fn interfaces(&self, value: fn(&common::InterfaceUsage) -> u64) -> Values {
         self.figures.interfaces.iter().map(|found| (vec![found.name.clone()], value(found))).collect()
     }
 
-    fn machine(&self, value: fn(&Cost, &proto::Usage) -> u64) -> Values {
+    fn machine(&self, value: fn(&Cost, &common::Usage) -> u64) -> Values {
         let used = self.figures.pod.as_ref().map(|used| used.usage).unwrap_or_default();
         self.cost.map(|cost| (vec![], value(&cost, &used))).into_iter().collect()
     }
@@ -184,7 +184,7 @@ fn faults(container: &Running) -> Values {
 
 fn moved(container: &Running) -> Values {
     let disks = container.details().into_iter().flat_map(|details| &details.disks);
-    let both = |disk: &proto::DiskUsage| {
+    let both = |disk: &common::DiskUsage| {
         let value = |operation: &str, bytes| {
             let labels = [disk.device.clone(), disk.major.to_string(), disk.minor.to_string(), operation.to_owned()];
             (labels.into(), bytes)
@@ -194,15 +194,15 @@ fn moved(container: &Running) -> Values {
     disks.flat_map(both).collect()
 }
 
-fn waiting(pressure: Option<proto::Pressure>) -> Values {
+fn waiting(pressure: Option<common::Pressure>) -> Values {
     stall(pressure.and_then(|pressure| pressure.some))
 }
 
-fn stalled(pressure: Option<proto::Pressure>) -> Values {
+fn stalled(pressure: Option<common::Pressure>) -> Values {
     stall(pressure.and_then(|pressure| pressure.full))
 }
 
-fn stall(stall: Option<proto::Stall>) -> Values {
+fn stall(stall: Option<common::Stall>) -> Values {
     stall.map(|stall| (vec![], stall.total_nanos / NANOS)).into_iter().collect()
 }
 

@@ -5,7 +5,7 @@ use crate::accounting::{Account, Figures, Used};
 use crate::lifecycle::View;
 use nacelle_model::record::{ContainerRecord, PodRecord};
 use nacelle_model::state::ContainerState;
-use nacelle_proto::{cri, pod as proto};
+use nacelle_proto::{common, cri};
 use serde_json::json;
 
 /// Whether the filter lets the container through.
@@ -26,9 +26,9 @@ fn value(value: u64) -> Option<cri::UInt64Value> {
     Some(cri::UInt64Value { value })
 }
 
-fn psi(pressure: Option<proto::Pressure>) -> Option<cri::PsiStats> {
+fn psi(pressure: Option<common::Pressure>) -> Option<cri::PsiStats> {
     let percent = |hundredths: u32| f64::from(hundredths) / 100.0;
-    let data = |stall: proto::Stall| cri::PsiData {
+    let data = |stall: common::Stall| cri::PsiData {
         total: stall.total_nanos,
         avg10: percent(stall.avg10),
         avg60: percent(stall.avg60),
@@ -46,7 +46,7 @@ fn cpu(used: &Used, timestamp: i64) -> cri::CpuUsage {
     }
 }
 
-fn memory(usage: &proto::Usage, timestamp: i64) -> cri::MemoryUsage {
+fn memory(usage: &common::Usage, timestamp: i64) -> cri::MemoryUsage {
     let working_set = usage.memory_bytes.saturating_sub(usage.inactive_file_bytes);
     cri::MemoryUsage {
         timestamp,
@@ -60,7 +60,7 @@ fn memory(usage: &proto::Usage, timestamp: i64) -> cri::MemoryUsage {
     }
 }
 
-fn io(usage: &proto::Usage, timestamp: i64) -> Option<cri::IoUsage> {
+fn io(usage: &common::Usage, timestamp: i64) -> Option<cri::IoUsage> {
     psi(usage.io_pressure).map(|psi| cri::IoUsage { timestamp, psi: Some(psi) })
 }
 
@@ -96,14 +96,14 @@ pub fn container(record: &ContainerRecord, figures: Option<&Figures>, mountpoint
 }
 
 /// When a layer was measured; CRI wants a time after 1970.
-pub(super) fn measured(at: i64, layer: &proto::Layer) -> i64 {
+pub(super) fn measured(at: i64, layer: &common::Layer) -> i64 {
     let age = i64::try_from(layer.age_ms).unwrap_or(i64::MAX).saturating_mul(1_000_000);
     at.saturating_sub(age).max(1)
 }
 
 /// Without a default interface there is no network: kubelet reads one without asking whether it is there, and ends if it is not.
 fn network(figures: &Figures) -> Option<cri::NetworkUsage> {
-    let interface = |found: &proto::InterfaceUsage| cri::NetworkInterfaceUsage {
+    let interface = |found: &common::InterfaceUsage| cri::NetworkInterfaceUsage {
         name: found.name.clone(),
         rx_bytes: value(found.rx_bytes),
         rx_errors: value(found.rx_errors),
@@ -184,8 +184,8 @@ mod tests {
     use nacelle_pod::GroupUsage;
 
     fn used() -> Used {
-        let stall = proto::Stall { total_nanos: 9, avg10: 1234, avg60: 1, avg300: 10_000 };
-        let usage = proto::Usage {
+        let stall = common::Stall { total_nanos: 9, avg10: 1234, avg60: 1, avg300: 10_000 };
+        let usage = common::Usage {
             cpu_nanos: 5_000,
             memory_bytes: 1000,
             memory_limit_bytes: Some(2000),
@@ -196,21 +196,21 @@ mod tests {
             swap_bytes: 1,
             swap_available_bytes: 2,
             processes: 3,
-            io_pressure: Some(proto::Pressure { some: Some(stall), full: None }),
+            io_pressure: Some(common::Pressure { some: Some(stall), full: None }),
             ..Default::default()
         };
         Used { usage, nano_cores: Some(77) }
     }
 
     fn figures(id: &str) -> Figures {
-        let layer = proto::Layer { bytes: 4096, inodes: 2, age_ms: 3 };
+        let layer = common::Layer { bytes: 4096, inodes: 2, age_ms: 3 };
         let container = ContainerFigures {
             used: Some(used()),
             layer: Some(layer),
             details: None,
             most_hugepages: Default::default(),
         };
-        let interface = |name: &str| proto::InterfaceUsage { name: name.into(), rx_bytes: 1, ..Default::default() };
+        let interface = |name: &str| common::InterfaceUsage { name: name.into(), rx_bytes: 1, ..Default::default() };
         Figures {
             at: 10_000_000,
             pod: Some(used()),
@@ -269,7 +269,7 @@ mod tests {
 
     #[test]
     fn without_a_limit_nothing_is_said_to_be_available() {
-        let usage = proto::Usage { memory_bytes: 1, inactive_file_bytes: 2, ..Default::default() };
+        let usage = common::Usage { memory_bytes: 1, inactive_file_bytes: 2, ..Default::default() };
         let memory = memory(&usage, 1);
         assert_eq!((memory.available_bytes, memory.working_set_bytes), (None, value(0)));
     }

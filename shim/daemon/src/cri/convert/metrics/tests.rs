@@ -21,10 +21,10 @@ const EXPECTED: &str = "blkio_device_usage_total cpu_cfs_periods_total cpu_cfs_t
     spec_memory_limit_bytes spec_memory_reservation_limit_bytes spec_memory_swap_limit_bytes start_time_seconds \
     threads threads_max ulimits_soft";
 
-fn usage() -> proto::Usage {
-    let stall = |seconds: u64| Some(proto::Stall { total_nanos: seconds * NANOS + 9, ..Default::default() });
-    let pressure = |some, full| Some(proto::Pressure { some: stall(some), full: stall(full) });
-    proto::Usage {
+fn usage() -> common::Usage {
+    let stall = |seconds: u64| Some(common::Stall { total_nanos: seconds * NANOS + 9, ..Default::default() });
+    let pressure = |some, full| Some(common::Pressure { some: stall(some), full: stall(full) });
+    common::Usage {
         cpu_nanos: 7 * NANOS + 5,
         user_nanos: 4 * NANOS,
         system_nanos: 3 * NANOS,
@@ -53,28 +53,28 @@ fn world() -> (View, Figures) {
         unified: [("memory.low".to_owned(), "77\n".to_owned())].into(),
         ..Default::default()
     });
-    let disk = |device: &str| proto::DiskUsage { device: device.into(), major: 254, minor: 1, ..Default::default() };
-    let details = proto::Details {
+    let disk = |device: &str| common::DiskUsage { device: device.into(), major: 254, minor: 1, ..Default::default() };
+    let details = common::Details {
         descriptors: 9,
         sockets: 2,
         open_files_limit: Some(1024),
         disks: vec![disk("/dev/vda"), disk("/dev/vdb")],
-        hugepages: vec![proto::HugepageUsage { size: "2MB".into(), bytes: 4 }],
+        hugepages: vec![common::HugepageUsage { size: "2MB".into(), bytes: 4 }],
     };
     let figures = ContainerFigures {
         used: Some(Used { usage: usage(), nano_cores: None }),
-        layer: Some(proto::Layer { bytes: 4096, inodes: 2, age_ms: 3 }),
+        layer: Some(common::Layer { bytes: 4096, inodes: 2, age_ms: 3 }),
         details: Some(details),
         most_hugepages: [("2MB".to_owned(), 8)].into(),
     };
     let ended = container_record(3, 1);
-    let interface = |name: &str| proto::InterfaceUsage { name: name.into(), rx_dropped: 6, ..Default::default() };
+    let interface = |name: &str| common::InterfaceUsage { name: name.into(), rx_dropped: 6, ..Default::default() };
     let figures = Figures {
         at: 1_700_000_100 * 1_000_000_000,
         pod: Some(Used { usage: usage(), nano_cores: None }),
         containers: [(record.id.to_string(), figures.clone()), (ended.id.to_string(), figures)].into(),
         interfaces: ["eth0", "br0"].map(interface).into(),
-        scratch: Some(proto::FileSystem { device: "/dev/vdb".into(), bytes: 1 << 30, inodes: 50, free_inodes: 40 }),
+        scratch: Some(common::FileSystem { device: "/dev/vdb".into(), bytes: 1 << 30, inodes: 50, free_inodes: 40 }),
         guest_used: None,
     };
     (View::new(&pod_record(1), [record, ended].iter(), None), figures)
