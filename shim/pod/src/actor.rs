@@ -5,11 +5,12 @@
 mod containers;
 mod devices;
 
-use crate::agent::{self, Agent};
+use crate::agent::Agent;
 use crate::boot::{self, Ready};
 use crate::container::{self, Attached, Ended, Started};
 use crate::devices::Devices;
 use crate::error::{Failure, PodError};
+use crate::guest_values::{Bounded, describe_exit};
 use crate::images::{Images, Placement};
 use crate::log::LogPath;
 use crate::machine::{self, Assembled, IMAGE_DISK, VOLUME_DISK};
@@ -40,9 +41,9 @@ pub type Reply<T> = oneshot::Sender<Result<T, Failure>>;
 /// What the server asks.
 pub enum Ask {
     /// The pod's network.
-    Configure(pod::ConfigureRequest, Reply<pod::ConfigureResponse>),
+    Configure(pod::ConfigureRequest, Reply<Bounded<pod::ConfigureResponse>>),
     /// A container.
-    Create(pod::CreateContainerRequest, Reply<common::CreateContainerResponse>),
+    Create(pod::CreateContainerRequest, Reply<Bounded<common::CreateContainerResponse>>),
     /// Its start.
     Start(String, Reply<()>),
     /// Its end, with the time from stop signal to SIGKILL.
@@ -56,7 +57,7 @@ pub enum Ask {
     /// The end of that.
     Withdraw(u64),
     /// A command in it.
-    Exec(pod::ExecSyncRequest, Reply<pod::ExecSyncResponse>),
+    Exec(pod::ExecSyncRequest, Reply<Bounded<pod::ExecSyncResponse>>),
     /// A container that runs.
     Running(String, Reply<Live>),
     /// The agent, for something in the pod.
@@ -90,7 +91,7 @@ enum News {
     Assembled(Result<Assembled, PodError>),
     Greeted(Result<Ready, PodError>),
     MachineGone(MachineExit),
-    Made(String, Result<common::CreateContainerResponse, Failure>),
+    Made(String, Result<Bounded<common::CreateContainerResponse>, Failure>),
     Started(String, Result<Started, PodError>),
     Ended(String, Ended),
     Removed(String, Result<(), PodError>),
@@ -112,8 +113,8 @@ struct Entry {
     state: Container,
     request: Arc<pod::CreateContainerRequest>,
     log: Option<LogPath>,
-    response: common::CreateContainerResponse,
-    creating: Vec<Reply<common::CreateContainerResponse>>,
+    response: Bounded<common::CreateContainerResponse>,
+    creating: Vec<Reply<Bounded<common::CreateContainerResponse>>>,
     /// Whoever waits for the start or the removal that is under way.
     waiting: Vec<Reply<()>>,
     started: Option<(container::Streams, Arc<crate::log::LogFile>, container::Outputs)>,
@@ -138,9 +139,9 @@ pub struct Actor {
     own: mpsc::UnboundedSender<Message>,
     body: Body,
     agent: Option<Agent>,
-    ready: pod::ConfigureResponse,
+    ready: Bounded<pod::ConfigureResponse>,
     network: watch::Sender<Option<Arc<pod::ConfigureRequest>>>,
-    configuring: Vec<Reply<pod::ConfigureResponse>>,
+    configuring: Vec<Reply<Bounded<pod::ConfigureResponse>>>,
     stopping: Vec<Reply<()>>,
     stop_wanted: bool,
     boot: Option<AbortHandle>,
@@ -178,7 +179,7 @@ impl Actor {
             own,
             body: Body::Assembling,
             agent: None,
-            ready: pod::ConfigureResponse::default(),
+            ready: Bounded::default(),
             network: watch::channel(None).0,
             configuring: Vec::new(),
             stopping: Vec::new(),
@@ -366,7 +367,7 @@ impl Actor {
     }
 
     fn machine_gone(&mut self, exit: &MachineExit) {
-        let why = agent::why(exit);
+        let why = describe_exit(exit);
         if matches!(self.record.phase, Phase::Booting | Phase::Ready) {
             tracing::error!("the machine is gone: {why}");
             self.record.failure.clone_from(&why);
@@ -447,7 +448,7 @@ impl Actor {
         }
     }
 
-    fn configure(&mut self, request: pod::ConfigureRequest, reply: Reply<pod::ConfigureResponse>) {
+    fn configure(&mut self, request: pod::ConfigureRequest, reply: Reply<Bounded<pod::ConfigureResponse>>) {
         if let Err(error) = boot::check(&self.spec, &request) {
             return tell(reply, Err(error.into()));
         }

@@ -1,9 +1,9 @@
-//! Owns: asking the agent: its gRPC service and its streams, each with a deadline. The agent is not trusted: replies
-//! are bounded, texts are cut, and no wait is without an end.
-//! Threads: any; an [`Agent`] is cheap to clone.
+//! Calls the agent's gRPC service and opens its streams, each with a deadline. The agent is not trusted: this module limits the length
+//! of its messages and wraps what it sends in [`FromGuest`], and [`crate::guest_values`] bounds it. An [`Agent`] is cheap to clone.
 
 use crate::codes;
-use crate::error::{PodError, guest_text};
+use crate::error::PodError;
+use crate::guest_values::{Bounded, FromGuest, GuestExit, describe_exit};
 use crate::sys;
 use hyper_util::rt::TokioIo;
 use nacelle_base::Kind;
@@ -35,10 +35,6 @@ const STREAM_PORT: u32 = 1026;
 
 /// The longest framed message.
 const MAX_FRAME: usize = 1 << 20;
-/// The longest text of the agent's that is passed on.
-const MAX_TEXT: usize = 1024;
-/// The most of the console that is passed on.
-const MAX_CONSOLE: usize = 2048;
 /// The longest answer with figures, in bytes: what it decodes to is many times as big.
 const MAX_STATS: usize = 256 << 10;
 /// One long-poll of Wait.
@@ -85,7 +81,7 @@ impl Agent {
         what: &'static str,
         limit: Duration,
         answer: impl Future<Output = Result<Response<T>, Status>>,
-    ) -> Result<T, PodError> {
+    ) -> Result<FromGuest<T>, PodError> {
         let answer = tokio::select! {
             biased;
             answer = tokio::time::timeout(limit, answer) => answer,
@@ -93,11 +89,11 @@ impl Agent {
         };
         let status = match answer {
             Err(_elapsed) => return Err(PodError::TooSlow { what, limit }),
-            Ok(Ok(response)) => return Ok(response.into_inner()),
+            Ok(Ok(response)) => return Ok(FromGuest::new(response.into_inner())),
             Ok(Err(status)) => status,
         };
-        let error =
-            PodError::Agent { what, kind: codes::kind(&status), message: guest_text(status.message(), MAX_TEXT) };
+        let message = FromGuest::new(&status).bound_message();
+        let error = PodError::Agent { what, kind: codes::kind(&status), message };
         match status.code() {
             Code::Unknown | Code::Unavailable | Code::Internal | Code::Cancelled => {
                 Err(reason(self.gone.clone(), error).await)
@@ -133,8 +129,9 @@ impl Agent {
     pub async fn create_container(
         &self,
         request: proto::CreateContainerRequest,
-    ) -> Result<common::CreateContainerResponse, PodError> {
-        self.call("create the container", self.limit, self.rpc.clone().create_container(request)).await
+    ) -> Result<Bounded<common::CreateContainerResponse>, PodError> {
+        let answer = self.call("create the container", self.limit, self.rpc.clone().create_container(request)).await;
+        answer.map(FromGuest::<common::CreateContainerResponse>::bound)
     }
 
     /// Starts a container.
@@ -150,11 +147,11 @@ impl Agent {
     }
 
     /// Waits for the exit of a container or an exec; none: it runs on after a long while.
-    pub async fn wait(&self, id: &str, exec_id: &str) -> Result<Option<proto::Exit>, PodError> {
+    pub async fn wait(&self, id: &str, exec_id: &str) -> Result<Option<GuestExit>, PodError> {
         let timeout_ms = u32::try_from(WAIT_SLICE.as_millis()).unwrap_or(u32::MAX);
         let request = proto::WaitRequest { id: id.to_owned(), exec_id: exec_id.to_owned(), timeout_ms };
         let (limit, asked) = (WAIT_SLICE + self.limit, Instant::now());
-        let exit = self.call("wait for a process", limit, self.rpc.clone().wait(request)).await?.exit;
+        let exit = self.call("wait for a process", limit, self.rpc.clone().wait(request)).await?.bound();
         if exit.is_none() && asked.elapsed() < WAIT_SLICE / 2 {
             // An agent that does not wait must not keep us busy.
             tokio::time::sleep(EARLY).await;
@@ -196,12 +193,15 @@ impl Agent {
         self.call("have so many processors run", self.limit, self.rpc.clone().set_processors(request)).await.map(drop)
     }
 
-    /// Has so much of the machine's reserve be in use, which lies there; says how much that is then.
-    pub async fn set_memory(&self, reserve: &[Range<u64>], bytes: u64) -> Result<u64, PodError> {
+    /// Brings `bytes` of the VM's reserve into use, which has these address ranges; returns how many bytes are in use then.
+    pub async fn set_memory(
+        &self,
+        reserve: &[Range<u64>],
+        bytes: u64,
+    ) -> Result<FromGuest<common::SetMemoryResponse>, PodError> {
         let range = |range: &Range<u64>| proto::MemoryRange { address: range.start, bytes: range.end - range.start };
         let request = proto::SetMemoryRequest { reserve: reserve.iter().map(range).collect(), bytes };
-        let answer = self.call("change the memory", self.limit, self.rpc.clone().set_memory(request)).await?;
-        Ok(answer.bytes)
+        self.call("change the memory", self.limit, self.rpc.clone().set_memory(request)).await
     }
 
     /// Changes the size of a terminal.
@@ -209,8 +209,8 @@ impl Agent {
         self.call("size the terminal", self.limit, self.rpc.clone().resize(request)).await.map(drop)
     }
 
-    /// What the containers have used, as the guest says.
-    pub async fn stats(&self) -> Result<proto::StatsResponse, PodError> {
+    /// Returns the resource usage of the containers.
+    pub async fn stats(&self) -> Result<FromGuest<proto::StatsResponse>, PodError> {
         let mut rpc = self.rpc.clone().max_decoding_message_size(MAX_STATS);
         self.call("tell what the containers use", self.limit, rpc.stats(common::Empty {})).await
     }
@@ -256,12 +256,8 @@ impl Agent {
     }
 
     async fn opened(&self, stream: &mut tokio::net::UnixStream, what: &'static str) -> Result<(), PodError> {
-        let opened: proto::StreamOpened = read_frame(stream, "answer to a stream", self.limit).await?;
-        if opened.error.is_empty() {
-            return Ok(());
-        }
-        let message = guest_text(&opened.error, MAX_TEXT);
-        Err(PodError::Agent { what, kind: Kind::Unavailable, message })
+        let opened: FromGuest<proto::StreamOpened> = read_guest_frame(stream, "answer to a stream", self.limit).await?;
+        opened.bound().map_err(|message| PodError::Agent { what, kind: Kind::Unavailable, message })
     }
 
     async fn try_open(&self, open: &proto::StreamOpen) -> Result<tokio::net::UnixStream, PodError> {
@@ -282,7 +278,7 @@ pub struct HandedOver {
 
 /// Ends with the machine.
 async fn died(mut gone: Gone) -> PodError {
-    match gone.wait_for(Option::is_some).await.map(|exit| exit.as_ref().map(why)) {
+    match gone.wait_for(Option::is_some).await.map(|exit| exit.as_ref().map(describe_exit)) {
         Ok(Some(why)) => PodError::Died { why },
         // The machine's thread is gone without a word, which cannot be.
         _ => PodError::Ending,
@@ -292,16 +288,6 @@ async fn died(mut gone: Gone) -> PodError {
 /// The machine's end if it comes within a moment, else this error.
 pub async fn reason(gone: Gone, error: PodError) -> PodError {
     tokio::time::timeout(NEWS, died(gone)).await.unwrap_or(error)
-}
-
-/// How a machine ended, with the end of its console on the same line.
-pub fn why(exit: &MachineExit) -> String {
-    let skip = exit.console_tail.chars().count().saturating_sub(MAX_CONSOLE);
-    let console: String = exit.console_tail.trim().chars().skip(skip).collect();
-    match guest_text(&console.replace('\n', " | "), MAX_CONSOLE * 2) {
-        console if console.is_empty() => exit.how.to_string(),
-        console => format!("{}; console: {console}", exit.how),
-    }
 }
 
 /// Connects to a port of the guest; asks again while the agent does not listen yet.
@@ -344,7 +330,16 @@ pub async fn write_frame(
     written.map_err(|_elapsed| PodError::TooSlow { what, limit })?.map_err(|source| PodError::Stream { what, source })
 }
 
-/// Reads one framed message.
+/// Reads one framed message of the agent.
+pub async fn read_guest_frame<M: Message + Shaped + Default>(
+    stream: &mut (impl tokio::io::AsyncRead + Unpin),
+    what: &'static str,
+    limit: Duration,
+) -> Result<FromGuest<M>, PodError> {
+    read_frame(stream, what, limit).await.map(FromGuest::new)
+}
+
+/// Reads one framed message of the daemon or of a pod process.
 pub async fn read_frame<M: Message + Shaped + Default>(
     stream: &mut (impl tokio::io::AsyncRead + Unpin),
     what: &'static str,

@@ -1,12 +1,13 @@
 //! Owns: the handshake with the agent, from its hello to a configured guest. Holds nothing that must be given back,
 //! so it may be cancelled at any point.
 
-use crate::agent::{self, Agent, Gone, read_frame, tokio_stream_of, write_frame};
-use crate::error::{PodError, guest_text};
+use crate::agent::{self, Agent, Gone, read_guest_frame, tokio_stream_of, write_frame};
+use crate::error::PodError;
+use crate::guest_values::{Bounded, FromGuest};
 use crate::machine::{IMAGE_DISK, SCRATCH_DISK, VOLUME_DISK, random};
 use crate::spec::PodSpec;
 use nacelle_base::task::run_blocking;
-use nacelle_base::timeline::{self, Step, Timeline};
+use nacelle_base::timeline::{self, Timeline};
 use nacelle_engine::{GuestLink, Incoming};
 use nacelle_model::namespace::IdRange;
 use nacelle_proto::{agent as proto, pod};
@@ -22,12 +23,11 @@ pub type Network = watch::Receiver<Option<Arc<pod::ConfigureRequest>>>;
 pub struct Ready {
     /// Its agent.
     pub agent: Agent,
-    /// What the agent said of itself and its kernel, cut.
-    pub answer: pod::ConfigureResponse,
+    /// The answer to Configure: the agent's version, its kernel's release and the steps of the boot.
+    pub answer: Bounded<pod::ConfigureResponse>,
 }
 
 const PROTOCOL: u32 = 1;
-const MAX_NAME: usize = 128;
 /// Connections without a hello after which the guest is not believed any more.
 const MAX_GIVEN_UP: u32 = 16;
 
@@ -73,7 +73,10 @@ pub async fn greet(
 
 /// Waits for the agent's hello. A connection that ends before it is one that the guest gave up because the host was
 /// slow: the next one counts. Nobody is listened to after the hello.
-async fn hello(mut incoming: Box<dyn Incoming>, limit: Duration) -> Result<(UnixStream, proto::AgentHello), PodError> {
+async fn hello(
+    mut incoming: Box<dyn Incoming>,
+    limit: Duration,
+) -> Result<(UnixStream, FromGuest<proto::AgentHello>), PodError> {
     let mut given_up = 0;
     loop {
         let (back, accepted) = run_blocking("accept the agent's connection", move || {
@@ -84,7 +87,7 @@ async fn hello(mut incoming: Box<dyn Incoming>, limit: Duration) -> Result<(Unix
         incoming = back;
         let stream = accepted.map_err(|source| PodError::Link { what: "hear the guest's agent", source })?;
         let mut stream = tokio_stream_of(stream)?;
-        match read_frame(&mut stream, "hello", limit).await {
+        match read_guest_frame(&mut stream, "hello", limit).await {
             Ok(hello) => return Ok((stream, hello)),
             Err(PodError::Stream { .. }) if given_up < MAX_GIVEN_UP => given_up += 1,
             Err(error) => return Err(error),
@@ -97,22 +100,23 @@ async fn shake(
     incoming: Box<dyn Incoming>,
     mut network: Network,
     timeline: &Timeline,
-) -> Result<pod::ConfigureResponse, PodError> {
+) -> Result<Bounded<pod::ConfigureResponse>, PodError> {
     let hello = async {
         let (stream, hello) = hello(incoming, spec.timeouts.boot()).await?;
+        let hello = hello.bound();
         if hello.protocol != PROTOCOL {
             return Err(PodError::Protocol { got: hello.protocol });
         }
         let millis = |nanos: u64| nanos / 1_000_000;
         tracing::info!(
-            kernel = guest_text(&hello.kernel_release, MAX_NAME),
+            kernel = hello.kernel_release,
             kernel_ms = millis(hello.started_nanos),
             guest_ms = millis(hello.sent_nanos),
             "the agent says hello"
         );
         // Where the agent is a process of the node, its clock is that's.
         if spec.engine.has_disks() {
-            timeline.add(guest_steps(&hello, timeline::now(), spec.timeouts.boot()));
+            timeline.add(hello.boot_steps(timeline::now(), spec.timeouts.boot()));
         }
         Ok((stream, hello))
     };
@@ -124,32 +128,11 @@ async fn shake(
 
     let running = timeline.begin("configuration of the guest");
     write_frame(&mut stream, &config(spec, &network)?, spec.timeouts.configure()).await?;
-    let report: proto::BootReport = read_frame(&mut stream, "report", spec.timeouts.configure()).await?;
-    if !report.error.is_empty() {
-        return Err(PodError::Guest { message: guest_text(&report.error, 1024) });
-    }
+    let report: FromGuest<proto::BootReport> =
+        read_guest_frame(&mut stream, "report", spec.timeouts.configure()).await?;
+    report.bound().map_err(|message| PodError::Guest { message })?;
     running.done();
-    let step = |step: Step| pod::Step { what: step.what, at: step.at, micros: step.micros };
-    Ok(pod::ConfigureResponse {
-        steps: timeline.steps().into_iter().map(step).collect(),
-        kernel_release: guest_text(&hello.kernel_release, MAX_NAME),
-        agent_version: guest_text(&hello.agent_version, MAX_NAME),
-    })
-}
-
-/// What the guest says of the time before its hello, by its own clock, which began with its kernel: no more than the `limit`
-/// of a boot.
-fn guest_steps(hello: &proto::AgentHello, now: i64, limit: Duration) -> [Step; 2] {
-    let limit = u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
-    let sent = hello.sent_nanos.min(limit);
-    let started = hello.started_nanos.min(sent);
-    let step = |what: &str, from: u64, to: u64| Step {
-        what: what.to_owned(),
-        at: now.saturating_sub(i64::try_from(sent - from).unwrap_or(i64::MAX)),
-        micros: (to - from) / 1000,
-        failed: false,
-    };
-    [step("kernel", 0, started), step("agent", started, sent)]
+    Ok(hello.into_answer(timeline.steps()))
 }
 
 fn config(spec: &PodSpec, network: &pod::ConfigureRequest) -> Result<proto::BootConfig, PodError> {
@@ -184,17 +167,6 @@ mod tests {
     use crate::spec::tests::sample;
     use nacelle_model::namespace::UserNamespace;
     use nacelle_proto::common;
-
-    #[test]
-    fn what_a_guest_says_of_its_start_stays_in_bounds() {
-        let steps = |started_nanos, sent_nanos| {
-            let hello = proto::AgentHello { started_nanos, sent_nanos, ..Default::default() };
-            guest_steps(&hello, 10_000_000, Duration::from_millis(8)).map(|step| (step.at, step.micros))
-        };
-        assert_eq!(steps(4_000_000, 5_000_000), [(5_000_000, 4_000), (9_000_000, 1_000)]);
-        assert_eq!(steps(u64::MAX, u64::MAX), [(2_000_000, 8_000), (10_000_000, 0)]);
-        assert_eq!(steps(u64::MAX, 0), [(10_000_000, 0), (10_000_000, 0)]);
-    }
 
     #[test]
     fn a_network_must_fit_the_machine() {

@@ -1,7 +1,7 @@
 //! Owns: the daemon's side of a pod process: start one, find one again, ask it, and clear away a dead one.
 //! Threads: any; a [`PodClient`] is cheap to clone and holds no lock.
 
-use crate::error::{PodError, guest_text};
+use crate::error::{PodError, printable};
 use crate::identity::{self, IdentityError};
 use crate::record::{self, PodRecord, RecordError};
 use crate::spec::{PodSpec, SpecError};
@@ -163,7 +163,7 @@ impl Classify for ClientError {
 
 impl From<tonic::Status> for ClientError {
     fn from(status: tonic::Status) -> Self {
-        ClientError::Refused { kind: codes::kind(&status), message: guest_text(status.message(), MAX_TEXT) }
+        ClientError::Refused { kind: codes::kind(&status), message: printable(status.message(), MAX_TEXT) }
     }
 }
 
@@ -614,7 +614,7 @@ impl PodClient {
         match opened {
             proto::StreamOpened { code: 0, .. } => Ok(stream),
             proto::StreamOpened { code, message } => {
-                Err(ClientError::Refused { kind: Kind::from_grpc_code(code), message: guest_text(&message, MAX_TEXT) })
+                Err(ClientError::Refused { kind: Kind::from_grpc_code(code), message: printable(&message, MAX_TEXT) })
             }
         }
     }

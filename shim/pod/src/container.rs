@@ -5,6 +5,7 @@ use crate::agent::Agent;
 use crate::devices::{self, Placed};
 use crate::error::{Failure, PodError};
 use crate::fan::Fan;
+use crate::guest_values::{Bounded, FromGuest};
 use crate::images::Placement;
 use crate::log::{LogFile, LogPath, Source, pump};
 use crate::pushed::Pushed;
@@ -28,8 +29,6 @@ const PUMP_STACK: usize = 128 << 10;
 const DRAIN: Duration = Duration::from_secs(30);
 /// Between two tries to hear from an agent that fails; the second is the longest: each failure is a line in our log.
 const RETRY: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(8));
-/// More groups than any user has.
-const MAX_GROUPS: usize = 1024;
 const SIGKILL: u32 = 9;
 
 /// Whether an image is attached; none: not yet.
@@ -90,7 +89,7 @@ pub async fn make(
     devices: Vec<DeviceUse>,
     disks: Vec<(String, File)>,
     pushed: Pushed,
-) -> Result<common::CreateContainerResponse, Failure> {
+) -> Result<Bounded<common::CreateContainerResponse>, Failure> {
     // All of them, before it waits for others: nobody waits for a container that waits.
     for image in &mut images {
         if let Some(attach) = image.attach.take() {
@@ -136,11 +135,7 @@ pub async fn make(
     // The machine has them, or nobody.
     drop(handed_over);
     match made {
-        Ok(made) => {
-            let mut supplemental_groups = made.supplemental_groups;
-            supplemental_groups.truncate(MAX_GROUPS);
-            Ok(common::CreateContainerResponse { uid: made.uid, gid: made.gid, supplemental_groups })
-        }
+        Ok(made) => Ok(made),
         Err(error) => {
             // A reply that was lost may hide a container that was made.
             if let Err(second) = agent.remove_container(&request.id).await {
@@ -323,14 +318,13 @@ const GUEST_OUT_OF_MEMORY: &str = "no limit of the container was reached: the me
     (without a machine: of its pod's control group, or of the node); limits of memory make machines that hold what containers use";
 
 /// How a container ended.
-#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ended {
     /// Its exit code.
     pub code: u32,
     /// The OOM killer ended it.
     pub oom_killed: bool,
     /// Nanoseconds since 1970, by the guest's clock.
-    pub at: i64,
+    pub at: FromGuest<i64>,
     /// Why it was lost, or that the guest's memory ran out; empty otherwise.
     pub message: String,
 }
@@ -346,14 +340,15 @@ pub async fn ended(agent: &Agent, id: &str, pumping: &mut mpsc::Receiver<()>) ->
                 break Ended {
                     code: exit.code,
                     oom_killed: exit.oom_killed,
-                    at: exit.finished_at_unix_nanos,
+                    at: exit.finished_at,
                     message: message.to_owned(),
                 };
             }
             Err(error) if error.kind() == Kind::NotFound => {
                 let message = Chain(&error).to_string();
                 // Nobody knows when its streams will end.
-                return Ended { code: LOST, oom_killed: false, at: crate::now_nanos(), message };
+                let at = FromGuest::new(crate::now_nanos());
+                return Ended { code: LOST, oom_killed: false, at, message };
             }
             // The machine's end, if it is that, is noticed elsewhere and ends this task.
             Err(error) => {

@@ -1,6 +1,7 @@
 //! Owns: what can go wrong in a pod process, and the form in which it is told to several waiters.
 
 use crate::devices::DeviceError;
+use crate::guest_values::Bounded;
 use crate::images::ImageError;
 use crate::log::LogError;
 use crate::record::{Phase, RecordError};
@@ -104,8 +105,8 @@ pub enum PodError {
     /// The guest could not be configured. The text is the agent's.
     #[error("the guest could not be configured: {message}")]
     Guest {
-        /// The agent's text, cut.
-        message: String,
+        /// The agent's error message.
+        message: Bounded<String>,
     },
     /// The agent answered a request with an error. The text is the agent's.
     #[error("the agent cannot {what}: {message}")]
@@ -114,8 +115,8 @@ pub enum PodError {
         what: &'static str,
         /// What it says about the kind.
         kind: Kind,
-        /// The agent's text, cut.
-        message: String,
+        /// The agent's error message.
+        message: Bounded<String>,
     },
     /// A volume of the node could not be read, to be pushed.
     #[error("cannot push the volume {path}: {text}")]
@@ -144,8 +145,8 @@ pub enum PodError {
     /// The machine has ended.
     #[error("the machine is gone: {why}")]
     Died {
-        /// How, and the end of its console.
-        why: String,
+        /// How the VM ended, and the end of its console.
+        why: Bounded<String>,
     },
     /// A wait was too long.
     #[error("could not {what} within {limit:?}")]
@@ -268,9 +269,9 @@ impl From<Failure> for tonic::Status {
     }
 }
 
-/// Text from the guest, for our messages: printable, on one line, and not longer than this many characters.
-pub fn guest_text(text: &str, most: usize) -> String {
-    text.chars().take(most).map(|c| if c.is_control() { ' ' } else { c }).collect::<String>().trim().to_owned()
+/// Text of a less trusted process, made fit for messages: on one line, without control characters, at most `max_chars` long.
+pub fn printable(text: &str, max_chars: usize) -> String {
+    text.chars().take(max_chars).map(|c| if c.is_control() { ' ' } else { c }).collect::<String>().trim().to_owned()
 }
 
 #[cfg(test)]
@@ -278,9 +279,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn text_from_the_guest_is_cut_and_plain() {
-        assert_eq!(guest_text("a\nb\u{1b}[0m\0", 5), "a b [0".trim_end_matches('0'));
-        assert_eq!(guest_text(&"é".repeat(9), 3), "ééé");
+    fn text_of_others_is_cut_and_plain() {
+        assert_eq!(printable("a\nb\u{1b}[0m\0", 5), "a b [0".trim_end_matches('0'));
+        assert_eq!(printable(&"é".repeat(9), 3), "ééé");
     }
 
     #[test]

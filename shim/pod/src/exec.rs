@@ -3,6 +3,7 @@
 
 use crate::agent::{Agent, tokio_stream_of};
 use crate::error::PodError;
+use crate::guest_values::{Bounded, CommandOutput, GuestExit};
 use nacelle_proto::{agent as proto, common, pod};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,8 +13,6 @@ use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::sync::mpsc;
 use tonic::Status;
 
-/// The most of each stream that is kept; what comes after it is read and dropped, so that the command can end.
-pub const MAX_OUTPUT: usize = 16 << 20;
 /// From the end of the command to the end of its streams, which a child left behind may hold open.
 const DRAIN: Duration = Duration::from_secs(30);
 const SIGKILL: u32 = 9;
@@ -50,7 +49,7 @@ impl Running {
     }
 
     /// Waits for its end.
-    async fn end(&mut self) -> Result<proto::Exit, PodError> {
+    async fn end(&mut self) -> Result<GuestExit, PodError> {
         loop {
             if let Some(exit) = self.agent.wait(&self.id, &self.exec_id).await? {
                 self.over = true;
@@ -86,7 +85,7 @@ impl Drop for Running {
 }
 
 /// Runs a command. A limit of none is no limit; when it is over, or the future is dropped, the command is killed.
-pub async fn run(agent: Agent, request: pod::ExecSyncRequest) -> Result<pod::ExecSyncResponse, PodError> {
+pub async fn run(agent: Agent, request: pod::ExecSyncRequest) -> Result<Bounded<pod::ExecSyncResponse>, PodError> {
     let limit = (request.timeout_ms > 0).then(|| Duration::from_millis(request.timeout_ms.into()));
     match limit {
         None => attempt(agent, request).await,
@@ -97,7 +96,7 @@ pub async fn run(agent: Agent, request: pod::ExecSyncRequest) -> Result<pod::Exe
     }
 }
 
-async fn attempt(agent: Agent, request: pod::ExecSyncRequest) -> Result<pod::ExecSyncResponse, PodError> {
+async fn attempt(agent: Agent, request: pod::ExecSyncRequest) -> Result<Bounded<pod::ExecSyncResponse>, PodError> {
     let id = request.id;
     let mut running = Running::begin(agent.clone(), id.clone(), request.args, false, false).await?;
     let (stdout, stderr) = tokio::try_join!(
@@ -118,47 +117,47 @@ async fn attempt(agent: Agent, request: pod::ExecSyncRequest) -> Result<pod::Exe
         reading_out.abort();
         reading_err.abort();
     }
-    Ok(pod::ExecSyncResponse {
-        stdout: taken(&stdout),
-        stderr: taken(&stderr),
-        exit_code: i32::try_from(exit.code).unwrap_or(i32::MAX),
-    })
+    Ok(taken(&stdout).into_answer(taken(&stderr), &exit))
 }
 
-type Collected = (Arc<Mutex<Vec<u8>>>, tokio::task::JoinHandle<()>);
+type Collected = (Arc<Mutex<CommandOutput>>, tokio::task::JoinHandle<()>);
 
 /// Reads a stream to its end in the background.
 fn collect(stream: UnixStream) -> Result<Collected, PodError> {
     let stream = tokio_stream_of(stream)?;
-    let kept = Arc::new(Mutex::new(Vec::new()));
+    let kept = Arc::new(Mutex::new(CommandOutput::default()));
     let task = tokio::spawn(keep(stream, Arc::clone(&kept)));
     Ok((kept, task))
 }
 
-fn taken(kept: &Mutex<Vec<u8>>) -> Vec<u8> {
+fn taken(kept: &Mutex<CommandOutput>) -> CommandOutput {
     std::mem::take(&mut *kept.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
-async fn keep(mut stream: impl AsyncRead + Unpin, kept: Arc<Mutex<Vec<u8>>>) {
+/// Reads a stream to its end, so that the command can end, and keeps as much as fits into the answer.
+async fn keep(mut stream: impl AsyncRead + Unpin, kept: Arc<Mutex<CommandOutput>>) {
     let mut buffer = vec![0; 32 << 10];
     // A broken stream ends like any other: the exit code says the rest.
     while let Ok(count @ 1..) = stream.read(&mut buffer).await {
         let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
-        let room = MAX_OUTPUT.saturating_sub(kept.len()).min(count);
-        kept.extend_from_slice(buffer.get(..room).unwrap_or_default());
+        kept.append(buffer.get(..count).unwrap_or_default());
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::guest_values::{FromGuest, MAX_OUTPUT};
 
     #[test]
     fn output_is_cut_and_read_on() {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-        let kept = Arc::new(Mutex::new(Vec::new()));
+        let kept = Arc::new(Mutex::new(CommandOutput::default()));
         let endless = tokio::io::repeat(b'x').take(MAX_OUTPUT as u64 + 100_000);
         runtime.block_on(keep(endless, Arc::clone(&kept)));
-        assert_eq!(taken(&kept).len(), MAX_OUTPUT);
+        let exit = proto::WaitResponse { exit: Some(proto::Exit { code: u32::MAX, ..Default::default() }) };
+        let exit = FromGuest::new(exit).bound().unwrap();
+        let answer = taken(&kept).into_answer(CommandOutput::default(), &exit);
+        assert_eq!((answer.stdout.len(), answer.stderr.len(), answer.exit_code), (MAX_OUTPUT, 0, i32::MAX));
     }
 }

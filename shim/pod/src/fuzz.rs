@@ -1,8 +1,8 @@
 //! Owns: one harness function per answer of a guest's agent that has bounds of its own. ci/fuzz calls them; the tests
 //! below feed them the committed corpus (`tests/corpus/TARGET/*`). A harness fails by a panic only.
 
-use crate::agent::read_frame;
-use crate::stats::{Bounds, check};
+use crate::agent::read_guest_frame;
+use crate::guest_values::{FromGuest, StatisticsBounds};
 use nacelle_proto::{agent, common, pod, wire};
 use prost::Message;
 use std::collections::BTreeSet;
@@ -17,8 +17,9 @@ const DISK: u64 = 1 << 29;
 pub fn statistics(data: &[u8]) {
     let Ok(answer) = wire::decode::<agent::StatsResponse>(data) else { return };
     let containers = BTreeSet::from(["a", "b"].map(str::to_owned));
-    let bounds = Bounds { memory: MEMORY, disk: DISK, containers: containers.clone(), interface: Some("eth0") };
-    let checked = check(answer, bounds);
+    let bounds =
+        StatisticsBounds { memory: MEMORY, disk: DISK, containers: containers.clone(), interface: Some("eth0") };
+    let checked = FromGuest::new(answer).bound(bounds).into_inner();
     assert!(checked.used_bytes.is_none_or(|used| used <= MEMORY));
     once(checked.containers.iter().map(|container| &container.id), 2);
     once(checked.interfaces.iter().map(|interface| &interface.name), 64);
@@ -77,15 +78,26 @@ fn once<'a>(names: impl Iterator<Item = &'a String>, limit: usize) {
     assert!(names.iter().all(|name| !name.is_empty() && name.chars().all(|c| c.is_ascii_graphic())), "{names:?}");
 }
 
+fn is_text(text: &str, max_chars: usize) -> bool {
+    text.chars().count() <= max_chars && !text.contains(char::is_control)
+}
+
 /// A framed message of the boot handshake: an AgentHello, a BootReport, and the answer for a port.
 pub fn handshake(data: &[u8]) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
     runtime.block_on(async {
         let limit = Duration::from_secs(60);
         let (mut hello, mut report, mut opened) = (data, data, data);
-        let _ = read_frame::<agent::AgentHello>(&mut hello, "hello", limit).await;
-        let _ = read_frame::<agent::BootReport>(&mut report, "report", limit).await;
-        let _ = read_frame::<agent::StreamOpened>(&mut opened, "answer for a port", limit).await;
+        if let Ok(hello) = read_guest_frame::<agent::AgentHello>(&mut hello, "hello", limit).await {
+            let answer = hello.bound().into_answer(Vec::new());
+            assert!(is_text(&answer.kernel_release, 128) && is_text(&answer.agent_version, 128));
+        }
+        if let Ok(report) = read_guest_frame::<agent::BootReport>(&mut report, "report", limit).await {
+            assert!(report.bound().err().is_none_or(|error| is_text(&error, 1024)));
+        }
+        if let Ok(opened) = read_guest_frame::<agent::StreamOpened>(&mut opened, "answer for a port", limit).await {
+            assert!(opened.bound().err().is_none_or(|error| is_text(&error, 1024)));
+        }
     });
 }
 

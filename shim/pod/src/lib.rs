@@ -14,6 +14,7 @@ mod exec;
 mod fan;
 #[cfg(any(test, feature = "fuzz"))]
 pub mod fuzz;
+mod guest_values;
 mod host;
 pub mod identity;
 mod images;
@@ -31,7 +32,6 @@ mod server;
 pub mod share;
 pub mod spec;
 mod state;
-mod stats;
 mod stops;
 mod streams;
 mod sys;

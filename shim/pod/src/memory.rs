@@ -3,10 +3,12 @@
 
 use crate::actor::Able;
 use crate::error::PodError;
+use crate::guest_values::Bounded;
 use crate::spec::PodSpec;
 use nacelle_base::Chain;
 use nacelle_base::task::{TaskError, run_blocking};
 use nacelle_engine::Machine;
+use nacelle_proto::common::SetMemoryResponse;
 use std::sync::Arc;
 use tokio::sync::Semaphore;
 
@@ -31,8 +33,13 @@ pub fn check(spec: &PodSpec, asked: u64) -> Result<(), PodError> {
 }
 
 impl Memory {
-    /// Has so many bytes of the reserve be in use; says how many are.
-    pub async fn set(&self, spec: Arc<PodSpec>, able: Able, asked: u64) -> Result<u64, PodError> {
+    /// Brings `asked` bytes of the reserve into use; returns how many are.
+    pub async fn set(
+        &self,
+        spec: Arc<PodSpec>,
+        able: Able,
+        asked: u64,
+    ) -> Result<Bounded<SetMemoryResponse>, PodError> {
         let turn = Arc::clone(&self.0);
         let change = tokio::spawn(async move {
             let _turn = turn.acquire_owned().await;
@@ -42,17 +49,17 @@ impl Memory {
     }
 }
 
-async fn change(spec: &PodSpec, Able { agent, machine }: Able, asked: u64) -> Result<u64, PodError> {
+async fn change(
+    spec: &PodSpec,
+    Able { agent, machine }: Able,
+    asked: u64,
+) -> Result<Bounded<SetMemoryResponse>, PodError> {
     let reserve_mib = spec.reserved_memory_mib.unwrap_or(0);
     let places = nacelle_engine::reserve(spec.memory_mib, reserve_mib, 0);
-    let used = agent.set_memory(&places, asked).await?;
     let most = u64::from(reserve_mib) << 20;
-    if !(asked..=most).contains(&used) {
-        let rule = "an agent uses what it is asked to";
-        return Err(PodError::Field { field: "bytes", value: format!("{used} for {asked} of {most}"), rule });
-    }
+    let used = agent.set_memory(&places, asked).await?.bound(asked..=most)?;
     // What a guest uses in spite of its word is lost to it, not to the node.
-    give_back(machine, u32::try_from(used.div_ceil(1 << 20)).unwrap_or(u32::MAX)).await;
+    give_back(machine, u32::try_from(used.bytes.div_ceil(1 << 20)).unwrap_or(u32::MAX)).await;
     Ok(used)
 }
 

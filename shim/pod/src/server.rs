@@ -3,10 +3,10 @@
 use crate::actor::{Ask, Handles, Live, Message, Reply};
 use crate::error::PodError;
 use crate::exec::Running;
+use crate::guest_values::{Bounded, StatisticsBounds};
 use crate::memory::{self, Memory};
 use crate::record::PodRecord;
 use crate::spec::PodSpec;
-use crate::stats::{self, Bounds};
 use nacelle_proto::{common, pod as proto};
 use proto::pod_server::Pod;
 use std::pin::Pin;
@@ -38,6 +38,10 @@ impl Server {
         Ok(Response::new(answer.await.map_err(|_dropped| ending())??))
     }
 
+    async fn ask_guest<T>(&self, ask: impl FnOnce(Reply<Bounded<T>>) -> Ask) -> Result<Response<T>, Status> {
+        self.ask(ask).await.map(|answer| answer.map(Bounded::into_inner))
+    }
+
     async fn tell(&self, ask: impl FnOnce(Reply<()>) -> Ask) -> Result<Response<common::Empty>, Status> {
         self.ask(ask).await.map(|_| Response::new(common::Empty {}))
     }
@@ -55,7 +59,7 @@ impl Pod for Server {
         &self,
         request: Request<proto::ConfigureRequest>,
     ) -> Result<Response<proto::ConfigureResponse>, Status> {
-        self.ask(|reply| Ask::Configure(request.into_inner(), reply)).await
+        self.ask_guest(|reply| Ask::Configure(request.into_inner(), reply)).await
     }
 
     async fn state(&self, _: Request<common::Empty>) -> Result<Response<proto::PodState>, Status> {
@@ -71,7 +75,7 @@ impl Pod for Server {
         &self,
         request: Request<proto::CreateContainerRequest>,
     ) -> Result<Response<common::CreateContainerResponse>, Status> {
-        self.ask(|reply| Ask::Create(request.into_inner(), reply)).await
+        self.ask_guest(|reply| Ask::Create(request.into_inner(), reply)).await
     }
 
     async fn start_container(&self, request: Request<common::ContainerRef>) -> Result<Response<common::Empty>, Status> {
@@ -101,7 +105,7 @@ impl Pod for Server {
         &self,
         request: Request<proto::ExecSyncRequest>,
     ) -> Result<Response<proto::ExecSyncResponse>, Status> {
-        self.ask(|reply| Ask::Exec(request.into_inner(), reply)).await
+        self.ask_guest(|reply| Ask::Exec(request.into_inner(), reply)).await
     }
 
     type ExecStream = ReceiverStream<Result<proto::ExecEvent, Status>>;
@@ -152,8 +156,8 @@ impl Pod for Server {
         memory::check(&self.spec, asked).map_err(|error| crate::codes::status(&error))?;
         let able = self.ask(Ask::Machine).await?.into_inner();
         let set = self.memory.set(Arc::clone(&self.spec), able, asked).await;
-        let bytes = set.map_err(|error| crate::codes::status(&error))?;
-        Ok(Response::new(common::SetMemoryResponse { bytes }))
+        let set = set.map_err(|error| crate::codes::status(&error))?;
+        Ok(Response::new(set.into_inner()))
     }
 
     async fn resize(&self, request: Request<common::ResizeRequest>) -> Result<Response<common::Empty>, Status> {
@@ -170,7 +174,7 @@ impl Pod for Server {
         let network = self.spec.network.as_ref();
         // Without a guest there is no bound but the node.
         let guest = self.spec.engine.has_machine();
-        let bounds = Bounds {
+        let bounds = StatisticsBounds {
             memory: if guest { u64::from(self.spec.max_memory_mib()) << 20 } else { u64::MAX },
             disk: if self.spec.engine.has_disks() {
                 self.spec.scratch.size_mib.saturating_mul(1 << 20)
@@ -180,7 +184,7 @@ impl Pod for Server {
             containers: self.published.borrow().containers.iter().map(|container| container.id.clone()).collect(),
             interface: network.and_then(|network| network.interfaces.first()).map(String::as_str),
         };
-        Ok(Response::new(stats::check(answer, bounds)))
+        Ok(Response::new(answer.bound(bounds).into_inner()))
     }
 
     async fn stop(&self, request: Request<proto::StopRequest>) -> Result<Response<common::Empty>, Status> {

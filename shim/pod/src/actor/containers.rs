@@ -2,8 +2,9 @@
 
 use super::{Actor, Answers, Entry, Live, News, Reply, send, tell};
 use crate::container::{self, Attach, Ended, ImageUse, Started};
-use crate::error::{Failure, PodError, guest_text};
+use crate::error::{Failure, PodError, printable};
 use crate::exec;
+use crate::guest_values::Bounded;
 use crate::log::LogPath;
 use crate::record::{ContainerPhase, ContainerRecord, LOST, Phase};
 use crate::state::{self, Container, ContainerAct, ContainerAsk};
@@ -26,7 +27,7 @@ impl Actor {
     pub(super) fn create(
         &mut self,
         request: pod::CreateContainerRequest,
-        reply: Reply<common::CreateContainerResponse>,
+        reply: Reply<Bounded<common::CreateContainerResponse>>,
         answers: &mut Answers,
     ) {
         let id = request.id.clone();
@@ -54,7 +55,7 @@ impl Actor {
         let agent = self.agent()?;
         if !is_name(id) {
             let rule = "1 to 128 letters, digits, '-', '_' or '.' are expected";
-            return Err(PodError::Field { field: "id", value: guest_text(id, 200), rule }.into());
+            return Err(PodError::Field { field: "id", value: printable(id, 200), rule }.into());
         }
         let log = match request.log_path.as_str() {
             "" => None,
@@ -81,7 +82,7 @@ impl Actor {
             state: next,
             request,
             log,
-            response: common::CreateContainerResponse::default(),
+            response: Bounded::default(),
             creating: Vec::new(),
             waiting: Vec::new(),
             started: None,
@@ -127,7 +128,7 @@ impl Actor {
     pub(super) fn made(
         &mut self,
         id: &str,
-        outcome: Result<common::CreateContainerResponse, Failure>,
+        outcome: Result<Bounded<common::CreateContainerResponse>, Failure>,
         answers: &mut Answers,
     ) {
         let ask = if outcome.is_ok() { ContainerAsk::Made } else { ContainerAsk::MakeFailed };
@@ -224,8 +225,7 @@ impl Actor {
             record.exit_code = end.code;
             record.oom_killed = end.oom_killed;
             record.message = end.message;
-            // The guest's clock is the guest's word.
-            record.finished_at = if (record.started_at..=now).contains(&end.at) { end.at } else { now };
+            record.finished_at = *end.at.bound_time(record.started_at, now);
         }
     }
 
@@ -329,7 +329,7 @@ impl Actor {
         }
     }
 
-    pub(super) fn exec(&mut self, request: pod::ExecSyncRequest, mut reply: Reply<pod::ExecSyncResponse>) {
+    pub(super) fn exec(&mut self, request: pod::ExecSyncRequest, mut reply: Reply<Bounded<pod::ExecSyncResponse>>) {
         let agent = match self.running(&request.id) {
             Ok(live) => live.agent,
             Err(failure) => return tell(reply, Err(failure)),

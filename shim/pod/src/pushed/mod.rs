@@ -7,7 +7,7 @@
 mod room;
 
 use crate::agent::Agent;
-use crate::error::{Failure, PodError, guest_text};
+use crate::error::{Failure, PodError, printable};
 use nacelle_base::Chain;
 use nacelle_base::push::{Ask, Told, Why};
 use nacelle_proto::{agent as proto, pod, wire};
@@ -212,7 +212,7 @@ impl Push {
 fn unread(path: &str, told: Option<Told>) -> PodError {
     let path = path.to_owned();
     match told {
-        Some(Told::Failed { why, text, .. }) => PodError::Unread { path, why, text: guest_text(&text, MAX_TEXT) },
+        Some(Told::Failed { why, text, .. }) => PodError::Unread { path, why, text: printable(&text, MAX_TEXT) },
         _ => PodError::NoReader { path },
     }
 }
