@@ -162,22 +162,22 @@ impl Agent for Service {
             devices: request.devices.into_iter().map(device).collect(),
             empty_dirs: request.empty_dirs,
         };
-        whole(Arc::clone(&self.pod).create(options)).await.map(Response::new)
+        whole(Arc::clone(&self.pod).create_container(options)).await.map(Response::new)
     }
 
     async fn start_container(&self, request: Request<ContainerRef>) -> Result<Response<Empty>, Status> {
-        whole(Arc::clone(&self.pod).start(request.into_inner().id)).await?;
+        whole(Arc::clone(&self.pod).start_container(request.into_inner().id)).await?;
         Ok(Response::new(Empty {}))
     }
 
     async fn signal(&self, request: Request<SignalRequest>) -> Result<Response<Empty>, Status> {
         let (request, pod) = (request.into_inner(), Arc::clone(&self.pod));
-        blocking(move || pod.signal(&request.id, &request.exec_id, request.signal, request.all)).await
+        blocking(move || pod.send_signal(&request.id, &request.exec_id, request.signal, request.all)).await
     }
 
     async fn wait(&self, request: Request<WaitRequest>) -> Result<Response<WaitResponse>, Status> {
         let request = request.into_inner();
-        let process = self.pod.process(&request.id, &request.exec_id).map_err(|error| status(&error))?;
+        let process = self.pod.find_process(&request.id, &request.exec_id).map_err(|error| status(&error))?;
         let limit = Duration::from_millis(request.timeout_ms.into()).min(LONGEST_WAIT);
         Ok(Response::new(WaitResponse { exit: process.wait(limit).await }))
     }
@@ -193,7 +193,7 @@ impl Agent for Service {
     }
 
     async fn remove_container(&self, request: Request<ContainerRef>) -> Result<Response<Empty>, Status> {
-        whole(Arc::clone(&self.pod).remove(request.into_inner().id)).await?;
+        whole(Arc::clone(&self.pod).remove_container(request.into_inner().id)).await?;
         Ok(Response::new(Empty {}))
     }
 
@@ -207,12 +207,12 @@ impl Agent for Service {
             stdin: request.stdin,
             size: (cut(request.columns), cut(request.rows)),
         };
-        whole(Arc::clone(&self.pod).exec(options)).await?;
+        whole(Arc::clone(&self.pod).start_exec(options)).await?;
         Ok(Response::new(Empty {}))
     }
 
     async fn update_container(&self, request: Request<UpdateContainerRequest>) -> Result<Response<Empty>, Status> {
-        whole(Arc::clone(&self.pod).update(request.into_inner())).await?;
+        whole(Arc::clone(&self.pod).update_container(request.into_inner())).await?;
         Ok(Response::new(Empty {}))
     }
 
@@ -232,19 +232,19 @@ impl Agent for Service {
 
     async fn resize(&self, request: Request<ResizeRequest>) -> Result<Response<Empty>, Status> {
         let (request, pod) = (request.into_inner(), Arc::clone(&self.pod));
-        blocking(move || pod.resize(&request.id, &request.exec_id, request.columns, request.rows)).await
+        blocking(move || pod.resize_terminal(&request.id, &request.exec_id, request.columns, request.rows)).await
     }
 
     async fn list_containers(&self, _: Request<Empty>) -> Result<Response<ListContainersResponse>, Status> {
-        Ok(Response::new(ListContainersResponse { containers: self.pod.list() }))
+        Ok(Response::new(ListContainersResponse { containers: self.pod.list_containers() }))
     }
 
     async fn stats(&self, _: Request<Empty>) -> Result<Response<StatsResponse>, Status> {
         let asked = |id: String| {
-            let process = self.pod.process(&id, "").ok().filter(|process| process.exit().is_none());
+            let process = self.pod.find_process(&id, "").ok().filter(|process| process.exit().is_none());
             Asked { pid: process.map(|process| process.pid), id }
         };
-        let containers = self.pod.list().into_iter().map(|container| asked(container.id)).collect();
+        let containers = self.pod.list_containers().into_iter().map(|container| asked(container.id)).collect();
         let read = crate::stats::of(&self.pod.layers, containers).await;
         let failed = |source| Status::internal(format!("cannot read what the containers use: {}", Chain(&source)));
         read.map(Response::new).map_err(failed)

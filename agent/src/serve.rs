@@ -31,7 +31,7 @@ async fn run(ready: Ready) -> io::Result<()> {
     let reaper = Arc::clone(&pod);
     tokio::spawn(async move {
         loop {
-            reaper.reap();
+            reaper.reap_processes();
             if children.recv().await.is_none() {
                 return;
             }
@@ -51,7 +51,7 @@ async fn run(ready: Ready) -> io::Result<()> {
     let (tell, told) = oneshot::channel::<()>();
     let farewell = async move {
         end.notified().await;
-        if let Err(error) = pod.kill_everything() {
+        if let Err(error) = pod.kill_all_containers() {
             tracing::warn!(%error, "cannot kill the containers");
         }
         drop(tell);

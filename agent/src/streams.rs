@@ -60,7 +60,7 @@ async fn join(mut connection: Connection, pod: &Pod) {
         }
         return;
     }
-    let process = match pod.process(&open.id, &open.exec_id) {
+    let process = match pod.find_process(&open.id, &open.exec_id) {
         Ok(process) => process,
         Err(error) => return tracing::warn!(error = %Chain(&error), "a stream of no process"),
     };

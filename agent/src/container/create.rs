@@ -1,0 +1,159 @@
+//! Creates a container up to, and without, the first instruction of its program.
+//!
+//! `prepare` makes root, specification and mounts on a blocking thread; then the zygote makes the first process with
+//! libcontainer. If a step fails, the cgroup, the huge pages and the root of the attempt are removed before the error is
+//! returned.
+
+use libcontainer::oci_spec::runtime::LinuxNamespaceType;
+use nacelle_base::undo::UndoStack;
+use nacelle_proto::agent::{EmptyDir, PidMode};
+use nacelle_proto::common::CreateContainerResponse;
+use std::collections::HashMap;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
+
+use super::devices::{self, Device};
+use super::error::PodError;
+use super::pod::{Pod, check_id};
+use super::prepare::{PreparedContainer, prepare_container};
+use super::record::Container;
+use super::remove::KILL_TIMEOUT;
+use super::spawn::StdioOptions;
+use super::spec::{PidNamespace, SpecError};
+use super::volumes::Volume;
+use super::{cgroup, places, root, shown};
+use crate::sys;
+use crate::zygote::{Create, Request};
+
+/// What a container is created from.
+#[derive(Debug)]
+pub struct CreateOptions {
+    /// The container's id.
+    pub id: String,
+    /// The OCI runtime specification as JSON.
+    pub spec: Vec<u8>,
+    /// The partition of the container's image.
+    pub partition: u32,
+    /// The user to look up in the image's /etc/passwd; empty: the user of the specification.
+    pub user: String,
+    /// Add the supplemental groups that the image's /etc/group gives the user.
+    pub merge_groups: bool,
+    /// Keep stdin open.
+    pub stdin: bool,
+    /// The container whose PID namespace the new one enters; empty: none.
+    pub pid_of: String,
+    /// The PID namespace if `pid_of` is empty.
+    pub pid_mode: PidMode,
+    /// Image volumes, in the order in which they are mounted.
+    pub volumes: Vec<Volume>,
+    /// Block devices of the node.
+    pub devices: Vec<Device>,
+    /// emptyDir volumes in memory or on disks of the VM.
+    pub empty_dirs: Vec<EmptyDir>,
+}
+
+impl Pod {
+    /// Creates a container. For an id that exists already, returns the answer of its creation.
+    pub async fn create_container(
+        self: Arc<Self>,
+        options: CreateOptions,
+    ) -> Result<CreateContainerResponse, PodError> {
+        check_id(&options.id)?;
+        let id = options.id.clone();
+        self.with_container_lock(&id, self.create_locked(options)).await
+    }
+
+    /// Creates a container whose lock the caller holds.
+    async fn create_locked(self: &Arc<Self>, options: CreateOptions) -> Result<CreateContainerResponse, PodError> {
+        if let Ok(existing) = self.find_container(&options.id) {
+            return Ok(existing.created.clone());
+        }
+        let id = options.id.clone();
+        let pid = self.choose_pid_namespace(&id, &options.pid_of, options.pid_mode).await?;
+        let namespace = pid.clone();
+        // Dropped last: processes of a failed attempt have the agent's rights until `undo` has killed them.
+        let mut trace_guard = None;
+        let mut undo = UndoStack::new();
+        undo.push("root", {
+            let id = id.clone();
+            move || root::remove(&id)
+        });
+        undo.push("huge pages", {
+            let (pod, id) = (Arc::clone(self), id.clone());
+            move || pod.huge_pages.release(&id)
+        });
+        undo.push("cgroup", {
+            let path = cgroup::path(&id);
+            move || cgroup::clear(&path, KILL_TIMEOUT)
+        });
+        let pod = Arc::clone(self);
+        let stdin = options.stdin;
+        let made = async {
+            let prepared = tokio::task::spawn_blocking(move || prepare_container(&pod, &options, pid)).await??;
+            trace_guard = self.freeze_tracers(&id, &namespace).await?;
+            let made = self.make_first_process(&id, prepared, stdin, namespace).await?;
+            // The container has mounted the copies by now. Releasing them releases the mounts that they copy.
+            let shown = id.clone();
+            let cleared = tokio::task::spawn_blocking(move || shown::clear(&shown)).await?;
+            cleared.map_err(PodError::io("take the mounts", &id))?;
+            Ok(made)
+        };
+        let container = match made.await {
+            Ok(container) => container,
+            Err(error) => {
+                // Dropped on a thread where it may block. The stack logs what it could not undo.
+                tokio::task::spawn_blocking(move || drop(undo)).await?;
+                return Err(error);
+            }
+        };
+        undo.keep();
+        drop(trace_guard);
+        let response = container.created.clone();
+        self.lock_state().containers.insert(id, Arc::new(container));
+        Ok(response)
+    }
+
+    /// Has the zygote make the first process, and applies what libcontainer leaves to the agent: device rules and terminal size.
+    async fn make_first_process(
+        self: &Arc<Self>,
+        id: &str,
+        prepared: PreparedContainer,
+        stdin: bool,
+        namespace: PidNamespace,
+    ) -> Result<Container, PodError> {
+        let PreparedContainer { spec, late_mounts, response } = prepared;
+        let missing = |part| PodError::Spec { id: id.to_owned(), source: SpecError::Missing { part } };
+        let process = spec.process().clone().ok_or_else(|| missing("process"))?;
+        let linux = spec.linux().clone().ok_or_else(|| missing("linux"))?;
+        let tty = process.terminal().unwrap_or(false);
+        let path = cgroup::path(id);
+
+        let spawn_guard = self.begin_spawn();
+        let in_proc = places::in_proc(&spec);
+        let request = Request::Create(Create { id: id.to_owned(), tty, in_proc, late: late_mounts });
+        let stdio = StdioOptions { tty, stdin, owner: (response.uid, response.gid) };
+        let (made, stdio) = self.spawn_process(id, request, vec![], stdio).await?;
+        let init = self.register_process(made, stdio, path.clone(), namespace != PidNamespace::Own);
+        drop(spawn_guard);
+        let rules = linux.resources().as_ref().and_then(|resources| resources.devices().clone()).unwrap_or_default();
+        devices::attach(&path, &rules).map_err(PodError::io("limit the devices", id))?;
+        if let (Some(terminal), Some(size)) = (&init.stdio.terminal, process.console_size()) {
+            let saturate = |number: u64| u16::try_from(number).unwrap_or(u16::MAX);
+            sys::set_window_size(terminal, saturate(size.width()), saturate(size.height()))
+                .map_err(PodError::io("size the terminal", id))?;
+        }
+        let namespaces = linux.namespaces().as_deref().unwrap_or_default();
+        Ok(Container {
+            id: id.to_owned(),
+            process,
+            seccomp: linux.seccomp().clone(),
+            has_cgroup_namespace: namespaces.iter().any(|namespace| namespace.typ() == LinuxNamespaceType::Cgroup),
+            pid_namespace: namespace,
+            cgroup: path,
+            created: response,
+            init,
+            started: AtomicBool::new(false),
+            execs: Mutex::new(HashMap::new()),
+        })
+    }
+}

@@ -1,0 +1,117 @@
+//! The error of every operation on the pod and its containers, and the kind (gRPC code) that each variant maps to.
+
+use nacelle_base::{Classify, Kind};
+use std::io;
+
+use super::{limits, places, root, spec, targets, user, volumes};
+use crate::empty_dirs::EmptyDirError;
+use crate::huge_pages::HugePagesError;
+use crate::image::DiskError;
+use crate::memory::MemoryError;
+use crate::processors::ProcessorsError;
+use crate::pushed::PushError;
+use crate::zygote::ZygoteError;
+
+/// Reasons an operation on the pod or one of its containers fails.
+#[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the fields are what the message prints")]
+pub enum PodError {
+    #[error("{id:?} is no id: 1 to 128 characters from letters, digits, '_', '-' and '.' are, not starting with '.'")]
+    Id { id: String },
+    #[error("there is no container {id}")]
+    NoContainer { id: String },
+    #[error("container {id} has no process {exec_id}")]
+    NoExec { id: String, exec_id: String },
+    #[error("command {exec_id} of container {id} was killed before it started")]
+    Killed { id: String, exec_id: String },
+    #[error("container {id} is not running")]
+    NotRunning { id: String },
+    #[error("{signal} is no signal")]
+    Signal { signal: u32 },
+    #[error("an exec needs a program")]
+    NoProgram,
+    #[error("container {id} has no terminal to resize")]
+    NoTerminal { id: String },
+    #[error("container {id} did not end within {seconds} s of being killed")]
+    StillAlive { id: String, seconds: u64 },
+    #[error("cannot find the user of container {id}")]
+    User { id: String, source: user::UserError },
+    #[error("container {id} cannot run as this user")]
+    Numbers { id: String, source: user::IdError },
+    #[error("cannot use the specification of container {id}")]
+    Spec { id: String, source: spec::SpecError },
+    #[error("cannot change the limits of container {id}")]
+    Limits { id: String, source: limits::LimitError },
+    #[error("cannot give container {id} its huge pages")]
+    HugePages { id: String, source: HugePagesError },
+    #[error("cannot prepare the root of container {id}")]
+    Root { id: String, source: root::RootError },
+    #[error("cannot mount what container {id} asks for")]
+    Mount { id: String, source: places::PlaceError },
+    #[error("the image of container {id} cannot be used as the specification asks")]
+    Target { id: String, source: targets::TargetError },
+    #[error("cannot mount a volume of container {id}")]
+    Volume { id: String, source: volumes::VolumeError },
+    #[error("cannot start a process of container {id}")]
+    Zygote { id: String, source: ZygoteError },
+    #[error("cannot {what} of container {id}")]
+    Io { what: &'static str, id: String, source: io::Error },
+    #[error(transparent)]
+    Push(#[from] PushError),
+    #[error(transparent)]
+    EmptyDir(#[from] EmptyDirError),
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    #[error(transparent)]
+    Processors(#[from] ProcessorsError),
+    #[error("cannot use the disk")]
+    Disk {
+        #[from]
+        source: DiskError,
+    },
+    #[error("a task of the agent was cut off")]
+    Task {
+        #[from]
+        source: tokio::task::JoinError,
+    },
+}
+
+impl PodError {
+    /// Returns a function for `map_err` that makes an I/O error into "cannot `what` of container `id`".
+    pub(super) fn io(what: &'static str, id: &str) -> impl Fn(io::Error) -> PodError {
+        move |source| PodError::Io { what, id: id.to_owned(), source }
+    }
+}
+
+impl Classify for PodError {
+    fn kind(&self) -> Kind {
+        match self {
+            PodError::Id { .. }
+            | PodError::Signal { .. }
+            | PodError::NoProgram
+            | PodError::User { .. }
+            | PodError::Numbers { .. } => Kind::Invalid,
+            PodError::NoContainer { .. } | PodError::NoExec { .. } => Kind::NotFound,
+            PodError::NotRunning { .. } | PodError::Killed { .. } | PodError::NoTerminal { .. } => Kind::Conflict,
+            PodError::Spec { source: spec::SpecError::Unsupported { .. }, .. } => Kind::Unsupported,
+            PodError::Spec { .. } => Kind::Invalid,
+            PodError::StillAlive { .. } => Kind::Timeout,
+            PodError::Root { source, .. } => match Kind::from(source.source.kind()) {
+                Kind::Exhausted => Kind::Exhausted,
+                _ => Kind::Internal,
+            },
+            PodError::Mount { source, .. } => source.kind(),
+            PodError::Target { source, .. } => source.kind(),
+            PodError::Volume { source, .. } => source.kind(),
+            PodError::Limits { source, .. } => source.kind(),
+            PodError::HugePages { source, .. } => source.kind(),
+            PodError::Zygote { source, .. } => source.kind(),
+            PodError::Io { .. } | PodError::Task { .. } => Kind::Internal,
+            PodError::Push(source) => source.kind(),
+            PodError::Memory(source) => source.kind(),
+            PodError::Processors(source) => source.kind(),
+            PodError::EmptyDir(source) => source.kind(),
+            PodError::Disk { source } => source.kind(),
+        }
+    }
+}

@@ -1,0 +1,122 @@
+//! Runs a further process in a running container.
+//!
+//! Entries of execs are created by the first request that names them, be it a signal: a client that gives up an exec sends
+//! SIGKILL, which may arrive before the exec itself.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::cgroup;
+use super::error::PodError;
+use super::lock::release_entry;
+use super::pod::{Pod, check_id};
+use super::process::Process;
+use super::record::{Container, ExecEntry};
+use super::spawn::StdioOptions;
+use super::spec::exec_process;
+use crate::zygote::{Exec, Request};
+
+/// How many execs of a container that have ended are remembered.
+const MAX_ENDED_EXECS: usize = 256;
+
+/// What an exec is made from.
+#[derive(Debug)]
+pub struct ExecOptions {
+    /// The container's id.
+    pub id: String,
+    /// The exec's own id.
+    pub exec_id: String,
+    /// The program and its arguments.
+    pub args: Vec<String>,
+    /// Give the process a terminal.
+    pub tty: bool,
+    /// Keep stdin open.
+    pub stdin: bool,
+    /// The terminal's columns and rows; 0: unknown.
+    pub size: (u16, u16),
+}
+
+impl Pod {
+    /// Starts a process in a running container. Succeeds without effect if an exec of that id was started before.
+    pub async fn start_exec(self: Arc<Self>, options: ExecOptions) -> Result<(), PodError> {
+        check_id(&options.exec_id)?;
+        if options.args.first().is_none_or(String::is_empty) {
+            return Err(PodError::NoProgram);
+        }
+        let container = self.find_container(&options.id)?;
+        if !container.started.load(Ordering::Acquire) || container.init.exit().is_some() {
+            return Err(PodError::NotRunning { id: options.id });
+        }
+        let entry = self.exec_entry(&container, &options.exec_id);
+        let exec_id = options.exec_id.clone();
+        let made = entry.process.get_or_try_init(|| async {
+            // The client has given the exec up already, and its signal overtook this request.
+            if entry.killed.load(Ordering::SeqCst) {
+                return Err(PodError::Killed { id: options.id.clone(), exec_id: exec_id.clone() });
+            }
+            self.make_exec(&container, options).await
+        });
+        match made.await {
+            Ok(process) if entry.killed.load(Ordering::SeqCst) => {
+                process.send_signal(libc::SIGKILL).map_err(PodError::io("kill a command", &container.id))
+            }
+            Ok(_) => Ok(()),
+            Err(error) => {
+                let mut execs = container.lock_execs();
+                // A repeated request may be making the process now: later requests must find its entry.
+                release_entry(&mut execs, &exec_id, entry, |entry| entry.process.initialized());
+                Err(error)
+            }
+        }
+    }
+
+    /// Returns the entry of an exec, which it creates if there is none. Forgets the oldest of more than `MAX_ENDED_EXECS` that
+    /// are over.
+    pub(super) fn exec_entry(&self, container: &Container, exec_id: &str) -> Arc<ExecEntry> {
+        let sequence = {
+            let mut state = self.lock_state();
+            state.exec_sequence += 1;
+            state.exec_sequence
+        };
+        let mut execs = container.lock_execs();
+        let over: Vec<(u64, String)> =
+            execs.iter().filter(|(_, entry)| entry.is_over()).map(|(id, entry)| (entry.sequence, id.clone())).collect();
+        if over.len() > MAX_ENDED_EXECS
+            && let Some((_, oldest)) = over.iter().min()
+        {
+            execs.remove(oldest);
+        }
+        Arc::clone(execs.entry(exec_id.to_owned()).or_insert_with(|| Arc::new(ExecEntry::new(sequence))))
+    }
+
+    async fn make_exec(
+        self: &Arc<Self>,
+        container: &Container,
+        options: ExecOptions,
+    ) -> Result<Arc<Process>, PodError> {
+        let not_running = || PodError::NotRunning { id: options.id.clone() };
+        let pidfd = container.init.pidfd.as_ref().ok_or_else(not_running)?;
+        let pidfd = pidfd.try_clone().map_err(PodError::io("refer to the first process", &options.id))?;
+        let process = exec_process(&container.process, options.args, options.tty);
+        let owner = (process.user().uid(), process.user().gid());
+        // Until the program runs, its container must not be frozen, and no container that may trace it may start.
+        let _no_freeze = self.trace_lock.read().await;
+        let request = Request::Exec(Box::new(Exec {
+            process,
+            seccomp: container.seccomp.clone(),
+            may_be_traced: !self.find_tracers(&container.joinable_pid_namespace()).is_empty(),
+            user_namespace: self.users.is_some(),
+            cgroup_namespace: container.has_cgroup_namespace,
+            cgroup: container.cgroup.display().to_string(),
+            init_cgroup: cgroup::of_process(container.init.pid, &container.cgroup),
+            size: options.size,
+        }));
+        let _spawn_guard = self.begin_spawn();
+        let stdio = StdioOptions { tty: options.tty, stdin: options.stdin, owner };
+        let made = self.spawn_process(&options.id, request, vec![pidfd], stdio).await;
+        // If the container has ended meanwhile, that is the reason, whatever error the zygote saw.
+        let (made, stdio) =
+            made.map_err(|error| if container.init.exit().is_some() { not_running() } else { error })?;
+        Ok(self.register_process(made, stdio, container.cgroup.clone(), false))
+    }
+}

@@ -1,0 +1,144 @@
+//! The pod: what all its containers share, and the table of containers and processes.
+//!
+//! `Pod` is shared between tasks. Its tables are behind one lock, which is never held while waiting.
+
+use nacelle_proto::agent::ContainerState;
+use std::collections::HashMap;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tokio::sync::OnceCell;
+
+use super::error::PodError;
+use super::process::Process;
+use super::record::Container;
+use crate::empty_dirs::EmptyDirs;
+use crate::huge_pages::{HugePages, Limits};
+use crate::image::Disks;
+use crate::pushed::Volumes;
+use crate::stats::Layers;
+use crate::userns::UserNs;
+use crate::zygote::Zygote;
+
+/// The tables of a pod.
+#[derive(Default)]
+pub(super) struct PodState {
+    pub containers: HashMap<String, Arc<Container>>,
+    /// The lock of each container on which an operation runs or waits, by id.
+    pub container_locks: HashMap<String, Arc<tokio::sync::Mutex<()>>>,
+    /// Running processes by their PIDs.
+    pub processes: HashMap<i32, Arc<Process>>,
+    /// Wait statuses of processes that ended before they were registered, by their PIDs. Empty unless `spawning`.
+    pub unclaimed_exits: HashMap<i32, i32>,
+    /// How many `SpawnGuard`s exist.
+    pub spawning: usize,
+    /// How many entries of execs were asked for.
+    pub exec_sequence: u64,
+}
+
+/// The pod that this agent runs.
+pub struct Pod {
+    pub(super) zygote: Zygote,
+    /// The image, scratch and volume disks.
+    pub disks: Disks,
+    /// Sizes of the containers' writable layers.
+    pub layers: Arc<Layers>,
+    /// Copied-in volumes (configMap, secret, projected, downwardAPI).
+    pub volumes: Volumes,
+    /// emptyDir volumes in memory or on disks of the VM.
+    pub empty_dirs: EmptyDirs,
+    pub(super) huge_pages: HugePages,
+    pub(super) shared_pid: bool,
+    pub(super) node_pid: bool,
+    pub(super) users: Option<UserNs>,
+    /// The PID of the process that holds the shared PID namespace, once a container has needed it.
+    pub(super) pause: OnceCell<i32>,
+    /// Keeps a container with CAP_SYS_PTRACE from tracing a process that still has rights of the agent.
+    ///
+    /// Held for writing while a container is created that a frozen tracer would see, and while a container that may trace
+    /// starts. Held for reading while an exec is made: its container must not be frozen then.
+    pub(super) trace_lock: tokio::sync::RwLock<()>,
+    state: Mutex<PodState>,
+}
+
+impl Pod {
+    /// A pod without containers. `shared_pid`: all containers share one PID namespace; `node_pid`: that of the node.
+    /// `users`: the pod's user namespace; `None` if containers are in the agent's.
+    pub fn new(
+        zygote: Zygote,
+        disks: Disks,
+        huge_pages: HugePages,
+        shared_pid: bool,
+        node_pid: bool,
+        users: Option<UserNs>,
+    ) -> Arc<Pod> {
+        Arc::new(Pod {
+            zygote,
+            disks,
+            layers: Arc::default(),
+            volumes: Volumes::default(),
+            empty_dirs: EmptyDirs::default(),
+            huge_pages,
+            shared_pid,
+            node_pid,
+            users,
+            pause: OnceCell::new(),
+            trace_lock: tokio::sync::RwLock::default(),
+            state: Mutex::default(),
+        })
+    }
+
+    pub(super) fn lock_state(&self) -> MutexGuard<'_, PodState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn find_container(&self, id: &str) -> Result<Arc<Container>, PodError> {
+        let container = self.lock_state().containers.get(id).cloned();
+        container.ok_or_else(|| PodError::NoContainer { id: id.to_owned() })
+    }
+
+    /// Returns the exec `exec_id` of a container, or with an empty `exec_id` the container's first process.
+    pub fn find_process(&self, id: &str, exec_id: &str) -> Result<Arc<Process>, PodError> {
+        let container = self.find_container(id)?;
+        if exec_id.is_empty() {
+            return Ok(Arc::clone(&container.init));
+        }
+        let found = container.lock_execs().get(exec_id).and_then(|entry| entry.process.get()).cloned();
+        found.ok_or_else(|| PodError::NoExec { id: id.to_owned(), exec_id: exec_id.to_owned() })
+    }
+
+    /// Returns the states of all containers, in no order.
+    pub fn list_containers(&self) -> Vec<ContainerState> {
+        let state = self.lock_state();
+        let describe = |container: &Arc<Container>| ContainerState {
+            id: container.id.clone(),
+            started: container.started.load(Ordering::Acquire),
+            exit: container.init.exit(),
+        };
+        state.containers.values().map(describe).collect()
+    }
+
+    /// Has the kernel keep the huge pages that these limits of a container allow. Returns the limits that undo the change.
+    ///
+    /// Containers that have ended lose their huge pages first, so that they keep them no longer than until the next one needs
+    /// some. Blocks.
+    pub(super) fn reserve_huge_pages(&self, id: &str, limits: &Limits) -> Result<Limits, PodError> {
+        if limits.is_empty() {
+            return Ok(Limits::new());
+        }
+        let failed = |source| PodError::HugePages { id: id.to_owned(), source };
+        for ended in self.list_containers().into_iter().filter(|container| container.exit.is_some()) {
+            self.huge_pages.release(&ended.id).map_err(failed)?;
+        }
+        self.huge_pages.set(id, limits).map_err(failed)
+    }
+}
+
+/// Checks an id of a container or an exec, which becomes the name of directories and of a cgroup.
+pub(super) fn check_id(id: &str) -> Result<(), PodError> {
+    let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
+    if (1..=128).contains(&id.len()) && !id.starts_with('.') && id.chars().all(plain) {
+        Ok(())
+    } else {
+        Err(PodError::Id { id: id.chars().take(140).collect() })
+    }
+}

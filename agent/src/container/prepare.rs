@@ -1,0 +1,162 @@
+//! Prepares a container before any process of it exists: huge pages, root, user, volumes, and the specification on disk.
+//!
+//! Blocks. What a failed preparation leaves is removed by the undo stack of `create`.
+
+use libcontainer::oci_spec::runtime::{Mount, Spec};
+use nacelle_base::share;
+use nacelle_proto::agent::EmptyDir;
+use nacelle_proto::common::CreateContainerResponse;
+use std::path::Path;
+
+use super::create::CreateOptions;
+use super::error::PodError;
+use super::pod::Pod;
+use super::spec::{PidNamespace, Place, adjust, own_capabilities, own_oom_score_adj, parse};
+use super::targets::{Shape, TargetError, Targets};
+use super::{devices, limits, places, root, shown, user, volumes};
+use crate::empty_dirs::Place as EmptyDirPlace;
+use crate::huge_pages;
+use crate::paths;
+use crate::userns::UserNs;
+
+/// What libcontainer and the zygote need to make the first process.
+pub(super) struct PreparedContainer {
+    /// The specification as it was written to the bundle.
+    pub spec: Spec,
+    /// The mounts at and below /dev that the zygote makes when libcontainer is done.
+    pub late_mounts: Vec<Mount>,
+    /// The user and groups that were found.
+    pub response: CreateContainerResponse,
+}
+
+/// Prepares the container of these options, whose PID namespace is `pid`.
+pub(super) fn prepare_container(
+    pod: &Pod,
+    options: &CreateOptions,
+    pid: PidNamespace,
+) -> Result<PreparedContainer, PodError> {
+    let id = &options.id;
+    let in_spec = |source| PodError::Spec { id: id.clone(), source };
+    let in_root = |source| PodError::Root { id: id.clone(), source };
+    let spec = parse(&options.spec).map_err(in_spec)?;
+    pod.reserve_huge_pages(id, &limits::huge_pages(&spec))?;
+    let image = pod.disks.image(options.partition)?;
+    pod.disks.scratch()?;
+    let users = pod.users.as_ref();
+    let owner = users.map(UserNs::root);
+    let root = root::make(id, &image, users).map_err(in_root)?;
+    let passwd = root::read_file(&root, "/etc/passwd").map_err(in_root)?;
+    let group = root::read_file(&root, "/etc/group").map_err(in_root)?;
+    let (user, groups) = find_user(options, &spec, users, &passwd, &group)?;
+    let response = CreateContainerResponse { uid: user.uid, gid: user.gid, supplemental_groups: groups.clone() };
+    let mut mounts = Vec::with_capacity(options.volumes.len());
+    for volume in &options.volumes {
+        let image = pod.disks.image(volume.partition)?;
+        let mount = volumes::prepare(&root, &image, volume, owner);
+        mounts.push(mount.map_err(|source| PodError::Volume { id: id.clone(), source })?);
+    }
+    let is_shared = |mount: &Mount| mount.source().as_ref().is_some_and(|source| source.starts_with(share::FOLDER));
+    if spec.mounts().iter().flatten().any(is_shared) {
+        pod.disks.share()?;
+    }
+    let spec = resolve_empty_dirs(pod, id, spec, &options.empty_dirs)?;
+    let capabilities = own_capabilities();
+    let in_users = users.map(|users| users.network);
+    let place = Place {
+        id,
+        root: &root,
+        pid,
+        user: &user,
+        groups: &groups,
+        volumes: mounts,
+        capabilities,
+        oom_score_adj: own_oom_score_adj(),
+        users: in_users,
+    };
+    let mut spec = adjust(spec, place).map_err(in_spec)?;
+    if let (Some(users), Some(mounts)) = (users, spec.mounts_mut()) {
+        shown::of_mounts(id, users, mounts).map_err(in_root)?;
+    }
+    for device in &options.devices {
+        let numbers = pod.disks.device(device.partition)?;
+        devices::give(&mut spec, device, numbers).map_err(|source| in_spec(source.into()))?;
+    }
+    let controllers = Path::new(paths::CGROUP).join("cgroup.controllers");
+    limits::leave_out(&mut spec, &std::fs::read_to_string(controllers).unwrap_or_default(), &huge_pages::sizes());
+    places::check(&root, spec.mounts().as_deref().unwrap_or_default(), Path::new(shown::SYS))
+        .map_err(|source| PodError::Mount { id: id.clone(), source })?;
+    let late_mounts = places::take_late(&mut spec);
+    prepare_targets(&root, &mut spec, owner).map_err(|source| PodError::Target { id: id.clone(), source })?;
+    let path = Path::new(paths::BUNDLES).join(id).join("config.json");
+    let json = serde_json::to_vec(&spec).map_err(|source| in_spec(source.into()))?;
+    std::fs::write(path, json).map_err(PodError::io("write the bundle", id))?;
+    Ok(PreparedContainer { spec, late_mounts, response })
+}
+
+/// Finds the user of the container's processes and all their supplemental groups, and checks that the numbers are allowed.
+fn find_user(
+    options: &CreateOptions,
+    spec: &Spec,
+    users: Option<&UserNs>,
+    passwd: &str,
+    group: &str,
+) -> Result<(user::Found, Vec<u32>), PodError> {
+    let id = &options.id;
+    let asked = spec.process().as_ref().map(|process| process.user().clone()).unwrap_or_default();
+    let user = if options.user.is_empty() {
+        user::of_numbers(asked.uid(), asked.gid(), passwd)
+    } else {
+        user::find(&options.user, passwd, group).map_err(|source| PodError::User { id: id.clone(), source })?
+    };
+    let mut groups = vec![user.gid];
+    let merged = match &user.name {
+        Some(name) if options.merge_groups => user::memberships(name, group),
+        _ => Vec::new(),
+    };
+    for gid in asked.additional_gids().iter().flatten().copied().chain(merged) {
+        if !groups.contains(&gid) {
+            groups.push(gid);
+        }
+    }
+    let last = users.map(UserNs::limits);
+    user::check([user.uid], last.map(|(user, _)| user))
+        .and_then(|()| user::check(groups.iter().copied(), last.map(|(_, group)| group)))
+        .map_err(|source| PodError::Numbers { id: id.clone(), source })?;
+    Ok((user, groups))
+}
+
+/// Resolves the destinations of all mounts and the working directory in the root, and makes what is missing there, so that
+/// libcontainer gets paths without links.
+fn prepare_targets(root: &Path, spec: &mut Spec, owner: root::Owner) -> Result<(), TargetError> {
+    let mut targets = Targets::open(root, owner)?;
+    targets.check_plain()?;
+    for mount in spec.mounts_mut().iter_mut().flatten() {
+        let of_file = places::is_bind(mount) && mount.source().as_ref().is_some_and(|source| !source.is_dir());
+        let shape = if of_file { Shape::File } else { Shape::Directory };
+        let destination = targets.mount(mount.destination(), shape)?;
+        mount.set_destination(destination);
+    }
+    if let Some(process) = spec.process() {
+        targets.prepare("working directory", process.cwd(), Shape::Directory)?;
+    }
+    let devices = spec.linux().as_ref().and_then(|linux| linux.devices().as_ref());
+    devices.into_iter().flatten().try_for_each(|device| targets.device(device.path()))
+}
+
+/// Creates the emptyDir volumes that do not exist yet, and sets the sources of their mounts to where they are in the VM.
+fn resolve_empty_dirs(pod: &Pod, id: &str, mut spec: Spec, volumes: &[EmptyDir]) -> Result<Spec, PodError> {
+    for (number, volume) in volumes.iter().enumerate() {
+        let source = match pod.empty_dirs.place(volume, &pod.disks)? {
+            EmptyDirPlace::Whole(path) => path,
+            EmptyDirPlace::Part(mount) => shown::keep(id, mount, &format!("own{number}"))
+                .map_err(|source| PodError::Root { id: id.to_owned(), source })?,
+        };
+        let asked = Path::new(&volume.source);
+        for mount in spec.mounts_mut().iter_mut().flatten() {
+            if mount.source().as_deref() == Some(asked) {
+                mount.set_source(Some(source.clone()));
+            }
+        }
+    }
+    Ok(spec)
+}

@@ -1,0 +1,85 @@
+//! What the agent keeps of a container that exists, and of the execs in it.
+
+use libcontainer::oci_spec::runtime::{Capability, LinuxSeccomp, Process as SpecProcess};
+use nacelle_proto::common::CreateContainerResponse;
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tokio::sync::OnceCell;
+
+use super::process::Process;
+use super::spec::PidNamespace;
+
+/// A container that was created and not yet removed.
+#[derive(Debug)]
+pub struct Container {
+    pub(super) id: String,
+    /// The adjusted `process` of the specification, from which execs are derived.
+    pub(super) process: SpecProcess,
+    pub(super) seccomp: Option<LinuxSeccomp>,
+    /// Whether the container has a cgroup namespace of its own.
+    pub(super) has_cgroup_namespace: bool,
+    pub(super) pid_namespace: PidNamespace,
+    pub(super) cgroup: PathBuf,
+    /// The answer to the request that created the container, repeated for a repeated request.
+    pub(super) created: CreateContainerResponse,
+    pub(super) init: Arc<Process>,
+    pub(super) started: AtomicBool,
+    pub(super) execs: Mutex<Execs>,
+}
+
+/// The execs of a container by their ids.
+pub(super) type Execs = HashMap<String, Arc<ExecEntry>>;
+
+/// An exec, from the first request that names it.
+#[derive(Debug)]
+pub(super) struct ExecEntry {
+    /// Grows with each entry of the pod, so that the smallest is the oldest.
+    pub sequence: u64,
+    /// The process, once the zygote has made it.
+    pub process: OnceCell<Arc<Process>>,
+    /// Whether SIGKILL was requested, perhaps before the process was made.
+    pub killed: AtomicBool,
+}
+
+impl ExecEntry {
+    /// An exec without a process.
+    pub fn new(sequence: u64) -> ExecEntry {
+        ExecEntry { sequence, process: OnceCell::new(), killed: AtomicBool::new(false) }
+    }
+
+    /// Whether no process of the exec runs or will run.
+    pub fn is_over(&self) -> bool {
+        self.process.get().map_or(self.killed.load(Ordering::SeqCst), |process| process.exit().is_some())
+    }
+}
+
+impl Container {
+    pub(super) fn lock_execs(&self) -> MutexGuard<'_, Execs> {
+        self.execs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the container's processes are in this PID namespace.
+    pub(super) fn is_in(&self, namespace: &PidNamespace) -> bool {
+        match namespace {
+            PidNamespace::Of(pid) if self.init.pid == *pid => true,
+            PidNamespace::Own => false,
+            _ => self.pid_namespace == *namespace,
+        }
+    }
+
+    /// Returns the PID namespace of the container's processes in the form in which another container joins it.
+    pub(super) fn joinable_pid_namespace(&self) -> PidNamespace {
+        match &self.pid_namespace {
+            PidNamespace::Own => PidNamespace::Of(self.init.pid),
+            shared => shared.clone(),
+        }
+    }
+
+    /// Whether the container runs and its processes may trace (ptrace(2)) all processes that they see.
+    pub(super) fn may_trace(&self) -> bool {
+        let bounding = self.process.capabilities().as_ref().and_then(|sets| sets.bounding().as_ref());
+        self.init.exit().is_none() && bounding.is_none_or(|set| set.contains(&Capability::SysPtrace))
+    }
+}

@@ -1,0 +1,48 @@
+//! Has the zygote make a process, with pipes or a terminal as its streams.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use super::error::PodError;
+use super::pod::Pod;
+use crate::stdio::Stdio;
+use crate::zygote::{NewProcess, Request};
+
+/// The streams that a new process gets.
+pub(super) struct StdioOptions {
+    /// A terminal instead of pipes.
+    pub tty: bool,
+    /// Keep the stdin open; otherwise it is /dev/null.
+    pub stdin: bool,
+    /// The user and group of the process inside its user namespace, to which the pipes belong.
+    pub owner: (u32, u32),
+}
+
+impl Pod {
+    /// Has the zygote make a process. `fds` come before the streams. The caller holds a `SpawnGuard`.
+    pub(super) async fn spawn_process(
+        self: &Arc<Self>,
+        id: &str,
+        request: Request,
+        mut fds: Vec<OwnedFd>,
+        options: StdioOptions,
+    ) -> Result<(NewProcess, Stdio), PodError> {
+        let failed = PodError::io("set up the streams", id);
+        let StdioOptions { tty, stdin, owner: (uid, gid) } = options;
+        let mut stdio = Stdio::default();
+        let (uid, gid) = self.users.as_ref().map_or((uid, gid), |users| users.outside(uid, gid));
+        if !tty {
+            let (ours, theirs) = Stdio::pipes(stdin, uid, gid).map_err(&failed)?;
+            stdio = ours;
+            fds.extend(theirs);
+        }
+        let pod = Arc::clone(self);
+        let call = move || pod.zygote.call(&request, &fds.iter().collect::<Vec<_>>());
+        let made = tokio::task::spawn_blocking(call).await?;
+        let mut made = made.map_err(|source| PodError::Zygote { id: id.to_owned(), source })?;
+        if let Some(master) = made.terminal.take() {
+            stdio = Stdio::of_terminal(master, stdin).map_err(&failed)?;
+        }
+        Ok((made, stdio))
+    }
+}
