@@ -12,6 +12,7 @@ pub mod memory;
 pub mod paths;
 pub mod processors;
 pub mod pushed;
+pub mod rootfs;
 pub mod rpc;
 pub mod serve;
 pub mod stats;

@@ -21,7 +21,8 @@ use super::remove::KILL_TIMEOUT;
 use super::spawn::StdioOptions;
 use super::spec::{PidNamespace, SpecError};
 use super::volumes::Volume;
-use super::{cgroup, places, root, shown};
+use super::{cgroup, root, shown};
+use crate::rootfs::proc_mount_points;
 use crate::sys;
 use crate::zygote::{Create, Request};
 
@@ -129,7 +130,7 @@ impl Pod {
         let path = cgroup::path(id);
 
         let spawn_guard = self.begin_spawn();
-        let in_proc = places::in_proc(&spec);
+        let in_proc = proc_mount_points(&spec);
         let request = Request::Create(Create { id: id.to_owned(), tty, in_proc, late: late_mounts });
         let stdio = StdioOptions { tty, stdin, owner: (response.uid, response.gid) };
         let (made, stdio) = self.spawn_process(id, request, vec![], stdio).await?;

@@ -3,13 +3,14 @@
 use nacelle_base::{Classify, Kind};
 use std::io;
 
-use super::{limits, places, root, spec, targets, user, volumes};
+use super::{limits, spec, user, volumes};
 use crate::empty_dirs::EmptyDirError;
 use crate::huge_pages::HugePagesError;
 use crate::image::DiskError;
 use crate::memory::MemoryError;
 use crate::processors::ProcessorsError;
 use crate::pushed::PushError;
+use crate::rootfs::{RootError, RootPathError};
 use crate::zygote::ZygoteError;
 
 /// Reasons an operation on the pod or one of its containers fails.
@@ -45,11 +46,11 @@ pub enum PodError {
     #[error("cannot give container {id} its huge pages")]
     HugePages { id: String, source: HugePagesError },
     #[error("cannot prepare the root of container {id}")]
-    Root { id: String, source: root::RootError },
+    Root { id: String, source: RootError },
     #[error("cannot mount what container {id} asks for")]
-    Mount { id: String, source: places::PlaceError },
+    Mount { id: String, source: RootPathError },
     #[error("the image of container {id} cannot be used as the specification asks")]
-    Target { id: String, source: targets::TargetError },
+    Target { id: String, source: RootPathError },
     #[error("cannot mount a volume of container {id}")]
     Volume { id: String, source: volumes::VolumeError },
     #[error("cannot start a process of container {id}")]

@@ -12,11 +12,13 @@ use super::create::CreateOptions;
 use super::error::PodError;
 use super::pod::Pod;
 use super::spec::{PidNamespace, Place, adjust, own_capabilities, own_oom_score_adj, parse};
-use super::targets::{Shape, TargetError, Targets};
-use super::{devices, limits, places, root, shown, user, volumes};
+use super::{devices, limits, root, shown, user, volumes};
 use crate::empty_dirs::Place as EmptyDirPlace;
 use crate::huge_pages;
 use crate::paths;
+use crate::rootfs::{
+    EntryKind, MountPoints, Owner, RootPathError, check_bind_mounts, is_bind_mount, read_file, take_late_mounts,
+};
 use crate::userns::UserNs;
 
 /// What libcontainer and the zygote need to make the first process.
@@ -45,8 +47,8 @@ pub(super) fn prepare_container(
     let users = pod.users.as_ref();
     let owner = users.map(UserNs::root);
     let root = root::make(id, &image, users).map_err(in_root)?;
-    let passwd = root::read_file(&root, "/etc/passwd").map_err(in_root)?;
-    let group = root::read_file(&root, "/etc/group").map_err(in_root)?;
+    let passwd = read_file(&root, "/etc/passwd").map_err(in_root)?;
+    let group = read_file(&root, "/etc/group").map_err(in_root)?;
     let (user, groups) = find_user(options, &spec, users, &passwd, &group)?;
     let response = CreateContainerResponse { uid: user.uid, gid: user.gid, supplemental_groups: groups.clone() };
     let mut mounts = Vec::with_capacity(options.volumes.len());
@@ -83,10 +85,10 @@ pub(super) fn prepare_container(
     }
     let controllers = Path::new(paths::CGROUP).join("cgroup.controllers");
     limits::leave_out(&mut spec, &std::fs::read_to_string(controllers).unwrap_or_default(), &huge_pages::sizes());
-    places::check(&root, spec.mounts().as_deref().unwrap_or_default(), Path::new(shown::SYS))
+    check_bind_mounts(&root, spec.mounts().as_deref().unwrap_or_default(), Path::new(shown::SYS))
         .map_err(|source| PodError::Mount { id: id.clone(), source })?;
-    let late_mounts = places::take_late(&mut spec);
-    prepare_targets(&root, &mut spec, owner).map_err(|source| PodError::Target { id: id.clone(), source })?;
+    let late_mounts = take_late_mounts(&mut spec);
+    prepare_mount_points(&root, &mut spec, owner).map_err(|source| PodError::Target { id: id.clone(), source })?;
     let path = Path::new(paths::BUNDLES).join(id).join("config.json");
     let json = serde_json::to_vec(&spec).map_err(|source| in_spec(source.into()))?;
     std::fs::write(path, json).map_err(PodError::io("write the bundle", id))?;
@@ -127,20 +129,20 @@ fn find_user(
 
 /// Resolves the destinations of all mounts and the working directory in the root, and makes what is missing there, so that
 /// libcontainer gets paths without links.
-fn prepare_targets(root: &Path, spec: &mut Spec, owner: root::Owner) -> Result<(), TargetError> {
-    let mut targets = Targets::open(root, owner)?;
-    targets.check_plain()?;
+fn prepare_mount_points(root: &Path, spec: &mut Spec, owner: Owner) -> Result<(), RootPathError> {
+    let mut points = MountPoints::open(root, owner)?;
+    points.check_reserved_directories()?;
     for mount in spec.mounts_mut().iter_mut().flatten() {
-        let of_file = places::is_bind(mount) && mount.source().as_ref().is_some_and(|source| !source.is_dir());
-        let shape = if of_file { Shape::File } else { Shape::Directory };
-        let destination = targets.mount(mount.destination(), shape)?;
+        let of_file = is_bind_mount(mount) && mount.source().as_ref().is_some_and(|source| !source.is_dir());
+        let kind = if of_file { EntryKind::File } else { EntryKind::Directory };
+        let destination = points.add_mount(mount.destination(), kind)?;
         mount.set_destination(destination);
     }
     if let Some(process) = spec.process() {
-        targets.prepare("working directory", process.cwd(), Shape::Directory)?;
+        points.prepare_path("working directory", process.cwd(), EntryKind::Directory)?;
     }
     let devices = spec.linux().as_ref().and_then(|linux| linux.devices().as_ref());
-    devices.into_iter().flatten().try_for_each(|device| targets.device(device.path()))
+    devices.into_iter().flatten().try_for_each(|device| points.check_device(device.path()))
 }
 
 /// Creates the emptyDir volumes that do not exist yet, and sets the sources of their mounts to where they are in the VM.

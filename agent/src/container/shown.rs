@@ -5,14 +5,15 @@
 
 use libcontainer::oci_spec::runtime::Mount;
 use nacelle_base::mounts::{self, Change};
-use nix::mount::{MsFlags, mount};
+use nix::errno::Errno;
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
-use super::root::{RootError, at};
 use crate::paths;
+use crate::rootfs::{RootError, root_error};
 use crate::userns::UserNs;
 
 /// The agent's sysfs, which is shown without the control groups that are mounted on it.
@@ -29,16 +30,16 @@ pub fn show(id: &str, users: &UserNs, source: &Path, name: &str) -> Result<PathB
     let what = "show the container, with the owners of its user namespace,";
     let folder = make_folder(id)?;
     let of_image = source != Path::new(SYS);
-    let copy = mounts::copy(source, of_image).map_err(at(what, source))?;
+    let copy = mounts::copy(source, of_image).map_err(root_error(what, source))?;
     if of_image {
         let mapped = Change { users: Some(users.as_fd()), ..Change::default() };
-        mounts::change(&copy, false, &mapped).map_err(at(what, source))?;
+        mounts::change(&copy, false, &mapped).map_err(root_error(what, source))?;
     }
     let place = folder.join(name);
     let copy = File::from(copy);
-    let is_folder = copy.metadata().map_err(at("look at", source))?.is_dir();
+    let is_folder = copy.metadata().map_err(root_error("look at", source))?.is_dir();
     let made = if is_folder { fs::create_dir(&place) } else { File::create_new(&place).map(drop) };
-    made.and_then(|()| mounts::place(&copy, &place)).map_err(at(what, source))?;
+    made.and_then(|()| mounts::place(&copy, &place)).map_err(root_error(what, source))?;
     Ok(place)
 }
 
@@ -46,7 +47,7 @@ pub fn show(id: &str, users: &UserNs, source: &Path, name: &str) -> Result<PathB
 pub fn keep(id: &str, mount: impl AsFd, name: &str) -> Result<PathBuf, RootError> {
     let place = make_folder(id)?.join(name);
     let kept = fs::create_dir(&place).and_then(|()| mounts::place(mount, &place));
-    kept.map_err(at("show the container", &place))?;
+    kept.map_err(root_error("show the container", &place))?;
     Ok(place)
 }
 
@@ -54,10 +55,10 @@ pub fn keep(id: &str, mount: impl AsFd, name: &str) -> Result<PathBuf, RootError
 fn make_folder(id: &str) -> Result<PathBuf, RootError> {
     let folder = folder(id);
     if !folder.exists() {
-        fs::create_dir_all(&folder).map_err(at("make", &folder))?;
+        fs::create_dir_all(&folder).map_err(root_error("make", &folder))?;
         let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
         mount(Some("tmpfs"), &folder, Some("tmpfs"), flags, Some("mode=755,size=64k"))
-            .map_err(at("mount a tmpfs at", &folder))?;
+            .map_err(root_error("mount a tmpfs at", &folder))?;
     }
     Ok(folder)
 }
@@ -76,5 +77,16 @@ pub fn of_mounts(id: &str, users: &UserNs, mounts: &mut [Mount]) -> Result<(), R
 
 /// Takes all of it away; what is not there is no failure.
 pub fn clear(id: &str) -> io::Result<()> {
-    super::root::unmount(&folder(id)).map_err(|error| error.source)
+    unmount(&folder(id)).map_err(|error| error.source)
+}
+
+/// Unmounts whatever is mounted at a path, with all below it.
+pub(super) fn unmount(path: &Path) -> Result<(), RootError> {
+    loop {
+        match umount2(path, MntFlags::MNT_DETACH) {
+            Ok(()) => {}
+            Err(Errno::EINVAL | Errno::ENOENT) => return Ok(()),
+            Err(error) => return Err(root_error("unmount", path)(error)),
+        }
+    }
 }

@@ -8,8 +8,7 @@ use std::ffi::OsStr;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::root::{self, Owner};
-use super::targets::{Shape, TargetError, Targets};
+use crate::rootfs::{self, EntryKind, MountPoints, Owner, RootPathError};
 
 /// File systems of the container's own that a link must not lead a volume into.
 const RESERVED: [&str; 2] = ["proc", "sys"];
@@ -43,9 +42,9 @@ pub enum VolumeError {
     #[error("ImageVolumeMountFailed: {} is no path below / for a volume", at.display())]
     Path { at: PathBuf },
     #[error("ImageVolumeMountFailed: the container's {} is not a folder, or leads to none", at.display())]
-    Occupied { at: PathBuf, source: Box<TargetError> },
+    Occupied { at: PathBuf, source: Box<RootPathError> },
     #[error("ImageVolumeMountFailed: cannot make the container's {}", at.display())]
-    Place { at: PathBuf, source: Box<TargetError> },
+    Place { at: PathBuf, source: Box<RootPathError> },
     #[error("ImageVolumeMountFailed: {} leads to {}, a file system of the container's own", at.display(), to.display())]
     Reserved { at: PathBuf, to: PathBuf },
     #[error("ImageVolumeMountFailed: cannot look at {sub_path:?} in the image of the volume at {}", at.display())]
@@ -81,7 +80,7 @@ fn source(image: &Path, volume: &Volume) -> Result<PathBuf, VolumeError> {
     if path.is_absolute() || path.components().any(|part| part.as_os_str() == OsStr::new("..")) {
         return Err(VolumeError::SubPath { at, sub_path });
     }
-    match root::find(image, path) {
+    match rootfs::find(image, path) {
         Ok(Some((found, true))) => Ok(found),
         Ok(Some((_, false))) => Err(VolumeError::NoFolder { at, sub_path }),
         Ok(None) => Err(VolumeError::Missing { at, sub_path }),
@@ -95,7 +94,8 @@ fn make_place(root: &Path, at: &Path, owner: Owner) -> Result<(), VolumeError> {
     if !plain || at.components().any(|part| part.as_os_str() == OsStr::new("..")) {
         return Err(VolumeError::Path { at: at.to_owned() });
     }
-    let place = Targets::open(root, owner).and_then(|root| root.prepare("mount target", at, Shape::Directory));
+    let place =
+        MountPoints::open(root, owner).and_then(|points| points.prepare_path("mount target", at, EntryKind::Directory));
     let place = place.map_err(|source| match source.kind() {
         Kind::Invalid => VolumeError::Occupied { at: at.to_owned(), source: Box::new(source) },
         _ => VolumeError::Place { at: at.to_owned(), source: Box::new(source) },

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use super::child::defect;
 use super::executor::Program;
 use super::{Create, Made, Refusal, Why, late, receive_with};
-use crate::container::places;
+use crate::rootfs::check_proc_mounts;
 use crate::{log, paths, sys};
 
 /// How much of what libcontainer says of a failure is passed on, in bytes. The innermost cause comes first.
@@ -76,7 +76,7 @@ pub(super) fn create(request: &Create, stdio: Vec<OwnedFd>) -> Result<Made, Refu
 fn check_proc(pid: i32, allowed: &[PathBuf]) -> Result<(), Refusal> {
     let read = std::fs::read_to_string(format!("/proc/{pid}/mountinfo"));
     let mountinfo = read.map_err(|error| defect("read the container's mounts", &error))?;
-    places::check_proc(&mountinfo, allowed)
+    check_proc_mounts(&mountinfo, allowed)
         .map_err(|error| Refusal { message: format!("cannot make the container: {error}"), why: Why::Unusable })
 }
 

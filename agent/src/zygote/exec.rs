@@ -28,7 +28,7 @@ use std::time::{Duration, Instant};
 use super::child::{become_root, cannot_fork, defect};
 use super::executor::{c_strings, find, why};
 use super::{Exec, Made, Refusal, Why, receive_with, send_with};
-use crate::container::root;
+use crate::rootfs::RootDir;
 use crate::sys;
 
 /// How long a new process may take until its program runs: less than the agent waits for the zygote's answer.
@@ -386,7 +386,7 @@ fn enter_cgroup(request: &Exec) -> io::Result<()> {
 fn open_terminal(request: &Exec) -> io::Result<(OwnedFd, OwnedFd)> {
     let path = Path::new("/dev/pts/ptmx");
     let flags = OFlag::O_RDWR | OFlag::O_NOCTTY | OFlag::O_NOFOLLOW;
-    let master = root::open_in(&open_root()?, path, flags)?;
+    let master = RootDir::open(Path::new("/"))?.open_beneath(path, flags)?;
     let devpts = nix::sys::statfs::FsType(0x1cd1);
     if nix::sys::statfs::fstatfs(&master)?.filesystem_type() != devpts {
         return Err(io::Error::from(Errno::ENOTTY));
@@ -400,14 +400,9 @@ fn open_terminal(request: &Exec) -> io::Result<(OwnedFd, OwnedFd)> {
     Ok((master, slave))
 }
 
-fn open_root() -> nix::Result<OwnedFd> {
-    let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
-    retry_interrupted(|| nix::fcntl::open("/", flags, nix::sys::stat::Mode::empty()))
-}
-
 /// Enters a directory beneath the root: no link of /proc leads to another process's.
 fn enter_directory(path: &Path) -> nix::Result<()> {
-    let directory = root::open_in(&open_root()?, path, OFlag::O_PATH | OFlag::O_DIRECTORY)?;
+    let directory = RootDir::open(Path::new("/"))?.open_beneath(path, OFlag::O_PATH | OFlag::O_DIRECTORY)?;
     nix::unistd::fchdir(&directory)
 }
 

@@ -10,8 +10,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 
-use crate::container::root;
-use crate::container::targets::{Shape, Targets};
+use crate::rootfs::{EntryKind, MountPoints, RootDir};
 
 /// Mounts these over what the container of this first process has. Nothing of the container runs yet that could change its paths.
 pub(super) fn mount_all(pid: i32, late: &[Mount]) -> io::Result<()> {
@@ -23,12 +22,11 @@ pub(super) fn mount_all(pid: i32, late: &[Mount]) -> io::Result<()> {
     nix::sched::setns(File::open(format!("/proc/{pid}/ns/mnt"))?, CloneFlags::CLONE_NEWNS)?;
     for (mount, copy) in late.iter().zip(copies) {
         let copy = File::from(copy);
-        let shape = if copy.metadata()?.is_dir() { Shape::Directory } else { Shape::File };
+        let kind = if copy.metadata()?.is_dir() { EntryKind::Directory } else { EntryKind::File };
         // What is mounted already may be shared with containers that run: no link of theirs leads out of this root.
-        let targets = Targets::open(Path::new("/"), None).map_err(io::Error::other)?;
-        let at = targets.prepare("mount target", mount.destination(), shape).map_err(io::Error::other)?;
-        let root = root::open_root(Path::new("/")).map_err(io::Error::other)?;
-        let place = root::open_in(&root, &at, OFlag::O_PATH)?;
+        let points = MountPoints::open(Path::new("/"), None).map_err(io::Error::other)?;
+        let at = points.prepare_path("mount target", mount.destination(), kind).map_err(io::Error::other)?;
+        let place = RootDir::open(Path::new("/"))?.open_beneath(&at, OFlag::O_PATH)?;
         mounts::place_on(&copy, &place)?;
     }
     Ok(())

@@ -1,0 +1,78 @@
+//! Errors of a container's root: of its file system as such, and of paths in it that a specification names.
+
+use nacelle_base::{Classify, Kind};
+use nix::errno::Errno;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// The root of a container cannot be mounted, read or removed.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot {what} {}", path.display())]
+pub struct RootError {
+    /// The operation that failed, a verb phrase.
+    pub what: &'static str,
+    /// The path on which it failed.
+    pub path: PathBuf,
+    /// The system call's error.
+    pub source: io::Error,
+}
+
+/// Returns a function for `map_err` that makes a system call's error into "cannot `what` `path`".
+pub(crate) fn root_error<E: Into<io::Error>>(
+    what: &'static str,
+    path: impl Into<PathBuf>,
+) -> impl FnOnce(E) -> RootError {
+    let path = path.into();
+    move |source| RootError { what, path, source: source.into() }
+}
+
+/// A path of the specification cannot be used in the root of its container.
+#[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the fields are what the message prints")]
+pub enum RootPathError {
+    #[error("cannot prepare the {purpose} {} in the container's root: {}", asked.display(), at.display())]
+    Prepare { purpose: &'static str, asked: PathBuf, at: PathBuf, source: io::Error },
+    #[error("the device {} lies in the volume at {}: choose a path that is in no volume", device.display(), volume.display())]
+    DeviceInVolume { device: PathBuf, volume: PathBuf },
+    #[error(
+        "the mount at {} leads to {}, where a container has a file system of its own; mount it at a path that is no link",
+        at.display(), to.display()
+    )]
+    Reserved { at: PathBuf, to: PathBuf },
+    #[error(
+        "the mount at {} lies in sysfs, in which nothing can be made, and the kernel has no {}: mount over /sys, or elsewhere",
+        at.display(), to.display()
+    )]
+    NotInSysfs { at: PathBuf, to: PathBuf },
+    #[error(
+        "a mount of the container has come to lie at {}, where its proc is: a volume may not be mounted through a link in another volume",
+        at.display()
+    )]
+    OverProc { at: PathBuf },
+}
+
+impl RootPathError {
+    pub(super) fn prepare(purpose: &'static str, asked: &Path, at: &Path, error: Errno) -> RootPathError {
+        RootPathError::Prepare { purpose, asked: asked.to_owned(), at: at.to_owned(), source: error.into() }
+    }
+}
+
+impl Classify for RootPathError {
+    fn kind(&self) -> Kind {
+        match self {
+            RootPathError::DeviceInVolume { .. }
+            | RootPathError::Reserved { .. }
+            | RootPathError::NotInSysfs { .. }
+            | RootPathError::OverProc { .. } => Kind::Invalid,
+            RootPathError::Prepare { source, .. } => match source.raw_os_error() {
+                Some(libc::ENOTDIR | libc::EISDIR | libc::EEXIST | libc::ELOOP | libc::ENAMETOOLONG | libc::EINVAL) => {
+                    Kind::Invalid
+                }
+                _ => match Kind::from(source.kind()) {
+                    Kind::Exhausted => Kind::Exhausted,
+                    _ => Kind::Internal,
+                },
+            },
+        }
+    }
+}
