@@ -1,5 +1,5 @@
-//! Tests of the agent's side of the zygote, with a thread in the place of the zygote and its children, and of
-//! `nacelle_base::retry` under real signals.
+//! Tests of the agent's side of the zygote, with a thread in place of the zygote and its children, and of `nacelle_base::retry`
+//! under real signals.
 
 use super::*;
 use nacelle_base::retry;
@@ -7,20 +7,40 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollTimeout};
 use std::os::unix::process::ExitStatusExt;
 use std::os::unix::thread::JoinHandleExt;
-use std::process::{Child, Command};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc;
 use std::thread::{JoinHandle, sleep, spawn};
 use std::time::Instant;
 
 const SIGNAL: i32 = libc::SIGUSR2;
+/// How long a condition may take to become true on a busy computer.
+const LIMIT: Duration = Duration::from_secs(20);
 
-/// Sends a signal to a thread every millisecond, until it has ended. The signal's handler does nothing, and interrupted calls
-/// are not restarted.
-fn signalled<T>(thread: JoinHandle<T>) -> T {
+/// Waits until a condition holds.
+fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
+    let deadline = Instant::now() + LIMIT;
+    while !holds() {
+        assert!(Instant::now() < deadline, "not within {LIMIT:?}: {what}");
+        sleep(Duration::from_millis(1));
+    }
+}
+
+/// Sends signals to a thread until it has ended, and counts them in `sent`. The signal's handler does nothing, and interrupted
+/// calls are not restarted.
+fn join_signalled_counting<T>(thread: JoinHandle<T>, sent: &AtomicUsize) -> T {
     while !thread.is_finished() {
         crate::sys::signal_thread(thread.as_pthread_t(), SIGNAL).unwrap();
+        sent.fetch_add(1, Ordering::SeqCst);
+        // Without a pause between two signals the thread would do nothing but handle signals.
         sleep(Duration::from_millis(1));
     }
     thread.join().unwrap()
+}
+
+fn join_signalled<T>(thread: JoinHandle<T>) -> T {
+    join_signalled_counting(thread, &AtomicUsize::new(0))
 }
 
 /// The agent's end, and the socket where the zygote would be.
@@ -42,24 +62,32 @@ fn pause() -> Request {
     Request::Pause { user_namespace: false }
 }
 
-/// A process as a child makes it.
+/// A process as a child makes it. It echoes its stdin until it is killed.
 fn program() -> (Child, Made) {
-    let child = Command::new("sleep").arg("600").spawn().unwrap();
+    let child = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let pid = i32::try_from(child.id()).unwrap();
     (child, Made { pid, pidfd: crate::sys::pidfd_open(pid).ok(), terminal: None })
 }
 
-fn killed(mut child: Child) -> bool {
-    let end = Instant::now() + Duration::from_secs(20);
-    while Instant::now() < end {
-        if let Some(status) = child.try_wait().unwrap() {
-            return status.signal() == Some(libc::SIGKILL);
-        }
-        sleep(Duration::from_millis(5));
+/// Waits until a process has ended, and returns whether SIGKILL ended it. Kills it after `LIMIT`.
+fn was_killed(mut child: Child) -> bool {
+    let pidfd = crate::sys::pidfd_open(i32::try_from(child.id()).unwrap()).unwrap();
+    // The pidfd is readable when the process has ended (pidfd_open(2)).
+    let mut fds = [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)];
+    if retry::poll(&mut fds, Some(Instant::now() + LIMIT)).unwrap() == 0 {
+        child.kill().unwrap();
+        child.wait().unwrap();
+        return false;
     }
-    child.kill().unwrap();
-    child.wait().unwrap();
-    false
+    child.wait().unwrap().signal() == Some(libc::SIGKILL)
+}
+
+/// Asserts that a process of [`program`] runs. One to which SIGKILL was sent before does not answer.
+fn assert_runs(child: &mut Child) {
+    child.stdin.as_mut().unwrap().write_all(b"alive").unwrap();
+    let mut echo = [0; 5];
+    child.stdout.as_mut().unwrap().read_exact(&mut echo).unwrap();
+    assert_eq!(&echo, b"alive");
 }
 
 #[test]
@@ -67,11 +95,11 @@ fn signals_interrupt_calls_and_not_those_of_the_helper() {
     crate::sys::interrupt_by(SIGNAL).unwrap();
     // Without the helper each of them fails: the signals do reach the thread while it waits.
     let (near, _far) = UnixStream::pair().unwrap();
-    near.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-    let raw = signalled(spawn(move || nix::sys::socket::recv(near.as_raw_fd(), &mut [0], MsgFlags::empty())));
+    near.set_read_timeout(Some(LIMIT)).unwrap();
+    let raw = join_signalled(spawn(move || nix::sys::socket::recv(near.as_raw_fd(), &mut [0], MsgFlags::empty())));
     assert_eq!(raw, Err(Errno::EINTR));
     let (reader, writer) = nix::unistd::pipe().unwrap();
-    let raw = signalled(spawn(move || {
+    let raw = join_signalled(spawn(move || {
         let mut fds = [PollFd::new(reader.as_fd(), PollFlags::POLLIN)];
         let polled = nix::poll::poll(&mut fds, PollTimeout::NONE);
         (polled, nix::unistd::read(&reader, &mut [0]))
@@ -82,35 +110,45 @@ fn signals_interrupt_calls_and_not_those_of_the_helper() {
     let limit = Duration::from_millis(300);
     let (near, _far) = UnixStream::pair().unwrap();
     let start = Instant::now();
-    let late = signalled(spawn(move || Timed::new(&near, limit).read(&mut [0])));
+    let late = join_signalled(spawn(move || Timed::new(&near, limit).read(&mut [0])));
     assert_eq!(late.unwrap_err().kind(), io::ErrorKind::TimedOut);
     // Signals do not lengthen the time either.
     assert!((limit..Duration::from_secs(10)).contains(&start.elapsed()), "{:?}", start.elapsed());
     let (reader, writer) = nix::unistd::pipe().unwrap();
+    let attempts = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&attempts);
     let thread = spawn(move || {
         let mut fds = [PollFd::new(reader.as_fd(), PollFlags::POLLIN)];
         let polled = retry::poll(&mut fds, Some(Instant::now() + limit)).unwrap();
-        (polled, retry_interrupted(|| nix::unistd::read(&reader, &mut [0])))
+        let read = retry_interrupted(|| {
+            counted.fetch_add(1, Ordering::SeqCst);
+            nix::unistd::read(&reader, &mut [0])
+        });
+        (polled, read)
     });
     let writing = spawn(move || {
-        sleep(limit * 2);
+        eventually("the read was interrupted and repeated", || attempts.load(Ordering::SeqCst) > 1);
         nix::unistd::write(&writer, b"x")
     });
-    assert_eq!(signalled(thread), (0, Ok(1)));
+    assert_eq!(join_signalled(thread), (0, Ok(1)));
     writing.join().unwrap().unwrap();
 }
 
 #[test]
 fn signals_do_not_end_a_request() {
     let (zygote, control) = pair();
+    let sent = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&sent);
     let child = spawn(move || {
         let mut peer = take(&control);
-        sleep(Duration::from_millis(300));
+        // The caller has sent its request, so these signals reach it while it waits for the answer.
+        let before = counted.load(Ordering::SeqCst);
+        eventually("signals were sent while the caller waits", || counted.load(Ordering::SeqCst) > before + 20);
         let refusal = Refusal { message: "no".to_owned(), why: Why::Defect };
         answer(&mut peer, &Answer::Refused(refusal), &[]).unwrap();
     });
     let caller = spawn(move || zygote.call(&pause(), &[]));
-    let refused = signalled(caller).unwrap_err();
+    let refused = join_signalled_counting(caller, &sent).unwrap_err();
     assert!(matches!(refused, ZygoteError::Refused { .. }), "{refused:?}");
     child.join().unwrap();
 }
@@ -149,15 +187,17 @@ fn a_request_without_an_answer_times_out() {
 fn a_process_that_nobody_takes_is_killed() {
     // The agent gives up before the answer comes.
     let (zygote, control) = pair();
+    let (gave_up, agent_gave_up) = mpsc::channel();
     let child = spawn(move || {
         let mut peer = take(&control);
-        sleep(Duration::from_millis(300));
+        agent_gave_up.recv_timeout(LIMIT).unwrap();
         let (child, made) = program();
         (hand_over(&mut peer, &made).is_err(), child)
     });
     zygote.call_within(Duration::from_millis(50), &pause(), &[]).unwrap_err();
+    gave_up.send(()).unwrap();
     let (failed, process) = child.join().unwrap();
-    assert!(failed && killed(process));
+    assert!(failed && was_killed(process));
 
     // The answer is in the socket, and the agent does not read it.
     let (near, mut far) = UnixStream::pair().unwrap();
@@ -168,7 +208,7 @@ fn a_process_that_nobody_takes_is_killed() {
     retry::poll(&mut [PollFd::new(near.as_fd(), PollFlags::POLLIN)], None).unwrap();
     drop(near);
     let (failed, process) = child.join().unwrap();
-    assert!(failed && killed(process));
+    assert!(failed && was_killed(process));
 
     // The agent has it, and then cannot use it; or keeps it.
     for keep in [false, true] {
@@ -184,13 +224,12 @@ fn a_process_that_nobody_takes_is_killed() {
         if keep {
             let (pid, pidfd) = made.keep();
             assert_eq!((pid, pidfd.is_some()), (i32::try_from(process.id()).unwrap(), true));
-            sleep(Duration::from_millis(100));
-            assert_eq!(process.try_wait().unwrap(), None);
+            assert_runs(&mut process);
             process.kill().unwrap();
             process.wait().unwrap();
         } else {
             drop(made);
-            assert!(killed(process));
+            assert!(was_killed(process));
         }
     }
 }
