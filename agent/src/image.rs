@@ -12,7 +12,6 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::boot::mounts;
 use crate::{paths, sys};
 
 /// How long the disk may take to grow: the host has told the kernel, which reads the new size on its own time.
@@ -157,10 +156,10 @@ impl Disks {
             return if *there == Source::Files(files) { Ok(()) } else { Err(taken(number, there)) };
         }
         let (tree, layers) = files.split_first().ok_or(DiskError::NoFiles)?;
-        let layers: Vec<PathBuf> = layers.iter().map(|layer| mounts::of_node(layer)).collect();
+        let layers: Vec<PathBuf> = layers.iter().map(|layer| paths::of_node(layer)).collect();
         let point = mount_point(number);
         fs::create_dir_all(&point)
-            .and_then(|()| sys::mount_erofs(&mounts::of_node(tree), &layers, &point))
+            .and_then(|()| sys::mount_erofs(&paths::of_node(tree), &layers, &point))
             .map_err(at("mount the image", tree))?;
         attached.insert(number, Source::Files(files));
         Ok(())

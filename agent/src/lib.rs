@@ -1,6 +1,7 @@
 //! Owns: the guest's half of a pod: PID 1 of its machine, or of a namespace of the node. See docs/contributor/agent.md.
 
 pub mod boot;
+pub mod cgroup;
 pub mod container;
 pub mod empty_dirs;
 pub mod frame;
@@ -13,11 +14,9 @@ pub mod paths;
 pub mod processors;
 pub mod pushed;
 pub mod rootfs;
-pub mod rpc;
-pub mod serve;
+pub mod server;
 pub mod stats;
 pub mod stdio;
-pub mod streams;
 pub mod sys;
 pub mod userns;
 pub mod zygote;

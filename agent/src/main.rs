@@ -1,7 +1,7 @@
 //! Owns: the order of the agent's life: boot, serve, end the machine.
 
-use nacelle_agent::boot::{self, BootError, Ready, host};
-use nacelle_agent::serve;
+use nacelle_agent::boot::{BootError, Ready, guest, host};
+use nacelle_agent::server;
 use nacelle_base::Chain;
 use nix::sys::reboot::{RebootMode, reboot};
 use std::process::ExitCode;
@@ -18,7 +18,7 @@ fn main() -> ExitCode {
     if std::process::id() != 1 {
         return usage();
     }
-    live(boot::boot);
+    live(guest::boot);
     nix::unistd::sync();
     // A machine without ACPI cannot switch itself off; its VMM ends at a reset instead.
     let acpi = std::path::Path::new("/sys/firmware/acpi").exists();
@@ -39,7 +39,7 @@ fn usage() -> ExitCode {
 /// Boots and serves, until it is told to end.
 fn live(boot: impl FnOnce() -> Result<Ready, BootError>) -> ExitCode {
     match boot() {
-        Ok(ready) => match serve::serve(ready) {
+        Ok(ready) => match server::serve(ready) {
             Ok(()) => return ExitCode::SUCCESS,
             Err(error) => tracing::error!(error = %Chain(&error), "the agent cannot serve"),
         },

@@ -1,4 +1,6 @@
-//! Owns: where things lie in the guest.
+//! Paths of the agent's files, in the guest or in the pod's root on the node.
+
+use std::path::{Path, PathBuf};
 
 /// All that is the agent's.
 pub const RUN: &str = "/run/nacelle";
@@ -24,3 +26,22 @@ pub const SHM: &str = "/dev/shm";
 pub const CGROUP: &str = "/sys/fs/cgroup";
 /// The cgroup of all containers, below `CGROUP`.
 pub const POD_CGROUP: &str = "/pod";
+/// The search path for programs of a container whose image sets none.
+pub const DEFAULT_SEARCH_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+/// Where the agent of a pod on the node sees the node's files. Containers do not see them: they leave the agent's root.
+pub const NODE: &str = "/node";
+
+/// Returns the path at which the agent of a pod on the node sees a path of the node.
+pub fn of_node(path: &Path) -> PathBuf {
+    Path::new(NODE).join(path.strip_prefix("/").unwrap_or(path))
+}
+
+/// Returns the directory on the scratch disk that a container's root is made of.
+pub fn scratch_of(id: &str) -> PathBuf {
+    Path::new(SCRATCH).join(id)
+}
+
+/// Returns the directory on the scratch disk with what a container has written to its root.
+pub fn upper_layer_of(id: &str) -> PathBuf {
+    scratch_of(id).join("upper")
+}

@@ -129,6 +129,14 @@ pub fn name(namespace: &str, path: &str) -> io::Result<()> {
     Ok(mount(Some(namespace), path, none, MsFlags::MS_BIND, none)?)
 }
 
+/// Becomes the root of the user namespace that this process has just entered, in which it had no user before.
+pub fn become_root() -> io::Result<()> {
+    nix::unistd::setgroups(&[])?;
+    nix::unistd::setresgid(Gid::from_raw(0), Gid::from_raw(0), Gid::from_raw(0))?;
+    nix::unistd::setresuid(Uid::from_raw(0), Uid::from_raw(0), Uid::from_raw(0))?;
+    Ok(())
+}
+
 /// Reads an error number from the holder; 0 is none.
 fn answer(holder: &mut UnixStream) -> io::Result<()> {
     let mut code = [0; 4];

@@ -9,7 +9,7 @@ use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 
-use super::BootError;
+use super::error::BootError;
 use super::netlink::{Link, LinkChange, Netlink, NewRoute, add_address, add_neighbour, add_route, get_links, set_link};
 use crate::userns::UserNs;
 
@@ -58,6 +58,12 @@ fn user_namespace(asked: &UserNamespace, with: CloneFlags) -> Result<UserNs, Boo
         setns(&other.file, other.kind).map_err(|error| failed("enter what belongs to")(error.into()))?;
     }
     Ok(users)
+}
+
+/// Makes the user namespace, if there is one, known by its name, and gives the pod's files to its root.
+pub fn settle_user_namespace(users: Option<&UserNs>) -> Result<(), BootError> {
+    let settled = users.map_or(Ok(()), UserNs::settle);
+    settled.map_err(|source| BootError::UserNamespace { what: "name", source })
 }
 
 fn move_nics(netns: BorrowedFd<'_>) -> std::io::Result<()> {

@@ -11,12 +11,16 @@ use std::fs::{self, File};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
-use super::{BootError, Ready, apply, mounts, say_hello};
+use super::error::BootError;
+use super::handshake::{monotonic_nanos, send_hello};
+use super::ready::Ready;
+use super::{apply, mounts};
 use crate::frame;
 use crate::huge_pages::HugePages;
 use crate::image::Disks;
 use crate::listener::Socket;
 use crate::memory::Memory;
+use crate::paths;
 use crate::processors::Processors;
 use crate::zygote::Zygote;
 
@@ -79,7 +83,7 @@ impl Place {
 /// Boots. The pod process has made the PID namespace and entered the network namespace already, and this process is
 /// alone in the control group that is the root of the pod's.
 pub fn boot(place: Place) -> Result<Ready, BootError> {
-    let started = super::monotonic_nanos();
+    let started = monotonic_nanos();
     let Place { host, rpc, streams, folder, scratch, shares } = place;
     crate::log::start_on_stdout();
     let mut host = File::from(host);
@@ -91,7 +95,7 @@ pub fn boot(place: Place) -> Result<Ready, BootError> {
     umask(Mode::empty());
     mounts::on_node(&folder)?;
     umask(Mode::from_bits_truncate(0o022));
-    say_hello(&mut host, started).map_err(handshake)?;
+    send_hello(&mut host, started).map_err(handshake)?;
     let config: BootConfig = frame::read(&mut host).map_err(handshake)?;
     // The network namespace is CNI's, which is none of the user namespace's.
     let configured = apply::pod(&config, (!shares.network).then_some((&[], &[])), CloneFlags::empty());
@@ -100,10 +104,10 @@ pub fn boot(place: Place) -> Result<Ready, BootError> {
     let users = configured?;
 
     mounts::rest(config.shm_bytes, shares.ipc)?;
-    mounts::bind(&mounts::of_node(&scratch), crate::paths::SCRATCH.as_ref())?;
+    mounts::bind(&paths::of_node(&scratch), paths::SCRATCH.as_ref())?;
     apply::write_files(&config)?;
-    super::settle(users.as_ref())?;
-    own_cgroup()?;
+    apply::settle_user_namespace(users.as_ref())?;
+    create_cgroups()?;
     // Where the PID namespace is the node's, containers' processes would go to its first process.
     nix::sys::prctl::set_child_subreaper(true).map_err(|source| BootError::Namespaces { source })?;
     drop(host);
@@ -116,12 +120,12 @@ pub fn boot(place: Place) -> Result<Ready, BootError> {
 }
 
 /// Leaves the root of the pod's control groups, so that it can hand controllers on.
-fn own_cgroup() -> Result<(), BootError> {
-    for folder in ["agent", crate::paths::POD_CGROUP.trim_start_matches('/')] {
-        let path = PathBuf::from(format!("{}/{folder}", crate::paths::CGROUP));
+fn create_cgroups() -> Result<(), BootError> {
+    for name in ["agent", paths::POD_CGROUP.trim_start_matches('/')] {
+        let path = PathBuf::from(format!("{}/{name}", paths::CGROUP));
         fs::create_dir(&path).map_err(|source| BootError::File { path, source })?;
     }
-    let path = PathBuf::from(format!("{}/agent/cgroup.procs", crate::paths::CGROUP));
+    let path = PathBuf::from(format!("{}/agent/cgroup.procs", paths::CGROUP));
     fs::write(&path, "0").map_err(|source| BootError::File { path, source })?;
     // Containers shall be killed first; a node that does not allow that has said so in its own way.
     if let Err(error) = fs::write("/proc/self/oom_score_adj", "-998") {

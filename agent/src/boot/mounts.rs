@@ -4,13 +4,12 @@
 use nix::mount::{MsFlags, mount};
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 use nix::unistd::{chdir, chroot, mkdir, pivot_root};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use super::BootError;
+use super::error::BootError;
+use crate::paths;
 
 const ROOT: &str = "/.root";
-/// Where the agent of a pod on the node sees the node's files. Containers do not: they leave this root.
-const NODE: &str = "/node";
 /// The devices that the agent and its containers use: name and minor number of major 1, then one of major 5.
 const DEVICES: [(&str, u64, u64); 6] =
     [("null", 1, 3), ("zero", 1, 5), ("full", 1, 7), ("random", 1, 8), ("urandom", 1, 9), ("tty", 5, 0)];
@@ -52,7 +51,7 @@ pub fn on_node(folder: &Path) -> Result<(), BootError> {
         mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_SLAVE, none)?;
         mount(Some("nacelle"), folder, Some("tmpfs"), MsFlags::MS_NOSUID, Some("mode=755"))?;
         chdir(folder)?;
-        let node = NODE.trim_start_matches('/');
+        let node = paths::NODE.trim_start_matches('/');
         mkdir(node, Mode::from_bits_truncate(0o700))?;
         pivot_root(".", node)?;
         chdir("/")
@@ -65,11 +64,6 @@ pub fn on_node(folder: &Path) -> Result<(), BootError> {
             .map_err(|source| BootError::Device { path, source })?;
     }
     mounted("proc", "/proc", PLAIN | MsFlags::MS_NODEV, "")
-}
-
-/// How the agent of a pod on the node sees a path of the node.
-pub fn of_node(path: &Path) -> PathBuf {
-    Path::new(NODE).join(path.strip_prefix("/").unwrap_or(path))
 }
 
 /// Shows a folder at another place.
@@ -86,14 +80,14 @@ pub fn rest(shm_bytes: u64, node_ipc: bool) -> Result<(), BootError> {
     mounted("tmpfs", "/run", MsFlags::MS_NOSUID | MsFlags::MS_NODEV, "mode=755")?;
     mounted("devpts", "/dev/pts", PLAIN, "newinstance,ptmxmode=0666,mode=0620,gid=5")?;
     mounted("mqueue", "/dev/mqueue", plain, "")?;
-    for path in ["/tmp", crate::paths::RUN, crate::paths::IMAGES, crate::paths::SCRATCH, crate::paths::CONTAINERS] {
+    for path in ["/tmp", paths::RUN, paths::IMAGES, paths::SCRATCH, paths::CONTAINERS] {
         directory(path)?;
     }
-    directory(crate::paths::BUNDLES)?;
-    directory(crate::paths::FILES)?;
+    directory(paths::BUNDLES)?;
+    directory(paths::FILES)?;
     if node_ipc {
         directory("/dev/shm")?;
-        return bind(&of_node(Path::new("/dev/shm")), Path::new("/dev/shm"));
+        return bind(&paths::of_node(Path::new("/dev/shm")), Path::new("/dev/shm"));
     }
     let size = if shm_bytes == 0 { 64 << 20 } else { shm_bytes };
     mounted("tmpfs", "/dev/shm", plain, &format!("mode=1777,size={size}"))

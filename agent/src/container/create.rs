@@ -6,52 +6,24 @@
 
 use libcontainer::oci_spec::runtime::LinuxNamespaceType;
 use nacelle_base::undo::UndoStack;
-use nacelle_proto::agent::{EmptyDir, PidMode};
 use nacelle_proto::common::CreateContainerResponse;
 use std::collections::HashMap;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
-use super::devices::{self, Device};
+use super::devices;
 use super::error::PodError;
+use super::options::CreateOptions;
 use super::pod::{Pod, check_id};
 use super::prepare::{PreparedContainer, prepare_container};
 use super::record::Container;
 use super::remove::KILL_TIMEOUT;
 use super::spawn::StdioOptions;
 use super::spec::{PidNamespace, SpecError};
-use super::volumes::Volume;
-use super::{cgroup, root, shown};
+use super::{root, shown};
 use crate::rootfs::proc_mount_points;
-use crate::sys;
 use crate::zygote::{Create, Request};
-
-/// What a container is created from.
-#[derive(Debug)]
-pub struct CreateOptions {
-    /// The container's id.
-    pub id: String,
-    /// The OCI runtime specification as JSON.
-    pub spec: Vec<u8>,
-    /// The partition of the container's image.
-    pub partition: u32,
-    /// The user to look up in the image's /etc/passwd; empty: the user of the specification.
-    pub user: String,
-    /// Add the supplemental groups that the image's /etc/group gives the user.
-    pub merge_groups: bool,
-    /// Keep stdin open.
-    pub stdin: bool,
-    /// The container whose PID namespace the new one enters; empty: none.
-    pub pid_of: String,
-    /// The PID namespace if `pid_of` is empty.
-    pub pid_mode: PidMode,
-    /// Image volumes, in the order in which they are mounted.
-    pub volumes: Vec<Volume>,
-    /// Block devices of the node.
-    pub devices: Vec<Device>,
-    /// emptyDir volumes in memory or on disks of the VM.
-    pub empty_dirs: Vec<EmptyDir>,
-}
+use crate::{cgroup, sys};
 
 impl Pod {
     /// Creates a container. For an id that exists already, returns the answer of its creation.

@@ -6,35 +6,19 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::cgroup;
 use super::error::PodError;
 use super::lock::release_entry;
+use super::options::ExecOptions;
 use super::pod::{Pod, check_id};
 use super::process::Process;
 use super::record::{Container, ExecEntry};
 use super::spawn::StdioOptions;
 use super::spec::exec_process;
+use crate::cgroup;
 use crate::zygote::{Exec, Request};
 
 /// How many execs of a container that have ended are remembered.
 const MAX_ENDED_EXECS: usize = 256;
-
-/// What an exec is made from.
-#[derive(Debug)]
-pub struct ExecOptions {
-    /// The container's id.
-    pub id: String,
-    /// The exec's own id.
-    pub exec_id: String,
-    /// The program and its arguments.
-    pub args: Vec<String>,
-    /// Give the process a terminal.
-    pub tty: bool,
-    /// Keep stdin open.
-    pub stdin: bool,
-    /// The terminal's columns and rows; 0: unknown.
-    pub size: (u16, u16),
-}
 
 impl Pod {
     /// Starts a process in a running container. Succeeds without effect if an exec of that id was started before.

@@ -1,6 +1,6 @@
 //! Owns: changing the limits of a container that is there: all of them, or none.
 
-use super::cgroup;
+use crate::cgroup;
 use crate::huge_pages::{self, Limits};
 use libcontainer::oci_spec::runtime::{LinuxCpu, Spec};
 use nacelle_base::{Classify, Kind};

@@ -3,13 +3,13 @@
 //! Every operation may be repeated: a request for what is done already succeeds without effect. `pod` has the table of
 //! containers and processes; this layer knows nothing of gRPC.
 
-pub mod cgroup;
 mod create;
 pub mod devices;
 mod error;
 mod exec;
 pub mod limits;
 mod lock;
+mod options;
 mod pid_namespace;
 mod pod;
 mod prepare;
@@ -29,9 +29,8 @@ mod update;
 pub mod user;
 pub mod volumes;
 
-pub use create::CreateOptions;
 pub use error::PodError;
-pub use exec::ExecOptions;
+pub use options::{CreateOptions, ExecOptions};
 pub use pod::Pod;
 pub use process::Process;
 pub use record::Container;

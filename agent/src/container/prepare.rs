@@ -8,8 +8,8 @@ use nacelle_proto::agent::EmptyDir;
 use nacelle_proto::common::CreateContainerResponse;
 use std::path::Path;
 
-use super::create::CreateOptions;
 use super::error::PodError;
+use super::options::CreateOptions;
 use super::pod::Pod;
 use super::spec::{PidNamespace, Place, adjust, own_capabilities, own_oom_score_adj, parse};
 use super::{devices, limits, root, shown, user, volumes};

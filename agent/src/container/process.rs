@@ -10,9 +10,8 @@ use std::path::PathBuf;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::watch;
 
-use super::cgroup;
 use crate::stdio::Stdio;
-use crate::sys;
+use crate::{cgroup, sys};
 
 /// The first process of a container, or an exec.
 #[derive(Debug)]

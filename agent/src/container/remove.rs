@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use super::error::PodError;
 use super::pod::{Pod, check_id};
 use super::process::Process;
-use super::{cgroup, root};
+use super::root;
+use crate::cgroup;
 
 /// How long killed processes may take to end.
 pub(super) const KILL_TIMEOUT: Duration = Duration::from_secs(30);

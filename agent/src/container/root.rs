@@ -18,22 +18,12 @@ pub fn mount_point(id: &str) -> PathBuf {
     Path::new(paths::BUNDLES).join(id).join("rootfs")
 }
 
-fn scratch(id: &str) -> PathBuf {
-    Path::new(paths::SCRATCH).join(id)
-}
-
-/// What a container writes to its root.
-pub fn upper(id: &str) -> PathBuf {
-    scratch(id).join("upper")
-}
-
 /// Mounts the root of a container: what it writes goes to its own folder on the scratch disk. In a user namespace the
 /// image's owners are numbers of it.
 pub fn make(id: &str, image: &Path, users: Option<&UserNs>) -> Result<PathBuf, RootError> {
     let shown = users.map(|users| shown::show(id, users, image, "image")).transpose()?;
     let image = shown.as_deref().unwrap_or(image);
-    let folder = scratch(id);
-    let (upper, work) = (upper(id), folder.join("work"));
+    let (upper, work) = (paths::upper_layer_of(id), paths::scratch_of(id).join("work"));
     let root = mount_point(id);
     for path in [&upper, &work, &root] {
         fs::create_dir_all(path).map_err(root_error("make", path))?;
@@ -56,7 +46,7 @@ pub fn make(id: &str, image: &Path, users: Option<&UserNs>) -> Result<PathBuf, R
 pub fn remove(id: &str) -> Result<(), RootError> {
     shown::unmount(&shown::folder(id))?;
     shown::unmount(&mount_point(id))?;
-    for path in [scratch(id), Path::new(paths::BUNDLES).join(id), Path::new(paths::CONTAINERS).join(id)] {
+    for path in [paths::scratch_of(id), Path::new(paths::BUNDLES).join(id), Path::new(paths::CONTAINERS).join(id)] {
         match fs::remove_dir_all(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             other => other.map_err(root_error("remove", &path))?,

@@ -4,11 +4,10 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 
-use super::cgroup;
 use super::error::PodError;
 use super::pod::{Pod, check_id};
 use super::record::Container;
-use crate::{paths, sys};
+use crate::{cgroup, paths, sys};
 
 impl Pod {
     /// Sends a signal to the exec `exec_id`, to the container's first process if `exec_id` is empty, or with `all` to every

@@ -12,9 +12,6 @@ use super::shown;
 use super::user::Found;
 use crate::paths;
 
-/// The search path of a container whose image sets none.
-pub const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
-
 /// Why a specification cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum SpecError {
@@ -219,7 +216,7 @@ fn adjust_process(mut process: Process, place: &Place) -> Result<Process, SpecEr
     process.set_user(user);
     let mut env = process.env().clone().unwrap_or_default();
     if !env.iter().any(|entry| entry.starts_with("PATH=")) {
-        env.push(format!("PATH={PATH}"));
+        env.push(format!("PATH={}", paths::DEFAULT_SEARCH_PATH));
     }
     // libcontainer would ask the C library, which would run code of the image.
     if !env.iter().any(|entry| entry.strip_prefix("HOME=").is_some_and(|home| !home.is_empty())) {
@@ -322,7 +319,10 @@ mod tests {
         assert_eq!(process.user().additional_gids().as_deref(), Some(&[6, 7][..]));
         assert_eq!(process.no_new_privileges(), None);
         assert_eq!(process.oom_score_adj(), Some(0));
-        assert_eq!(process.env().as_deref(), Some(&[format!("PATH={PATH}"), "HOME=/home/u".to_owned()][..]));
+        assert_eq!(
+            process.env().as_deref(),
+            Some(&[format!("PATH={}", paths::DEFAULT_SEARCH_PATH), "HOME=/home/u".to_owned()][..])
+        );
     }
 
     #[test]

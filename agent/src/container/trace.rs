@@ -7,10 +7,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 use tokio::sync::{RwLockReadGuard, RwLockWriteGuard};
 
-use super::cgroup;
 use super::error::PodError;
 use super::pod::Pod;
 use super::spec::PidNamespace;
+use crate::cgroup;
 
 /// How long freezing the containers that may trace may take.
 const FREEZE_TIMEOUT: Duration = Duration::from_secs(10);

@@ -4,7 +4,8 @@
 //! May use: descriptors below the volumes' folder; no link is followed.
 #![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing))]
 
-use super::{PushError, Turn};
+use super::busy::VolumeClaim;
+use super::error::PushError;
 use nacelle_base::push::{DATA, MAX_BYTES, MAX_DEPTH, MAX_ENTRIES, MAX_PATH};
 use nacelle_base::retry::{retry_interrupted, retry_transient};
 use nacelle_proto::agent::TreeEntry;
@@ -27,7 +28,7 @@ const NEW_DATA: &str = "..data_tmp";
 /// A volume that is being written. What is not shown is removed when it is dropped.
 #[derive(Debug)]
 pub struct Draft {
-    turn: Turn,
+    claim: VolumeClaim,
     /// Where containers see it.
     shown: PathBuf,
     /// Where it is written.
@@ -115,8 +116,8 @@ fn split(path: &[u8]) -> Result<(&[u8], &[u8]), PushError> {
 }
 
 impl Draft {
-    pub(super) fn begin(volumes: &Path, turn: Turn) -> Result<Draft, PushError> {
-        let (shown, path) = (volumes.join(&turn.name), volumes.join(format!(".{}", turn.name)));
+    pub(super) fn begin(volumes: &Path, claim: VolumeClaim) -> Result<Draft, PushError> {
+        let (shown, path) = (volumes.join(&claim.name), volumes.join(format!(".{}", claim.name)));
         remove(&path)?;
         let old = match readlink_of(&shown) {
             Some(data) if is_data_folder(&data) => {
@@ -125,7 +126,7 @@ impl Draft {
             _ => None,
         };
         let (root, last, file) = (None, None, None);
-        Ok(Draft { turn, shown, path, root, last, file, old, entries: 0, bytes: 0 })
+        Ok(Draft { claim, shown, path, root, last, file, old, entries: 0, bytes: 0 })
     }
 
     /// Writes what comes next.
@@ -241,7 +242,7 @@ impl Draft {
     /// Shows it to containers.
     pub fn show(mut self) -> Result<(), PushError> {
         if self.root.is_none() || self.file.is_some() {
-            return Err(PushError::Short { name: self.turn.name.clone() });
+            return Err(PushError::Short { name: self.claim.name.clone() });
         }
         self.last = None;
         match fs::symlink_metadata(&self.shown) {
@@ -249,15 +250,15 @@ impl Draft {
                 if let Some(data) = readlink_of(&self.path)
                     && !self.path.join(OsStr::from_bytes(&data)).is_dir()
                 {
-                    return Err(PushError::NoData { name: self.turn.name.clone() });
+                    return Err(PushError::NoData { name: self.claim.name.clone() });
                 }
-                fs::rename(&self.path, &self.shown).map_err(failed("show", self.turn.name.as_bytes()))
+                fs::rename(&self.path, &self.shown).map_err(failed("show", self.claim.name.as_bytes()))
             }
             Ok(_) => match (readlink_of(&self.path), readlink_of(&self.shown)) {
                 (Some(data), Some(_)) if is_data_folder(&data) => self.change(&data),
                 // A copy that was pushed before, whose answer was lost.
                 (None, None) => Ok(()),
-                _ => Err(PushError::There { name: self.turn.name.clone() }),
+                _ => Err(PushError::There { name: self.claim.name.clone() }),
             },
         }
     }
@@ -270,7 +271,7 @@ impl Draft {
         let current = self.old.as_ref().is_some_and(|(current, _)| current == data);
         if !current {
             if !new.join(name).is_dir() {
-                return Err(PushError::NoData { name: self.turn.name.clone() });
+                return Err(PushError::NoData { name: self.claim.name.clone() });
             }
             remove(&old.join(name))?;
             fs::rename(new.join(name), old.join(name)).map_err(at("show", name))?;

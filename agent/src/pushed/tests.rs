@@ -1,7 +1,8 @@
 //! Owns: the tests of writing and showing a volume: what containers see at each moment, and what is refused.
 
 use super::*;
-use nacelle_base::push::DATA;
+use nacelle_base::push::{DATA, MAX_BYTES, MAX_DEPTH, MAX_ENTRIES};
+use nacelle_base::{Classify, Kind};
 use nacelle_proto::agent::TreeEntry;
 use proptest::prelude::*;
 use std::os::unix::fs::{MetadataExt, symlink};

@@ -14,7 +14,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::container::root;
+use crate::paths;
 
 /// Files of one container that are looked at.
 const MAX_FILES: u64 = 200_000;
@@ -82,7 +82,7 @@ impl Layers {
         for id in due {
             let began = Instant::now();
             // One that has just been removed has no figure.
-            if let Ok(size) = size(&root::upper(id)) {
+            if let Ok(size) = size(&paths::upper_layer_of(id)) {
                 let at = Instant::now();
                 self.lock().known.insert(id.clone(), Measured { size, at, took: at.duration_since(began) });
             }

@@ -15,7 +15,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::container::cgroup;
+use crate::cgroup;
 use crate::paths;
 pub use layer::Layers;
 

@@ -5,7 +5,7 @@ use nacelle_proto::common::{Pressure, Stall, Usage};
 use std::fs;
 use std::path::Path;
 
-use crate::container::cgroup::{children, figure};
+use crate::cgroup::{children, figure};
 
 /// Groups below a container's that are looked at for processes.
 const MAX_GROUPS: usize = 1000;

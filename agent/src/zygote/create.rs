@@ -11,9 +11,11 @@ use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::child::defect;
 use super::executor::Program;
-use super::{Create, Made, Refusal, Why, late, receive_with};
+use super::late;
+use super::message::{Create, Refusal, Why};
+use super::process::Made;
+use super::wire::receive_with;
 use crate::rootfs::check_proc_mounts;
 use crate::{log, paths, sys};
 
@@ -22,13 +24,13 @@ const MAX_CAUSE: usize = 1024;
 
 pub(super) fn create(request: &Create, stdio: Vec<OwnedFd>) -> Result<Made, Refusal> {
     let (reason, report) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC | nix::fcntl::OFlag::O_NONBLOCK)
-        .map_err(|error| defect("make a pipe", &error))?;
+        .map_err(|error| Refusal::defect("make a pipe", &error))?;
     let (causes, copy) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC | nix::fcntl::OFlag::O_NONBLOCK)
-        .map_err(|error| defect("make a pipe", &error))?;
+        .map_err(|error| Refusal::defect("make a pipe", &error))?;
     log::copy_errors_of_libcontainer(copy);
     let bundle = Path::new(paths::BUNDLES).join(&request.id);
     let failed = |error: libcontainer::error::LibcontainerError| {
-        let mut refusal = defect("make the container", &error);
+        let mut refusal = Refusal::defect("make the container", &error);
         let mut text = [0; MAX_CAUSE];
         if let Ok(length @ 1..) = retry_interrupted(|| nix::unistd::read(&causes, &mut text)) {
             let text = String::from_utf8_lossy(text.get(..length).unwrap_or_default());
@@ -51,7 +53,7 @@ pub(super) fn create(request: &Create, stdio: Vec<OwnedFd>) -> Result<Made, Refu
     let mut console = None;
     if request.tty {
         let path = bundle.join("console");
-        console = Some(UnixListener::bind(&path).map_err(|error| defect("listen for the terminal", &error))?);
+        console = Some(UnixListener::bind(&path).map_err(|error| Refusal::defect("listen for the terminal", &error))?);
         builder = builder.with_console_socket(Some(path));
     } else {
         let mut stdio = stdio.into_iter();
@@ -65,9 +67,9 @@ pub(super) fn create(request: &Create, stdio: Vec<OwnedFd>) -> Result<Made, Refu
         why: Why::Defect,
     })?;
     let terminal = console.map(receive_terminal).transpose();
-    let terminal = terminal.map_err(|error| defect("receive the container's terminal", &error))?;
+    let terminal = terminal.map_err(|error| Refusal::defect("receive the container's terminal", &error))?;
     check_proc(pid, &request.in_proc)?;
-    late::mount_all(pid, &request.late).map_err(|error| defect("mount over the container's /dev", &error))?;
+    late::mount_all(pid, &request.late).map_err(|error| Refusal::defect("mount over the container's /dev", &error))?;
     // Its number is its own as long as this process, its parent, has not reaped it.
     Ok(Made { pid, pidfd: sys::pidfd_open(pid).ok(), terminal })
 }
@@ -75,7 +77,7 @@ pub(super) fn create(request: &Create, stdio: Vec<OwnedFd>) -> Result<Made, Refu
 /// Looks at what libcontainer has mounted, before the container's program starts.
 fn check_proc(pid: i32, allowed: &[PathBuf]) -> Result<(), Refusal> {
     let read = std::fs::read_to_string(format!("/proc/{pid}/mountinfo"));
-    let mountinfo = read.map_err(|error| defect("read the container's mounts", &error))?;
+    let mountinfo = read.map_err(|error| Refusal::defect("read the container's mounts", &error))?;
     check_proc_mounts(&mountinfo, allowed)
         .map_err(|error| Refusal { message: format!("cannot make the container: {error}"), why: Why::Unusable })
 }

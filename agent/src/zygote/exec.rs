@@ -25,11 +25,13 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use super::child::{become_root, cannot_fork, defect};
 use super::executor::{c_strings, find, why};
-use super::{Exec, Made, Refusal, Why, receive_with, send_with};
+use super::message::{Exec, Refusal, Why};
+use super::process::Made;
+use super::wire::{receive_with, send_with};
 use crate::rootfs::RootDir;
 use crate::sys;
+use crate::userns::become_root;
 
 /// How long a new process may take until its program runs: less than the agent waits for the zygote's answer.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -157,7 +159,7 @@ enum Missed {
 
 pub(super) fn exec(request: &Exec, fds: Vec<OwnedFd>) -> Result<Made, Refusal> {
     let mut fds = fds.into_iter();
-    let pidfd = fds.next().ok_or_else(|| defect("enter the container", &Errno::EBADF))?;
+    let pidfd = fds.next().ok_or_else(|| Refusal::defect("enter the container", &Errno::EBADF))?;
     let stdio: Vec<OwnedFd> = fds.collect();
     let by_step = loads_with_capability(request);
     let made = match attempt(request, &pidfd, &stdio, if by_step { Loader::Step } else { Loader::Program }) {
@@ -174,11 +176,11 @@ pub(super) fn exec(request: &Exec, fds: Vec<OwnedFd>) -> Result<Made, Refusal> {
 }
 
 fn attempt(request: &Exec, pidfd: &OwnedFd, stdio: &[OwnedFd], loader: Loader) -> Result<Made, Missed> {
-    let refused = |what, error: &dyn std::error::Error| Missed::Other(defect(what, error));
+    let refused = |what, error: &dyn std::error::Error| Missed::Other(Refusal::defect(what, error));
     let pair = || socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC);
     let (from_step, of_step) = pair().map_err(|error| refused("make a socket", &error))?;
     let (from_program, of_program) = pair().map_err(|error| refused("make a socket", &error))?;
-    let step = match sys::fork().map_err(|error| Missed::Other(cannot_fork("fork", &error)))? {
+    let step = match sys::fork().map_err(|error| Missed::Other(Refusal::of_fork("fork", &error)))? {
         Some(pid) => pid,
         None => {
             let Err((task, error)) = enter(request, pidfd, stdio, (&of_step, of_program), loader);
@@ -250,10 +252,14 @@ fn await_program(
         }
     }
     // Without a message: the filter killed the step, or the end of the container did.
-    let killed = || Missed::Killed(defect("run a process in the container: it was killed before", &Errno::ESRCH));
+    let killed =
+        || Missed::Killed(Refusal::defect("run a process in the container: it was killed before", &Errno::ESRCH));
     let pid = pid.ok_or_else(killed)?;
     if child.is_none() {
-        return Err(Missed::Filtered(defect("hold the process in the container: it has ended", &Errno::ESRCH)));
+        return Err(Missed::Filtered(Refusal::defect(
+            "hold the process in the container: it has ended",
+            &Errno::ESRCH,
+        )));
     }
     // From now on it can be ended. Until then it does nothing. If it has ended already, its message or its exit code says why.
     let _ = send_with(from_program, &GO, &[], MsgFlags::empty());
@@ -270,7 +276,8 @@ fn await_program(
         Some((Message::Failed(task, error), _)) => return Err(Missed::Other(refusal(request, task, error))),
         Some(_) => return Err(lost(io::ErrorKind::InvalidData.into())),
         None => {
-            let killed = defect("make a session for a process in the container: it was killed before", &Errno::ESRCH);
+            let killed =
+                Refusal::defect("make a session for a process in the container: it was killed before", &Errno::ESRCH);
             return Err(Missed::Filtered(killed));
         }
     }

@@ -9,7 +9,7 @@ use std::ffi::CString;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use super::Why;
+use super::message::Why;
 use crate::sys;
 
 /// Runs the program of the spec.
@@ -43,7 +43,8 @@ pub(super) fn candidates(name: &str, env: &[String]) -> Vec<String> {
     if name.contains('/') {
         return vec![name.to_owned()];
     }
-    let path = env.iter().rev().find_map(|entry| entry.strip_prefix("PATH=")).unwrap_or(crate::container::spec::PATH);
+    let path =
+        env.iter().rev().find_map(|entry| entry.strip_prefix("PATH=")).unwrap_or(crate::paths::DEFAULT_SEARCH_PATH);
     path.split(':').map(|folder| format!("{}/{name}", if folder.is_empty() { "." } else { folder })).collect()
 }
 

@@ -1,10 +1,14 @@
 //! Tests of the agent's side of the zygote, with a thread in place of the zygote and its children, and of `nacelle_base::retry`
 //! under real signals.
 
-use super::*;
-use nacelle_base::retry;
+use nacelle_base::retry::{self, Timed, retry_interrupted};
+use nacelle_base::{Classify, Kind};
 use nix::errno::Errno;
-use nix::poll::{PollFd, PollTimeout};
+use nix::poll::{PollFd, PollFlags, PollTimeout};
+use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, socketpair};
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::os::unix::thread::JoinHandleExt;
 use std::process::{Child, Command, Stdio};
@@ -12,7 +16,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::thread::{JoinHandle, sleep, spawn};
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+use super::child;
+use super::client::Zygote;
+use super::error::ZygoteError;
+use super::message::{Answer, Create, Refusal, Request, Why};
+use super::process::Made;
+use super::wire::{hand_over, receive_with, send_answer};
+use crate::frame;
 
 const SIGNAL: i32 = libc::SIGUSR2;
 /// How long a condition may take to become true on a busy computer.
@@ -145,7 +157,7 @@ fn signals_do_not_end_a_request() {
         let before = counted.load(Ordering::SeqCst);
         eventually("signals were sent while the caller waits", || counted.load(Ordering::SeqCst) > before + 20);
         let refusal = Refusal { message: "no".to_owned(), why: Why::Defect };
-        answer(&mut peer, &Answer::Refused(refusal), &[]).unwrap();
+        send_answer(&mut peer, &Answer::Refused(refusal), &[]).unwrap();
     });
     let caller = spawn(move || zygote.call(&pause(), &[]));
     let refused = join_signalled_counting(caller, &sent).unwrap_err();

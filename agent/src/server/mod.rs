@@ -1,6 +1,9 @@
 //! Owns: the agent's life after the boot: the runtime, the service, the streams, reaping, and the end.
 //! Threads: one runtime thread, and short-lived ones for calls that block.
 
+mod rpc;
+mod streams;
+
 use nacelle_proto::agent::agent_server::AgentServer;
 use std::io;
 use std::sync::{Arc, Mutex};
@@ -11,8 +14,7 @@ use tokio::sync::{Notify, oneshot};
 use crate::boot::Ready;
 use crate::container::Pod;
 use crate::listener::Listener;
-use crate::rpc::{DEADLINE, Service};
-use crate::streams;
+use rpc::{DEADLINE, Service};
 
 /// How long after Shutdown a host may leave its answers unread.
 const FAREWELL: Duration = Duration::from_millis(50);

@@ -1,0 +1,55 @@
+//! The error of the boot. Its text is what the host learns if the pod does not become ready.
+
+use std::io;
+use std::path::PathBuf;
+
+use super::ports::HANDSHAKE_PORT;
+use crate::frame::FrameError;
+
+/// Reasons the pod does not become ready.
+#[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the fields are what the message prints")]
+pub enum BootError {
+    #[error("cannot make the folder {path}")]
+    Directory { path: String, source: nix::Error },
+    #[error("cannot mount {kind} at {path}")]
+    Mount { kind: &'static str, path: String, source: nix::Error },
+    #[error("cannot get a root of its own")]
+    SwitchRoot { source: nix::Error },
+    #[error("cannot leave the node's namespaces")]
+    Namespaces { source: nix::Error },
+    #[error("cannot make the device {path}")]
+    Device { path: String, source: nix::Error },
+    #[error("cannot reach the host on vsock port {HANDSHAKE_PORT}")]
+    Connect { source: nix::Error },
+    #[error("cannot listen on vsock port {port}")]
+    Listen { port: u32, source: nix::Error },
+    #[error("the handshake with the host broke off")]
+    Handshake { source: FrameError },
+    #[error("cannot set the clock")]
+    Clock { source: nix::Error },
+    #[error("cannot seed the random pool")]
+    Entropy { source: io::Error },
+    #[error("cannot set the host name {name:?}")]
+    Hostname { name: String, source: nix::Error },
+    #[error(
+        "{name:?} is no sysctl that a pod may set: net.*, kernel.shm*, kernel.msg*, kernel.sem and fs.mqueue.* are"
+    )]
+    SysctlName { name: String },
+    #[error("cannot set the sysctl {name} to {value:?}")]
+    Sysctl { name: String, value: String, source: io::Error },
+    #[error("{text:?} is no {what}")]
+    Address { what: &'static str, text: String },
+    #[error("there is no network device for {name}: the machine has {have}")]
+    NoNic { name: String, have: usize },
+    #[error("cannot {what}")]
+    Network { what: String, source: io::Error },
+    #[error("cannot write {}", path.display())]
+    File { path: PathBuf, source: io::Error },
+    #[error("cannot {what} the pod's user namespace")]
+    UserNamespace { what: &'static str, source: io::Error },
+    #[error("cannot start the zygote")]
+    Zygote { source: io::Error },
+    #[error("cannot set a resource limit")]
+    Limit { source: io::Error },
+}

@@ -1,0 +1,97 @@
+//! The boot as PID 1 of a VM.
+//!
+//! The hello is sent before anything else, so that the host prepares its answer while the guest works. What only containers
+//! need is done after the report.
+
+use nacelle_base::Chain;
+use nacelle_proto::agent::BootReport;
+use nix::sys::socket::{Backlog, VsockAddr, bind, listen};
+use std::fs;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::PathBuf;
+
+use super::error::BootError;
+use super::handshake::{connect_and_greet, monotonic_nanos, open_vsock, receive_configuration};
+use super::ports::{RPC_PORT, STREAM_PORT};
+use super::ready::Ready;
+use super::{apply, mounts};
+use crate::frame;
+use crate::huge_pages::HugePages;
+use crate::image::Disks;
+use crate::listener::Socket;
+use crate::memory::Memory;
+use crate::processors::Processors;
+use crate::zygote::Zygote;
+
+/// Boots the guest. An error is reported to the host before it is returned, if the host has sent the configuration.
+pub fn boot() -> Result<Ready, BootError> {
+    let started_nanos = monotonic_nanos();
+    let handshake = |source| BootError::Handshake { source };
+    let host = connect_and_greet(started_nanos)?;
+    mounts::first()?;
+    crate::log::start();
+    let (mut host, config) = receive_configuration(host, started_nanos)?;
+    let configured = apply::apply(&config).and_then(|users| Ok((users, listen_on(RPC_PORT)?, listen_on(STREAM_PORT)?)));
+    let error = configured.as_ref().err().map(|error| Chain(error).to_string()).unwrap_or_default();
+    frame::write(&mut host, &BootReport { error }).map_err(handshake)?;
+    let (users, rpc, streams) = configured?;
+
+    mounts::rest(config.shm_bytes, false)?;
+    apply::write_files(&config)?;
+    apply::settle_user_namespace(users.as_ref())?;
+    create_cgroups()?;
+    allow_overcommit()?;
+    // The zygote would keep the connection open for as long as the VM runs.
+    drop(host);
+    let zygote = Zygote::fork(&[&rpc, &streams]).map_err(|source| BootError::Zygote { source })?;
+    crate::sys::limit_files(65_536, 1 << 19).map_err(|source| BootError::Limit { source })?;
+    let disks = Disks::new(config.image_disk, config.scratch_disk, config.volume_disk);
+    let (rpc, streams) = (Socket::Vsock(rpc), Socket::Vsock(streams));
+    let (processors, memory, huge_pages) = (Processors::of_machine(), Memory::of_machine(), HugePages::of_machine());
+    Ok(Ready { config, disks, processors, memory, huge_pages, node_pid: false, users, rpc, streams, zygote })
+}
+
+fn listen_on(port: u32) -> Result<OwnedFd, BootError> {
+    let listening = || {
+        let fd = open_vsock()?;
+        bind(fd.as_raw_fd(), &VsockAddr::new(libc::VMADDR_CID_ANY, port))?;
+        listen(&fd, Backlog::new(128)?)?;
+        Ok(fd)
+    };
+    listening().map_err(|source| BootError::Listen { port, source })
+}
+
+/// Sets `vm.overcommit_memory` (Documentation/admin-guide/sysctl/vm.rst) to 1, as kubelet does on nodes: mapping more than the
+/// memory is no error, because the containers' cgroups limit what is used.
+fn allow_overcommit() -> Result<(), BootError> {
+    let path = PathBuf::from("/proc/sys/vm/overcommit_memory");
+    fs::write(&path, "1").map_err(|source| BootError::File { path, source })
+}
+
+/// Moves the agent to a cgroup of its own, with memory that containers cannot take, and enables all controllers for the cgroup of
+/// the containers.
+fn create_cgroups() -> Result<(), BootError> {
+    let write = |name: &str, value: &str| {
+        let path = PathBuf::from(format!("{}/{name}", crate::paths::CGROUP));
+        fs::write(&path, value).map_err(|source| BootError::File { path, source })
+    };
+    let path = PathBuf::from(format!("{}/cgroup.controllers", crate::paths::CGROUP));
+    let controllers = fs::read_to_string(&path).map_err(|source| BootError::File { path, source })?;
+    let all: Vec<String> = controllers.split_whitespace().map(|name| format!("+{name}")).collect();
+    write("cgroup.subtree_control", &all.join(" "))?;
+    for name in ["agent", crate::paths::POD_CGROUP.trim_start_matches('/')] {
+        let path = PathBuf::from(format!("{}/{name}", crate::paths::CGROUP));
+        fs::create_dir(&path).map_err(|source| BootError::File { path, source })?;
+    }
+    write("pod/cgroup.subtree_control", &all.join(" "))?;
+    write("agent/memory.min", "33554432")?;
+    write("agent/cpu.weight", "10000")?;
+    // A fork bomb must leave the agent enough to kill it.
+    let path = PathBuf::from("/proc/sys/kernel/threads-max");
+    let threads = fs::read_to_string(&path).map_err(|source| BootError::File { path, source })?;
+    let threads: u64 = threads.trim().parse().unwrap_or(0);
+    write("pod/pids.max", &(threads / 4 * 3).max(64).to_string())?;
+    write("agent/cgroup.procs", "1")?;
+    let path = PathBuf::from("/proc/self/oom_score_adj");
+    fs::write(&path, "-1000").map_err(|source| BootError::File { path, source })
+}

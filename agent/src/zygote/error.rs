@@ -1,0 +1,58 @@
+//! The error of a request to the zygote.
+
+use nacelle_base::{Classify, Kind};
+use std::io;
+
+use super::message::{Refusal, Why};
+use crate::frame;
+
+/// Reasons the zygote made no process.
+#[derive(Debug, thiserror::Error)]
+pub enum ZygoteError {
+    /// The connection to the zygote or its child failed.
+    #[error("cannot speak with the zygote")]
+    Talk {
+        /// The system call's error.
+        source: io::Error,
+    },
+    /// A frame was invalid or too late.
+    #[error("cannot get the zygote's answer")]
+    Frame {
+        /// The frame's error.
+        #[from]
+        source: frame::FrameError,
+    },
+    /// A message is not the expected JSON.
+    #[error("cannot write or read a message of the zygote")]
+    Json {
+        /// The parser's error.
+        #[from]
+        source: serde_json::Error,
+    },
+    /// The child refused the request.
+    #[error("cannot make the process")]
+    Refused {
+        /// The child's reason.
+        #[from]
+        source: Refusal,
+    },
+}
+
+impl Classify for ZygoteError {
+    fn kind(&self) -> Kind {
+        match self {
+            ZygoteError::Talk { source } if source.kind() == io::ErrorKind::TimedOut => Kind::Timeout,
+            ZygoteError::Talk { .. } => Kind::Unavailable,
+            ZygoteError::Frame { source } if source.is_hung_up() => Kind::Unavailable,
+            ZygoteError::Frame { source: frame::FrameError::TooLong { .. } } => Kind::Invalid,
+            ZygoteError::Frame { .. } => Kind::Timeout,
+            ZygoteError::Json { .. } => Kind::Internal,
+            ZygoteError::Refused { source } => match source.why {
+                Why::NoSuchProgram => Kind::NotFound,
+                Why::Unusable => Kind::Invalid,
+                Why::Defect => Kind::Internal,
+                Why::Exhausted => Kind::Exhausted,
+            },
+        }
+    }
+}

@@ -1,0 +1,114 @@
+//! The requests that the agent sends to a child of the zygote, and the answers.
+//!
+//! Messages are JSON: agent, zygote and child are the same program, so they need no versions.
+
+use libcontainer::oci_spec::runtime::{LinuxSeccomp, Mount, Process};
+use nacelle_base::Chain;
+use serde::{Deserialize, Serialize};
+use std::io;
+use std::path::PathBuf;
+
+/// What a child of the zygote can be asked to do.
+#[derive(Debug, Serialize, Deserialize)]
+pub enum Request {
+    /// Make the container of a bundle. Descriptors: stdin, stdout, stderr (none with a terminal).
+    Create(Create),
+    /// Start a process in a container. Descriptors: a pidfd of the container's first process, then stdin, stdout and stderr
+    /// (none with a terminal).
+    Exec(Box<Exec>),
+    /// Start the holder of the pod's PID namespace.
+    Pause {
+        /// Whether the PID namespace belongs to the pod's user namespace.
+        user_namespace: bool,
+    },
+}
+
+/// A container to make.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Create {
+    /// The container's id, which names its bundle.
+    pub id: String,
+    /// Whether the container has a terminal.
+    pub tty: bool,
+    /// The only paths at and below the container's /proc where something may be mounted.
+    pub in_proc: Vec<PathBuf>,
+    /// The mounts at and below the container's /dev that are made when libcontainer is done.
+    pub late: Vec<Mount>,
+}
+
+/// A process to start in a container.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Exec {
+    /// What to run, as which user, and whether with a terminal.
+    pub process: Process,
+    /// The container's seccomp filter.
+    pub seccomp: Option<LinuxSeccomp>,
+    /// Whether a container that sees the process may trace it: then it must never have a right that its container has not.
+    pub may_be_traced: bool,
+    /// Whether the container is in the pod's user namespace.
+    pub user_namespace: bool,
+    /// Whether the container has a cgroup namespace of its own.
+    pub cgroup_namespace: bool,
+    /// The container's cgroup, a path in the file system.
+    pub cgroup: String,
+    /// The cgroup below `cgroup` with the container's first process, if the container has made cgroups of its own: then
+    /// `cgroup` may hold no process.
+    pub init_cgroup: Option<String>,
+    /// The terminal's columns and rows; 0: unknown.
+    pub size: (u16, u16),
+}
+
+/// What a child answers.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum Answer {
+    /// The process was made. Descriptors: its pidfd, unless it has ended already; the terminal's master.
+    Made {
+        /// The PID in the agent's PID namespace.
+        pid: i32,
+        /// Whether the first descriptor is the pidfd.
+        pidfd: bool,
+    },
+    /// The process could not be made.
+    Refused(Refusal),
+}
+
+/// A child's reason for making no process.
+#[derive(Clone, Debug, Serialize, Deserialize, thiserror::Error)]
+#[error("{message}")]
+pub struct Refusal {
+    /// What was attempted and why it failed, with all causes.
+    pub message: String,
+    /// What the failure means to the caller.
+    pub why: Why,
+}
+
+/// The kinds of refusal. The child's libcontainer process reports one as a byte.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Why {
+    /// The program does not exist.
+    NoSuchProgram,
+    /// The program or the configuration cannot be used.
+    Unusable,
+    /// Anything else.
+    Defect,
+    /// A limit on processes is reached.
+    Exhausted,
+}
+
+impl Refusal {
+    /// A step failed that is not expected to fail.
+    pub(super) fn defect(what: &str, error: &dyn std::error::Error) -> Refusal {
+        Refusal { message: format!("cannot {what}: {}", Chain(error)), why: Why::Defect }
+    }
+
+    /// A fork failed. EAGAIN means that a limit on processes is reached, which no repetition changes.
+    pub(super) fn of_fork(what: &str, error: &io::Error) -> Refusal {
+        let mut refusal = Refusal::defect(what, error);
+        if error.raw_os_error() == Some(libc::EAGAIN) {
+            refusal.why = Why::Exhausted;
+            refusal.message +=
+                "; there may be no more processes: pids.max of the container, the pod or the node, or RLIMIT_NPROC";
+        }
+        refusal
+    }
+}
