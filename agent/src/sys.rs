@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code, reason = "ioctls, bpf and fork have no safe wrapper")]
 
+pub use nacelle_base::pidfd::{pidfd_open, pidfd_signal};
 use nacelle_base::retry::{retry_interrupted, retry_transient};
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::fs::File;
@@ -164,28 +165,6 @@ pub fn is_beneath_root() -> io::Result<bool> {
 pub fn close_all(first: u32) -> io::Result<()> {
     // SAFETY: no memory is passed; the caller, which is about to live without descriptors, uses none of them again.
     let result = unsafe { libc::syscall(libc::SYS_close_range, first, u32::MAX, 0) };
-    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
-}
-
-/// A descriptor of a process; ESRCH: there is none of that number (any more).
-pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
-    // SAFETY: no memory is passed.
-    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
-    if fd < 0 {
-        let error = io::Error::last_os_error();
-        // pidfd_open(2): so it says of a thread, and of a process that is being reaped.
-        let gone = matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOENT));
-        return Err(if gone { io::Error::from_raw_os_error(libc::ESRCH) } else { error });
-    }
-    // SAFETY: the descriptor is new and nobody else's; the kernel's descriptors fit an int.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd as c_int) })
-}
-
-/// Sends a signal to the process of a descriptor.
-pub fn pidfd_signal(pidfd: impl AsFd, signal: i32) -> io::Result<()> {
-    let info: *const c_void = std::ptr::null();
-    // SAFETY: a null siginfo is allowed.
-    let result = unsafe { libc::syscall(libc::SYS_pidfd_send_signal, pidfd.as_fd().as_raw_fd(), signal, info, 0) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 

@@ -2,6 +2,7 @@
 //! May use: nothing of ours. Knows no CRI, no engine, no guest.
 
 pub mod cpulist;
+pub mod descriptors;
 pub mod draft;
 pub mod error;
 pub mod files;
@@ -12,6 +13,7 @@ pub mod lock;
 pub mod machine;
 pub mod mounts;
 pub mod net;
+pub mod pidfd;
 pub mod push;
 pub mod random;
 pub mod retry;

@@ -9,6 +9,7 @@ use crate::queue::Served;
 use crate::server::Server;
 use crate::sys;
 use nacelle_base::Chain;
+use nacelle_base::descriptors::receive_with_descriptors;
 use nacelle_base::retry::{self, retry_interrupted};
 use nacelle_base::share::{HEADER, LEND, Lent, MAX_LENT, MAX_MESSAGE, MAX_PART, QUEUES, RETURN, SHOW};
 use nacelle_jail::Mode;
@@ -348,7 +349,7 @@ fn lent(stream: &mut UnixStream, length: usize) -> io::Result<(Lent, Vec<OwnedFd
         return Err(bad());
     }
     let mut bytes = vec![0; length];
-    let (got, fds) = sys::receive(stream, &mut bytes)?;
+    let (got, fds) = receive_with_descriptors(&*stream, &mut bytes)?;
     stream.read_exact(bytes.get_mut(got..).unwrap_or_default())?;
     Ok((Lent::decode(&bytes).ok_or_else(bad)?, fds))
 }

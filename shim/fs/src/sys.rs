@@ -1,39 +1,13 @@
-//! Owns: the system calls of this crate that have no safe wrapper: making processes, taking descriptors.
-#![allow(unsafe_code)] // reason: neither fork nor clone has a safe wrapper in nix or std; received descriptors are numbers.
+//! Owns: the system calls of this crate that have no safe wrapper: making processes.
+#![allow(unsafe_code)] // reason: neither fork nor clone has a safe wrapper in nix or std.
 
 use nacelle_base::retry::retry_interrupted;
-use nix::cmsg_space;
-use nix::errno::Errno;
 use nix::sys::signal::{Signal, kill};
-use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
 use nix::sys::wait::waitpid;
 use nix::unistd::{ForkResult, Pid, getpid};
 use std::fs::{self, File};
-use std::io::{self, IoSliceMut};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
-use std::os::unix::net::UnixStream;
-
-/// The most descriptors that come with a message.
-pub(crate) const MAX_FDS: usize = 32;
-
-/// Waits for bytes of a stream; how many came, and the descriptors that came with them.
-pub(crate) fn receive(stream: &UnixStream, bytes: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
-    let mut control = cmsg_space!([RawFd; MAX_FDS]);
-    let flags = MsgFlags::MSG_CMSG_CLOEXEC;
-    let (count, cut, fds) = retry_interrupted(|| {
-        let mut parts = [IoSliceMut::new(bytes)];
-        let received = recvmsg::<()>(stream.as_raw_fd(), &mut parts, Some(&mut control), flags)?;
-        let mut fds = Vec::new();
-        for message in received.cmsgs()? {
-            if let ControlMessageOwned::ScmRights(raw) = message {
-                // SAFETY: the kernel has just made these descriptors for this process, and nobody else knows of them.
-                fds.extend(raw.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
-            }
-        }
-        Ok::<_, Errno>((received.bytes, received.flags.contains(MsgFlags::MSG_CTRUNC), fds))
-    })?;
-    if cut { Err(io::ErrorKind::InvalidData.into()) } else { Ok((count, fds)) }
-}
+use std::io;
+use std::os::fd::OwnedFd;
 
 /// Makes a second process of this one; none: this is it. There must be one thread only.
 pub(crate) fn fork() -> io::Result<Option<Pid>> {

@@ -1,7 +1,7 @@
 //! Owns: the control group of a pod process: in cgroup v2's one tree, or in each of v1's that counts something.
 
 use nacelle_base::files::{FileError, at};
-use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use nacelle_base::pidfd::{pidfd_open, pidfd_signal};
 use std::fs;
 use std::io;
 use std::path::{Component, Path, PathBuf};
@@ -252,12 +252,12 @@ fn kill_all(folder: &Path) {
     let file = folder.join("cgroup.procs");
     let members = || fs::read_to_string(&file).unwrap_or_default();
     for line in members().lines() {
-        let Some(pid) = line.trim().parse().ok().and_then(Pid::from_raw) else { continue };
+        let Ok(pid) = line.trim().parse() else { continue };
         // The number may be another process's by now: the handle comes before the second look.
-        let Ok(handle) = pidfd_open(pid, PidfdFlags::empty()) else { continue };
+        let Ok(handle) = pidfd_open(pid) else { continue };
         if members().lines().any(|again| again == line) {
             // One that has ended meanwhile is as good.
-            let _ = pidfd_send_signal(&handle, Signal::KILL);
+            let _ = pidfd_signal(&handle, libc::SIGKILL);
         }
     }
     for below in fs::read_dir(folder).into_iter().flatten().flatten() {

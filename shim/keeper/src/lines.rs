@@ -4,10 +4,10 @@
 //! Threads: a task for each connection; asking takes turns.
 
 use crate::error::KeeperError;
-use crate::sys;
+use nacelle_base::descriptors::send_with_descriptor;
 use serde_json::{Map, Value, json};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::time::Duration;
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWriteExt, BufReader, Interest};
 use tokio::net::UnixStream;
@@ -100,7 +100,7 @@ async fn send(to: &mut OwnedWriteHalf, line: &[u8], descriptor: Option<&OwnedFd>
         None => 0,
         Some(descriptor) => {
             let socket: &UnixStream = to.as_ref();
-            socket.async_io(Interest::WRITABLE, || sys::send(socket.as_fd(), line, descriptor.as_fd())).await?
+            socket.async_io(Interest::WRITABLE, || send_with_descriptor(socket, line, descriptor)).await?
         }
     };
     to.write_all(line.get(sent..).unwrap_or_default()).await
@@ -169,6 +169,7 @@ pub fn printable(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use nacelle_base::descriptors::receive_descriptor;
     use nacelle_base::{Classify, Kind};
 
     use proptest::prelude::*;
@@ -232,7 +233,7 @@ mod tests {
             let file = tempfile::tempfile().unwrap();
             file.set_len(7).unwrap();
             let other = tokio::spawn(async move {
-                let received = far.async_io(Interest::READABLE, || sys::receive(far.as_fd())).await.unwrap();
+                let received = far.async_io(Interest::READABLE, || receive_descriptor(&far)).await.unwrap();
                 // The rest of the line; its first byte came with the descriptor.
                 let mut line = vec![0; 200];
                 let count = far.read(&mut line).await.unwrap();

@@ -2,14 +2,13 @@
 //! over.
 
 use crate::keeper::Keeper;
-use crate::sys;
+use nacelle_base::descriptors::receive_descriptor;
 use nacelle_proto::agent::{StreamOpen, StreamOpened};
 use nacelle_proto::common::Stream;
 use nacelle_proto::wire;
 use prost::Message;
 use std::fs::File;
 use std::io;
-use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -112,7 +111,7 @@ async fn answer(connection: &mut UnixStream, error: String) -> io::Result<()> {
 
 /// Takes a disk for a machine that is to be made, and gives it back when the connection ends, unless a machine has it by then.
 async fn take(mut connection: UnixStream, keeper: &Keeper, open: StreamOpen) -> io::Result<()> {
-    let received = connection.async_io(Interest::READABLE, || sys::receive(connection.as_fd()));
+    let received = connection.async_io(Interest::READABLE, || receive_descriptor(&connection));
     let received = tokio::time::timeout(PREAMBLE, received).await;
     let file = File::from(received.unwrap_or_else(|_elapsed| Err(io::ErrorKind::TimedOut.into()))?);
     let number = match keeper.offer(open.id, open.device, file) {

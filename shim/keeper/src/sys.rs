@@ -1,15 +1,12 @@
-//! Owns: taking over descriptors that this process was started with or is sent, locks on files, and the time that another process
-//! has used.
+//! Takes over descriptors that this process was started with, locks files, and reads the CPU time of other processes.
 #![allow(unsafe_code)] // reason: a descriptor is only a number where it comes from.
 
-use nacelle_base::retry::retry_interrupted;
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, FdFlag, OFlag, fcntl};
 use nix::libc;
-use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use tokio::io::unix::AsyncFd;
 
 /// The first byte of a disk that is locked: behind all that are on it, and behind those that QEMU locks.
@@ -35,32 +32,6 @@ pub fn adopt(numbers: Vec<RawFd>) -> io::Result<Vec<OwnedFd>> {
 pub fn watch(fd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
     // SAFETY: an `OwnedFd` closes the number that it owns when it is dropped, not before, and gives out no other.
     Ok(unsafe { AsyncFd::register(fd)? })
-}
-
-/// Takes the descriptor that comes with the next byte of a socket; `InvalidData` if there is none.
-pub fn receive(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
-    let mut space = nix::cmsg_space!([RawFd; 1]);
-    let found = retry_interrupted(|| {
-        let mut byte = [0; 1];
-        let mut parts = [io::IoSliceMut::new(&mut byte)];
-        let received = recvmsg::<()>(socket.as_raw_fd(), &mut parts, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC)?;
-        Ok::<_, Errno>(received.cmsgs()?.find_map(|message| match message {
-            ControlMessageOwned::ScmRights(descriptors) => descriptors.first().copied(),
-            _ => None,
-        }))
-    })?;
-    let found = found.ok_or(io::ErrorKind::InvalidData)?;
-    // SAFETY: the kernel made this number for this process in the recvmsg call, the only one for which there was room; nobody else
-    // has it.
-    Ok(unsafe { OwnedFd::from_raw_fd(found) })
-}
-
-/// Sends bytes, and a descriptor with the first of them; how many of the bytes went.
-pub fn send(socket: BorrowedFd<'_>, bytes: &[u8], descriptor: BorrowedFd<'_>) -> io::Result<usize> {
-    let descriptors = [descriptor.as_raw_fd()];
-    let rights = [ControlMessage::ScmRights(&descriptors)];
-    let (parts, flags) = ([io::IoSlice::new(bytes)], MsgFlags::MSG_NOSIGNAL);
-    Ok(retry_interrupted(|| sendmsg::<()>(socket.as_raw_fd(), &parts, &rights, flags, None))?)
 }
 
 /// Whether it was opened for writing, too.
@@ -147,19 +118,6 @@ mod tests {
         assert!(refused.iter().all(|(file, wanted)| !lock(file, *wanted).unwrap()));
         drop(sharers);
         assert!(lock(&write(), Lock::Alone).unwrap());
-    }
-
-    #[test]
-    fn a_descriptor_comes_with_a_byte() {
-        use std::os::fd::AsFd;
-        use std::os::unix::net::UnixStream;
-        let (near, far) = UnixStream::pair().unwrap();
-        let file = tempfile::tempfile().unwrap();
-        file.set_len(7).unwrap();
-        assert_eq!(send(near.as_fd(), &[0], file.as_fd()).unwrap(), 1);
-        assert_eq!(File::from(receive(far.as_fd()).unwrap()).metadata().unwrap().len(), 7);
-        drop(near);
-        assert_eq!(receive(far.as_fd()).unwrap_err().kind(), io::ErrorKind::InvalidData);
     }
 
     #[test]

@@ -4,9 +4,9 @@
 use crate::codes;
 use crate::error::PodError;
 use crate::guest_values::{Bounded, FromGuest, GuestExit, describe_exit};
-use crate::sys;
 use hyper_util::rt::TokioIo;
 use nacelle_base::Kind;
+use nacelle_base::descriptors::send_with_descriptor;
 use nacelle_base::task::run_blocking;
 use nacelle_engine::{GuestLink, LinkError, MachineExit};
 use nacelle_proto::wire::{self, Shaped};
@@ -16,7 +16,6 @@ use proto::agent_client::AgentClient;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -247,7 +246,7 @@ impl Agent {
         let mut stream = tokio_stream_of(connect(Arc::clone(&self.link), STREAM_PORT, self.limit).await?)?;
         write_frame(&mut stream, &open, self.limit).await?;
         let what = "hand a disk over";
-        let sent = stream.async_io(Interest::WRITABLE, || sys::hand_over(stream.as_fd(), file.as_fd()));
+        let sent = stream.async_io(Interest::WRITABLE, || send_with_descriptor(&stream, &[0], &file));
         let sent = tokio::time::timeout(self.limit, sent).await;
         sent.map_err(|_elapsed| PodError::TooSlow { what, limit: self.limit })?
             .map_err(|source| PodError::Stream { what, source })?;

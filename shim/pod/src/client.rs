@@ -7,8 +7,10 @@ use crate::record::{self, PodRecord, RecordError};
 use crate::spec::{PodSpec, SpecError};
 use crate::{agent, codes, share, sys};
 use hyper_util::rt::TokioIo;
+use nacelle_base::descriptors::send_with_descriptor;
 use nacelle_base::files::{FileError, at, remove_tree_if_there};
 use nacelle_base::jailed::{JailedDir, JailedFile};
+use nacelle_base::pidfd::pidfd_signal;
 use nacelle_base::task::run_blocking_or_panic;
 use nacelle_base::{Chain, Classify, Kind};
 use nacelle_model::process::{PodProcess, ProcessIdentity};
@@ -18,7 +20,7 @@ use proto::pod_client::PodClient as Rpc;
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -427,7 +429,10 @@ fn last_words(dir: &Path) -> Option<PodRecord> {
 async fn kill_exactly(identity: &ProcessIdentity) -> Result<(), ClientError> {
     let Some(pidfd) = identity::open(identity)? else { return Ok(()) };
     let failed = |what| move |source| IdentityError::Process { what, pid: identity.pid, source };
-    sys::pidfd_send(&pidfd, libc::SIGKILL).map_err(failed("kill"))?;
+    match pidfd_signal(&pidfd, libc::SIGKILL) {
+        Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {}
+        sent => sent.map_err(failed("kill"))?,
+    }
     Ok(ended(pidfd).await?.map_err(failed("wait for"))?)
 }
 
@@ -604,7 +609,7 @@ impl PodClient {
         let mut stream = connected.map_err(failed)?;
         agent::write_frame(&mut stream, &open, CONNECT_LIMIT).await.map_err(failed)?;
         if let Some(device) = device {
-            let sent = stream.async_io(Interest::WRITABLE, || sys::hand_over(stream.as_fd(), device.as_fd()));
+            let sent = stream.async_io(Interest::WRITABLE, || send_with_descriptor(&stream, &[0], &device));
             let sent = timeout(CONNECT_LIMIT, sent).await;
             let sent = sent.map_err(|_elapsed| ClientError::TooSlow { what: "take a device", limit: CONNECT_LIMIT })?;
             sent.map_err(|source| failed(PodError::Stream { what: "hand a device over", source }))?;

@@ -1,8 +1,8 @@
 //! Reads and writes `DIR/process.json`: which process serves a pod. The daemon writes it into its own part of the run directory, before
 //! the process may do anything. A pid alone is reused; pid, start time and boot together are not.
 
-use crate::sys;
 use nacelle_base::files::{FileError, at, write_whole};
+use nacelle_base::pidfd::pidfd_open;
 use nacelle_base::{Classify, Kind};
 use nacelle_model::process::ProcessIdentity;
 use std::io;
@@ -101,9 +101,12 @@ pub(crate) fn open(process: &ProcessIdentity) -> Result<Option<OwnedFd>, Identit
         return Ok(None);
     }
     // The pidfd comes first: if the start time that is read after it matches, the pidfd refers to that process.
-    let opened = sys::pidfd_open(process.pid);
-    let pidfd = opened.map_err(|source| IdentityError::Process { what: "open", pid: process.pid, source })?;
-    Ok(if running(process.pid)?.is_some_and(|stat| stat.start_time == process.start_time) { pidfd } else { None })
+    let pidfd = match pidfd_open(process.pid) {
+        Ok(pidfd) => pidfd,
+        Err(error) if error.raw_os_error() == Some(libc::ESRCH) => return Ok(None),
+        Err(source) => return Err(IdentityError::Process { what: "open", pid: process.pid, source }),
+    };
+    Ok(running(process.pid)?.filter(|stat| stat.start_time == process.start_time).map(|_| pidfd))
 }
 
 /// Returns whether exactly this process runs.

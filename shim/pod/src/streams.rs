@@ -5,11 +5,10 @@ use crate::actor::{Ask, Live, Message, Offer, Reply};
 use crate::agent::{read_frame, write_frame};
 use crate::error::{Failure, PodError};
 use crate::fan::Fan;
-use crate::sys;
+use nacelle_base::descriptors::receive_descriptor;
 use nacelle_base::{Chain, Kind};
 use nacelle_proto::{agent, common, pod};
 use std::fs::File;
-use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, Interest};
@@ -88,7 +87,7 @@ async fn offered(
     inbox: &mpsc::UnboundedSender<Message>,
 ) -> Result<(), PodError> {
     let what = "take a device";
-    let received = tokio::time::timeout(PREAMBLE, near.async_io(Interest::READABLE, || sys::receive(near.as_fd())));
+    let received = tokio::time::timeout(PREAMBLE, near.async_io(Interest::READABLE, || receive_descriptor(&near)));
     let received = received.await.map_err(|_elapsed| PodError::TooSlow { what, limit: PREAMBLE })?;
     let file = File::from(received.map_err(|source| PodError::Stream { what, source })?);
     let offer = Offer { id: open.id, device: open.device, file };

@@ -4,7 +4,7 @@
 use nacelle_base::retry::retry_interrupted;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use vm_memory::{GuestMemoryRegion, GuestRegionMmap, MemoryRegionAddress, VolatileSlice};
 use vmm_sys_util::eventfd::EventFd;
 
@@ -161,15 +161,6 @@ pub(crate) fn discard_blocks(device: &File, at: u64, length: u64) -> io::Result<
 pub(crate) fn duplicate(event: &EventFd) -> io::Result<OwnedFd> {
     // SAFETY: `event` is borrowed for the whole call and owns its descriptor, which is open as long.
     unsafe { BorrowedFd::borrow_raw(event.as_raw_fd()) }.try_clone_to_owned()
-}
-
-/// Takes ownership of descriptors that recvmsg has just given to this process.
-pub(crate) fn own(received: Vec<RawFd>) -> Vec<OwnedFd> {
-    received
-        .into_iter()
-        // SAFETY: the kernel made these numbers for this process in the recvmsg call; nobody else has them.
-        .map(|fd| unsafe { OwnedFd::from_raw_fd(fd) })
-        .collect()
 }
 
 /// Sends a signal to a thread of this process; one that is gone is left alone.

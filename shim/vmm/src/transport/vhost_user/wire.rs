@@ -1,13 +1,9 @@
 //! Owns: the messages of the vhost-user protocol: reading them from the socket, what they say, answers.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-use crate::sys;
-use nacelle_base::retry::retry_interrupted;
-use nix::cmsg_space;
-use nix::errno::Errno;
-use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
-use std::io::{self, IoSliceMut, Write};
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use nacelle_base::descriptors::{MAX_DESCRIPTORS, try_receive_with_descriptors};
+use std::io::{self, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 
 const HEADER: usize = 12;
@@ -18,8 +14,6 @@ const NEED_REPLY: u32 = 1 << 3;
 
 /// The longest body, in bytes.
 const MAX_BODY: usize = 4096;
-/// The most descriptors with one message.
-const MAX_FDS: usize = 32;
 /// The most bytes of a configuration space.
 const MAX_CONFIG: usize = 256;
 /// Set in the number of a queue when no descriptor comes with it.
@@ -176,22 +170,12 @@ fn fill(
 }
 
 fn receive_some(stream: &UnixStream, bytes: &mut [u8], fds: &mut Vec<OwnedFd>) -> Result<usize, WireError> {
-    let mut control = cmsg_space!([RawFd; MAX_FDS]);
-    let flags = MsgFlags::MSG_CMSG_CLOEXEC | MsgFlags::MSG_DONTWAIT;
-    let (count, cut) = retry_interrupted(|| {
-        let mut parts = [IoSliceMut::new(bytes)];
-        let received = recvmsg::<()>(stream.as_raw_fd(), &mut parts, Some(&mut control), flags)?;
-        if let Ok(messages) = received.cmsgs() {
-            for message in messages {
-                if let ControlMessageOwned::ScmRights(raw) = message {
-                    fds.extend(sys::own(raw));
-                }
-            }
-        }
-        Ok::<_, Errno>((received.bytes, received.flags.contains(MsgFlags::MSG_CTRUNC)))
-    })
-    .map_err(io::Error::from)?;
-    if cut || fds.len() > MAX_FDS {
+    let (count, received) = try_receive_with_descriptors(stream, bytes).map_err(|error| match error.kind() {
+        io::ErrorKind::InvalidData => WireError::Descriptors,
+        _ => WireError::Io(error),
+    })?;
+    fds.extend(received);
+    if fds.len() > MAX_DESCRIPTORS {
         return Err(WireError::Descriptors);
     }
     Ok(count)

@@ -1,0 +1,52 @@
+//! Opens pidfds and sends signals through them: unlike a pid, a pidfd never names another process later.
+#![allow(unsafe_code)] // reason: pidfd_send_signal has no safe wrapper that takes real-time signals.
+
+use rustix::process::{Pid, PidfdFlags};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+
+/// Opens a pidfd of the process that has this pid now. The error is ESRCH if there is none, or if the number is that of a thread
+/// which leads no process: the process that had it is gone.
+pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
+    let pid = Some(pid)
+        .filter(|pid| *pid > 0)
+        .and_then(Pid::from_raw)
+        .ok_or_else(|| io::Error::from_raw_os_error(libc::ESRCH))?;
+    rustix::process::pidfd_open(pid, PidfdFlags::empty()).map_err(|errno| match errno.raw_os_error() {
+        // pidfd_open(2): EINVAL (since Linux 6.15 ENOENT) for what leads no thread group, which a process that is being reaped
+        // does not either.
+        libc::EINVAL | libc::ENOENT => io::Error::from_raw_os_error(libc::ESRCH),
+        number => io::Error::from_raw_os_error(number),
+    })
+}
+
+/// Sends a signal to the process of a pidfd. The error is ESRCH if it has ended and was reaped.
+pub fn pidfd_signal(pidfd: impl AsFd, signal: i32) -> io::Result<()> {
+    let (pidfd, info) = (pidfd.as_fd(), std::ptr::null::<libc::siginfo_t>());
+    // SAFETY: `pidfd` is open until the call returns; a null siginfo is allowed and means "as kill(2)".
+    match unsafe { libc::syscall(libc::SYS_pidfd_send_signal, pidfd.as_raw_fd(), signal, info, 0u32) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::process::ExitStatusExt;
+
+    #[test]
+    fn a_pidfd_outlives_its_process() {
+        let mut child = std::process::Command::new("sleep").arg("600").spawn().unwrap();
+        let pid = i32::try_from(child.id()).unwrap();
+        let pidfd = pidfd_open(pid).unwrap();
+        // A real-time signal, which ends a process that does not handle it.
+        let signal = libc::SIGRTMIN() + 1;
+        pidfd_signal(&pidfd, signal).unwrap();
+        assert_eq!(child.wait().unwrap().signal(), Some(signal));
+        assert_eq!(pidfd_signal(&pidfd, libc::SIGKILL).unwrap_err().raw_os_error(), Some(libc::ESRCH));
+        for none in [0, -1, pid] {
+            assert_eq!(pidfd_open(none).unwrap_err().raw_os_error(), Some(libc::ESRCH), "{none}");
+        }
+    }
+}
