@@ -2,138 +2,139 @@
 //! a test holds the page to these tables.
 //!
 //! ```text
-//! pod         Booting ──up──▶ Ready ──stop, gone──▶ Stopping ──undone──▶ Stopped ──remove──▶ Removing ─▶ (forgotten)
-//!                └──stop, boot failed──────────────▶   │  ▲
-//!                                          undo failed ▼  │ stop, remove
-//!                                                    Unclean
+//! pod         Booting ──booted──▶ Ready ──stop, VM exited──▶ Stopping ──cleaned up──▶ Stopped ──remove──▶ Removing ─▶ (forgotten)
+//!                └──stop, boot failed───────────────────▶   │  ▲
+//!                                            cleanup failed ▼  │ stop, remove
+//!                                                         Unclean
 //!
-//! container   Creating ──made──▶ Created ──start──▶ Starting ──started──▶ Running ──exit──▶ Exited
-//!              │    │               │                   └──start failed───────────────────────▲
-//!              │    └──not made─────┼─────────────────────────────────────────────────────────┘
-//!              └──failed──┐         └──remove (as from every state)──▶ Removing ─▶ (forgotten)
-//!                         └───────────────────────────────────────────────▲
+//! container   Creating ──created──▶ Created ──start──▶ Starting ──started──▶ Running ──exited──▶ Exited
+//!              │    │                  │                   └──start failed─────────────────────────▲
+//!              │    └──create failed after reply───────────────────────────────────────────────────┘
+//!              └──create failed──┐     └──remove (as from every state)──▶ Removing ─▶ (forgotten)
+//!                                └───────────────────────────────────────────▲
 //! ```
 //!
-//! A container that could not be made is undone (`MakeFailed`) if nobody knows it, and has ended without a start (`NotMade`)
-//! if whoever asked for it was answered already.
+//! A container that could not be created is removed (`CreateFailed`) as long as no client knows it. If the reply to
+//! CreateContainer was sent before (`CreateFailedAfterReply`), the container is Exited without having started.
 //!
-//! Every ask has three answers: go on to a state and act; it is already so (same state, act `Nothing`); refused.
+//! Every event has three outcomes: another state and an action; the same state and the action `Nothing`; a refusal. The pod
+//! process has tables of its own (`nacelle_pod::state`), in which the same event has the same name.
 
 use serde::{Deserialize, Serialize};
 
 /// The state of a pod.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum PodState {
-    /// Its machine and its network are being made.
+    /// The VM and the network of the pod are being created.
     Booting,
-    /// Containers can be made.
+    /// The pod can have containers.
     Ready,
-    /// What was taken is being given back.
+    /// The pod's resources are being released.
     Stopping,
-    /// Something could not be given back; the next stop tries again.
+    /// Some resources could not be released; the next stop tries again.
     Unclean,
-    /// Nothing is left but what is known of it.
+    /// All resources are released; the records are still there.
     Stopped,
-    /// It is being forgotten.
+    /// The records are being removed.
     Removing,
 }
 
-/// What happens to a pod, or is asked of it.
+/// An event of a pod: a participle for what has happened, an imperative for what a client requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PodEvent {
-    /// Machine and network are there.
-    Up,
-    /// They could not be made.
+    /// The VM and the network are ready.
+    Booted,
+    /// The VM or the network could not be created.
     BootFailed,
-    /// The machine ended by itself.
-    Gone,
-    /// Stop it.
+    /// The VM, or the pod process with it, exited without a request.
+    VmExited,
+    /// Stop the pod.
     Stop,
-    /// Stop and forget it.
+    /// Stop the pod and remove its records.
     Remove,
-    /// All was given back.
-    Undone,
-    /// Something was not.
-    UndoFailed,
-    /// Its records are gone.
+    /// All resources of the pod are released.
+    CleanedUp,
+    /// Some resources of the pod could not be released.
+    CleanupFailed,
+    /// The records of the pod are removed.
     Forgotten,
-    /// They are not.
+    /// The records of the pod could not be removed.
     ForgetFailed,
 }
 
-/// What must be done with a pod now.
+/// The action that follows an event of a pod.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PodAction {
     /// Nothing.
     Nothing,
-    /// Tell the start of the machine to give up; it answers with `BootFailed` or `Up`.
+    /// Cancel the start of the VM, which ends with `BootFailed` or `Booted`.
     CancelBoot,
-    /// Give back what was taken.
-    Undo,
-    /// Remove folder and records.
+    /// Release the pod's resources.
+    CleanUp,
+    /// Remove the pod's directory and records.
     Forget,
 }
 
 /// The state of a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum ContainerState {
-    /// The guest makes it.
+    /// The guest creates the container.
     Creating,
-    /// It can be started.
+    /// The container can be started.
     Created,
-    /// The guest starts it.
+    /// The guest starts the container.
     Starting,
-    /// It runs.
+    /// The container's first process runs.
     Running,
-    /// It ended.
+    /// The first process has exited, or never started.
     Exited,
-    /// It is being forgotten.
+    /// The container and its records are being removed.
     Removing,
 }
 
-/// What happens to a container, or is asked of it.
+/// An event of a container: a participle for what has happened, an imperative for what a client requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ContainerEvent {
-    /// The guest has made it.
-    Made,
-    /// It could not be made, and nobody knows it.
-    MakeFailed,
-    /// It could not be made, though it counts as created.
-    NotMade,
-    /// Start it.
+    /// The guest has created the container.
+    Created,
+    /// The container could not be created, and no client knows it.
+    CreateFailed,
+    /// The container could not be created, after CreateContainer was answered with its id.
+    CreateFailedAfterReply,
+    /// Start the container.
     Start,
-    /// It runs.
+    /// The container's first process runs.
     Started,
-    /// It could not be started.
+    /// The container could not be started.
     StartFailed,
-    /// It ended.
-    Exit,
-    /// Stop it.
+    /// The first process has exited.
+    Exited,
+    /// Stop the container.
     Stop,
-    /// Stop and forget it.
+    /// Stop the container and remove its records.
     Remove,
-    /// The guest could not remove it.
+    /// The guest could not remove the container.
     RemoveFailed,
 }
 
-/// What must be done with a container now.
+/// The action that follows an event of a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ContainerAction {
     /// Nothing.
     Nothing,
-    /// Have the guest start it.
+    /// Have the guest start the container.
     Start,
-    /// Have the guest stop it.
+    /// Have the guest stop the container.
     Stop,
-    /// Have the guest remove it, then forget it.
+    /// Have the guest remove the container, then remove its records.
     Remove,
 }
 
-/// What is not possible in this state.
+/// An event that is refused in this state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{what} is not possible: the {whose} is {state}")]
 pub struct InvalidTransition {
-    /// What was asked.
+    /// The event.
     pub what: &'static str,
     /// "pod" or "container".
     pub whose: &'static str,
@@ -163,55 +164,55 @@ impl PodState {
         }
     }
 
-    /// The next state, and what must be done.
-    pub fn step(self, ask: PodEvent) -> Result<(PodState, PodAction), InvalidTransition> {
+    /// Returns the next state and the action.
+    pub fn step(self, event: PodEvent) -> Result<(PodState, PodAction), InvalidTransition> {
         use PodAction::*;
-        use PodEvent as Ask;
+        use PodEvent as Event;
         use PodState::*;
-        Ok(match (self, ask) {
-            (Booting, Ask::Up) => (Ready, Nothing),
-            (Booting, Ask::BootFailed) => (Stopping, Undo),
-            (Booting, Ask::Stop | Ask::Remove) => (Stopping, CancelBoot),
-            // The start gave up, or came too late: what it took is given back.
-            (Stopping, Ask::Up | Ask::BootFailed) => (Stopping, Undo),
-            (Ready, Ask::Stop | Ask::Remove | Ask::Gone) => (Stopping, Undo),
-            (Stopping, Ask::Undone) => (Stopped, Nothing),
-            (Stopping, Ask::UndoFailed) => (Unclean, Nothing),
-            (Unclean, Ask::Stop | Ask::Remove) => (Stopping, Undo),
-            (Stopped, Ask::Remove) => (Removing, Forget),
-            (Removing, Ask::Forgotten) => (Removing, Nothing),
-            (Removing, Ask::ForgetFailed) => (Stopped, Nothing),
+        Ok(match (self, event) {
+            (Booting, Event::Booted) => (Ready, Nothing),
+            (Booting, Event::BootFailed) => (Stopping, CleanUp),
+            (Booting, Event::Stop | Event::Remove) => (Stopping, CancelBoot),
+            // The start was cancelled, or completed too late: its resources are released.
+            (Stopping, Event::Booted | Event::BootFailed) => (Stopping, CleanUp),
+            (Ready, Event::Stop | Event::Remove | Event::VmExited) => (Stopping, CleanUp),
+            (Stopping, Event::CleanedUp) => (Stopped, Nothing),
+            (Stopping, Event::CleanupFailed) => (Unclean, Nothing),
+            (Unclean, Event::Stop | Event::Remove) => (Stopping, CleanUp),
+            (Stopped, Event::Remove) => (Removing, Forget),
+            (Removing, Event::Forgotten) => (Removing, Nothing),
+            (Removing, Event::ForgetFailed) => (Stopped, Nothing),
             // Already so, or on its way.
-            (Stopping | Stopped | Removing, Ask::Stop) | (Stopping | Removing, Ask::Remove) => (self, Nothing),
-            (Booting | Stopping | Unclean | Stopped | Removing, Ask::Gone) => (self, Nothing),
-            (state, ask) => return Err(refused(ask.name(), "pod", state.name())),
+            (Stopping | Stopped | Removing, Event::Stop) | (Stopping | Removing, Event::Remove) => (self, Nothing),
+            (Booting | Stopping | Unclean | Stopped | Removing, Event::VmExited) => (self, Nothing),
+            (state, event) => return Err(refused(event.name(), "pod", state.name())),
         })
     }
 }
 
 impl PodEvent {
-    /// All asks.
+    /// All events.
     pub const ALL: [PodEvent; 9] = [
-        PodEvent::Up,
+        PodEvent::Booted,
         PodEvent::BootFailed,
-        PodEvent::Gone,
+        PodEvent::VmExited,
         PodEvent::Stop,
         PodEvent::Remove,
-        PodEvent::Undone,
-        PodEvent::UndoFailed,
+        PodEvent::CleanedUp,
+        PodEvent::CleanupFailed,
         PodEvent::Forgotten,
         PodEvent::ForgetFailed,
     ];
 
     fn name(self) -> &'static str {
         match self {
-            PodEvent::Up => "up",
+            PodEvent::Booted => "booted",
             PodEvent::BootFailed => "boot failed",
-            PodEvent::Gone => "gone",
+            PodEvent::VmExited => "VM exited",
             PodEvent::Stop => "stop",
             PodEvent::Remove => "remove",
-            PodEvent::Undone => "undone",
-            PodEvent::UndoFailed => "undo failed",
+            PodEvent::CleanedUp => "cleaned up",
+            PodEvent::CleanupFailed => "cleanup failed",
             PodEvent::Forgotten => "forgotten",
             PodEvent::ForgetFailed => "forget failed",
         }
@@ -240,50 +241,50 @@ impl ContainerState {
         }
     }
 
-    /// The next state, and what must be done.
-    pub fn step(self, ask: ContainerEvent) -> Result<(ContainerState, ContainerAction), InvalidTransition> {
-        use ContainerAction as Act;
-        use ContainerEvent as Ask;
+    /// Returns the next state and the action.
+    pub fn step(self, event: ContainerEvent) -> Result<(ContainerState, ContainerAction), InvalidTransition> {
+        use ContainerAction as Action;
+        use ContainerEvent as Event;
         use ContainerState::*;
-        Ok(match (self, ask) {
-            (Creating, Ask::Made) => (Created, Act::Nothing),
-            (Creating, Ask::MakeFailed) => (Removing, Act::Remove),
-            (Creating, Ask::NotMade) => (Exited, Act::Nothing),
-            // Started when it is made.
-            (Creating, Ask::Start) => (Creating, Act::Nothing),
-            (Created, Ask::Start) => (Starting, Act::Start),
-            // A watch may tell of the start before the answer to the ask does.
-            (Created | Starting, Ask::Started) => (Running, Act::Nothing),
-            (Starting, Ask::StartFailed) => (Exited, Act::Nothing),
-            (Created | Starting | Running, Ask::Exit) => (Exited, Act::Nothing),
-            (Starting | Running, Ask::Stop) => (self, Act::Stop),
-            // Removed when the guest has answered: it must not make what is forgotten.
-            (Creating, Ask::Remove) => (Removing, Act::Nothing),
-            (Removing, Ask::Made | Ask::MakeFailed) => (Removing, Act::Remove),
-            (Removing, Ask::Remove) => (Removing, Act::Nothing),
-            (Created | Starting | Running | Exited, Ask::Remove) => (Removing, Act::Remove),
-            (Removing, Ask::RemoveFailed) => (Exited, Act::Nothing),
+        Ok(match (self, event) {
+            (Creating, Event::Created) => (Created, Action::Nothing),
+            (Creating, Event::CreateFailed) => (Removing, Action::Remove),
+            (Creating, Event::CreateFailedAfterReply) => (Exited, Action::Nothing),
+            // Started once it is created.
+            (Creating, Event::Start) => (Creating, Action::Nothing),
+            (Created, Event::Start) => (Starting, Action::Start),
+            // A watch may report the start before the reply to the request does.
+            (Created | Starting, Event::Started) => (Running, Action::Nothing),
+            (Starting, Event::StartFailed) => (Exited, Action::Nothing),
+            (Created | Starting | Running, Event::Exited) => (Exited, Action::Nothing),
+            (Starting | Running, Event::Stop) => (self, Action::Stop),
+            // Removed once the guest has replied: it must not create a container that has no record.
+            (Creating, Event::Remove) => (Removing, Action::Nothing),
+            (Removing, Event::Created | Event::CreateFailed) => (Removing, Action::Remove),
+            (Removing, Event::Remove) => (Removing, Action::Nothing),
+            (Created | Starting | Running | Exited, Event::Remove) => (Removing, Action::Remove),
+            (Removing, Event::RemoveFailed) => (Exited, Action::Nothing),
             // Already so, or too late to matter.
-            (Starting | Running, Ask::Start) => (self, Act::Nothing),
-            (Creating | Created | Exited | Removing, Ask::Stop) => (self, Act::Nothing),
-            (Running | Exited | Removing, Ask::Started) => (self, Act::Nothing),
-            (Created | Running | Exited | Removing, Ask::StartFailed) => (self, Act::Nothing),
-            (Creating | Exited | Removing, Ask::Exit) => (self, Act::Nothing),
-            (state, ask) => return Err(refused(ask.name(), "container", state.name())),
+            (Starting | Running, Event::Start) => (self, Action::Nothing),
+            (Creating | Created | Exited | Removing, Event::Stop) => (self, Action::Nothing),
+            (Running | Exited | Removing, Event::Started) => (self, Action::Nothing),
+            (Created | Running | Exited | Removing, Event::StartFailed) => (self, Action::Nothing),
+            (Creating | Exited | Removing, Event::Exited) => (self, Action::Nothing),
+            (state, event) => return Err(refused(event.name(), "container", state.name())),
         })
     }
 }
 
 impl ContainerEvent {
-    /// All asks.
+    /// All events.
     pub const ALL: [ContainerEvent; 10] = [
-        ContainerEvent::Made,
-        ContainerEvent::MakeFailed,
-        ContainerEvent::NotMade,
+        ContainerEvent::Created,
+        ContainerEvent::CreateFailed,
+        ContainerEvent::CreateFailedAfterReply,
         ContainerEvent::Start,
         ContainerEvent::Started,
         ContainerEvent::StartFailed,
-        ContainerEvent::Exit,
+        ContainerEvent::Exited,
         ContainerEvent::Stop,
         ContainerEvent::Remove,
         ContainerEvent::RemoveFailed,
@@ -291,13 +292,13 @@ impl ContainerEvent {
 
     fn name(self) -> &'static str {
         match self {
-            ContainerEvent::Made => "made",
-            ContainerEvent::MakeFailed => "make failed",
-            ContainerEvent::NotMade => "not made",
+            ContainerEvent::Created => "created",
+            ContainerEvent::CreateFailed => "create failed",
+            ContainerEvent::CreateFailedAfterReply => "create failed after reply",
             ContainerEvent::Start => "start",
             ContainerEvent::Started => "started",
             ContainerEvent::StartFailed => "start failed",
-            ContainerEvent::Exit => "exit",
+            ContainerEvent::Exited => "exited",
             ContainerEvent::Stop => "stop",
             ContainerEvent::Remove => "remove",
             ContainerEvent::RemoveFailed => "remove failed",
@@ -315,23 +316,23 @@ mod tests {
     use proptest::prelude::*;
     use std::fmt::Write;
 
-    fn table<S: std::fmt::Debug + Copy, A: std::fmt::Debug + Copy, Act: std::fmt::Debug>(
+    fn table<S: std::fmt::Debug + Copy, E: std::fmt::Debug + Copy, A: std::fmt::Debug>(
         states: &[S],
-        asks: &[A],
-        step: impl Fn(S, A) -> Result<(S, Act), InvalidTransition>,
+        events: &[E],
+        step: impl Fn(S, E) -> Result<(S, A), InvalidTransition>,
     ) -> String {
         let mut text = String::from("|");
         states.iter().for_each(|state| write!(text, " | {state:?}").unwrap());
         text.push_str(" |\n|---|");
         states.iter().for_each(|_| text.push_str("---|"));
-        for &ask in asks {
-            write!(text, "\n| **{ask:?}**").unwrap();
+        for &event in events {
+            write!(text, "\n| **{event:?}**").unwrap();
             for &state in states {
-                match step(state, ask) {
-                    Ok((next, act)) => match (format!("{next:?}"), format!("{act:?}")) {
-                        (next, act) if act == "Nothing" && next == format!("{state:?}") => write!(text, " | ·"),
-                        (next, act) if act == "Nothing" => write!(text, " | {next}"),
-                        (next, act) => write!(text, " | {next}, *{act}*"),
+                match step(state, event) {
+                    Ok((next, action)) => match (format!("{next:?}"), format!("{action:?}")) {
+                        (next, action) if action == "Nothing" && next == format!("{state:?}") => write!(text, " | ·"),
+                        (next, action) if action == "Nothing" => write!(text, " | {next}"),
+                        (next, action) => write!(text, " | {next}, *{action}*"),
                     },
                     Err(_) => write!(text, " | –"),
                 }
@@ -360,7 +361,7 @@ mod tests {
         for state in ContainerState::ALL {
             assert!(state.step(ContainerEvent::Stop).is_ok(), "{state:?}");
             assert!(state.step(ContainerEvent::Remove).is_ok(), "{state:?}");
-            assert!(state.step(ContainerEvent::Exit).is_ok(), "{state:?}: the guest may say this at any time");
+            assert!(state.step(ContainerEvent::Exited).is_ok(), "{state:?}: the guest may report this at any time");
         }
     }
 
@@ -371,37 +372,37 @@ mod tests {
     }
 
     proptest! {
-        /// However asks come: what was taken is given back before a pod counts as stopped, never while its start
-        /// still takes, and nothing comes back to life.
+        /// In whatever order events arrive: the resources of a pod are released before it is Stopped and never while its
+        /// start still acquires some, and a pod that left Ready does not return to it.
         #[test]
-        fn a_pod_gives_back_what_it_took(asks in proptest::collection::vec(0..5usize, 0..40)) {
+        fn a_pod_releases_its_resources(events in proptest::collection::vec(0..5usize, 0..40)) {
             let mut state = PodState::Booting;
             let mut starting = true;
-            let mut undoing = false;
+            let mut cleaning = false;
             let mut taken = true;
             let mut was_down = false;
-            for ask in asks {
-                // What can happen depends on what is under way; the model offers only that.
-                let ask = match ask {
-                    0 if starting => PodEvent::Up,
+            for event in events {
+                // Only the events that are possible with what is under way.
+                let event = match event {
+                    0 if starting => PodEvent::Booted,
                     1 if starting => PodEvent::BootFailed,
-                    0 if undoing => PodEvent::Undone,
-                    1 if undoing => PodEvent::UndoFailed,
+                    0 if cleaning => PodEvent::CleanedUp,
+                    1 if cleaning => PodEvent::CleanupFailed,
                     2 => PodEvent::Stop,
                     3 => PodEvent::Remove,
-                    _ => PodEvent::Gone,
+                    _ => PodEvent::VmExited,
                 };
-                match ask {
-                    PodEvent::Up | PodEvent::BootFailed => starting = false,
-                    PodEvent::Undone => { undoing = false; taken = false; }
-                    PodEvent::UndoFailed => undoing = false,
+                match event {
+                    PodEvent::Booted | PodEvent::BootFailed => starting = false,
+                    PodEvent::CleanedUp => { cleaning = false; taken = false; }
+                    PodEvent::CleanupFailed => cleaning = false,
                     _ => {}
                 }
-                let (next, act) = state.step(ask).unwrap();
-                match act {
-                    PodAction::Undo => {
-                        prop_assert!(!starting && !undoing, "{state:?} {ask:?}");
-                        undoing = true;
+                let (next, action) = state.step(event).unwrap();
+                match action {
+                    PodAction::CleanUp => {
+                        prop_assert!(!starting && !cleaning, "{state:?} {event:?}");
+                        cleaning = true;
                     }
                     PodAction::CancelBoot => prop_assert!(starting),
                     PodAction::Forget => prop_assert!(!taken),
@@ -410,19 +411,19 @@ mod tests {
                 was_down |= next != PodState::Booting && next != PodState::Ready;
                 prop_assert!(!was_down || next != PodState::Ready);
                 prop_assert!(next != PodState::Stopped || !taken);
-                prop_assert!(next != PodState::Unclean || !undoing);
+                prop_assert!(next != PodState::Unclean || !cleaning);
                 state = next;
             }
         }
 
         #[test]
-        fn a_container_never_comes_back(asks in proptest::collection::vec(0..ContainerEvent::ALL.len(), 0..40)) {
+        fn a_container_never_comes_back(events in proptest::collection::vec(0..ContainerEvent::ALL.len(), 0..40)) {
             let rank = |state| ContainerState::ALL.iter().position(|each| *each == state).unwrap();
             let mut state = ContainerState::Creating;
-            for ask in asks {
-                let ask = ContainerEvent::ALL[ask];
-                if let Ok((next, _)) = state.step(ask) {
-                    prop_assert!(rank(next) >= rank(state) || (state, ask) == (ContainerState::Removing, ContainerEvent::RemoveFailed));
+            for event in events {
+                let event = ContainerEvent::ALL[event];
+                if let Ok((next, _)) = state.step(event) {
+                    prop_assert!(rank(next) >= rank(state) || (state, event) == (ContainerState::Removing, ContainerEvent::RemoveFailed));
                     state = next;
                 }
             }

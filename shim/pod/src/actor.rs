@@ -18,7 +18,7 @@ use crate::memory;
 use crate::pushed::Pushed;
 use crate::record::{Phase, PodRecord};
 use crate::spec::PodSpec;
-use crate::state::{self, Container, ContainerAsk, PodAct, PodAsk};
+use crate::state::{ContainerEvent, ContainerState, PodAction, PodEvent};
 use crate::stops::{Stop, Stops};
 use crate::teardown;
 use nacelle_base::Chain;
@@ -90,14 +90,14 @@ pub struct Able {
 enum News {
     Assembled(Result<Assembled, PodError>),
     Greeted(Result<Ready, PodError>),
-    MachineGone(MachineExit),
-    Made(String, Result<Bounded<common::CreateContainerResponse>, Failure>),
+    VmExited(MachineExit),
+    Created(String, Result<Bounded<common::CreateContainerResponse>, Failure>),
     Started(String, Result<Started, PodError>),
-    Ended(String, Ended),
+    Exited(String, Ended),
     Removed(String, Result<(), PodError>),
     Detached(Placement),
     DeviceDetached(u32),
-    Unwound(Vec<Left>),
+    CleanedUp(Vec<Left>),
 }
 
 /// The inbox.
@@ -110,7 +110,7 @@ pub enum Message {
 }
 
 struct Entry {
-    state: Container,
+    state: ContainerState,
     request: Arc<pod::CreateContainerRequest>,
     log: Option<LogPath>,
     response: Bounded<common::CreateContainerResponse>,
@@ -258,7 +258,7 @@ impl Actor {
             Ask::StopPod(grace, reply) => {
                 self.stopping.extend(reply);
                 self.stop_wanted = true;
-                self.pod(PodAsk::Stop, grace);
+                self.pod(PodEvent::Stop, grace);
             }
         }
     }
@@ -270,43 +270,43 @@ impl Actor {
                 self.body = Body::None;
                 match self.record.phase {
                     // Stopped while it was being assembled: that is what the end has waited for.
-                    Phase::Stopping => self.unwind(),
+                    Phase::Stopping => self.clean_up(),
                     _ => self.boot_failed(error),
                 }
             }
             News::Greeted(Ok(ready)) => self.greeted(ready, answers),
             News::Greeted(Err(error)) => self.boot_failed(error),
-            News::MachineGone(exit) => self.machine_gone(&exit),
-            News::Made(id, outcome) => self.made(&id, outcome, answers),
+            News::VmExited(exit) => self.vm_exited(&exit),
+            News::Created(id, outcome) => self.created(&id, outcome, answers),
             News::Started(id, outcome) => self.started(&id, outcome, answers),
-            News::Ended(id, end) => self.ended(&id, end),
+            News::Exited(id, end) => self.exited(&id, end),
             News::Removed(id, outcome) => self.removed(&id, outcome, answers),
             News::Detached(placement) => self.images.free(placement),
             News::DeviceDetached(number) => self.devices.free(number),
-            News::Unwound(left) => {
+            News::CleanedUp(left) => {
                 for Left { what, why } in left {
                     tracing::error!(what, why, "could not be given back");
                 }
                 self.lose("the pod was stopped");
-                self.pod(PodAsk::Unwound, Duration::ZERO);
+                self.pod(PodEvent::CleanedUp, Duration::ZERO);
             }
         }
     }
 
     // The pod.
 
-    fn pod(&mut self, ask: PodAsk, grace: Duration) {
-        match state::pod(self.record.phase, ask) {
-            Ok((next, act)) => {
+    fn pod(&mut self, event: PodEvent, grace: Duration) {
+        match self.record.phase.step(event) {
+            Ok((next, action)) => {
                 self.record.phase = next;
-                match act {
-                    PodAct::Nothing => {}
-                    PodAct::TakeDown => self.take_down(grace),
-                    PodAct::Unwind => self.unwind(),
+                match action {
+                    PodAction::Nothing => {}
+                    PodAction::ShutDown => self.shut_down(grace),
+                    PodAction::CleanUp => self.clean_up(),
                 }
             }
-            // Asks of the outside are never refused; news that come twice are a defect that harms nobody.
-            Err(refused) => tracing::error!("{}", Chain(&refused)),
+            // Requests of clients are never refused. An event that comes twice is a bug without consequences.
+            Err(refused) => tracing::error!("BUG: {}", Chain(&refused)),
         }
         if matches!(self.record.phase, Phase::Stopping | Phase::Stopped) {
             let failure = self.unavailable();
@@ -321,7 +321,7 @@ impl Actor {
             if let Ok(exit) = gone.wait_for(Option::is_some).await
                 && let Some(exit) = exit.clone()
             {
-                send(&own, News::MachineGone(exit));
+                send(&own, News::VmExited(exit));
             }
         });
         let link = machine.link();
@@ -329,7 +329,7 @@ impl Actor {
         self.body = Body::Running { machine, undo };
         if self.record.phase != Phase::Booting {
             // Stopped while the engine was starting.
-            self.unwind();
+            self.clean_up();
             return;
         }
         let (spec, network, own) = (Arc::clone(&self.spec), self.network.subscribe(), self.own.clone());
@@ -353,7 +353,7 @@ impl Actor {
                 answers.later(move || tell(reply, Ok(answer)));
             }
         }
-        self.pod(PodAsk::GuestReady, Duration::ZERO);
+        self.pod(PodEvent::Booted, Duration::ZERO);
     }
 
     fn boot_failed(&mut self, error: PodError) {
@@ -363,10 +363,10 @@ impl Actor {
             self.record.failure.clone_from(&failure.message);
         }
         self.configuring.drain(..).for_each(|reply| tell(reply, Err(failure.clone())));
-        self.pod(PodAsk::BootFailed, Duration::ZERO);
+        self.pod(PodEvent::BootFailed, Duration::ZERO);
     }
 
-    fn machine_gone(&mut self, exit: &MachineExit) {
+    fn vm_exited(&mut self, exit: &MachineExit) {
         let why = describe_exit(exit);
         if matches!(self.record.phase, Phase::Booting | Phase::Ready) {
             tracing::error!("the machine is gone: {why}");
@@ -375,7 +375,7 @@ impl Actor {
             self.configuring.drain(..).for_each(|reply| tell(reply, Err(failure.clone())));
         }
         self.lose(&why);
-        self.pod(PodAsk::MachineGone, Duration::ZERO);
+        self.pod(PodEvent::VmExited, Duration::ZERO);
     }
 
     /// The machine is gone or about to be: every container has ended.
@@ -383,7 +383,7 @@ impl Actor {
         self.agent = None;
         self.record.lose_containers(why, crate::now_nanos());
         for (id, entry) in &mut self.containers {
-            if let Ok((next, _)) = state::container(entry.state, ContainerAsk::Lost) {
+            if let Ok((next, _)) = entry.state.step(ContainerEvent::Lost) {
                 entry.state = next;
             }
             if let Some(life) = entry.life.take() {
@@ -393,16 +393,16 @@ impl Actor {
         }
     }
 
-    fn take_down(&mut self, grace: Duration) {
+    fn shut_down(&mut self, grace: Duration) {
         let (Some(agent), Body::Running { machine, .. }) = (self.agent.clone(), &self.body) else {
-            self.unwind();
+            self.clean_up();
             return;
         };
         let timeouts = self.spec.timeouts.clone();
         let running = self
             .containers
             .iter_mut()
-            .filter(|(_, entry)| matches!(entry.state, Container::Starting | Container::Running));
+            .filter(|(_, entry)| matches!(entry.state, ContainerState::Starting | ContainerState::Running));
         let stop = |(id, entry): (&String, &mut Entry)| {
             let stop = Stop {
                 agent: agent.clone(),
@@ -419,22 +419,22 @@ impl Actor {
         tokio::spawn(async move {
             teardown::containers(stops).await;
             let left = teardown::machine(machine, Some(agent), undo, &timeouts).await;
-            send(&own, News::Unwound(left));
+            send(&own, News::CleanedUp(left));
         });
     }
 
     /// Ends the machine at once and gives everything back; while it is being assembled: later.
-    fn unwind(&mut self) {
+    fn clean_up(&mut self) {
         if let Some(boot) = self.boot.take() {
             boot.abort();
         }
         let (timeouts, own) = (self.spec.timeouts.clone(), self.own.clone());
         match std::mem::replace(&mut self.body, Body::None) {
             Body::Assembling => self.body = Body::Assembling,
-            Body::None => send(&own, News::Unwound(Vec::new())),
+            Body::None => send(&own, News::CleanedUp(Vec::new())),
             Body::Running { machine, undo } => {
                 tokio::spawn(async move {
-                    send(&own, News::Unwound(teardown::machine(machine, None, undo, &timeouts).await));
+                    send(&own, News::CleanedUp(teardown::machine(machine, None, undo, &timeouts).await));
                 });
             }
         }
@@ -495,9 +495,9 @@ impl Actor {
     }
 
     /// Takes a container's state through the table; false if the news come too late to matter.
-    fn step(&mut self, id: &str, ask: ContainerAsk) -> bool {
+    fn step(&mut self, id: &str, event: ContainerEvent) -> bool {
         let Some(entry) = self.containers.get_mut(id) else { return false };
-        match state::container(entry.state, ask) {
+        match entry.state.step(event) {
             Ok((next, _)) => {
                 let changed = next != entry.state;
                 entry.state = next;

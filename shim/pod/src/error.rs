@@ -7,7 +7,7 @@ use crate::log::LogError;
 use crate::record::{Phase, RecordError};
 use crate::scratch::ScratchError;
 use crate::spec::SpecError;
-use crate::state::{Container, ContainerAsk, Refused};
+use crate::state::{ContainerEvent, ContainerState, InvalidTransition};
 use nacelle_base::files::FileError;
 use nacelle_base::push::Why;
 use nacelle_base::task::TaskError;
@@ -185,8 +185,8 @@ pub enum PodError {
     Container {
         /// The container.
         id: String,
-        /// Its state, and what was asked.
-        source: Refused<Container, ContainerAsk>,
+        /// Its state and the event.
+        source: InvalidTransition<ContainerState, ContainerEvent>,
     },
     /// The pod is configured, or being configured, with another network.
     #[error("the pod is being configured with another network already")]
@@ -288,7 +288,7 @@ mod tests {
     fn a_failure_has_all_causes() {
         let error = PodError::Container {
             id: "c".into(),
-            source: Refused { state: Container::Exited, ask: ContainerAsk::Start },
+            source: InvalidTransition { state: ContainerState::Exited, event: ContainerEvent::Start },
         };
         let failure = Failure::from(error);
         assert_eq!(failure.message, "container c: Start is not possible in state Exited");

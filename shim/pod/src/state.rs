@@ -1,183 +1,193 @@
-//! Owns: what may happen to a pod and to a container, as two tables without effects. docs/contributor/state-machines.md shows
-//! the same tables; a test compares.
+//! Defines the states of the pod and its containers in the pod process as two tables without effects.
+//! docs/contributor/state-machines.md shows the same tables; a test compares. The daemon has tables of its own
+//! (`nacelle_model::state`), in which the same event has the same name.
 //!
 //! ```text
-//! pod:        Booting --GuestReady--> Ready --Stop | MachineGone--> Stopping --Unwound--> Stopped
-//!                `------BootFailed | MachineGone | Stop------------->'
+//! pod:        Booting --Booted--> Ready --Stop | VmExited--> Stopping --CleanedUp--> Stopped
+//!                `----BootFailed | VmExited | Stop------------>'
 //!
-//! container:  Creating --Made--> Created --Start--> Starting --Started--> Running --Ended--> Exited
-//!                |                  |                  `----StartFailed--------------------->'  |
-//!             MakeFailed            `--Remove--> Removing <-------------Remove------------------'
-//!                v                                   `--Removed--> Gone
-//!               Gone                                 `--RemoveFailed--> Exited
+//! container:  Creating --Created--> Created --Start--> Starting --Started--> Running --Exited--> Exited
+//!                |                     |                  `----StartFailed---------------------->'  |
+//!             CreateFailed             `--Remove--> Removing <--------------Remove------------------'
+//!                v                                      `--Removed--> Gone
+//!               Gone                                    `--RemoveFailed--> Exited
 //! ```
 
+use crate::record::Phase;
 use nacelle_base::{Classify, Kind};
 use std::fmt::Debug;
 
-/// A pod. Its phases are those of the record.
-pub use crate::record::Phase as Pod;
-
-/// What can be asked of a pod or happen to it.
+/// An event of the pod: a participle for what has happened, an imperative for what a client requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PodAsk {
+pub enum PodEvent {
     /// The agent has reported that the guest is configured.
-    GuestReady,
-    /// Machine, agent or network did not come up.
+    Booted,
+    /// The VM, the agent or the network did not start.
     BootFailed,
-    /// The machine has ended by itself.
-    MachineGone,
-    /// Somebody wants it to end.
+    /// The VM exited without a request.
+    VmExited,
+    /// Stop the pod.
     Stop,
-    /// The machine is gone and everything is given back.
-    Unwound,
+    /// The VM has exited and all resources of the pod are released.
+    CleanedUp,
 }
 
-/// What must be done now.
+/// The action that follows an event of the pod.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PodAct {
+pub enum PodAction {
     /// Nothing.
     Nothing,
-    /// Stop the containers, shut the guest down, give everything back.
-    TakeDown,
-    /// Kill what is left of the machine, give everything back.
-    Unwind,
+    /// Stop the containers, shut the guest down, release all resources.
+    ShutDown,
+    /// Kill what is left of the VM, release all resources.
+    CleanUp,
 }
 
-/// A container.
+/// The state of a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Container {
-    /// Not there.
+pub enum ContainerState {
+    /// The container does not exist.
     Gone,
-    /// The agent makes it.
+    /// The agent creates the container.
     Creating,
-    /// Made, not started.
+    /// The container can be started.
     Created,
-    /// The agent starts it.
+    /// The agent starts the container.
     Starting,
-    /// Its first process runs.
+    /// The container's first process runs.
     Running,
-    /// Its first process has ended, or never began.
+    /// The first process has exited, or never started.
     Exited,
-    /// The agent removes it.
+    /// The agent removes the container.
     Removing,
 }
 
-/// What can be asked of a container or happen to it.
+/// An event of a container: a participle for what has happened, an imperative for what a client requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ContainerAsk {
-    /// Somebody wants it to exist.
+pub enum ContainerEvent {
+    /// Create the container.
     Create,
-    /// The agent has made it.
-    Made,
-    /// The agent could not make it.
-    MakeFailed,
-    /// Somebody wants it to run.
+    /// The agent has created the container.
+    Created,
+    /// The agent could not create the container.
+    CreateFailed,
+    /// Start the container.
     Start,
-    /// The agent has started it.
+    /// The container's first process runs.
     Started,
-    /// The agent could not start it.
+    /// The container could not be started.
     StartFailed,
-    /// Its first process has ended.
-    Ended,
-    /// The machine is gone, and the container with it.
+    /// The first process has exited.
+    Exited,
+    /// The VM has exited, and the container with it.
     Lost,
-    /// Somebody wants it to end.
+    /// Stop the container.
     Stop,
-    /// Somebody wants it gone.
+    /// Remove the container.
     Remove,
-    /// The agent has removed it.
+    /// The agent has removed the container.
     Removed,
-    /// The agent could not remove it.
+    /// The agent could not remove the container.
     RemoveFailed,
 }
 
-/// What must be done now.
+/// The action that follows an event of a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ContainerAct {
-    /// Nothing: it is so already, or the news are only recorded.
+pub enum ContainerAction {
+    /// Nothing.
     Nothing,
-    /// Wait together with whoever asked first.
+    /// Wait for the result of the earlier request of this kind.
     Join,
-    /// Attach the image and have the agent make it.
-    Make,
-    /// Open its streams and have the agent start it.
+    /// Attach the image and have the agent create the container.
+    Create,
+    /// Open the container's streams and have the agent start it.
     Start,
-    /// Stop signal, grace, SIGKILL.
+    /// Send the stop signal, and SIGKILL after the grace period.
     Stop,
-    /// Have the agent remove it, and the image with its last user.
+    /// Have the agent remove the container, and detach the image if no other container uses it.
     Remove,
 }
 
-/// A request that this state does not allow.
+/// An event that is refused in this state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{ask:?} is not possible in state {state:?}")]
-pub struct Refused<S: Debug, A: Debug> {
+#[error("{event:?} is not possible in state {state:?}")]
+pub struct InvalidTransition<S: Debug, E: Debug> {
     /// The state, which stays.
     pub state: S,
-    /// What was asked.
-    pub ask: A,
+    /// The event.
+    pub event: E,
 }
 
-impl<S: Debug, A: Debug> Classify for Refused<S, A> {
+impl<S: Debug, E: Debug> Classify for InvalidTransition<S, E> {
     fn kind(&self) -> Kind {
         Kind::Conflict
     }
 }
 
-/// The table of pods.
-pub fn pod(state: Pod, ask: PodAsk) -> Result<(Pod, PodAct), Refused<Pod, PodAsk>> {
-    use {Pod::*, PodAct::*, PodAsk::*};
-    Ok(match (state, ask) {
-        (Booting, GuestReady) => (Ready, Nothing),
-        (Booting | Ready, Stop) => (Stopping, TakeDown),
-        (Booting, BootFailed) | (Booting | Ready, MachineGone) => (Stopping, Unwind),
-        (Stopping, Unwound) => (Stopped, Nothing),
-        // The boot was overtaken by the end.
-        (Stopping | Stopped, GuestReady | BootFailed | MachineGone | Stop) => (state, Nothing),
-        (Ready, GuestReady | BootFailed) | (Booting | Ready | Stopped, Unwound) => {
-            return Err(Refused { state, ask });
-        }
-    })
+impl Phase {
+    /// Returns the next state of the pod and the action.
+    pub fn step(self, event: PodEvent) -> Result<(Phase, PodAction), InvalidTransition<Phase, PodEvent>> {
+        use Phase::*;
+        use PodAction::*;
+        use PodEvent as Event;
+        Ok(match (self, event) {
+            (Booting, Event::Booted) => (Ready, Nothing),
+            (Booting | Ready, Event::Stop) => (Stopping, ShutDown),
+            (Booting, Event::BootFailed) | (Booting | Ready, Event::VmExited) => (Stopping, CleanUp),
+            (Stopping, Event::CleanedUp) => (Stopped, Nothing),
+            // The pod ended before its boot did.
+            (Stopping | Stopped, Event::Booted | Event::BootFailed | Event::VmExited | Event::Stop) => (self, Nothing),
+            (Ready, Event::Booted | Event::BootFailed) | (Booting | Ready | Stopped, Event::CleanedUp) => {
+                return Err(InvalidTransition { state: self, event });
+            }
+        })
+    }
 }
 
-/// The table of containers.
-pub fn container(
-    state: Container,
-    ask: ContainerAsk,
-) -> Result<(Container, ContainerAct), Refused<Container, ContainerAsk>> {
-    use {Container::*, ContainerAct as Act, ContainerAsk::*};
-    Ok(match (state, ask) {
-        (Gone, Create) => (Creating, Act::Make),
-        (Creating, Create) => (Creating, Act::Join),
-        (Created | Starting | Running | Exited, Create) => (state, Act::Nothing),
-        (Creating, Made) => (Created, Act::Nothing),
-        (Creating, MakeFailed) => (Gone, Act::Nothing),
+impl ContainerState {
+    /// Returns the next state of the container and the action.
+    pub fn step(
+        self,
+        event: ContainerEvent,
+    ) -> Result<(ContainerState, ContainerAction), InvalidTransition<ContainerState, ContainerEvent>> {
+        use ContainerAction as Action;
+        use ContainerEvent as Event;
+        use ContainerState::*;
+        Ok(match (self, event) {
+            (Gone, Event::Create) => (Creating, Action::Create),
+            (Creating, Event::Create) => (Creating, Action::Join),
+            (Created | Starting | Running | Exited, Event::Create) => (self, Action::Nothing),
+            (Creating, Event::Created) => (Created, Action::Nothing),
+            (Creating, Event::CreateFailed) => (Gone, Action::Nothing),
 
-        (Created, Start) => (Starting, Act::Start),
-        (Starting, Start) => (Starting, Act::Join),
-        (Running, Start) => (Running, Act::Nothing),
-        (Starting, Started) => (Running, Act::Nothing),
-        (Starting, StartFailed) => (Exited, Act::Nothing),
+            (Created, Event::Start) => (Starting, Action::Start),
+            (Starting, Event::Start) => (Starting, Action::Join),
+            (Running, Event::Start) => (Running, Action::Nothing),
+            (Starting, Event::Started) => (Running, Action::Nothing),
+            (Starting, Event::StartFailed) => (Exited, Action::Nothing),
 
-        (Running, Ended) => (Exited, Act::Nothing),
-        (Created | Starting | Running, Lost) => (Exited, Act::Nothing),
-        // A reply that comes after the loss or the removal changes nothing.
-        (Gone | Exited | Removing, Made | MakeFailed | Started | StartFailed | Ended) => (state, Act::Nothing),
-        // What is in flight will fail by itself.
-        (Gone | Creating | Exited | Removing, Lost) => (state, Act::Nothing),
+            (Running, Event::Exited) => (Exited, Action::Nothing),
+            (Created | Starting | Running, Event::Lost) => (Exited, Action::Nothing),
+            // A reply that arrives after the loss or the removal changes nothing.
+            (
+                Gone | Exited | Removing,
+                Event::Created | Event::CreateFailed | Event::Started | Event::StartFailed | Event::Exited,
+            ) => (self, Action::Nothing),
+            // A request that is in flight will fail by itself.
+            (Gone | Creating | Exited | Removing, Event::Lost) => (self, Action::Nothing),
 
-        (Starting | Running, Stop) => (state, Act::Stop),
-        (Gone | Created | Exited | Removing, Stop) => (state, Act::Nothing),
+            (Starting | Running, Event::Stop) => (self, Action::Stop),
+            (Gone | Created | Exited | Removing, Event::Stop) => (self, Action::Nothing),
 
-        (Created | Running | Exited, Remove) => (Removing, Act::Remove),
-        (Removing, Remove) => (Removing, Act::Join),
-        (Gone, Remove) => (Gone, Act::Nothing),
-        (Removing, Removed) => (Gone, Act::Nothing),
-        (Removing, RemoveFailed) => (Exited, Act::Nothing),
+            (Created | Running | Exited, Event::Remove) => (Removing, Action::Remove),
+            (Removing, Event::Remove) => (Removing, Action::Join),
+            (Gone, Event::Remove) => (Gone, Action::Nothing),
+            (Removing, Event::Removed) => (Gone, Action::Nothing),
+            (Removing, Event::RemoveFailed) => (Exited, Action::Nothing),
 
-        _ => return Err(Refused { state, ask }),
-    })
+            _ => return Err(InvalidTransition { state: self, event }),
+        })
+    }
 }
 
 #[cfg(test)]
@@ -185,22 +195,22 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const PODS: [Pod; 4] = [Pod::Booting, Pod::Ready, Pod::Stopping, Pod::Stopped];
-    const POD_ASKS: [PodAsk; 5] =
-        [PodAsk::GuestReady, PodAsk::BootFailed, PodAsk::MachineGone, PodAsk::Stop, PodAsk::Unwound];
-    const CONTAINERS: [Container; 7] = {
-        use Container::*;
+    const PODS: [Phase; 4] = [Phase::Booting, Phase::Ready, Phase::Stopping, Phase::Stopped];
+    const POD_EVENTS: [PodEvent; 5] =
+        [PodEvent::Booted, PodEvent::BootFailed, PodEvent::VmExited, PodEvent::Stop, PodEvent::CleanedUp];
+    const CONTAINERS: [ContainerState; 7] = {
+        use ContainerState::*;
         [Gone, Creating, Created, Starting, Running, Exited, Removing]
     };
-    const CONTAINER_ASKS: [ContainerAsk; 12] = {
-        use ContainerAsk::*;
-        [Create, Made, MakeFailed, Start, Started, StartFailed, Ended, Lost, Stop, Remove, Removed, RemoveFailed]
+    const CONTAINER_EVENTS: [ContainerEvent; 12] = {
+        use ContainerEvent::*;
+        [Create, Created, CreateFailed, Start, Started, StartFailed, Exited, Lost, Stop, Remove, Removed, RemoveFailed]
     };
 
-    fn row<S: Debug, A: Debug, T: Debug, E>(state: S, ask: A, answer: Result<(S, T), E>) -> String {
-        match answer {
-            Ok((next, act)) => format!("| {state:?} | {ask:?} | {next:?} | {act:?} |\n"),
-            Err(_) => format!("| {state:?} | {ask:?} | refused | |\n"),
+    fn row<S: Debug, E: Debug, A: Debug, R>(state: S, event: E, outcome: Result<(S, A), R>) -> String {
+        match outcome {
+            Ok((next, action)) => format!("| {state:?} | {event:?} | {next:?} | {action:?} |\n"),
+            Err(_) => format!("| {state:?} | {event:?} | refused | |\n"),
         }
     }
 
@@ -208,12 +218,12 @@ mod tests {
     fn the_document_shows_these_tables() {
         let document = include_str!("../../../docs/contributor/state-machines.md");
         let mut pods = String::new();
-        for (state, ask) in PODS.into_iter().flat_map(|state| POD_ASKS.map(|ask| (state, ask))) {
-            pods += &row(state, ask, pod(state, ask));
+        for (state, event) in PODS.into_iter().flat_map(|state| POD_EVENTS.map(|event| (state, event))) {
+            pods += &row(state, event, state.step(event));
         }
         let mut containers = String::new();
-        for (state, ask) in CONTAINERS.into_iter().flat_map(|state| CONTAINER_ASKS.map(|ask| (state, ask))) {
-            containers += &row(state, ask, container(state, ask));
+        for (state, event) in CONTAINERS.into_iter().flat_map(|state| CONTAINER_EVENTS.map(|event| (state, event))) {
+            containers += &row(state, event, state.step(event));
         }
         assert!(document.contains(&pods), "docs/contributor/state-machines.md needs this table:\n{pods}");
         assert!(document.contains(&containers), "docs/contributor/state-machines.md needs this table:\n{containers}");
@@ -222,26 +232,27 @@ mod tests {
     #[test]
     fn stopping_a_pod_is_never_refused() {
         for state in PODS {
-            assert!(pod(state, PodAsk::Stop).is_ok(), "{state:?}");
+            assert!(state.step(PodEvent::Stop).is_ok(), "{state:?}");
         }
     }
 
     #[test]
     fn losing_the_machine_is_never_refused() {
         for state in CONTAINERS {
-            let (next, _) = container(state, ContainerAsk::Lost).unwrap();
-            assert!(!matches!(next, Container::Created | Container::Starting | Container::Running));
+            let (next, _) = state.step(ContainerEvent::Lost).unwrap();
+            use ContainerState::*;
+            assert!(!matches!(next, Created | Starting | Running));
         }
     }
 
     #[test]
-    fn what_was_asked_can_be_asked_again() {
-        use ContainerAsk::*;
+    fn a_request_can_be_repeated() {
+        use ContainerEvent::*;
         for state in CONTAINERS {
-            for ask in [Create, Start, Stop, Remove] {
-                if let Ok((next, _)) = container(state, ask) {
-                    let again = container(next, ask);
-                    assert!(again.is_ok(), "{state:?} {ask:?} {next:?}");
+            for event in [Create, Start, Stop, Remove] {
+                if let Ok((next, _)) = state.step(event) {
+                    let again = next.step(event);
+                    assert!(again.is_ok(), "{state:?} {event:?} {next:?}");
                     assert_eq!(again.unwrap().0, next);
                 }
             }
@@ -251,25 +262,25 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
         #[test]
-        fn a_stopped_pod_stays_stopped(asks in prop::collection::vec(0..POD_ASKS.len(), 0..24)) {
-            let mut state = Pod::Booting;
-            for ask in asks {
-                if let Ok((next, act)) = pod(state, POD_ASKS[ask]) {
-                    prop_assert!(state != Pod::Stopped || next == Pod::Stopped);
-                    // Things are given back exactly on the way into Stopping.
-                    prop_assert_eq!(act != PodAct::Nothing, state != Pod::Stopping && next == Pod::Stopping);
+        fn a_stopped_pod_stays_stopped(events in prop::collection::vec(0..POD_EVENTS.len(), 0..24)) {
+            let mut state = Phase::Booting;
+            for event in events {
+                if let Ok((next, action)) = state.step(POD_EVENTS[event]) {
+                    prop_assert!(state != Phase::Stopped || next == Phase::Stopped);
+                    // Resources are released exactly on the way into Stopping.
+                    prop_assert_eq!(action != PodAction::Nothing, state != Phase::Stopping && next == Phase::Stopping);
                     state = next;
                 }
             }
         }
 
         #[test]
-        fn a_container_runs_at_most_once(asks in prop::collection::vec(0..CONTAINER_ASKS.len(), 0..40)) {
-            let (mut state, mut starts) = (Container::Gone, 0);
-            for ask in asks {
-                if let Ok((next, act)) = container(state, CONTAINER_ASKS[ask]) {
-                    starts += usize::from(act == ContainerAct::Start);
-                    if next == Container::Gone {
+        fn a_container_runs_at_most_once(events in prop::collection::vec(0..CONTAINER_EVENTS.len(), 0..40)) {
+            let (mut state, mut starts) = (ContainerState::Gone, 0);
+            for event in events {
+                if let Ok((next, action)) = state.step(CONTAINER_EVENTS[event]) {
+                    starts += usize::from(action == ContainerAction::Start);
+                    if next == ContainerState::Gone {
                         starts = 0;
                     }
                     prop_assert!(starts <= 1);

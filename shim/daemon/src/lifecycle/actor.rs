@@ -375,7 +375,7 @@ impl Actor {
         match act {
             PodAction::Nothing => {}
             PodAction::CancelBoot => self.cancel_boot.cancel(),
-            PodAction::Undo => {
+            PodAction::CleanUp => {
                 self.watching = None;
                 let client = self.client.take();
                 self.publish();
@@ -411,7 +411,7 @@ impl Actor {
                     self.client = Some(up.client);
                     self.boot_error = Some(LifecycleError::Cancelled);
                 }
-                self.step(PodEvent::Up).await;
+                self.step(PodEvent::Booted).await;
             }
             Err(error) => {
                 tracing::warn!(pod = %self.pod.id, timeline = %self.timeline, "the pod could not start: {}", Chain(&error));
@@ -432,9 +432,9 @@ impl Actor {
             self.pod.process = None;
             self.lose_running("the machine of the pod is gone").await;
             self.pod.ips.clear();
-            self.step(PodEvent::Undone).await;
+            self.step(PodEvent::CleanedUp).await;
         } else {
-            self.step(PodEvent::UndoFailed).await;
+            self.step(PodEvent::CleanupFailed).await;
         }
     }
 
@@ -582,7 +582,7 @@ impl Actor {
         }
         let failure = self.pod.failure.clone();
         self.lose_running(&failure).await;
-        self.step(PodEvent::Gone).await;
+        self.step(PodEvent::VmExited).await;
     }
 
     async fn commit(&self, changes: Vec<Change>) -> Result<(), LifecycleError> {

@@ -7,7 +7,7 @@ use crate::exec;
 use crate::guest_values::Bounded;
 use crate::log::LogPath;
 use crate::record::{ContainerPhase, ContainerRecord, LOST, Phase};
-use crate::state::{self, Container, ContainerAct, ContainerAsk};
+use crate::state::{ContainerAction, ContainerEvent, ContainerState};
 use crate::stops::{Stop, Stops};
 use nacelle_base::machine::{Extent, ImageDisk};
 use nacelle_base::task::run_blocking;
@@ -31,11 +31,11 @@ impl Actor {
         answers: &mut Answers,
     ) {
         let id = request.id.clone();
-        let current = self.containers.get(&id).map_or(Container::Gone, |entry| entry.state);
-        match (state::container(current, ContainerAsk::Create), self.containers.get_mut(&id)) {
+        let current = self.containers.get(&id).map_or(ContainerState::Gone, |entry| entry.state);
+        match (current.step(ContainerEvent::Create), self.containers.get_mut(&id)) {
             (Err(source), _) => tell(reply, Err(PodError::Container { id, source }.into())),
-            (Ok((_, ContainerAct::Join)), Some(entry)) => entry.creating.push(reply),
-            (Ok((_, ContainerAct::Nothing)), Some(entry)) => {
+            (Ok((_, ContainerAction::Join)), Some(entry)) => entry.creating.push(reply),
+            (Ok((_, ContainerAction::Nothing)), Some(entry)) => {
                 let answer = entry.response.clone();
                 answers.later(move || tell(reply, Ok(answer)));
             }
@@ -49,7 +49,7 @@ impl Actor {
     fn begin_create(
         &mut self,
         id: &str,
-        next: Container,
+        next: ContainerState,
         request: pod::CreateContainerRequest,
     ) -> Result<Entry, Failure> {
         let agent = self.agent()?;
@@ -76,7 +76,7 @@ impl Actor {
         let pushed = self.pushed.clone();
         tokio::spawn(async move {
             let made = container::make(agent, asked, images, devices, disks, pushed).await;
-            send(&own, News::Made(name, made));
+            send(&own, News::Created(name, made));
         });
         Ok(Entry {
             state: next,
@@ -125,14 +125,14 @@ impl Actor {
         Ok(uses)
     }
 
-    pub(super) fn made(
+    pub(super) fn created(
         &mut self,
         id: &str,
         outcome: Result<Bounded<common::CreateContainerResponse>, Failure>,
         answers: &mut Answers,
     ) {
-        let ask = if outcome.is_ok() { ContainerAsk::Made } else { ContainerAsk::MakeFailed };
-        self.step(id, ask);
+        let event = if outcome.is_ok() { ContainerEvent::Created } else { ContainerEvent::CreateFailed };
+        self.step(id, event);
         let Some(entry) = self.containers.get_mut(id) else { return };
         for reply in std::mem::take(&mut entry.creating) {
             let outcome = outcome.clone();
@@ -151,13 +151,13 @@ impl Actor {
     }
 
     pub(super) fn start(&mut self, id: &str, reply: Reply<()>, answers: &mut Answers) {
-        let Some(entry) = self.containers.get_mut(id).filter(|entry| entry.state != Container::Creating) else {
+        let Some(entry) = self.containers.get_mut(id).filter(|entry| entry.state != ContainerState::Creating) else {
             return tell(reply, Err(PodError::NoContainer { id: id.to_owned() }.into()));
         };
-        match state::container(entry.state, ContainerAsk::Start) {
+        match entry.state.step(ContainerEvent::Start) {
             Err(source) => tell(reply, Err(PodError::Container { id: id.to_owned(), source }.into())),
-            Ok((_, ContainerAct::Join)) => entry.waiting.push(reply),
-            Ok((next, ContainerAct::Start)) => {
+            Ok((_, ContainerAction::Join)) => entry.waiting.push(reply),
+            Ok((next, ContainerAction::Start)) => {
                 let Some(agent) = self.agent.clone().filter(|_| self.record.phase == Phase::Ready) else {
                     return tell(reply, Err(self.unavailable()));
                 };
@@ -175,8 +175,8 @@ impl Actor {
     }
 
     pub(super) fn started(&mut self, id: &str, outcome: Result<Started, PodError>, answers: &mut Answers) {
-        let ask = if outcome.is_ok() { ContainerAsk::Started } else { ContainerAsk::StartFailed };
-        let in_time = self.step(id, ask);
+        let event = if outcome.is_ok() { ContainerEvent::Started } else { ContainerEvent::StartFailed };
+        let in_time = self.step(id, event);
         let (own, unavailable) = (self.own.clone(), self.unavailable());
         let Some(entry) = self.containers.get_mut(id) else { return };
         let now = crate::now_nanos();
@@ -191,7 +191,7 @@ impl Actor {
                 let id = id.to_owned();
                 let life = tokio::spawn(async move {
                     let end = container::ended(&agent, &id, &mut pumping).await;
-                    send(&own, News::Ended(id, end));
+                    send(&own, News::Exited(id, end));
                 });
                 entry.life = Some(life.abort_handle());
                 Ok(())
@@ -214,8 +214,8 @@ impl Actor {
         }
     }
 
-    pub(super) fn ended(&mut self, id: &str, end: Ended) {
-        if !self.step(id, ContainerAsk::Ended) {
+    pub(super) fn exited(&mut self, id: &str, end: Ended) {
+        if !self.step(id, ContainerEvent::Exited) {
             return;
         }
         let record = self.record.containers.iter_mut().find(|container| container.id == id);
@@ -231,9 +231,9 @@ impl Actor {
 
     pub(super) fn stop(&mut self, id: &str, grace: Duration, reply: Reply<()>) {
         let entry = self.containers.get_mut(id);
-        match state::container(entry.as_ref().map_or(Container::Gone, |entry| entry.state), ContainerAsk::Stop) {
+        match entry.as_ref().map_or(ContainerState::Gone, |entry| entry.state).step(ContainerEvent::Stop) {
             Err(source) => tell(reply, Err(PodError::Container { id: id.to_owned(), source }.into())),
-            Ok((_, ContainerAct::Stop)) => {
+            Ok((_, ContainerAction::Stop)) => {
                 let (Some(entry), Some(agent)) = (entry, self.agent.clone()) else { return tell(reply, Ok(())) };
                 let (id, published) = (id.to_owned(), self.published.subscribe());
                 let (signal, limit) = (signal_of(&entry.request), self.spec.timeouts.call());
@@ -246,12 +246,12 @@ impl Actor {
 
     pub(super) fn remove(&mut self, id: &str, reply: Reply<()>) {
         let Some(entry) = self.containers.get_mut(id) else { return tell(reply, Ok(())) };
-        match state::container(entry.state, ContainerAsk::Remove) {
+        match entry.state.step(ContainerEvent::Remove) {
             Err(source) => tell(reply, Err(PodError::Container { id: id.to_owned(), source }.into())),
             Ok((next, act)) => {
                 entry.state = next;
                 entry.waiting.push(reply);
-                if act == ContainerAct::Remove {
+                if act == ContainerAction::Remove {
                     let (id, own, agent) = (id.to_owned(), self.own.clone(), self.agent.clone());
                     tokio::spawn(async move {
                         // Without a machine there is nothing left to remove.
@@ -273,8 +273,8 @@ impl Actor {
             _ if self.agent.is_none() => Ok(()),
             other => other.map_err(Failure::from),
         };
-        let ask = if outcome.is_ok() { ContainerAsk::Removed } else { ContainerAsk::RemoveFailed };
-        self.step(id, ask);
+        let event = if outcome.is_ok() { ContainerEvent::Removed } else { ContainerEvent::RemoveFailed };
+        self.step(id, event);
         let Some(entry) = self.containers.get_mut(id) else { return };
         for reply in std::mem::take(&mut entry.waiting) {
             let outcome = outcome.clone();
@@ -319,7 +319,7 @@ impl Actor {
             return Err(PodError::NoContainer { id: id.to_owned() }.into());
         };
         match &entry.started {
-            Some((_, _, outputs)) if entry.state == Container::Running => {
+            Some((_, _, outputs)) if entry.state == ContainerState::Running => {
                 Ok(Live { agent: self.agent()?, request: Arc::clone(&entry.request), outputs: outputs.clone() })
             }
             _ => Err(Failure {

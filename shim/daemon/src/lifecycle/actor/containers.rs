@@ -180,7 +180,7 @@ impl Actor {
                     entry.record.answered = true;
                     entry.record.user = Some(user);
                 }
-                ContainerEvent::Made
+                ContainerEvent::Created
             }
             Err(error) => {
                 tracing::warn!(pod = %self.pod.id, container = %id, "not made: {}", Chain(&error));
@@ -191,9 +191,9 @@ impl Actor {
                     entry.record.start_failed = true;
                     entry.record.exit_code = START_FAILED;
                     entry.record.finished_at = now();
-                    ContainerEvent::NotMade
+                    ContainerEvent::CreateFailedAfterReply
                 } else {
-                    ContainerEvent::MakeFailed
+                    ContainerEvent::CreateFailed
                 }
             }
         };
@@ -452,7 +452,7 @@ impl Actor {
         record.exit_code = told.exit_code;
         record.oom_killed = told.oom_killed;
         record.message = told.message;
-        self.step_container(id, ContainerEvent::Exit).await;
+        self.step_container(id, ContainerEvent::Exited).await;
     }
 
     async fn lose(&mut self, id: &ContainerId, why: &str) {
