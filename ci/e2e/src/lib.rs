@@ -7,6 +7,7 @@
 
 pub mod census;
 pub mod cpio;
+pub mod cri;
 pub mod crictl;
 pub mod image;
 pub mod machine;
@@ -15,6 +16,7 @@ pub mod node;
 pub mod registry;
 pub mod run;
 
+pub use cri::{Cri, CriPod};
 pub use crictl::{Container, Pod};
 pub use image::Image;
 pub use manager::Manager;

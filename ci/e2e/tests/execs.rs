@@ -3,15 +3,14 @@
 //!
 //! `NACELLE_TEST_EXECS=100000 NACELLE_TEST_ENGINE=host cargo test -p nacelle-e2e --test execs -- --nocapture` is the long run.
 
+use nacelle_e2e::cri::{container_config, exec};
 use nacelle_e2e::run::LIMIT;
-use nacelle_e2e::{Image, Node, Options};
+use nacelle_e2e::{Cri, CriPod, Image, Node, Options};
 use nacelle_proto::cri;
-use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tokio::task::JoinSet;
-use tonic::transport::Channel;
 
 /// Commands that a client runs in one container.
 const PER_CONTAINER: u64 = 50;
@@ -23,10 +22,9 @@ fn number(variable: &str, default: u64) -> u64 {
 
 /// One client: it has a container at a time, in the pod that all clients share.
 struct Client {
-    cri: RuntimeServiceClient<Channel>,
+    cri: Cri,
     number: u64,
-    pod: String,
-    config: cri::PodSandboxConfig,
+    pod: CriPod,
     image: String,
     /// Commands that are still to be run by any client.
     left: Arc<AtomicU64>,
@@ -39,27 +37,12 @@ impl Client {
     async fn start(&mut self) -> Result<String, tonic::Status> {
         self.starts += 1;
         let name = format!("client{}-{}", self.number, self.starts);
-        let container = cri::ContainerConfig {
-            metadata: Some(cri::ContainerMetadata { name: name.clone(), attempt: 0 }),
-            image: Some(cri::ImageSpec { image: self.image.clone(), ..Default::default() }),
-            command: ["sleep", "86400"].map(str::to_owned).to_vec(),
-            log_path: format!("{name}.log"),
-            ..Default::default()
-        };
-        let create = cri::CreateContainerRequest {
-            pod_sandbox_id: self.pod.clone(),
-            config: Some(container),
-            sandbox_config: Some(self.config.clone()),
-        };
-        let container_id = self.cri.create_container(create).await?.into_inner().container_id;
-        self.cri.start_container(cri::StartContainerRequest { container_id: container_id.clone() }).await?;
-        Ok(container_id)
+        let container = container_config(&name, &self.image, &["sleep", "86400"]);
+        self.pod.start_container(&mut self.cri, container).await
     }
 
     async fn exec(&mut self, container_id: &str, number: u64) -> Result<(), tonic::Status> {
-        let cmd = ["echo".to_owned(), number.to_string()].to_vec();
-        let request = cri::ExecSyncRequest { container_id: container_id.to_owned(), cmd, timeout: 600 };
-        let answer = self.cri.exec_sync(request).await?.into_inner();
+        let answer = exec(&mut self.cri, container_id, &["echo", &number.to_string()], 600).await?;
         let stdout = String::from_utf8_lossy(&answer.stdout).into_owned();
         if answer.exit_code != 0 || stdout != format!("{number}\n") {
             let stderr = String::from_utf8_lossy(&answer.stderr).into_owned();
@@ -106,51 +89,31 @@ impl Client {
     }
 }
 
-/// A pod that all clients share: its id and its configuration.
-async fn run_pod(node: &Node, name: &str) -> (String, cri::PodSandboxConfig) {
-    let config = cri::PodSandboxConfig {
-        metadata: Some(cri::PodSandboxMetadata {
-            name: name.to_owned(),
-            uid: name.to_owned(),
-            namespace: "e2e".to_owned(),
-            attempt: 0,
-        }),
-        log_directory: node.folder().join("logs").join(name).display().to_string(),
-        ..Default::default()
-    };
-    let run = cri::RunPodSandboxRequest { config: Some(config.clone()), runtime_handler: String::new() };
-    let pod = RuntimeServiceClient::new(node.channel()).run_pod_sandbox(run).await.expect("the pod starts");
-    (pod.into_inner().pod_sandbox_id, config)
-}
-
 #[test]
 fn a_command_whose_caller_goes_away_ends() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     runtime.block_on(async {
-        let (pod, config) = run_pod(&node, "gone").await;
-        let cri = RuntimeServiceClient::new(node.channel());
+        let mut cri = Cri::new(node.channel());
+        let pod = CriPod::run(&mut cri, "gone", &node.folder().join("logs")).await.expect("the pod starts");
         let left = Arc::default();
-        let mut client = Client { cri, number: 0, pod, config, image, left, errors: Vec::new(), execs: 0, starts: 0 };
+        let mut client = Client { cri, number: 0, pod, image, left, errors: Vec::new(), execs: 0, starts: 0 };
         let container_id = client.start().await.expect("it starts");
         let mut running = JoinSet::new();
         for number in 0..80_u64 {
             let (mut cri, container_id) = (client.cri.clone(), container_id.clone());
             running.spawn(async move {
-                let cmd = ["sleep", "4321"].map(str::to_owned).to_vec();
-                let asked = cri.exec_sync(cri::ExecSyncRequest { container_id, cmd, timeout: 0 });
+                let asked = exec(&mut cri, &container_id, &["sleep", "4321"], 0);
                 tokio::time::sleep(Duration::from_millis(number * 7)).await;
-                // Some are given up before they begin, some while they begin, some when they run.
+                // Some are cancelled before they start, some while they start, some while they run.
                 let _ = tokio::time::timeout(Duration::from_millis(number * 5 % 200), asked).await;
             });
         }
         running.join_all().await;
         let count = || async {
-            let cmd = ["sh", "-c", "ps | grep -c '[s]leep 4321' || true"].map(str::to_owned).to_vec();
-            let container_id = container_id.clone();
-            let request = cri::ExecSyncRequest { container_id, cmd, timeout: 60 };
-            let answer = client.cri.clone().exec_sync(request).await.expect("ps runs").into_inner();
+            let count = ["sh", "-c", "ps | grep -c '[s]leep 4321' || true"];
+            let answer = exec(&mut client.cri.clone(), &container_id, &count, 60).await.expect("ps runs");
             String::from_utf8_lossy(&answer.stdout).trim().to_owned()
         };
         let start = Instant::now();
@@ -160,7 +123,7 @@ fn a_command_whose_caller_goes_away_ends() {
             tokio::time::sleep(Duration::from_millis(200)).await;
             left = count().await;
         }
-        let pod_sandbox_id = client.pod.clone();
+        let pod_sandbox_id = client.pod.id.clone();
         client.cri.remove_pod_sandbox(cri::RemovePodSandboxRequest { pod_sandbox_id }).await.expect("it is removed");
     });
 }
@@ -173,16 +136,15 @@ fn no_command_and_no_container_start_fails() {
     let image = node.image(&Image::busybox(), "busybox:1");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     let (done, took) = runtime.block_on(async {
-        let (pod, config) = run_pod(&node, "execs").await;
-        let mut cri = RuntimeServiceClient::new(node.channel());
+        let mut cri = Cri::new(node.channel());
+        let pod = CriPod::run(&mut cri, "execs", &node.folder().join("logs")).await.expect("the pod starts");
         let (start, left) = (Instant::now(), Arc::new(AtomicU64::new(execs)));
         let mut running = JoinSet::new();
         for number in 0..clients {
             let client = Client {
-                cri: RuntimeServiceClient::new(node.channel()),
+                cri: Cri::new(node.channel()),
                 number,
                 pod: pod.clone(),
-                config: config.clone(),
                 image: image.clone(),
                 left: Arc::clone(&left),
                 errors: Vec::new(),
@@ -193,7 +155,7 @@ fn no_command_and_no_container_start_fails() {
         }
         let done = running.join_all().await;
         let took = start.elapsed();
-        cri.remove_pod_sandbox(cri::RemovePodSandboxRequest { pod_sandbox_id: pod }).await.expect("it is removed");
+        cri.remove_pod_sandbox(cri::RemovePodSandboxRequest { pod_sandbox_id: pod.id }).await.expect("it is removed");
         (done, took)
     });
     let sum = |count: fn(&Client) -> u64| done.iter().map(count).sum::<u64>();

@@ -1,15 +1,14 @@
 //! Stops containers several times, and while the pod process or the machine dies.
 
-use nacelle_e2e::{Image, Node, eventually};
+use nacelle_e2e::cri::container_config;
+use nacelle_e2e::{Cri, CriPod, Image, Node, eventually};
 use nacelle_proto::cri;
-use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use std::fs;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use tokio::task::JoinHandle;
-use tonic::transport::Channel;
 
 /// Seconds that a stop gives that is overtaken by a shorter one.
 const OVERTAKEN: i64 = 600;
@@ -19,12 +18,10 @@ const LIMIT: f64 = OVERTAKEN as f64 / 2.0;
 /// Prints a line for each SIGTERM and does not end by it.
 const STUBBORN: &str = "trap 'echo term' TERM; echo ready; while true; do sleep 0.1; done";
 
-type Cri = RuntimeServiceClient<Channel>;
-
 /// A pod with one container.
 #[derive(Clone)]
 struct Running {
-    pod: String,
+    pod: CriPod,
     container: String,
     log: PathBuf,
 }
@@ -32,35 +29,11 @@ struct Running {
 impl Running {
     async fn start(node: &Node, image: &str, name: &str) -> Running {
         let mut cri = Cri::new(node.channel());
-        let logs = node.folder().join("logs").join(name);
-        let config = cri::PodSandboxConfig {
-            metadata: Some(cri::PodSandboxMetadata {
-                name: name.to_owned(),
-                uid: name.to_owned(),
-                namespace: "e2e".to_owned(),
-                attempt: 0,
-            }),
-            log_directory: logs.display().to_string(),
-            ..Default::default()
-        };
-        let run = cri::RunPodSandboxRequest { config: Some(config.clone()), runtime_handler: String::new() };
-        let pod = cri.run_pod_sandbox(run).await.expect("the pod starts").into_inner().pod_sandbox_id;
-        let container = cri::ContainerConfig {
-            metadata: Some(cri::ContainerMetadata { name: "stubborn".to_owned(), attempt: 0 }),
-            image: Some(cri::ImageSpec { image: image.to_owned(), ..Default::default() }),
-            command: ["sh", "-c", STUBBORN].map(str::to_owned).to_vec(),
-            log_path: "stubborn.log".to_owned(),
-            ..Default::default()
-        };
-        let create = cri::CreateContainerRequest {
-            pod_sandbox_id: pod.clone(),
-            config: Some(container),
-            sandbox_config: Some(config),
-        };
-        let container = cri.create_container(create).await.expect("it is made").into_inner().container_id;
-        let start = cri::StartContainerRequest { container_id: container.clone() };
-        cri.start_container(start).await.expect("it starts");
-        let running = Running { pod, container, log: logs.join("stubborn.log") };
+        let logs = node.folder().join("logs");
+        let pod = CriPod::run(&mut cri, name, &logs).await.expect("the pod starts");
+        let container = container_config("stubborn", image, &["sh", "-c", STUBBORN]);
+        let container = pod.start_container(&mut cri, container).await.expect("the container starts");
+        let running = Running { pod, container, log: logs.join(name).join("stubborn.log") };
         while !running.log().contains("ready") {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
@@ -85,10 +58,7 @@ impl Running {
 
     async fn remove(self, node: &Node) {
         let mut cri = Cri::new(node.channel());
-        let pod_sandbox_id = self.pod.clone();
-        cri.stop_pod_sandbox(cri::StopPodSandboxRequest { pod_sandbox_id }).await.expect("it is stopped");
-        let pod_sandbox_id = self.pod;
-        cri.remove_pod_sandbox(cri::RemovePodSandboxRequest { pod_sandbox_id }).await.expect("it is removed");
+        self.pod.remove(&mut cri).await.expect("the pod is stopped and removed");
     }
 }
 
@@ -164,7 +134,7 @@ fn a_stop_signal_is_sent_once_and_the_shortest_time_counts() {
         while running.signals() == 0 {
             pause(20).await;
         }
-        let pod = running.pod.clone();
+        let pod = running.pod.id.clone();
         let mut cri = Cri::new(node.channel());
         let stopping = tokio::spawn(async move {
             cri.stop_pod_sandbox(cri::StopPodSandboxRequest { pod_sandbox_id: pod }).await.map(drop)
@@ -189,7 +159,7 @@ enum Verb {
 }
 
 async fn ask(mut cri: Cri, running: Running, verb: Verb) -> Result<(), tonic::Status> {
-    let Running { pod: pod_sandbox_id, container: container_id, .. } = running;
+    let Running { pod: CriPod { id: pod_sandbox_id, .. }, container: container_id, .. } = running;
     match verb {
         Verb::StopContainer => {
             cri.stop_container(cri::StopContainerRequest { container_id, timeout: 60 }).await.map(drop)

@@ -1,10 +1,10 @@
 //! Owns: image volumes: images that containers see beside their own, and what is refused; and volumes of the node.
 
+use nacelle_e2e::cri::container_config;
 use nacelle_e2e::node::{Options, engine};
-use nacelle_e2e::run::call;
-use nacelle_e2e::{Container, Image, Node, Pod};
+use nacelle_e2e::run::{ask, call};
+use nacelle_e2e::{Container, Cri, Image, Node, Pod};
 use nacelle_proto::cri;
-use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
 use serde_json::{Value, json};
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -29,28 +29,21 @@ fn mount(at: &str, image: &str, sub_path: &str) -> Value {
 
 /// What ContainerStatus says of the mounts; crictl's own types may know less of them than ours.
 fn mounts_of(node: &Node, container_id: &str) -> Vec<cri::Mount> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    runtime.block_on(async {
+    ask(async {
         let request = cri::ContainerStatusRequest { container_id: container_id.to_owned(), verbose: false };
-        let answer = RuntimeServiceClient::new(node.channel()).container_status(request).await.unwrap();
+        let answer = Cri::new(node.channel()).container_status(request).await.unwrap();
         answer.into_inner().status.unwrap().mounts
     })
 }
 
 /// Makes a container with these mounts, of which crictl's own types may know less than ours; or why there is none.
 fn create_with(node: &Node, pod: &str, image: &str, mounts: Vec<cri::Mount>) -> Result<String, String> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let config = cri::ContainerConfig {
-        metadata: Some(cri::ContainerMetadata { name: "c".to_owned(), attempt: 0 }),
-        image: Some(cri::ImageSpec { image: image.to_owned(), ..Default::default() }),
-        command: ["sleep", "600"].map(str::to_owned).to_vec(),
-        mounts,
-        ..Default::default()
-    };
-    runtime.block_on(async {
+    let container = container_config("c", image, &["sleep", "600"]);
+    let config = cri::ContainerConfig { log_path: String::new(), mounts, ..container };
+    ask(async {
         let pod_sandbox_id = pod.to_owned();
         let request = cri::CreateContainerRequest { pod_sandbox_id, config: Some(config), sandbox_config: None };
-        let answer = RuntimeServiceClient::new(node.channel()).create_container(request).await;
+        let answer = Cri::new(node.channel()).create_container(request).await;
         answer
             .map(|answer| answer.into_inner().container_id)
             .map_err(|status| format!("{:?}: {}", status.code(), status.message()))

@@ -1,5 +1,6 @@
 //! Owns: CRI spoken directly, so that no client program is measured along.
 
+use nacelle_e2e::cri::{container_config, pod_config};
 use nacelle_proto::cri;
 use nacelle_proto::cri::image_service_client::ImageServiceClient;
 use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
@@ -65,19 +66,12 @@ impl Cri {
         let folder = self.logs.join(&name);
         std::fs::create_dir_all(&folder).expect("the bench's folder is writable");
         let config = cri::PodSandboxConfig {
-            metadata: Some(cri::PodSandboxMetadata {
-                name: name.clone(),
-                uid: name.clone(),
-                namespace: "bench".into(),
-                attempt: 0,
-            }),
-            log_directory: folder.display().to_string(),
             linux: Some(cri::LinuxPodSandboxConfig {
                 security_context: Some(security),
                 cgroup_parent: self.group.clone(),
                 ..Default::default()
             }),
-            ..Default::default()
+            ..pod_config("bench", &name, &self.logs)
         };
         let runtime_handler = handler.to_owned();
         let request = cri::RunPodSandboxRequest { config: Some(config.clone()), runtime_handler };
@@ -127,14 +121,10 @@ impl Cri {
         let log = Path::new(&pod.config.log_directory).join(format!("{name}.log"));
         let security = cri::LinuxContainerSecurityContext { privileged: device.is_some(), ..Default::default() };
         let config = cri::ContainerConfig {
-            metadata: Some(cri::ContainerMetadata { name: name.clone(), attempt: 0 }),
-            image: Some(cri::ImageSpec { image: image.to_owned(), ..Default::default() }),
-            command: command.iter().map(|word| (*word).to_owned()).collect(),
-            log_path: format!("{name}.log"),
             mounts: folders.iter().map(|(folder, at)| mount(folder, at)).collect(),
             devices: device.into_iter().map(cri_device).collect(),
             linux: Some(cri::LinuxContainerConfig { security_context: Some(security), ..Default::default() }),
-            ..Default::default()
+            ..container_config(&name, image, command)
         };
         let request = cri::CreateContainerRequest {
             pod_sandbox_id: pod.id.clone(),

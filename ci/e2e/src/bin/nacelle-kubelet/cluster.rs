@@ -2,7 +2,7 @@
 //! replica sets, kubectl. There are no other controllers and no scheduler: cases make what those would have made.
 
 use crate::kubelet::{ADDRESS, NODE};
-use crate::pods::{condition, container, wait};
+use crate::pods::{ObservedPod, container, wait};
 use nacelle_e2e::node::Netns;
 use nacelle_e2e::run::{Output, feed, run};
 use nacelle_e2e::{Node, part};
@@ -180,30 +180,18 @@ pub struct ApiPod<'c> {
     name: String,
 }
 
-impl ApiPod<'_> {
-    /// The pod as the API server has it.
-    pub fn object(&self) -> Option<Value> {
+impl ObservedPod for ApiPod<'_> {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// From the API server.
+    fn object(&self) -> Option<Value> {
         self.cluster.object(&format!("/api/v1/namespaces/default/pods/{}", self.name))
     }
+}
 
-    /// Waits until it is what `question` looks for.
-    #[track_caller]
-    pub fn until<T>(&self, what: &str, mut question: impl FnMut(&Value) -> Option<T>) -> T {
-        wait(&format!("pod {}: {what}", self.name), || question(&self.object()?))
-    }
-
-    /// Waits until it is Ready.
-    #[track_caller]
-    pub fn ready(&self) -> Value {
-        self.until("it is Ready", |pod| condition(pod, "Ready").then(|| pod.clone()))
-    }
-
-    /// Waits until its phase is this.
-    #[track_caller]
-    pub fn phase(&self, phase: &str) -> Value {
-        self.until(phase, |pod| (pod["status"]["phase"] == phase).then(|| pod.clone()))
-    }
-
+impl ApiPod<'_> {
     /// Waits until a container of it waits for this reason, and returns the message.
     #[track_caller]
     pub fn waits(&self, name: &str, reason: &str) -> String {

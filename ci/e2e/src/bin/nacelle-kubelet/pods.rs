@@ -31,6 +31,46 @@ pub fn wait<T>(what: &str, mut question: impl FnMut() -> Option<T>) -> T {
     }
 }
 
+/// A pod that a case observes.
+pub trait ObservedPod {
+    /// The pod's name.
+    fn name(&self) -> &str;
+
+    /// Returns the pod as the API shows it now; `None` if it is not there.
+    fn object(&self) -> Option<Value>;
+
+    /// Waits until `question` has an answer for the pod.
+    #[track_caller]
+    fn until<T>(&self, what: &str, mut question: impl FnMut(&Value) -> Option<T>) -> T {
+        wait(&format!("pod {}: {what}", self.name()), || question(&self.object()?))
+    }
+
+    /// Waits until the pod is Ready.
+    #[track_caller]
+    fn ready(&self) -> Value {
+        self.until("it is Ready", |pod| condition(pod, "Ready").then(|| pod.clone()))
+    }
+
+    /// Waits until the pod has this phase.
+    #[track_caller]
+    fn phase(&self, phase: &str) -> Value {
+        self.until(phase, |pod| (pod["status"]["phase"] == phase).then(|| pod.clone()))
+    }
+}
+
+impl ObservedPod for StaticPod<'_> {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// From kubelet.
+    fn object(&self) -> Option<Value> {
+        let pods = self.kubelet.json("/pods");
+        let all = pods["items"].as_array()?;
+        all.iter().find(|pod| pod["metadata"]["name"] == self.full_name().as_str()).cloned()
+    }
+}
+
 /// A pod whose manifest is there until this is dropped.
 pub struct StaticPod<'w> {
     kubelet: &'w Kubelet,
@@ -67,31 +107,6 @@ impl<'w> StaticPod<'w> {
     /// The pod's name in kubelet's API.
     pub fn full_name(&self) -> String {
         format!("{}-{NODE}", self.name)
-    }
-
-    /// The pod as kubelet has it.
-    pub fn object(&self) -> Option<Value> {
-        let pods = self.kubelet.json("/pods");
-        let all = pods["items"].as_array()?;
-        all.iter().find(|pod| pod["metadata"]["name"] == self.full_name().as_str()).cloned()
-    }
-
-    /// Waits until kubelet says of the pod what `question` looks for.
-    #[track_caller]
-    pub fn until<T>(&self, what: &str, mut question: impl FnMut(&Value) -> Option<T>) -> T {
-        wait(&format!("pod {}: {what}", self.name), || question(&self.object()?))
-    }
-
-    /// Waits until the pod is Ready.
-    #[track_caller]
-    pub fn ready(&self) -> Value {
-        self.until("it is Ready", |pod| condition(pod, "Ready").then(|| pod.clone()))
-    }
-
-    /// Waits until the pod's phase is this.
-    #[track_caller]
-    pub fn phase(&self, phase: &str) -> Value {
-        self.until(phase, |pod| (pod["status"]["phase"] == phase).then(|| pod.clone()))
     }
 
     /// What a command in a container prints, through kubelet.

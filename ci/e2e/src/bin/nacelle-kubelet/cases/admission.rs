@@ -3,7 +3,7 @@
 
 use super::Outcome;
 use crate::cluster::Cluster;
-use crate::pods::wait;
+use crate::pods::{ObservedPod, wait};
 use crate::world::World;
 use nacelle_e2e::part;
 use nacelle_e2e::run::{Output, feed, run};

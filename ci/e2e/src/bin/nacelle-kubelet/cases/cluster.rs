@@ -5,7 +5,7 @@ use super::runs::waiting;
 use crate::cluster::Cluster;
 use crate::disk::Disk;
 use crate::kubelet::ADDRESS;
-use crate::pods::{container, example, wait};
+use crate::pods::{ObservedPod, container, example, wait};
 use crate::world::World;
 use nacelle_e2e::Image;
 use nacelle_e2e::run::{call, feed};

@@ -7,7 +7,7 @@ use super::runs::waiting;
 use crate::cluster::Cluster;
 use crate::disk::Disk;
 use crate::kubelet::NODE;
-use crate::pods::wait;
+use crate::pods::{ObservedPod, wait};
 use crate::world::World;
 use nacelle_e2e::part;
 use nacelle_e2e::run::call;

@@ -2,7 +2,7 @@
 
 use super::Outcome;
 use super::runs::{waiting, with_folder};
-use crate::pods::{StaticPod, container};
+use crate::pods::{ObservedPod, StaticPod, container};
 use crate::world::World;
 use std::fs;
 

@@ -2,7 +2,7 @@
 
 use super::Outcome;
 use crate::cluster::{ApiPod, Cluster};
-use crate::pods::{condition, example, wait};
+use crate::pods::{ObservedPod, condition, example, wait};
 use crate::world::World;
 use nacelle_e2e::Image;
 use nacelle_e2e::machine::boot_disk;

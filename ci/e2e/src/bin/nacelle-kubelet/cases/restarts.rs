@@ -2,7 +2,7 @@
 
 use super::Outcome;
 use super::runs::waiting;
-use crate::pods::{StaticPod, container, wait};
+use crate::pods::{ObservedPod, StaticPod, container, wait};
 use crate::world::World;
 
 /// A pod that runs is the same after `kill`, and others can come.

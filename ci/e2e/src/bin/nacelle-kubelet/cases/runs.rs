@@ -1,7 +1,7 @@
 //! Owns: cases of pods that come up and run: probes, init containers, users, names, the network.
 
 use super::Outcome;
-use crate::pods::{StaticPod, condition, container, example, wait};
+use crate::pods::{ObservedPod, StaticPod, condition, container, example, wait};
 use crate::world::World;
 
 /// A pod of one container that waits; `spec` and `main` are further lines for the two, indented as there.

@@ -2,7 +2,7 @@
 
 use super::Outcome;
 use super::runs::waiting;
-use crate::pods::{StaticPod, wait};
+use crate::pods::{ObservedPod, StaticPod, wait};
 use crate::websocket::Exec;
 use crate::world::World;
 use serde_json::Value;

@@ -2,7 +2,7 @@
 
 use super::Outcome;
 use super::runs::{waiting, with_folder};
-use crate::pods::StaticPod;
+use crate::pods::{ObservedPod, StaticPod};
 use crate::world::World;
 use std::fs;
 
