@@ -1,6 +1,8 @@
 //! Owns: the nouns and small tools that every crate of Nacelle shares.
 //! May use: nothing of ours. Knows no CRI, no engine, no guest.
 
+#[cfg(feature = "testing")]
+pub mod corpus;
 pub mod cpulist;
 pub mod descriptors;
 pub mod draft;

@@ -59,20 +59,16 @@ pub const TARGETS: [(&str, Target); 2] = [("spdy", spdy), ("authority", authorit
 #[cfg(test)]
 mod tests {
     use super::*;
+    use nacelle_base::corpus::{read_corpus, run_corpora};
     use proptest::prelude::*;
 
     fn corpus(name: &str) -> Vec<Vec<u8>> {
-        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus").join(name);
-        std::fs::read_dir(folder).unwrap().map(|entry| std::fs::read(entry.unwrap().path()).unwrap()).collect()
+        read_corpus(env!("CARGO_MANIFEST_DIR"), name)
     }
 
     #[test]
     fn the_corpus() {
-        for (name, target) in TARGETS {
-            let files = corpus(name);
-            assert!(!files.is_empty(), "no corpus for {name}");
-            files.iter().for_each(|file| target(file));
-        }
+        run_corpora(env!("CARGO_MANIFEST_DIR"), &TARGETS);
     }
 
     /// Frames whose heads are good and whose bodies are anything.

@@ -70,16 +70,12 @@ pub const TARGETS: [(&str, Target); 2] = [("annotations", annotations), ("manife
 #[cfg(test)]
 mod tests {
     use super::*;
+    use nacelle_base::corpus::run_corpora;
     use proptest::prelude::*;
 
     #[test]
     fn the_corpus() {
-        for (name, target) in TARGETS {
-            let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus").join(name);
-            let files: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
-            assert!(!files.is_empty(), "no corpus for {name}");
-            files.iter().for_each(|file| target(&std::fs::read(file).unwrap()));
-        }
+        run_corpora(env!("CARGO_MANIFEST_DIR"), &TARGETS);
     }
 
     /// Annotations with right names and values that look right.

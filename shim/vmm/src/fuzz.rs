@@ -347,19 +347,12 @@ pub const TARGETS: [(&str, Target); 12] = [
 #[cfg(test)]
 mod tests {
     use super::*;
+    use nacelle_base::corpus::run_corpora;
     use proptest::prelude::*;
 
     #[test]
     fn the_corpus() {
-        let corpus = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus");
-        for (name, target) in TARGETS {
-            let mut files = 0;
-            for entry in std::fs::read_dir(corpus.join(name)).unwrap() {
-                target(&std::fs::read(entry.unwrap().path()).unwrap());
-                files += 1;
-            }
-            assert!(files > 0, "no corpus for {name}");
-        }
+        run_corpora(env!("CARGO_MANIFEST_DIR"), &TARGETS);
     }
 
     fn bytes() -> impl Strategy<Value = Vec<u8>> {

@@ -1,0 +1,26 @@
+//! Feeds the stored inputs of fuzz harnesses to them, for the tests of the crates that have some. Only with the feature `testing`.
+
+use std::path::Path;
+
+/// Reads the inputs in `tests/corpus/NAME` of a crate; `crate_dir` is the crate's `CARGO_MANIFEST_DIR`.
+///
+/// # Panics
+/// If there is none, or one cannot be read.
+pub fn read_corpus(crate_dir: &str, name: &str) -> Vec<Vec<u8>> {
+    let directory = Path::new(crate_dir).join("tests/corpus").join(name);
+    let entries = std::fs::read_dir(&directory);
+    let inputs = entries.and_then(|entries| entries.map(|entry| std::fs::read(entry?.path())).collect());
+    let inputs: Vec<_> = inputs.unwrap_or_else(|error| panic!("cannot read {}: {error}", directory.display()));
+    assert!(!inputs.is_empty(), "{} is empty", directory.display());
+    inputs
+}
+
+/// Calls each harness with all its inputs; see [`read_corpus`].
+///
+/// # Panics
+/// As [`read_corpus`], or when a harness does.
+pub fn run_corpora(crate_dir: &str, targets: &[(&str, fn(&[u8]))]) {
+    for (name, target) in targets {
+        read_corpus(crate_dir, name).iter().for_each(|input| target(input));
+    }
+}
