@@ -1,7 +1,8 @@
-//! Owns: volumes of the machine's own, a tmpfs, a hugetlbfs or the ext4 of a partition each, for all containers of the pod until
-//! it ends; and the parts of them that containers see.
-//! May use: `image`, which has the partitions. Containers write there: nothing in the volumes is followed. So may others have done
-//! with a disk, which is the kernel's to judge: what it cannot mount is refused.
+//! Creates emptyDir volumes in the guest, a tmpfs, a hugetlbfs or the ext4 of a partition each, and the parts of them that containers
+//! see. They exist until the pod ends.
+//!
+//! Containers write there, so no link in a volume is followed. A disk may have been written by others before: the kernel decides whether
+//! it can be mounted.
 
 use nacelle_base::mounts;
 use nacelle_base::retry::retry_transient;
@@ -24,12 +25,12 @@ use std::sync::{Mutex, PoisonError};
 use crate::image::{DiskError, Disks};
 use crate::paths;
 
-/// The folder of a disk that is the volume: beside it lies what belongs to the file system.
+/// The directory of a disk that is the volume. Files of the file system itself, such as lost+found, are beside it.
 const VOLUME: &str = "volume";
-/// The same while it is made.
+/// The name of that directory while it is made.
 const DRAFT: &str = "draft";
 
-/// Why a container cannot have such a volume.
+/// Reasons a container does not get its emptyDir volume.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the fields are what the message prints")]
 pub enum EmptyDirError {
@@ -37,10 +38,10 @@ pub enum EmptyDirError {
     Name { name: String },
     #[error("{part:?} is no part of a volume: names without . and .. are")]
     Part { part: String },
-    #[error("the volume {path} has files on the node, which a machine would not see: put them there from a container")]
+    #[error("the volume {path} has files on the node, which the guest would not see: create them from a container")]
     Occupied { path: String },
-    #[error("the part {part:?} of the volume {path} is no folder, or leads out of the volume")]
-    NoFolder { part: String, path: String },
+    #[error("the part {part:?} of the volume {path} is no directory, or leads out of the volume")]
+    NoDirectory { part: String, path: String },
     #[error(transparent)]
     Disk(#[from] DiskError),
     #[error(
@@ -48,7 +49,7 @@ pub enum EmptyDirError {
          that file"
     )]
     Damaged { path: String, source: io::Error },
-    #[error("the machine has no huge pages of {bytes} bytes, which the volume {path} is of")]
+    #[error("the guest has no huge pages of {bytes} bytes, which the volume {path} needs")]
     NoPages { bytes: u64, path: String },
     #[error("cannot {what} the volume {path}")]
     Io { what: &'static str, path: String, source: io::Error },
@@ -58,7 +59,7 @@ impl Classify for EmptyDirError {
     fn kind(&self) -> Kind {
         match self {
             EmptyDirError::Name { .. } | EmptyDirError::Part { .. } => Kind::Invalid,
-            EmptyDirError::Occupied { .. } | EmptyDirError::NoFolder { .. } | EmptyDirError::Damaged { .. } => {
+            EmptyDirError::Occupied { .. } | EmptyDirError::NoDirectory { .. } | EmptyDirError::Damaged { .. } => {
                 Kind::Conflict
             }
             EmptyDirError::NoPages { .. } => Kind::Unsupported,
@@ -68,24 +69,24 @@ impl Classify for EmptyDirError {
     }
 }
 
-/// The volumes, by their names.
+/// The emptyDir volumes of the pod.
 #[derive(Debug, Default)]
 pub struct EmptyDirs {
     mounted: Mutex<BTreeSet<String>>,
 }
 
-/// Where a container finds what it asked for.
+/// The source of a container's mount of an emptyDir volume.
 #[derive(Debug)]
-pub enum Place {
-    /// All of the volume.
+pub enum EmptyDirSource {
+    /// The path of the whole volume.
     Whole(PathBuf),
-    /// A mount of a part that lies nowhere yet.
+    /// A detached mount of a part of the volume.
     Part(OwnedFd),
 }
 
 impl EmptyDirs {
-    /// Makes the volume, unless it is there, and finds what is asked for of it.
-    pub fn place(&self, asked: &EmptyDir, disks: &Disks) -> Result<Place, EmptyDirError> {
+    /// Returns the source of a mount. Creates the volume, and the part, if they do not exist.
+    pub fn provide(&self, asked: &EmptyDir, disks: &Disks) -> Result<EmptyDirSource, EmptyDirError> {
         let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
         let name = &asked.name;
         if !(1..=128).contains(&name.len()) || name.starts_with('.') || !name.chars().all(plain) {
@@ -97,12 +98,12 @@ impl EmptyDirs {
         let mut mounted = self.mounted.lock().unwrap_or_else(PoisonError::into_inner);
         if !mounted.contains(name) {
             if on_disk {
-                disk(asked, &disks.volume(asked.partition)?, &point)?;
+                mount_disk(asked, &disks.device_path(asked.partition)?, &point)?;
             } else if asked.occupied {
                 return Err(EmptyDirError::Occupied { path: asked.path.clone() });
             } else {
-                make(asked, &point).map_err(|error| match error.raw_os_error() {
-                    // The only one of its options that a kernel may not know.
+                mount_memory(asked, &point).map_err(|error| match error.raw_os_error() {
+                    // The page size is the only option that a kernel may not support.
                     Some(libc::EINVAL | libc::ENODEV) if asked.page_bytes > 0 => {
                         EmptyDirError::NoPages { bytes: asked.page_bytes, path: asked.path.clone() }
                     }
@@ -113,11 +114,11 @@ impl EmptyDirs {
         }
         drop(mounted);
         if asked.part.is_empty() {
-            return Ok(Place::Whole(root));
+            return Ok(EmptyDirSource::Whole(root));
         }
-        let folder = part(&root, asked)?;
-        let path = format!("/proc/self/fd/{}", folder.as_raw_fd());
-        mounts::copy(Path::new(&path), false).map(Place::Part).map_err(io_at("show a part of", asked))
+        let part = open_part(&root, asked)?;
+        let path = format!("/proc/self/fd/{}", part.as_raw_fd());
+        mounts::copy(Path::new(&path), false).map(EmptyDirSource::Part).map_err(io_at("show a part of", asked))
     }
 }
 
@@ -126,9 +127,9 @@ fn io_at<E: Into<io::Error>>(what: &'static str, asked: &EmptyDir) -> impl FnOnc
     move |source| EmptyDirError::Io { what, path, source: source.into() }
 }
 
-/// As the node has it, but no larger than the machine's memory. One of huge pages may have no size: then it is as large as the
-/// containers' limits of them.
-fn make(asked: &EmptyDir, root: &Path) -> io::Result<()> {
+/// Mounts a tmpfs or a hugetlbfs with the mode and the owner of the node's directory, no larger than the guest's memory. A hugetlbfs
+/// without a size is limited by the containers' limits of huge pages only.
+fn mount_memory(asked: &EmptyDir, root: &Path) -> io::Result<()> {
     let total = nix::sys::sysinfo::sysinfo()?.ram_total();
     fs::create_dir_all(root)?;
     let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
@@ -140,25 +141,25 @@ fn make(asked: &EmptyDir, root: &Path) -> io::Result<()> {
     };
     mount(Some("memory"), root, Some(kind), flags, Some(options.as_str()))?;
     chown(root, Some(Uid::from_raw(asked.uid)), Some(Gid::from_raw(asked.gid)))?;
-    // A hugetlbfs takes no set-group-id from its options.
+    // hugetlbfs ignores the set-group-id bit of its mode option.
     fs::set_permissions(root, fs::Permissions::from_mode(mode))
 }
 
-/// Mounts a disk, and makes the volume's folder on one that is new, as the node has it.
-fn disk(asked: &EmptyDir, device: &Path, point: &Path) -> Result<(), EmptyDirError> {
-    fs::create_dir_all(point).map_err(io_at("make a place for", asked))?;
+/// Mounts a disk, and creates the volume's directory on a new one, with the mode and the owner of the node's directory.
+fn mount_disk(asked: &EmptyDir, device: &Path, point: &Path) -> Result<(), EmptyDirError> {
+    fs::create_dir_all(point).map_err(io_at("make a mount point for", asked))?;
     mount(Some(device), point, Some("ext4"), MsFlags::MS_NODEV, Some("discard"))
         .map_err(|error| EmptyDirError::Damaged { path: asked.path.clone(), source: error.into() })?;
-    let made = begin(asked, point);
+    let made = create_volume(asked, point);
     if made.is_err() {
-        // The first error is the one that matters; the next container tries it anew.
+        // The first error is the one to report. The next container tries again.
         let _ = umount2(point, MntFlags::MNT_DETACH);
     }
     made
 }
 
-/// Whoever used the disk before may have left anything in it.
-fn begin(asked: &EmptyDir, point: &Path) -> Result<(), EmptyDirError> {
+/// Creates the volume's directory on a mounted disk, unless there is one. Earlier users of the disk may have left anything in it.
+fn create_volume(asked: &EmptyDir, point: &Path) -> Result<(), EmptyDirError> {
     let volume = point.join(VOLUME);
     match fs::symlink_metadata(&volume) {
         Ok(found) if found.is_dir() => return Ok(()),
@@ -180,41 +181,42 @@ fn begin(asked: &EmptyDir, point: &Path) -> Result<(), EmptyDirError> {
         .map_err(io_at("make", asked))
 }
 
-fn open(at: &OwnedFd, name: &OsStr) -> nix::Result<OwnedFd> {
+/// Opens a directory by one name. Links and mounts are not followed.
+fn open_directory(at: &OwnedFd, name: &OsStr) -> nix::Result<OwnedFd> {
     let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
     let resolve = ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS | ResolveFlag::RESOLVE_NO_XDEV;
     retry_transient(|| openat2(at, name, OpenHow::new().flags(flags).resolve(resolve)))
 }
 
-/// A folder of the volume, made like that of the node where it is missing.
-fn part(root: &Path, asked: &EmptyDir) -> Result<OwnedFd, EmptyDirError> {
+/// Opens a directory of the volume. Missing ones are made with the mode and the owner of the node's.
+fn open_part(root: &Path, asked: &EmptyDir) -> Result<OwnedFd, EmptyDirError> {
     let wrong = || EmptyDirError::Part { part: asked.part.chars().take(200).collect() };
     let root = File::options().read(true).open(root).map_err(io_at("open", asked))?;
-    let mut folder = OwnedFd::from(root);
+    let mut directory = OwnedFd::from(root);
     for name in Path::new(&asked.part).components() {
         let Component::Normal(name) = name else { return Err(wrong()) };
         let mode = Mode::from_bits_truncate(asked.part_mode & 0o7777);
-        match mkdirat(&folder, name, mode) {
+        match mkdirat(&directory, name, mode) {
             Ok(()) => {
                 let owner = (Some(Uid::from_raw(asked.part_uid)), Some(Gid::from_raw(asked.part_gid)));
-                fchownat(&folder, name, owner.0, owner.1, AtFlags::AT_SYMLINK_NOFOLLOW)
+                fchownat(&directory, name, owner.0, owner.1, AtFlags::AT_SYMLINK_NOFOLLOW)
                     .map_err(io_at("give a part of", asked))?;
-                // Whatever the umask has taken off.
-                let opened = open(&folder, name).map_err(io_at("open a part of", asked))?;
+                // Sets the bits that the umask has cleared.
+                let opened = open_directory(&directory, name).map_err(io_at("open a part of", asked))?;
                 fchmodat(&opened, ".", mode, FchmodatFlags::FollowSymlink)
                     .map_err(io_at("set the mode of a part of", asked))?;
             }
             Err(Errno::EEXIST) => {}
             Err(error) => return Err(io_at("make a part of", asked)(error)),
         }
-        folder = open(&folder, name).map_err(|error| match error {
+        directory = open_directory(&directory, name).map_err(|error| match error {
             Errno::ELOOP | Errno::ENOTDIR | Errno::EXDEV => {
-                EmptyDirError::NoFolder { part: asked.part.clone(), path: asked.path.clone() }
+                EmptyDirError::NoDirectory { part: asked.part.clone(), path: asked.path.clone() }
             }
             error => io_at("open a part of", asked)(error),
         })?;
     }
-    Ok(folder)
+    Ok(directory)
 }
 
 #[cfg(test)]
@@ -227,14 +229,14 @@ mod tests {
     }
 
     #[test]
-    fn a_part_is_a_folder_of_the_volume_and_nothing_else() {
+    fn a_part_is_a_directory_of_the_volume_and_nothing_else() {
         use std::os::unix::fs::{MetadataExt, symlink};
-        let folder = tempfile::tempdir().unwrap();
-        let root = folder.path();
-        let opened = File::from(part(root, &asked("a/b")).unwrap());
+        let directory = tempfile::tempdir().unwrap();
+        let root = directory.path();
+        let opened = File::from(open_part(root, &asked("a/b")).unwrap());
         let made = fs::metadata(root.join("a/b")).unwrap();
         assert_eq!((opened.metadata().unwrap().ino(), made.mode() & 0o7777), (made.ino(), 0o2750));
-        part(root, &asked("a/b")).unwrap();
+        open_part(root, &asked("a/b")).unwrap();
         symlink("/", root.join("link")).unwrap();
         fs::write(root.join("file"), "").unwrap();
         for (bad, kind) in [
@@ -244,7 +246,7 @@ mod tests {
             ("../x", Kind::Invalid),
             ("/etc", Kind::Invalid),
         ] {
-            assert_eq!(part(root, &asked(bad)).unwrap_err().kind(), kind, "{bad}");
+            assert_eq!(open_part(root, &asked(bad)).unwrap_err().kind(), kind, "{bad}");
         }
     }
 
@@ -252,31 +254,31 @@ mod tests {
     fn names_are_plain_and_what_is_on_the_node_is_not_hidden() {
         let (volumes, disks) = (EmptyDirs::default(), Disks::on_node());
         for name in ["", ".x", "a/b"] {
-            let error = volumes.place(&EmptyDir { name: name.into(), ..asked("") }, &disks).unwrap_err();
+            let error = volumes.provide(&EmptyDir { name: name.into(), ..asked("") }, &disks).unwrap_err();
             assert_eq!(error.kind(), Kind::Invalid, "{error}");
         }
         let there = EmptyDir { name: "memory.x".into(), path: "/k/x".into(), occupied: true, ..asked("") };
-        let error = volumes.place(&there, &disks).unwrap_err();
+        let error = volumes.provide(&there, &disks).unwrap_err();
         assert!(error.kind() == Kind::Conflict && error.to_string().contains("/k/x"), "{error}");
         let on_disk = EmptyDir { name: "disk.x".into(), partition: 3, ..asked("") };
-        assert_eq!(volumes.place(&on_disk, &disks).unwrap_err().kind(), Kind::NotFound);
+        assert_eq!(volumes.provide(&on_disk, &disks).unwrap_err().kind(), Kind::NotFound);
     }
 
     #[test]
-    fn a_new_disk_gets_a_folder_as_the_node_has_it_and_an_old_one_keeps_its_own() {
+    fn a_new_disk_gets_a_directory_as_the_node_has_it_and_an_old_one_keeps_its_own() {
         use std::os::unix::fs::{MetadataExt, symlink};
-        let folder = tempfile::tempdir().unwrap();
-        let point = folder.path();
+        let directory = tempfile::tempdir().unwrap();
+        let point = directory.path();
         let asked = EmptyDir { mode: 0o2777, ..asked("") };
-        // Left by a machine that died over it.
+        // A VM that crashed while it made the volume has left this.
         fs::create_dir(point.join(DRAFT)).unwrap();
-        begin(&asked, point).unwrap();
+        create_volume(&asked, point).unwrap();
         let mode = || fs::metadata(point.join(VOLUME)).unwrap().mode() & 0o7777;
         assert_eq!((mode(), point.join(DRAFT).exists()), (0o2777, false));
-        begin(&EmptyDir { mode: 0o700, ..asked.clone() }, point).unwrap();
+        create_volume(&EmptyDir { mode: 0o700, ..asked.clone() }, point).unwrap();
         assert_eq!(mode(), 0o2777);
         fs::remove_dir(point.join(VOLUME)).unwrap();
         symlink("/", point.join(VOLUME)).unwrap();
-        assert_eq!(begin(&asked, point).unwrap_err().kind(), Kind::Conflict);
+        assert_eq!(create_volume(&asked, point).unwrap_err().kind(), Kind::Conflict);
     }
 }

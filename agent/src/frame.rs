@@ -1,5 +1,5 @@
-//! Owns: the frames of the boot handshake, of stream preambles and of the zygote: a little-endian u32 length, which is limited, and
-//! that many bytes.
+//! Reads and writes the frames of the boot handshake, of stream preambles and of the zygote: a little-endian u32 length, which is limited,
+//! and that many bytes.
 
 use nacelle_proto::wire::{self, Shaped, WireError};
 use prost::Message;
@@ -7,25 +7,25 @@ use std::io::{self, Read, Write};
 
 /// The longest payload of a frame between the pod process and the agent, in bytes.
 pub const MAX: u32 = 1 << 20;
-/// The longest payload of a frame between the agent and its zygote, in bytes: arguments and environment of a program as JSON, which come
-/// with a request of at most that size.
+/// The longest payload of a frame between the agent and its zygote, in bytes. It holds the arguments and the environment of a program
+/// as JSON, which come from a gRPC request of at most that size.
 pub const MAX_ZYGOTE: u32 = wire::LARGE as u32;
 
-/// Why a frame could not be read or written.
+/// Reasons a frame cannot be read or written.
 #[derive(Debug, thiserror::Error)]
 pub enum FrameError {
-    /// The peer is gone, or too slow.
+    /// The peer has closed the connection or is too slow.
     #[error("cannot {what} a frame")]
     Io {
-        /// "read" or "write".
+        /// The operation: "read" or "write".
         what: &'static str,
-        /// Why.
+        /// The system call's error.
         source: io::Error,
     },
     /// The length is beyond the limit.
     #[error("a frame of {length} bytes is longer than {max}")]
     TooLong {
-        /// The length said or needed.
+        /// The length in the frame, or of the payload.
         length: usize,
         /// The limit.
         max: u32,
@@ -36,7 +36,7 @@ pub enum FrameError {
 }
 
 impl FrameError {
-    /// The peer has gone: between frames or in one.
+    /// Whether the peer has closed the connection, between frames or within one.
     pub fn is_hung_up(&self) -> bool {
         use io::ErrorKind as E;
         let FrameError::Io { source, .. } = self else { return false };
@@ -51,15 +51,15 @@ fn io_error(what: &'static str) -> impl FnOnce(io::Error) -> FrameError {
     move |source| FrameError::Io { what, source }
 }
 
-/// The length that a frame's first four bytes say, if it is allowed.
-pub fn length(head: [u8; 4], max: u32) -> Result<usize, FrameError> {
+/// Returns the length in a frame's first four bytes, if it is allowed.
+pub fn parse_length(head: [u8; 4], max: u32) -> Result<usize, FrameError> {
     let length = u32::from_le_bytes(head);
     let size = usize::try_from(length).unwrap_or(usize::MAX);
     if length > max { Err(FrameError::TooLong { length: size, max }) } else { Ok(size) }
 }
 
-/// The bytes of a frame with this payload.
-pub fn frame(payload: &[u8], max: u32) -> Result<Vec<u8>, FrameError> {
+/// Returns the bytes of a frame with this payload.
+pub fn encode_frame(payload: &[u8], max: u32) -> Result<Vec<u8>, FrameError> {
     let length = u32::try_from(payload.len()).ok().filter(|length| *length <= max);
     let length = length.ok_or(FrameError::TooLong { length: payload.len(), max })?;
     let mut bytes = Vec::with_capacity(payload.len() + 4);
@@ -72,7 +72,7 @@ pub fn frame(payload: &[u8], max: u32) -> Result<Vec<u8>, FrameError> {
 pub fn read_bytes(from: &mut impl Read, max: u32) -> Result<Vec<u8>, FrameError> {
     let mut head = [0; 4];
     from.read_exact(&mut head).map_err(io_error("read"))?;
-    let mut payload = vec![0; length(head, max)?];
+    let mut payload = vec![0; parse_length(head, max)?];
     from.read_exact(&mut payload).map_err(io_error("read"))?;
     Ok(payload)
 }
@@ -84,7 +84,7 @@ pub fn read<M: Message + Shaped + Default>(from: &mut impl Read) -> Result<M, Fr
 
 /// Writes one frame.
 pub fn write_bytes(to: &mut impl Write, payload: &[u8], max: u32) -> Result<(), FrameError> {
-    to.write_all(&frame(payload, max)?).map_err(io_error("write"))
+    to.write_all(&encode_frame(payload, max)?).map_err(io_error("write"))
 }
 
 /// Writes one framed message.
@@ -99,7 +99,7 @@ pub async fn read_async<M: Message + Shaped + Default>(
     use tokio::io::AsyncReadExt;
     let mut head = [0; 4];
     from.read_exact(&mut head).await.map_err(io_error("read"))?;
-    let mut payload = vec![0; length(head, MAX)?];
+    let mut payload = vec![0; parse_length(head, MAX)?];
     from.read_exact(&mut payload).await.map_err(io_error("read"))?;
     Ok(wire::decode(&payload)?)
 }
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_is_gone_is_told_from_one_that_is_wrong() {
+    fn a_closed_connection_is_distinguished_from_invalid_bytes() {
         let error = |bytes: &[u8]| read::<WaitRequest>(&mut &*bytes).unwrap_err();
         assert!(error(&[]).is_hung_up() && error(&[9, 0, 0, 0, 1]).is_hung_up());
         assert!(!error(&[0xff; 4]).is_hung_up() && !error(&[1, 0, 0, 0, 0xff]).is_hung_up());
@@ -138,7 +138,7 @@ mod tests {
     fn too_long_is_refused_before_memory_is_taken() {
         let error = read_bytes(&mut [0xff_u8; 8].as_slice(), MAX_ZYGOTE).unwrap_err();
         assert!(matches!(error, FrameError::TooLong { .. }), "{error}");
-        assert!(frame(&vec![0; 1 << 21], MAX).is_err());
+        assert!(encode_frame(&vec![0; 1 << 21], MAX).is_err());
     }
 
     proptest! {

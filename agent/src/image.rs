@@ -1,6 +1,7 @@
-//! Owns: the images of the pod, mounted as EROFS: partitions of the image disk that come and go while the machine runs, or
-//! files of the node; the scratch disk; block devices of the node, which are partitions, too; and the volumes of the node.
-//! Threads: `Disks` serialises; its methods block and are for blocking threads.
+//! Attaches the disks of the pod: images mounted as EROFS, from partitions of the image disk or from files of the node; the scratch disk;
+//! block devices of the node as partitions of the volume disk; and the file system of volumes that the node shares.
+//!
+//! `Disks` serialises its operations, which block and are for blocking threads.
 
 use nacelle_base::{Classify, Kind, share};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
@@ -14,13 +15,13 @@ use std::time::{Duration, Instant};
 
 use crate::{paths, sys};
 
-/// How long the disk may take to grow: the host has told the kernel, which reads the new size on its own time.
-const GROWTH: Duration = Duration::from_secs(40);
+/// The time in which a disk must reach its new size: the kernel reads it some time after the host has changed it.
+const GROWTH_TIMEOUT: Duration = Duration::from_secs(40);
 
-/// How long the kernel may hold an image after its last container is gone: it takes namespaces down when it likes.
-const RELEASE: Duration = Duration::from_secs(10);
+/// The time in which the kernel must release an image after its last container was removed: it destroys mount namespaces later.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Why a disk could not be used.
+/// Reasons an operation on a disk fails.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the fields are what the message prints")]
 pub enum DiskError {
@@ -29,7 +30,7 @@ pub enum DiskError {
     #[error("offset {offset} and length {length} are not multiples of 4096 above 0")]
     Shape { offset: u64, length: u64 },
     #[error("image {number} is attached already, {there}")]
-    Taken { number: u8, there: Source },
+    Taken { number: u8, there: ImageSource },
     #[error("an image needs at least one file")]
     NoFiles,
     #[error("offset {offset} and length {length} of a device are not multiples of 512 above 0")]
@@ -42,7 +43,7 @@ pub enum DiskError {
     DeviceBusy { number: u8 },
     #[error("there is no image at partition {number}")]
     NoImage { number: u32 },
-    #[error("{number} is no disk of this machine")]
+    #[error("{number} is no disk of this VM")]
     NoDisk { number: u32 },
     #[error("the disk {disk} has {have} bytes and did not grow to {need}")]
     TooSmall { disk: String, have: u64, need: u64 },
@@ -72,65 +73,65 @@ fn at<E: Into<io::Error>>(what: &'static str, path: impl Into<PathBuf>) -> impl 
     move |source| DiskError::Io { what, path, source: source.into() }
 }
 
-fn taken(number: u8, there: &Source) -> DiskError {
+fn taken(number: u8, there: &ImageSource) -> DiskError {
     DiskError::Taken { number, there: there.clone() }
 }
 
-/// The kernel's name of a virtio disk: 0 is "vda".
+/// Returns the kernel's name of a virtio disk: 0 is "vda".
 fn disk_name(number: u32) -> Result<String, DiskError> {
     let letter = u8::try_from(number).ok().filter(|number| *number < 26).map(|number| char::from(b'a' + number));
     letter.map(|letter| format!("vd{letter}")).ok_or(DiskError::NoDisk { number })
 }
 
-/// Where an image is mounted.
+/// Returns the mount point of an image.
 fn mount_point(number: u8) -> PathBuf {
     Path::new(paths::IMAGES).join(number.to_string())
 }
 
-fn number_of(partition: u32) -> Result<u8, DiskError> {
+fn check_partition(partition: u32) -> Result<u8, DiskError> {
     u8::try_from(partition).ok().filter(|number| *number != 0).ok_or(DiskError::Number { number: partition })
 }
 
-/// Where an image lies.
+/// The location of an image.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Source {
-    /// On the image disk: bytes from its start, and its length.
+pub enum ImageSource {
+    /// A partition of the image disk: its offset and its length in bytes.
     Disk(u64, u64),
-    /// In files of the node: its tree, and the layers that the tree points into.
+    /// Files of the node: the file with the tree, and those with the layers that the tree refers to.
     Files(Vec<PathBuf>),
 }
 
-impl std::fmt::Display for Source {
+impl std::fmt::Display for ImageSource {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Source::Disk(offset, length) => write!(f, "at offset {offset} with length {length}"),
-            Source::Files(files) => write!(f, "from {} files", files.len()),
+            ImageSource::Disk(offset, length) => write!(f, "at offset {offset} with length {length}"),
+            ImageSource::Files(files) => write!(f, "from {} files", files.len()),
         }
     }
 }
 
-/// A block device of the node, as a partition.
+/// A block device of the node, which is a partition of the volume disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Device {
+struct VolumePartition {
     offset: u64,
     length: u64,
     writable: bool,
 }
 
-/// The machine's disks.
+/// The VM's disks, or on the node their replacements.
 #[derive(Debug)]
 pub struct Disks {
     image_disk: u32,
     scratch_disk: u32,
     volume_disk: u32,
-    attached: Mutex<HashMap<u8, Source>>,
-    devices: Mutex<HashMap<u8, Device>>,
+    attached: Mutex<HashMap<u8, ImageSource>>,
+    devices: Mutex<HashMap<u8, VolumePartition>>,
     scratch_mounted: Mutex<bool>,
     share_mounted: Mutex<bool>,
 }
 
 impl Disks {
-    /// The disks by their numbers: 0 is the first. That for volumes: 0 is none.
+    /// The disks of a VM, by their numbers: 0 is the first. `volume_disk` 0: there is none.
     pub fn new(image_disk: u32, scratch_disk: u32, volume_disk: u32) -> Disks {
         Disks {
             image_disk,
@@ -143,17 +144,17 @@ impl Disks {
         }
     }
 
-    /// Of a pod without a machine: there is no disk, and scratch is a folder.
+    /// The disks of a pod on the node: there is none, and the scratch directory is mounted already.
     pub fn on_node() -> Disks {
         Disks { scratch_mounted: Mutex::new(true), share_mounted: Mutex::new(true), ..Disks::new(0, 0, 0) }
     }
 
-    /// Mounts an image that lies in files of the node. Said again with the same files it is a success.
+    /// Mounts an image from files of the node. Succeeds without effect if it is mounted from the same files.
     pub fn attach_files(&self, partition: u32, files: Vec<PathBuf>) -> Result<(), DiskError> {
-        let number = number_of(partition)?;
+        let number = check_partition(partition)?;
         let mut attached = self.attached.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(there) = attached.get(&number) {
-            return if *there == Source::Files(files) { Ok(()) } else { Err(taken(number, there)) };
+            return if *there == ImageSource::Files(files) { Ok(()) } else { Err(taken(number, there)) };
         }
         let (tree, layers) = files.split_first().ok_or(DiskError::NoFiles)?;
         let layers: Vec<PathBuf> = layers.iter().map(|layer| paths::of_node(layer)).collect();
@@ -161,13 +162,13 @@ impl Disks {
         fs::create_dir_all(&point)
             .and_then(|()| sys::mount_erofs(&paths::of_node(tree), &layers, &point))
             .map_err(at("mount the image", tree))?;
-        attached.insert(number, Source::Files(files));
+        attached.insert(number, ImageSource::Files(files));
         Ok(())
     }
 
-    /// Adds a partition and mounts it. Said again with the same figures it is a success.
-    pub fn attach(&self, partition: u32, offset: u64, length: u64) -> Result<(), DiskError> {
-        let number = number_of(partition)?;
+    /// Adds a partition of the image disk and mounts it. Succeeds without effect if it is mounted from the same offset and length.
+    pub fn attach_image(&self, partition: u32, offset: u64, length: u64) -> Result<(), DiskError> {
+        let number = check_partition(partition)?;
         let shape = || DiskError::Shape { offset, length };
         let end = offset
             .checked_add(length)
@@ -177,7 +178,7 @@ impl Disks {
         let size = i64::try_from(length).ok().ok_or_else(shape)?;
         let mut attached = self.attached.lock().unwrap_or_else(PoisonError::into_inner);
         match attached.get(&number) {
-            Some(there) if *there == Source::Disk(offset, length) => return Ok(()),
+            Some(there) if *there == ImageSource::Disk(offset, length) => return Ok(()),
             Some(there) => return Err(taken(number, there)),
             None => {}
         }
@@ -186,7 +187,7 @@ impl Disks {
         let device = Path::new("/dev").join(&disk);
         let file = File::open(&device).map_err(at("open", &device))?;
         match sys::add_partition(&file, number, start, size) {
-            // Left over from an attempt that failed half-way.
+            // A failed attempt has left the partition.
             Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {
                 sys::delete_partition(&file, number).map_err(at("remove a stale partition of", &device))?;
                 sys::add_partition(&file, number, start, size).map_err(at("add a partition to", &device))?;
@@ -194,20 +195,20 @@ impl Disks {
             other => other.map_err(at("add a partition to", &device))?,
         }
         if let Err(error) = mount_image(&disk, number) {
-            // The error that matters is the mount's; a partition that stays is replaced by the next attempt.
+            // The error of the mount is the one to report. The next attempt replaces a partition that stays.
             let _ = sys::delete_partition(&file, number);
             return Err(error);
         }
-        attached.insert(number, Source::Disk(offset, length));
+        attached.insert(number, ImageSource::Disk(offset, length));
         Ok(())
     }
 
-    /// Unmounts an image and takes its partition away. One that is not there is a success.
-    pub fn detach(&self, partition: u32) -> Result<(), DiskError> {
-        let number = number_of(partition)?;
+    /// Unmounts an image and deletes its partition. Succeeds if there is no such image.
+    pub fn detach_image(&self, partition: u32) -> Result<(), DiskError> {
+        let number = check_partition(partition)?;
         let mut attached = self.attached.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(source) = attached.get(&number) else { return Ok(()) };
-        let on_disk = matches!(source, Source::Disk(..));
+        let on_disk = matches!(source, ImageSource::Disk(..));
         let point = mount_point(number);
         match umount2(&point, MntFlags::empty()) {
             Ok(()) | Err(nix::Error::EINVAL | nix::Error::ENOENT) => {}
@@ -215,40 +216,40 @@ impl Disks {
             Err(error) => return Err(at("unmount", &point)(error)),
         }
         if on_disk {
-            self.take_away(number)?;
+            self.delete_image_partition(number)?;
         }
         attached.remove(&number);
         Ok(())
     }
 
-    /// Takes the partition of an image away that is not mounted any more.
-    fn take_away(&self, number: u8) -> Result<(), DiskError> {
+    /// Deletes the partition of an unmounted image. Mounts it again if it is in use.
+    fn delete_image_partition(&self, number: u8) -> Result<(), DiskError> {
         let disk = disk_name(self.image_disk)?;
         if delete_partition(&disk, number)? {
             return Ok(());
         }
-        // A container's overlay holds it: everything is as before.
+        // A container's overlay still uses it.
         mount_image(&disk, number)?;
         Err(DiskError::Busy { number })
     }
 
-    /// Where the image of a partition is mounted.
-    pub fn image(&self, partition: u32) -> Result<PathBuf, DiskError> {
+    /// Returns the mount point of an attached image.
+    pub fn image_mount_point(&self, partition: u32) -> Result<PathBuf, DiskError> {
         let attached = self.attached.lock().unwrap_or_else(PoisonError::into_inner);
-        let number = number_of(partition)?;
+        let number = check_partition(partition)?;
         attached.get(&number).map(|_| mount_point(number)).ok_or(DiskError::NoImage { number: partition })
     }
 
-    fn volume_disk(&self) -> Result<String, DiskError> {
+    fn volume_disk_name(&self) -> Result<String, DiskError> {
         match self.volume_disk {
             0 => Err(DiskError::NoDisk { number: 0 }),
             number => disk_name(number),
         }
     }
 
-    /// Adds a partition for a device of the node, or lets it grow, and says whether it may be written.
+    /// Adds a partition of the volume disk for a device of the node, or changes its length, and sets whether it is writable.
     pub fn attach_device(&self, partition: u32, offset: u64, length: u64, writable: bool) -> Result<(), DiskError> {
-        let number = number_of(partition)?;
+        let number = check_partition(partition)?;
         let shape = || DiskError::DeviceShape { offset, length };
         let fits = length > 0 && offset > 0 && offset.is_multiple_of(512) && length.is_multiple_of(512);
         let end = offset.checked_add(length).filter(|end| fits && i64::try_from(*end).is_ok()).ok_or_else(shape)?;
@@ -259,7 +260,7 @@ impl Disks {
         if let Some(there) = before.filter(|there| there.offset != offset) {
             return Err(DiskError::DeviceTaken { number, offset: there.offset });
         }
-        let disk = self.volume_disk()?;
+        let disk = self.volume_disk_name()?;
         wait_for_size(&disk, end)?;
         let whole = Path::new("/dev").join(&disk);
         let file = File::open(&whole).map_err(at("open", &whole))?;
@@ -270,7 +271,7 @@ impl Disks {
             }
             None => sys::add_partition(&file, number, start, size).map_err(at("add a partition to", &whole))?,
         }
-        devices.insert(number, Device { offset, length, writable });
+        devices.insert(number, VolumePartition { offset, length, writable });
         let node = PathBuf::from(format!("/dev/{disk}{number}"));
         if before.is_none_or(|there| there.writable != writable) {
             let set = File::open(&node).and_then(|device| sys::set_read_only(&device, !writable));
@@ -279,64 +280,65 @@ impl Disks {
         Ok(())
     }
 
-    /// Takes a device of the node away. One that is not there is a success.
+    /// Deletes the partition of a device of the node. Succeeds if there is no such device.
     pub fn detach_device(&self, partition: u32) -> Result<(), DiskError> {
-        let number = number_of(partition)?;
+        let number = check_partition(partition)?;
         let mut devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
         if !devices.contains_key(&number) {
             return Ok(());
         }
-        if !delete_partition(&self.volume_disk()?, number)? {
+        if !delete_partition(&self.volume_disk_name()?, number)? {
             return Err(DiskError::DeviceBusy { number });
         }
         devices.remove(&number);
         Ok(())
     }
 
-    /// The file in /dev of a device or volume that was attached.
-    pub fn volume(&self, partition: u32) -> Result<PathBuf, DiskError> {
+    /// Returns the file in /dev of an attached device or volume.
+    pub fn device_path(&self, partition: u32) -> Result<PathBuf, DiskError> {
         let devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
-        let number = number_of(partition)?;
+        let number = check_partition(partition)?;
         if !devices.contains_key(&number) {
             return Err(DiskError::NoDevice { number: partition });
         }
-        Ok(PathBuf::from(format!("/dev/{}{number}", self.volume_disk()?)))
+        Ok(PathBuf::from(format!("/dev/{}{number}", self.volume_disk_name()?)))
     }
 
-    /// Major and minor number of an attached device.
-    pub fn device(&self, partition: u32) -> Result<(i64, i64), DiskError> {
-        let node = self.volume(partition)?;
+    /// Returns the major and the minor number of an attached device.
+    pub fn device_numbers(&self, partition: u32) -> Result<(i64, i64), DiskError> {
+        let node = self.device_path(partition)?;
         let rdev = fs::metadata(&node).map_err(at("look at", &node))?.rdev();
         let number = |part: u64| i64::try_from(part).unwrap_or(i64::MAX);
         Ok((number(nix::sys::stat::major(rdev)), number(nix::sys::stat::minor(rdev))))
     }
 
-    /// Mounts the volumes of the node, once: those of all containers, also of later ones. The kernel mounts each of them in it
-    /// when a process enters it; those of one device of the node are one file system. Device files there are the node's, not this
-    /// machine's.
-    pub fn share(&self) -> Result<(), DiskError> {
+    /// Mounts the virtiofs with the volumes of the node, once for all containers. The kernel mounts each volume in it when a process
+    /// enters it; volumes of one device of the node are one file system. MS_NODEV, because device files there are meant for the node.
+    pub fn mount_shared_volumes(&self) -> Result<(), DiskError> {
         let mut mounted = self.share_mounted.lock().unwrap_or_else(PoisonError::into_inner);
         if !*mounted {
-            let folder = Path::new(share::FOLDER);
-            fs::create_dir_all(folder)
-                .and_then(|()| Ok(mount(Some(share::TAG), folder, Some("virtiofs"), MsFlags::MS_NODEV, None::<&str>)?))
-                .map_err(at("mount the volumes of the node at", folder))?;
+            let directory = Path::new(share::FOLDER);
+            fs::create_dir_all(directory)
+                .and_then(|()| {
+                    Ok(mount(Some(share::TAG), directory, Some("virtiofs"), MsFlags::MS_NODEV, None::<&str>)?)
+                })
+                .map_err(at("mount the volumes of the node at", directory))?;
             *mounted = true;
-            // They can be read without it.
-            if let Err(error) = read_ahead(folder) {
-                tracing::debug!(%error, "volumes of the node are read ahead as the kernel likes");
+            // The volumes are usable without it.
+            if let Err(error) = set_read_ahead(directory) {
+                tracing::debug!(%error, "cannot set the read-ahead of volumes of the node");
             }
         }
         Ok(())
     }
 
     /// Mounts the scratch disk, once.
-    pub fn scratch(&self) -> Result<(), DiskError> {
+    pub fn mount_scratch(&self) -> Result<(), DiskError> {
         let mut mounted = self.scratch_mounted.lock().unwrap_or_else(PoisonError::into_inner);
         if !*mounted {
             let node = Path::new("/dev").join(disk_name(self.scratch_disk)?);
             let flags = MsFlags::MS_NOATIME;
-            // It ends with the machine: nothing has to be there after a crash.
+            // The disk ends with the VM, so its content need not survive a crash.
             mount(Some(&node), paths::SCRATCH, Some("ext4"), flags, Some("discard,nobarrier"))
                 .map_err(at("mount the scratch disk", &node))?;
             *mounted = true;
@@ -345,14 +347,14 @@ impl Disks {
     }
 }
 
-/// Has the file system that is mounted there, and those within it, read ahead by requests of the largest size.
-fn read_ahead(folder: &Path) -> io::Result<()> {
-    let device = fs::metadata(folder)?.dev();
+/// Sets the read-ahead of a mounted file system, and of those within it, to the largest size of a request.
+fn set_read_ahead(directory: &Path) -> io::Result<()> {
+    let device = fs::metadata(directory)?.dev();
     let (major, minor) = (nix::sys::stat::major(device), nix::sys::stat::minor(device));
     fs::write(format!("/sys/class/bdi/{major}:{minor}/read_ahead_kb"), share::READ_AHEAD_KIB.to_string())
 }
 
-/// Mounts the partition of an image. Nothing runs from this mount itself: containers see it through an overlay.
+/// Mounts the partition of an image. Containers see it through an overlay only.
 fn mount_image(disk: &str, number: u8) -> Result<(), DiskError> {
     let point = mount_point(number);
     let node = PathBuf::from(format!("/dev/{disk}{number}"));
@@ -362,11 +364,11 @@ fn mount_image(disk: &str, number: u8) -> Result<(), DiskError> {
         .map_err(at("mount the image", &node))
 }
 
-/// Takes a partition away, when nobody holds it any more; whether that was soon enough.
+/// Deletes a partition when it is no longer used. Returns false if it is still used after `RELEASE_TIMEOUT`.
 fn delete_partition(disk: &str, number: u8) -> Result<bool, DiskError> {
     let device = Path::new("/dev").join(disk);
     let file = File::open(&device).map_err(at("open", &device))?;
-    let deadline = Instant::now() + RELEASE;
+    let deadline = Instant::now() + RELEASE_TIMEOUT;
     loop {
         match sys::delete_partition(&file, number).map_err(|error| (error.raw_os_error(), error)) {
             Ok(()) | Err((Some(libc::ENXIO), _)) => return Ok(true),
@@ -381,7 +383,7 @@ fn delete_partition(disk: &str, number: u8) -> Result<bool, DiskError> {
 
 fn wait_for_size(disk: &str, need: u64) -> Result<(), DiskError> {
     let path = PathBuf::from(format!("/sys/block/{disk}/size"));
-    let deadline = Instant::now() + GROWTH;
+    let deadline = Instant::now() + GROWTH_TIMEOUT;
     loop {
         let text = fs::read_to_string(&path).map_err(at("read", &path))?;
         let have = text.trim().parse::<u64>().unwrap_or(0).saturating_mul(512);
@@ -407,17 +409,17 @@ mod tests {
         let disks = Disks::new(0, 1, 2);
         for (partition, offset, length) in [(0, 0, 4096), (256, 0, 4096), (1, 1, 4096), (1, 0, 0), (1, u64::MAX, 4096)]
         {
-            assert_eq!(disks.attach(partition, offset, length).unwrap_err().kind(), Kind::Invalid);
+            assert_eq!(disks.attach_image(partition, offset, length).unwrap_err().kind(), Kind::Invalid);
         }
         for (partition, offset, length) in
             [(0, 512, 512), (256, 512, 512), (1, 0, 512), (1, 512, 0), (1, 512, 100), (1, 512, u64::MAX - 1023)]
         {
             assert_eq!(disks.attach_device(partition, offset, length, true).unwrap_err().kind(), Kind::Invalid);
         }
-        assert_eq!(disks.device(3).unwrap_err().kind(), Kind::NotFound);
+        assert_eq!(disks.device_numbers(3).unwrap_err().kind(), Kind::NotFound);
         assert_eq!(Disks::on_node().attach_device(1, 512, 512, true).unwrap_err().kind(), Kind::NotFound);
         disks.detach_device(3).unwrap();
-        assert_eq!(disks.image(3).unwrap_err().kind(), Kind::NotFound);
-        disks.detach(3).unwrap();
+        assert_eq!(disks.image_mount_point(3).unwrap_err().kind(), Kind::NotFound);
+        disks.detach_image(3).unwrap();
     }
 }

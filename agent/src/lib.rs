@@ -1,4 +1,4 @@
-//! Owns: the guest's half of a pod: PID 1 of its machine, or of a namespace of the node. See docs/contributor/agent.md.
+//! Runs a pod inside its VM, as PID 1, or on the node, in a PID namespace. See docs/contributor/agent.md.
 
 pub mod boot;
 pub mod cgroup;

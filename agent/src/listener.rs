@@ -1,5 +1,6 @@
-//! Owns: where the host's connections arrive: a vsock port of the guest, or a socket of the node where there is no guest.
-//! Who else can reach it is turned away: what listens obeys everybody.
+//! Accepts the host's connections: on a vsock port in a guest, on a Unix socket on the node.
+//!
+//! Connections that do not come from the host are dropped, because the services obey every client.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -13,12 +14,12 @@ use tonic::transport::server::Connected;
 
 use crate::sys;
 
-/// A socket that listens, before there is a runtime.
+/// A listening socket, before the runtime exists.
 #[derive(Debug)]
 pub enum Socket {
-    /// A port of the guest.
+    /// A vsock port of the guest.
     Vsock(OwnedFd),
-    /// A socket in the pod's folder, which only the node's root can enter.
+    /// A socket in the pod's directory, which only the node's root can enter.
     Unix(OwnedFd),
 }
 
@@ -29,7 +30,7 @@ impl AsRef<OwnedFd> for Socket {
     }
 }
 
-/// The same in a runtime.
+/// A listening socket in the runtime.
 pub enum Listener {
     /// See [`Socket::Vsock`].
     Vsock(VsockListener),
@@ -38,7 +39,7 @@ pub enum Listener {
 }
 
 impl Listener {
-    /// Must be called inside a runtime.
+    /// Registers a socket with the runtime. Must be called inside one.
     pub fn new(socket: Socket) -> io::Result<Listener> {
         match socket {
             Socket::Vsock(fd) => Ok(Listener::Vsock(sys::vsock_listener(fd))),
@@ -50,32 +51,34 @@ impl Listener {
         }
     }
 
-    /// The next connection of the host.
+    /// Accepts the next connection of the host.
     pub async fn accept(&self) -> io::Result<Connection> {
         loop {
             match self {
                 Listener::Unix(listener) => return listener.accept().await.map(|(stream, _)| Connection::Unix(stream)),
                 Listener::Vsock(listener) => match listener.accept().await? {
                     (stream, peer) if peer.cid() == libc::VMADDR_CID_HOST => return Ok(Connection::Vsock(stream)),
-                    (_, peer) => tracing::warn!(cid = peer.cid(), "a connection that does not come from the host"),
+                    (_, peer) => {
+                        tracing::warn!(cid = peer.cid(), "dropped a connection that does not come from the host")
+                    }
                 },
             }
         }
     }
 
-    /// All connections of the host.
+    /// Returns a stream of the host's connections.
     pub fn incoming(self) -> impl Stream<Item = io::Result<Connection>> {
-        let (tell, told) = tokio::sync::mpsc::channel(1);
-        tokio::spawn(async move { while tell.send(self.accept().await).await.is_ok() {} });
-        tokio_stream::wrappers::ReceiverStream::new(told)
+        let (sender, receiver) = tokio::sync::mpsc::channel(1);
+        tokio::spawn(async move { while sender.send(self.accept().await).await.is_ok() {} });
+        tokio_stream::wrappers::ReceiverStream::new(receiver)
     }
 }
 
 /// A connection of the host.
 pub enum Connection {
-    /// Over vsock.
+    /// A connection over vsock.
     Vsock(VsockStream),
-    /// On the node.
+    /// A connection over a Unix socket of the node.
     Unix(UnixStream),
 }
 

@@ -1,5 +1,6 @@
-//! Owns: the agent's log: warnings and errors, a line each, to the kernel's log, which the console shows. A few lines
-//! of our own instead of a subscriber library, for each page of code costs boot time.
+//! Writes the agent's log, warnings and errors with one line each, to the kernel's log, which the console shows.
+//!
+//! It is a few lines of our own instead of a subscriber library, because each page of code costs boot time.
 
 use nacelle_base::retry::retry_interrupted;
 use std::fmt::Write as _;
@@ -11,11 +12,11 @@ use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
 
-/// The longest line, in bytes; /dev/kmsg refuses lines of more than about 1,000.
+/// The longest line, in bytes. /dev/kmsg rejects lines of more than about 1,000.
 const MAX_LINE: usize = 900;
 
-/// Where libcontainer's errors go besides.
-static COPY: OnceLock<OwnedFd> = OnceLock::new();
+/// A pipe to which errors of libcontainer are copied.
+static ERROR_COPY: OnceLock<OwnedFd> = OnceLock::new();
 
 struct Log(File);
 
@@ -49,8 +50,10 @@ impl Subscriber for Log {
         let mut line = Line(String::new());
         event.record(&mut line);
         let line = line.0.replace('\n', " ");
-        if let Some(copy) = COPY.get().filter(|_| level == 3 && event.metadata().target().starts_with("libcontainer")) {
-            // The reader has the outermost error without it.
+        if let Some(copy) =
+            ERROR_COPY.get().filter(|_| level == 3 && event.metadata().target().starts_with("libcontainer"))
+        {
+            // If the copy fails, the reader still has the outermost error.
             let cause = format!("{}\n", line.trim_start());
             let _ = retry_interrupted(|| nix::unistd::write(copy, cause.as_bytes()));
         }
@@ -59,7 +62,7 @@ impl Subscriber for Log {
             text.pop();
         }
         text.push('\n');
-        // A log that cannot be written has nowhere to say so.
+        // There is no other place for the error of a log that cannot be written.
         let _ = (&self.0).write_all(text.as_bytes());
     }
 
@@ -68,25 +71,24 @@ impl Subscriber for Log {
     fn exit(&self, _: &Id) {}
 }
 
-/// Copies the errors that libcontainer logs in this process, and in those that it forks, to a pipe, a line each: the errors
-/// that it returns from another process have lost their causes. Once in a process.
+/// Copies the errors that libcontainer logs in this process and its forks to a pipe, one line each: the errors that it returns from
+/// another process have lost their causes. Only the first call in a process has an effect.
 pub fn copy_errors_of_libcontainer(pipe: OwnedFd) {
-    // Set before, it stays.
-    let _ = COPY.set(pipe);
+    let _ = ERROR_COPY.set(pipe);
 }
 
 /// Sends this process's warnings and errors to the kernel's log.
-pub fn start() {
+pub fn log_to_kernel() {
     if let Ok(file) = OpenOptions::new().write(true).open("/dev/kmsg") {
-        // It fails only if a subscriber is there already.
+        // This fails only if there is a subscriber already.
         let _ = tracing::subscriber::set_global_default(Log(file));
     }
 }
 
-/// Sends them to standard output, which the pod process keeps as the console: the node's kernel log is not this pod's.
-pub fn start_on_stdout() {
+/// Sends this process's warnings and errors to stdout, which the pod process keeps as the console: the kernel's log is the node's.
+pub fn log_to_stdout() {
     if let Ok(stdout) = std::io::stdout().as_fd().try_clone_to_owned() {
-        // See above.
+        // As above.
         let _ = tracing::subscriber::set_global_default(Log(File::from(stdout)));
     }
 }

@@ -1,4 +1,4 @@
-//! Owns: the order of the agent's life: boot, serve, end the machine.
+//! Boots the agent, serves, and powers the VM off.
 
 use nacelle_agent::boot::{BootError, Ready, guest, host};
 use nacelle_agent::server;
@@ -9,35 +9,32 @@ use std::process::ExitCode;
 fn main() -> ExitCode {
     let mut arguments = std::env::args().skip(1);
     if arguments.next().as_deref() == Some(host::FLAG) {
-        return match host::Place::parse(arguments) {
-            // With this process its PID namespace ends, and with that everything in it.
-            Some(place) => live(|| host::boot(place)),
+        return match host::HostArguments::parse(arguments) {
+            // When this process ends, the kernel kills everything in its PID namespace.
+            Some(arguments) => boot_and_serve(|| host::boot(arguments)),
             None => usage(),
         };
     }
     if std::process::id() != 1 {
         return usage();
     }
-    live(guest::boot);
+    boot_and_serve(guest::boot);
     nix::unistd::sync();
-    // A machine without ACPI cannot switch itself off; its VMM ends at a reset instead.
+    // A VM without ACPI cannot power itself off; its VMM ends at a reset instead.
     let acpi = std::path::Path::new("/sys/firmware/acpi").exists();
     let mode = if acpi { RebootMode::RB_POWER_OFF } else { RebootMode::RB_AUTOBOOT };
     let Err(error) = reboot(mode);
-    tracing::error!(%error, "cannot end the machine");
+    tracing::error!(%error, "cannot power off the VM");
     ExitCode::FAILURE
 }
 
 fn usage() -> ExitCode {
-    eprintln!(
-        "nacelle-agent {} is PID 1 of a machine, or is started by nacelle-pod, and runs nowhere else",
-        env!("CARGO_PKG_VERSION")
-    );
+    eprintln!("nacelle-agent {} runs only as PID 1 of a VM or started by nacelle-pod", env!("CARGO_PKG_VERSION"));
     ExitCode::from(2)
 }
 
-/// Boots and serves, until it is told to end.
-fn live(boot: impl FnOnce() -> Result<Ready, BootError>) -> ExitCode {
+/// Boots and serves until the host sends Shutdown.
+fn boot_and_serve(boot: impl FnOnce() -> Result<Ready, BootError>) -> ExitCode {
     match boot() {
         Ok(ready) => match server::serve(ready) {
             Ok(()) => return ExitCode::SUCCESS,

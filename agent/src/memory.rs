@@ -1,5 +1,6 @@
-//! Owns: how much of the memory that the machine has in reserve is in use: its first blocks. What a machine is born with stays.
-//! May use: /sys and /proc of the guest, `sys`. Threads: one change at a time; blocks for as long as the kernel moves pages.
+//! Brings the first blocks of the VM's memory reserve online, and the others offline. The memory that the VM booted with stays.
+//!
+//! There is one change at a time; it blocks for as long as the kernel moves pages.
 
 use nacelle_base::{Chain, Classify, Kind};
 use std::fs::{self, File};
@@ -12,60 +13,60 @@ use std::time::{Duration, Instant};
 
 use crate::sys;
 
-/// Where the kernel has a folder for each block that it knows.
-const FOLDER: &str = "/sys/devices/system/memory";
-/// Where it says what is available.
+/// The directory with a directory for each memory block that the kernel knows.
+const BLOCKS: &str = "/sys/devices/system/memory";
+/// The file with the amount of available memory.
 pub(crate) const MEMINFO: &str = "/proc/meminfo";
-/// How long blocks may take to be taken out of use, together. The kernel tries for ever while their pages have nowhere to go.
-const PATIENCE: Duration = Duration::from_secs(15);
-/// What must be left when memory goes: a kernel that is short of it while it moves pages ends processes.
+/// The time in which all blocks of a request must be offline. The kernel tries for ever while it cannot move their pages.
+const OFFLINE_TIMEOUT: Duration = Duration::from_secs(15);
+/// The memory in bytes that must stay available: while the kernel moves pages, a lack of memory makes it kill processes.
 pub(crate) const MARGIN: u64 = 32 << 20;
-/// How long to wait before the kernel is asked again, or told again to give up.
-const MOMENT: Duration = Duration::from_millis(100);
+/// The time before an operation, or the signal that interrupts it, is repeated.
+const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Why the machine cannot have another amount of memory.
+/// Reasons the amount of memory cannot be changed.
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
-    /// The agent has no kernel of its own.
-    #[error("the memory is the node's: it does not grow and shrink for a pod")]
+    /// The pod runs on the node, without a kernel of its own.
+    #[error("the memory is the node's: it is not resized for a pod")]
     OfNode,
-    /// The kernel cannot add any.
+    /// The kernel does not support memory hot-plug.
     #[error(
-        "the guest's kernel does not tell {}: it needs CONFIG_MEMORY_HOTPLUG, CONFIG_MEMORY_HOTREMOVE and CONFIG_ARCH_MEMORY_PROBE",
+        "the guest's kernel has no {}: it needs CONFIG_MEMORY_HOTPLUG, CONFIG_MEMORY_HOTREMOVE and CONFIG_ARCH_MEMORY_PROBE",
         path.display()
     )]
     Kernel {
-        /// What it does not have.
+        /// The missing file.
         path: PathBuf,
-        /// Why not.
+        /// The system call's error.
         source: io::Error,
     },
-    /// So much there is not.
+    /// The reserve is smaller.
     #[error("{asked} bytes of the reserve: it has {there}, in blocks of {block}")]
     Size {
-        /// Asked for.
+        /// The requested bytes.
         asked: u64,
-        /// What there is.
+        /// The bytes of the reserve, in whole blocks.
         there: u64,
-        /// What the kernel adds at a time.
+        /// The size of a block in bytes.
         block: u64,
     },
-    /// It is in use.
+    /// The memory is in use.
     #[error("{less} bytes less memory: only {available} are not in use, and {MARGIN} must be left")]
     InUse {
-        /// What should go.
+        /// The bytes that should go offline.
         less: u64,
-        /// What the kernel could spare.
+        /// The bytes that are available.
         available: u64,
     },
-    /// The kernel does not do it.
+    /// The kernel could not change a block.
     #[error("cannot {what} the memory at {address:#x}")]
     Switch {
-        /// "add", "use", "free".
+        /// The operation: "add", "use" or "free".
         what: &'static str,
-        /// Of the block.
+        /// The physical address of the block.
         address: u64,
-        /// Why.
+        /// The system call's error.
         source: io::Error,
     },
 }
@@ -80,22 +81,22 @@ impl Classify for MemoryError {
     }
 }
 
-/// The machine's memory.
+/// The memory of the guest.
 #[derive(Debug)]
 pub struct Memory {
-    /// None: there is no machine.
-    place: Option<Place>,
+    /// `None` on the node.
+    files: Option<BlockFiles>,
     turn: Mutex<()>,
 }
 
 #[derive(Debug)]
-struct Place {
-    folder: PathBuf,
+struct BlockFiles {
+    blocks: PathBuf,
     meminfo: PathBuf,
-    patience: Duration,
+    timeout: Duration,
 }
 
-/// One block, by its number; so many bytes each.
+/// A memory block, by its number. All have the same size.
 #[derive(Clone, Copy, Debug)]
 struct Block {
     number: u64,
@@ -109,40 +110,40 @@ impl Block {
 }
 
 impl Memory {
-    /// That of the machine whose first process this is.
-    pub fn of_machine() -> Memory {
-        let place = Place { folder: FOLDER.into(), meminfo: MEMINFO.into(), patience: PATIENCE };
-        Memory { place: Some(place), turn: Mutex::default() }
+    /// The memory of the guest whose first process this is.
+    pub fn of_guest() -> Memory {
+        let files = BlockFiles { blocks: BLOCKS.into(), meminfo: MEMINFO.into(), timeout: OFFLINE_TIMEOUT };
+        Memory { files: Some(files), turn: Mutex::default() }
     }
 
-    /// That of the node, which is let alone.
+    /// The memory of the node, which is not changed.
     pub fn of_node() -> Memory {
-        Memory { place: None, turn: Mutex::default() }
+        Memory { files: None, turn: Mutex::default() }
     }
 
-    /// Has the first so many bytes of the reserve, in whole blocks, be in use, and no other; says how many that are. If a block
-    /// cannot be switched, all are as they were before.
-    pub fn set(&self, reserve: &[Range<u64>], asked: u64) -> Result<u64, MemoryError> {
-        let place = self.place.as_ref().ok_or(MemoryError::OfNode)?;
+    /// Brings the first `asked` bytes of the reserve online, in whole blocks, and all others offline. Returns the bytes that are
+    /// online. If a block cannot be changed, all others are restored.
+    pub fn set_online_bytes(&self, reserve: &[Range<u64>], asked: u64) -> Result<u64, MemoryError> {
+        let files = self.files.as_ref().ok_or(MemoryError::OfNode)?;
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        let block = place.block_bytes()?;
-        let blocks: Vec<Block> = reserve.iter().flat_map(|range| blocks(range, block)).collect();
+        let block = files.read_block_size()?;
+        let blocks: Vec<Block> = reserve.iter().flat_map(|range| blocks_within(range, block)).collect();
         let wanted = asked.div_ceil(block);
         let count = u64::try_from(blocks.len()).unwrap_or(u64::MAX);
         if wanted > count {
             return Err(MemoryError::Size { asked, there: count.saturating_mul(block), block });
         }
         let (first, others) = blocks.split_at(usize::try_from(wanted).unwrap_or(usize::MAX));
-        let less: Vec<Block> = others.iter().rev().filter(|block| place.is_used(**block)).copied().collect();
-        place.spare(less.iter().map(|block| block.bytes).sum())?;
-        let more = first.iter().filter(|block| !place.is_used(**block)).copied();
-        let deadline = Instant::now() + place.patience;
+        let less: Vec<Block> = others.iter().rev().filter(|block| files.is_online(**block)).copied().collect();
+        files.check_available(less.iter().map(|block| block.bytes).sum())?;
+        let more = first.iter().filter(|block| !files.is_online(**block)).copied();
+        let deadline = Instant::now() + files.timeout;
         let mut changed: Vec<(Block, bool)> = Vec::new();
         for (block, on) in more.map(|block| (block, true)).chain(less.iter().map(|block| (*block, false))) {
-            if let Err(error) = place.switch(block, on, deadline) {
+            if let Err(error) = files.switch(block, on, deadline) {
                 for (block, on) in changed.into_iter().rev() {
-                    if let Err(error) = place.switch(block, !on, Instant::now() + place.patience) {
-                        tracing::warn!("memory is not as it was: {}", Chain(&error));
+                    if let Err(error) = files.switch(block, !on, Instant::now() + files.timeout) {
+                        tracing::warn!("cannot restore the state of a memory block: {}", Chain(&error));
                     }
                 }
                 return Err(error);
@@ -157,15 +158,15 @@ impl Memory {
     }
 }
 
-/// The blocks that lie in a range as a whole.
-fn blocks(range: &Range<u64>, bytes: u64) -> impl Iterator<Item = Block> + use<> {
+/// Returns the blocks that lie completely in a range.
+fn blocks_within(range: &Range<u64>, bytes: u64) -> impl Iterator<Item = Block> + use<> {
     let (first, end) = (range.start.div_ceil(bytes), range.end / bytes);
     (first..end).map(move |number| Block { number, bytes })
 }
 
-impl Place {
-    fn block_bytes(&self) -> Result<u64, MemoryError> {
-        let path = self.folder.join("block_size_bytes");
+impl BlockFiles {
+    fn read_block_size(&self) -> Result<u64, MemoryError> {
+        let path = self.blocks.join("block_size_bytes");
         let parse = |text: String| {
             let parsed = u64::from_str_radix(text.trim_end(), 16).ok().filter(|bytes| *bytes > 0);
             parsed.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, format!("{text:?} is no size")))
@@ -173,22 +174,22 @@ impl Place {
         fs::read_to_string(&path).and_then(parse).map_err(|source| MemoryError::Kernel { path, source })
     }
 
-    fn state(&self, block: Block) -> PathBuf {
-        self.folder.join(format!("memory{}/state", block.number))
+    fn state_path(&self, block: Block) -> PathBuf {
+        self.blocks.join(format!("memory{}/state", block.number))
     }
 
-    /// Of one that the kernel does not know yet there is nothing to read.
-    fn is_used(&self, block: Block) -> bool {
-        fs::read_to_string(self.state(block)).is_ok_and(|state| state.starts_with("online"))
+    /// Whether a block is online. A block that the kernel does not know yet has no state.
+    fn is_online(&self, block: Block) -> bool {
+        fs::read_to_string(self.state_path(block)).is_ok_and(|state| state.starts_with("online"))
     }
 
-    /// Refuses to take away what is in use: the kernel would try as long as it is let.
-    fn spare(&self, less: u64) -> Result<(), MemoryError> {
+    /// Checks that `less` bytes are available and `MARGIN` besides: the kernel would try to free memory that is in use for ever.
+    fn check_available(&self, less: u64) -> Result<(), MemoryError> {
         if less == 0 {
             return Ok(());
         }
         let unknown = |source| MemoryError::Kernel { path: self.meminfo.clone(), source };
-        let available = available(&self.meminfo).map_err(unknown)?;
+        let available = read_available(&self.meminfo).map_err(unknown)?;
         if available < less.saturating_add(MARGIN) { Err(MemoryError::InUse { less, available }) } else { Ok(()) }
     }
 
@@ -196,72 +197,74 @@ impl Place {
         let address = block.address();
         let failed = |what| move |source| MemoryError::Switch { what, address, source };
         if !on {
-            return free(&self.state(block), deadline).map_err(failed("free"));
+            return take_offline(&self.state_path(block), deadline).map_err(failed("free"));
         }
-        // Once added it stays known to the kernel, in use or not.
-        if !self.state(block).exists() {
-            let path = self.folder.join("probe");
-            match write(&path, &format!("{address:#x}")) {
+        // A block that was added stays known to the kernel, online or offline.
+        if !self.state_path(block).exists() {
+            let path = self.blocks.join("probe");
+            match write_once(&path, &format!("{address:#x}")) {
                 Err(source) if source.kind() == io::ErrorKind::NotFound => {
                     return Err(MemoryError::Kernel { path, source });
                 }
                 added => added.map_err(failed("add"))?,
             }
         }
-        if self.is_used(block) {
+        if self.is_online(block) {
             return Ok(());
         }
-        // What cannot be moved away again, the kernel keeps out of it.
-        write(&self.state(block), "online_movable").map_err(failed("use"))
+        // "movable": the kernel puts no pages there that cannot be moved away again.
+        write_once(&self.state_path(block), "online_movable").map_err(failed("use"))
     }
 }
 
-/// The bytes that programs could still use, as this file says (proc_meminfo(5)).
-pub(crate) fn available(meminfo: &Path) -> io::Result<u64> {
+/// Reads the bytes that are available to programs (proc_meminfo(5)).
+pub(crate) fn read_available(meminfo: &Path) -> io::Result<u64> {
     let text = fs::read_to_string(meminfo)?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB"));
     let parsed = line.and_then(|kib| kib.trim_end().parse::<u64>().ok()).map(|kib| kib.saturating_mul(1024));
-    parsed.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "it does not say what is available"))
+    parsed.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "there is no line MemAvailable"))
 }
 
-/// One call: an interrupted one is over. To a file that is there.
-pub(crate) fn write(path: &Path, text: &str) -> io::Result<()> {
+/// Writes to an existing file with one call of write(2), which a signal may interrupt.
+pub(crate) fn write_once(path: &Path, text: &str) -> io::Result<()> {
     File::options().write(true).truncate(true).open(path)?.write(text.as_bytes()).map(drop)
 }
 
-/// Takes a block out of use, as often as the kernel says that it is busy, until the deadline.
-fn free(state: &Path, deadline: Instant) -> io::Result<()> {
+/// Takes a block offline. Tries again while the kernel reports it as busy, until the deadline.
+fn take_offline(state: &Path, deadline: Instant) -> io::Result<()> {
     loop {
-        let done = free_once(state, deadline);
-        // Any signal to that thread interrupts the kernel, not only the one that ends it at the deadline.
+        let done = take_offline_once(state, deadline);
+        // Any signal to that thread interrupts the kernel, not only the one that is sent at the deadline.
         let again = |error: &io::Error| matches!(error.raw_os_error(), Some(libc::EBUSY | libc::EAGAIN | libc::EINTR));
-        if !done.as_ref().err().is_some_and(again) || Instant::now() + MOMENT > deadline {
+        if !done.as_ref().err().is_some_and(again) || Instant::now() + RETRY_INTERVAL > deadline {
             return done.map_err(|error| match error.kind() {
                 io::ErrorKind::Interrupted => io::ErrorKind::TimedOut.into(),
                 _ => error,
             });
         }
-        std::thread::sleep(MOMENT);
+        std::thread::sleep(RETRY_INTERVAL);
     }
 }
 
-/// The kernel moves pages until it is done or has a signal to look at.
-fn free_once(state: &Path, deadline: Instant) -> io::Result<()> {
+/// Takes a block offline in a thread, which receives a signal at the deadline: the kernel moves pages until it is done or a signal
+/// is pending.
+fn take_offline_once(state: &Path, deadline: Instant) -> io::Result<()> {
     sys::interrupt_by(sys::WAKE)?;
-    let (tell, told) = mpsc::channel();
+    let (sender, receiver) = mpsc::channel();
     let state = state.to_owned();
     let builder = std::thread::Builder::new().name("memory".into());
-    let thread = builder.spawn(move || _ = tell.send(write(&state, "offline")))?;
+    let thread = builder.spawn(move || _ = sender.send(write_once(&state, "offline")))?;
     let mut wait = deadline.saturating_duration_since(Instant::now());
     loop {
-        match told.recv_timeout(wait) {
+        match receiver.recv_timeout(wait) {
             Err(mpsc::RecvTimeoutError::Timeout) => {
                 sys::signal_thread(thread.as_pthread_t(), sys::WAKE)?;
-                wait = MOMENT;
+                wait = RETRY_INTERVAL;
             }
             done => {
                 drop(thread.join());
-                return done.unwrap_or_else(|_panicked| Err(io::Error::other("the thread that does it has ended")));
+                return done
+                    .unwrap_or_else(|_panicked| Err(io::Error::other("the thread that writes the state has ended")));
             }
         }
     }
@@ -273,39 +276,39 @@ mod tests {
     use std::os::unix::fs::OpenOptionsExt;
 
     const BLOCK: u64 = 128 << 20;
-    /// Two blocks, a hole, one block; the first begins within a block.
+    /// Two blocks, a hole, one block. The first range begins within a block.
     const RESERVE: [Range<u64>; 2] = [(BLOCK + 5)..(4 * BLOCK), (8 * BLOCK)..(9 * BLOCK + 7)];
     const NUMBERS: [u64; 3] = [2, 3, 8];
 
     struct Fake {
-        folder: tempfile::TempDir,
+        directory: tempfile::TempDir,
         memory: Memory,
     }
 
-    /// A machine whose kernel knows blocks in these states.
-    fn machine(states: &[&str], available_kib: u64) -> Fake {
-        let folder = tempfile::tempdir().unwrap();
-        fs::write(folder.path().join("block_size_bytes"), "8000000\n").unwrap();
-        fs::write(folder.path().join("probe"), "").unwrap();
-        let meminfo = folder.path().join("meminfo");
+    /// A guest whose kernel has blocks in these states.
+    fn guest(states: &[&str], available_kib: u64) -> Fake {
+        let directory = tempfile::tempdir().unwrap();
+        fs::write(directory.path().join("block_size_bytes"), "8000000\n").unwrap();
+        fs::write(directory.path().join("probe"), "").unwrap();
+        let meminfo = directory.path().join("meminfo");
         fs::write(&meminfo, format!("MemTotal:  9 kB\nMemAvailable:  {available_kib} kB\n")).unwrap();
         for (number, state) in NUMBERS.iter().zip(states) {
-            fs::create_dir(folder.path().join(format!("memory{number}"))).unwrap();
-            fs::write(folder.path().join(format!("memory{number}/state")), state).unwrap();
+            fs::create_dir(directory.path().join(format!("memory{number}"))).unwrap();
+            fs::write(directory.path().join(format!("memory{number}/state")), state).unwrap();
         }
-        let place = Place { folder: folder.path().to_owned(), meminfo, patience: Duration::from_millis(10) };
-        Fake { folder, memory: Memory { place: Some(place), turn: Mutex::default() } }
+        let files = BlockFiles { blocks: directory.path().to_owned(), meminfo, timeout: Duration::from_millis(10) };
+        Fake { directory, memory: Memory { files: Some(files), turn: Mutex::default() } }
     }
 
     impl Fake {
         fn now(&self) -> Vec<String> {
-            let read = |number| fs::read_to_string(self.folder.path().join(format!("memory{number}/state")));
+            let read = |number| fs::read_to_string(self.directory.path().join(format!("memory{number}/state")));
             NUMBERS.iter().map_while(|number| read(number).ok()).map(|state| state.trim_end().to_owned()).collect()
         }
 
-        /// Makes a block one that cannot be switched: a folder has no value that could be read or written.
+        /// Makes the state of a block unreadable and unwritable: puts a directory in place of its file.
         fn break_block(&self, number: u64) {
-            let state = self.folder.path().join(format!("memory{number}/state"));
+            let state = self.directory.path().join(format!("memory{number}/state"));
             fs::remove_file(&state).unwrap();
             fs::create_dir(&state).unwrap();
         }
@@ -313,7 +316,7 @@ mod tests {
 
     #[test]
     fn the_first_blocks_are_in_use() {
-        let fake = machine(&["offline\n"; 3], 1 << 20);
+        let fake = guest(&["offline\n"; 3], 1 << 20);
         let (on, off) = ("online_movable", "offline");
         for (bytes, used, states) in [
             (1, 1, [on, off, off]),
@@ -321,37 +324,37 @@ mod tests {
             (BLOCK + 1, 2, [on, on, off]),
             (0, 0, [off, off, off]),
         ] {
-            assert_eq!(fake.memory.set(&RESERVE, bytes).unwrap(), used * BLOCK);
+            assert_eq!(fake.memory.set_online_bytes(&RESERVE, bytes).unwrap(), used * BLOCK);
             assert_eq!(fake.now().iter().map(|state| state.trim_end()).collect::<Vec<_>>(), states);
         }
         for bytes in [3 * BLOCK + 1, u64::MAX] {
-            let error = fake.memory.set(&RESERVE, bytes).unwrap_err();
+            let error = fake.memory.set_online_bytes(&RESERVE, bytes).unwrap_err();
             assert!(matches!(error, MemoryError::Size { block: BLOCK, .. }), "{error}");
             assert_eq!(error.kind(), Kind::Invalid);
         }
-        assert_eq!(fake.memory.set(&[], 0).unwrap(), 0);
-        assert!(fake.memory.set(&[], 1).is_err());
+        assert_eq!(fake.memory.set_online_bytes(&[], 0).unwrap(), 0);
+        assert!(fake.memory.set_online_bytes(&[], 1).is_err());
     }
 
     #[test]
     fn what_the_kernel_does_not_know_is_added_first() {
-        let fake = machine(&["online\n"], 1 << 20);
-        // The file takes the address, and no block comes of it.
-        let error = fake.memory.set(&RESERVE, 2 * BLOCK).unwrap_err();
+        let fake = guest(&["online\n"], 1 << 20);
+        // The file takes the address, but no block appears.
+        let error = fake.memory.set_online_bytes(&RESERVE, 2 * BLOCK).unwrap_err();
         assert!(matches!(error, MemoryError::Switch { what: "use", address: 0x1800_0000, .. }), "{error}");
-        assert_eq!(fs::read_to_string(fake.folder.path().join("probe")).unwrap(), "0x18000000");
-        fs::remove_file(fake.folder.path().join("probe")).unwrap();
-        assert_eq!(fake.memory.set(&RESERVE, 2 * BLOCK).unwrap_err().kind(), Kind::Unsupported);
+        assert_eq!(fs::read_to_string(fake.directory.path().join("probe")).unwrap(), "0x18000000");
+        fs::remove_file(fake.directory.path().join("probe")).unwrap();
+        assert_eq!(fake.memory.set_online_bytes(&RESERVE, 2 * BLOCK).unwrap_err().kind(), Kind::Unsupported);
         assert_eq!(fake.now(), ["online"]);
-        fs::remove_file(fake.folder.path().join("block_size_bytes")).unwrap();
-        assert_eq!(fake.memory.set(&RESERVE, 0).unwrap_err().kind(), Kind::Unsupported);
+        fs::remove_file(fake.directory.path().join("block_size_bytes")).unwrap();
+        assert_eq!(fake.memory.set_online_bytes(&RESERVE, 0).unwrap_err().kind(), Kind::Unsupported);
     }
 
     #[test]
     fn a_block_that_cannot_be_switched_changes_nothing() {
-        let fake = machine(&["offline\n"; 3], 1 << 20);
+        let fake = guest(&["offline\n"; 3], 1 << 20);
         fake.break_block(8);
-        let error = fake.memory.set(&RESERVE, 3 * BLOCK).unwrap_err();
+        let error = fake.memory.set_online_bytes(&RESERVE, 3 * BLOCK).unwrap_err();
         assert!(matches!(error, MemoryError::Switch { what: "use", address: 0x4000_0000, .. }), "{error}");
         assert_eq!(error.kind(), Kind::Conflict);
         assert_eq!(fake.now(), ["offline", "offline"]);
@@ -359,28 +362,28 @@ mod tests {
 
     #[test]
     fn what_is_in_use_stays() {
-        let fake = machine(&["online\n"; 3], ((2 * BLOCK + MARGIN) >> 10) - 1);
-        let error = fake.memory.set(&RESERVE, BLOCK).unwrap_err();
+        let fake = guest(&["online\n"; 3], ((2 * BLOCK + MARGIN) >> 10) - 1);
+        let error = fake.memory.set_online_bytes(&RESERVE, BLOCK).unwrap_err();
         assert!(matches!(error, MemoryError::InUse { less, .. } if less == 2 * BLOCK), "{error}");
         assert_eq!(error.kind(), Kind::Conflict);
         assert_eq!(fake.now(), ["online"; 3]);
-        assert_eq!(fake.memory.set(&RESERVE, 2 * BLOCK).unwrap(), 2 * BLOCK);
+        assert_eq!(fake.memory.set_online_bytes(&RESERVE, 2 * BLOCK).unwrap(), 2 * BLOCK);
     }
 
     #[test]
-    fn a_kernel_that_does_not_end_is_told_to() {
+    fn a_kernel_that_does_not_end_is_interrupted() {
         let pipe = tempfile::tempdir().unwrap();
         let path = pipe.path().join("state");
         nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
         let mut full = File::options().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(&path).unwrap();
-        // A pipe that nobody reads.
+        // Fill the pipe, which no process reads.
         while full.write(&[0; 4096]).is_ok() {}
-        let error = free(&path, Instant::now() + Duration::from_millis(10)).unwrap_err();
+        let error = take_offline(&path, Instant::now() + Duration::from_millis(10)).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
     }
 
     #[test]
-    fn the_nodes_is_let_alone() {
-        assert_eq!(Memory::of_node().set(&RESERVE, 0).unwrap_err().kind(), Kind::Unsupported);
+    fn the_nodes_memory_is_not_changed() {
+        assert_eq!(Memory::of_node().set_online_bytes(&RESERVE, 0).unwrap_err().kind(), Kind::Unsupported);
     }
 }

@@ -1,5 +1,6 @@
-//! Owns: how many of the machine's processors run: the first ones. The others are there and stand still.
-//! May use: /sys of the guest. Threads: one change at a time; blocks for milliseconds a processor.
+//! Brings the first vCPUs of the guest online, as many as the host asks for, and the others offline.
+//!
+//! There is one change at a time; it blocks for milliseconds per vCPU.
 
 use nacelle_base::{Chain, Classify, Kind};
 use std::fs::{self, File};
@@ -7,33 +8,33 @@ use std::io::{self, Write};
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
-/// Where the kernel has a folder for each.
-const FOLDER: &str = "/sys/devices/system/cpu";
-/// More than any machine has.
-const MOST: u32 = 1024;
+/// The directory with a directory for each vCPU.
+const CPUS: &str = "/sys/devices/system/cpu";
+/// More vCPUs than any VM has.
+const MAX_CPUS: u32 = 1024;
 
-/// Why another number of processors cannot run.
+/// Reasons the number of online vCPUs cannot be changed.
 #[derive(Debug, thiserror::Error)]
 pub enum ProcessorsError {
-    /// The agent has no kernel of its own.
-    #[error("the processors are the node's: they are not switched on and off for a pod")]
+    /// The pod runs on the node, without a kernel of its own.
+    #[error("the CPUs are the node's: they are not brought online and offline for a pod")]
     OfNode,
-    /// So many there are not.
-    #[error("{asked} processors: the machine has {there}, and needs 1")]
+    /// The VM has fewer vCPUs, or none was requested.
+    #[error("cannot run {asked} vCPUs: the VM has {there}, and needs at least 1")]
     Count {
-        /// Asked for.
+        /// The requested number.
         asked: u32,
-        /// What there is.
+        /// The number of vCPUs of the VM.
         there: u32,
     },
-    /// The kernel does not do it.
-    #[error("cannot {what} processor {number}")]
+    /// The kernel could not change a vCPU.
+    #[error("cannot {what} vCPU {number}")]
     Switch {
-        /// "start", "stop".
+        /// The operation: "start" or "stop".
         what: &'static str,
-        /// Which, from 0.
+        /// The number of the vCPU, from 0.
         number: u32,
-        /// Why.
+        /// The system call's error.
         source: io::Error,
     },
 }
@@ -48,32 +49,32 @@ impl Classify for ProcessorsError {
     }
 }
 
-/// The machine's processors.
+/// The vCPUs of the guest.
 #[derive(Debug)]
 pub struct Processors {
-    /// None: there is no machine.
-    folder: Option<PathBuf>,
+    /// `None` on the node.
+    directory: Option<PathBuf>,
     turn: Mutex<()>,
 }
 
 impl Processors {
-    /// Those of the machine whose first process this is.
-    pub fn of_machine() -> Processors {
-        Processors { folder: Some(FOLDER.into()), turn: Mutex::default() }
+    /// The vCPUs of the guest whose first process this is.
+    pub fn of_guest() -> Processors {
+        Processors { directory: Some(CPUS.into()), turn: Mutex::default() }
     }
 
-    /// Those of the node, which are let alone.
+    /// The CPUs of the node, which are not changed.
     pub fn of_node() -> Processors {
-        Processors { folder: None, turn: Mutex::default() }
+        Processors { directory: None, turn: Mutex::default() }
     }
 
-    /// Has the first so many run, and no other. If one cannot be started or stopped, it is as it was before.
-    pub fn set(&self, asked: u32) -> Result<(), ProcessorsError> {
-        let folder = self.folder.as_ref().ok_or(ProcessorsError::OfNode)?;
+    /// Brings the first `asked` vCPUs online and all others offline. If one cannot be changed, all others are restored.
+    pub fn set_online_count(&self, asked: u32) -> Result<(), ProcessorsError> {
+        let directory = self.directory.as_ref().ok_or(ProcessorsError::OfNode)?;
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        // The first has no switch: it always runs.
-        let switch = |number: u32| folder.join(format!("cpu{number}/online"));
-        let there = (1..MOST).find(|number| !switch(*number).exists()).unwrap_or(MOST);
+        // The first vCPU has no such file: it is always online.
+        let switch = |number: u32| directory.join(format!("cpu{number}/online"));
+        let there = (1..MAX_CPUS).find(|number| !switch(*number).exists()).unwrap_or(MAX_CPUS);
         if !(1..=there).contains(&asked) {
             return Err(ProcessorsError::Count { asked, there });
         }
@@ -82,15 +83,15 @@ impl Processors {
             let on = number < asked;
             let turned = fs::read_to_string(switch(number)).and_then(|now| {
                 let same = (now.trim_end() == "1") == on;
-                if same { Ok(false) } else { turn(&switch(number), on).map(|()| true) }
+                if same { Ok(false) } else { set_online(&switch(number), on).map(|()| true) }
             });
             match turned {
                 Ok(true) => changed.push(number),
                 Ok(false) => {}
                 Err(source) => {
                     for number in changed.into_iter().rev() {
-                        if let Err(error) = turn(&switch(number), !on) {
-                            tracing::warn!(number, "a processor is not as it was: {}", Chain(&error));
+                        if let Err(error) = set_online(&switch(number), !on) {
+                            tracing::warn!(number, "cannot restore the state of a vCPU: {}", Chain(&error));
                         }
                     }
                     let what = if on { "start" } else { "stop" };
@@ -99,14 +100,14 @@ impl Processors {
             }
         }
         if !changed.is_empty() {
-            tracing::info!(running = asked, there, "processors");
+            tracing::info!(running = asked, there, "changed the number of online vCPUs");
         }
         Ok(())
     }
 }
 
-/// To a file that is there.
-fn turn(switch: &PathBuf, on: bool) -> io::Result<()> {
+/// Writes the state of a vCPU to its existing file.
+fn set_online(switch: &PathBuf, on: bool) -> io::Result<()> {
     let value = if on { b"1" } else { b"0" };
     File::options().write(true).truncate(true).open(switch)?.write_all(value)
 }
@@ -115,53 +116,53 @@ fn turn(switch: &PathBuf, on: bool) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    fn machine(running: &[&str]) -> (tempfile::TempDir, Processors) {
-        let folder = tempfile::tempdir().unwrap();
-        fs::create_dir(folder.path().join("cpu0")).unwrap();
+    fn guest(running: &[&str]) -> (tempfile::TempDir, Processors) {
+        let directory = tempfile::tempdir().unwrap();
+        fs::create_dir(directory.path().join("cpu0")).unwrap();
         for (number, value) in (1..).zip(running) {
-            fs::create_dir(folder.path().join(format!("cpu{number}"))).unwrap();
-            fs::write(folder.path().join(format!("cpu{number}/online")), value).unwrap();
+            fs::create_dir(directory.path().join(format!("cpu{number}"))).unwrap();
+            fs::write(directory.path().join(format!("cpu{number}/online")), value).unwrap();
         }
-        let processors = Processors { folder: Some(folder.path().to_owned()), turn: Mutex::default() };
-        (folder, processors)
+        let processors = Processors { directory: Some(directory.path().to_owned()), turn: Mutex::default() };
+        (directory, processors)
     }
 
-    fn now(folder: &tempfile::TempDir) -> Vec<String> {
-        let read = |number: u32| fs::read_to_string(folder.path().join(format!("cpu{number}/online")));
+    fn now(directory: &tempfile::TempDir) -> Vec<String> {
+        let read = |number: u32| fs::read_to_string(directory.path().join(format!("cpu{number}/online")));
         (1..).map_while(|number| read(number).ok()).map(|value| value.trim_end().to_owned()).collect()
     }
 
     #[test]
     fn the_first_ones_run() {
-        let (folder, processors) = machine(&["1\n", "0\n", "0\n"]);
+        let (directory, processors) = guest(&["1\n", "0\n", "0\n"]);
         for (count, running) in [(2, ["1", "0", "0"]), (4, ["1", "1", "1"]), (3, ["1", "1", "0"]), (1, ["0", "0", "0"])]
         {
-            processors.set(count).unwrap();
-            assert_eq!(now(&folder), running);
+            processors.set_online_count(count).unwrap();
+            assert_eq!(now(&directory), running);
         }
         for count in [0, 5, u32::MAX] {
-            let error = processors.set(count).unwrap_err();
+            let error = processors.set_online_count(count).unwrap_err();
             assert!(matches!(error, ProcessorsError::Count { there: 4, .. }), "{error}");
             assert_eq!(error.kind(), Kind::Invalid);
         }
-        let (_folder, alone) = machine(&[]);
-        alone.set(1).unwrap();
-        assert!(alone.set(2).is_err());
+        let (_folder, alone) = guest(&[]);
+        alone.set_online_count(1).unwrap();
+        assert!(alone.set_online_count(2).is_err());
     }
 
     #[test]
     fn one_that_cannot_be_switched_changes_nothing() {
-        let (folder, processors) = machine(&["0", "0", "0"]);
-        // A folder has no value that could be read or written.
-        fs::remove_file(folder.path().join("cpu3/online")).unwrap();
-        fs::create_dir(folder.path().join("cpu3/online")).unwrap();
-        let error = processors.set(4).unwrap_err();
+        let (directory, processors) = guest(&["0", "0", "0"]);
+        // A directory in place of the file cannot be read or written.
+        fs::remove_file(directory.path().join("cpu3/online")).unwrap();
+        fs::create_dir(directory.path().join("cpu3/online")).unwrap();
+        let error = processors.set_online_count(4).unwrap_err();
         assert!(matches!(error, ProcessorsError::Switch { number: 3, what: "start", .. }), "{error}");
-        assert_eq!(now(&folder), ["0", "0"]);
+        assert_eq!(now(&directory), ["0", "0"]);
     }
 
     #[test]
-    fn the_nodes_are_let_alone() {
-        assert_eq!(Processors::of_node().set(1).unwrap_err().kind(), Kind::Unsupported);
+    fn the_nodes_cpus_are_not_changed() {
+        assert_eq!(Processors::of_node().set_online_count(1).unwrap_err().kind(), Kind::Unsupported);
     }
 }

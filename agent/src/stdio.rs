@@ -1,5 +1,7 @@
-//! Owns: the agent's ends of a process's stdin, stdout and stderr, and the copying between them and connections:
-//! bounded, one connection at a time, the newest wins. What a connection did not take stays for the next one.
+//! Copies between the agent's ends of a process's stdin, stdout and stderr and the host's connections.
+//!
+//! A stream has one connection at a time; a newer one replaces the older. What a connection did not take stays, up to a limit, for the
+//! next one.
 
 use std::fs::File;
 use std::io::{self, ErrorKind, Read, Write};
@@ -8,7 +10,7 @@ use tokio::io::unix::AsyncFd;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::sync::{Mutex, watch};
 
-/// The most that is kept of a stream between a process and a slow connection, in bytes.
+/// The most that is buffered between a process and a slow connection, in bytes.
 const BUFFER: usize = 64 << 10;
 
 #[derive(Debug)]
@@ -25,7 +27,7 @@ pub struct Channel {
 }
 
 impl Channel {
-    /// Takes over a descriptor, which becomes non-blocking. Must be called inside a runtime.
+    /// Takes a descriptor over and makes it non-blocking. Must be called inside a runtime.
     pub fn new(fd: OwnedFd) -> io::Result<Channel> {
         let flags = nix::fcntl::OFlag::O_NONBLOCK;
         nix::fcntl::fcntl(&fd, nix::fcntl::FcntlArg::F_SETFL(flags))?;
@@ -33,7 +35,7 @@ impl Channel {
         Ok(Channel { inner: Mutex::new(inner), newest: watch::Sender::new(0) })
     }
 
-    /// Announces a connection: the one before it ends. Returns what tells that a newer one came.
+    /// Announces a connection, which ends the one before. The receiver changes when a newer one is announced.
     fn announce(&self) -> watch::Receiver<u64> {
         self.newest.send_modify(|count| *count += 1);
         let mut receiver = self.newest.subscribe();
@@ -49,23 +51,23 @@ impl Channel {
         tokio::select! {
             biased;
             _ = newer.changed() => Ok(()),
-            result = output(&mut inner, &mut connection) => result,
+            result = copy_output(&mut inner, &mut connection) => result,
         }
     }
 
-    /// Copies a connection to what the process reads. The connection's end of file closes the stream if `close`.
+    /// Copies a connection to the process's input. With `close`, the connection's end of file closes the input.
     pub async fn take_input(&self, mut connection: impl AsyncRead + Unpin, close: bool) -> io::Result<()> {
         let mut newer = self.announce();
         let mut inner = self.inner.lock().await;
         tokio::select! {
             biased;
             _ = newer.changed() => Ok(()),
-            result = input(&mut inner, &mut connection, close) => result,
+            result = copy_input(&mut inner, &mut connection, close) => result,
         }
     }
 }
 
-async fn output(inner: &mut Inner, connection: &mut (impl AsyncWrite + Unpin)) -> io::Result<()> {
+async fn copy_output(inner: &mut Inner, connection: &mut (impl AsyncWrite + Unpin)) -> io::Result<()> {
     loop {
         while !inner.pending.is_empty() {
             let sent = connection.write(&inner.pending).await?;
@@ -79,7 +81,7 @@ async fn output(inner: &mut Inner, connection: &mut (impl AsyncWrite + Unpin)) -
         let mut buffer = vec![0; BUFFER];
         let read = match ready.try_io(|end| end.get_ref().read(&mut buffer)) {
             Ok(Ok(read)) => read,
-            // A terminal whose last user is gone.
+            // The last process has closed the terminal.
             Ok(Err(error)) if error.raw_os_error() == Some(libc::EIO) => 0,
             Ok(Err(error)) if error.kind() == ErrorKind::Interrupted => continue,
             Ok(Err(error)) => return Err(error),
@@ -93,7 +95,7 @@ async fn output(inner: &mut Inner, connection: &mut (impl AsyncWrite + Unpin)) -
     }
 }
 
-async fn input(inner: &mut Inner, connection: &mut (impl AsyncRead + Unpin), close: bool) -> io::Result<()> {
+async fn copy_input(inner: &mut Inner, connection: &mut (impl AsyncRead + Unpin), close: bool) -> io::Result<()> {
     loop {
         while !inner.pending.is_empty() {
             let Some(end) = inner.end.as_ref() else { return Ok(()) };
@@ -102,7 +104,7 @@ async fn input(inner: &mut Inner, connection: &mut (impl AsyncRead + Unpin), clo
                 Ok(Ok(written)) => drop(inner.pending.drain(..written)),
                 Ok(Err(error)) if error.kind() == ErrorKind::Interrupted => {}
                 Ok(Err(error)) => {
-                    // Nobody reads any more.
+                    // No process reads the stream any more.
                     inner.pending.clear();
                     inner.end = None;
                     return Err(error);
@@ -126,18 +128,18 @@ async fn input(inner: &mut Inner, connection: &mut (impl AsyncRead + Unpin), clo
 /// The streams of a process.
 #[derive(Debug, Default)]
 pub struct Stdio {
-    /// Its input, if it was asked for.
+    /// The input, if it was requested.
     pub stdin: Option<Channel>,
-    /// Its output; of a terminal, all of it.
+    /// The output; with a terminal, also the errors.
     pub stdout: Option<Channel>,
-    /// Its errors; not with a terminal.
+    /// The errors; `None` with a terminal.
     pub stderr: Option<Channel>,
-    /// The master of its terminal.
+    /// The master of the terminal.
     pub terminal: Option<OwnedFd>,
 }
 
 impl Stdio {
-    /// The streams of a process with a terminal.
+    /// The streams of a process with a terminal, whose master is given.
     pub fn of_terminal(master: OwnedFd, stdin: bool) -> io::Result<Stdio> {
         Ok(Stdio {
             stdin: if stdin { Some(Channel::new(master.try_clone()?)?) } else { None },
@@ -147,7 +149,7 @@ impl Stdio {
         })
     }
 
-    /// Pipes for a process, owned by its user so that it may open /dev/stdout again; and the process's ends of them.
+    /// Makes pipes that belong to the process's user, so that it may open /dev/stdout. Returns also the process's ends.
     pub fn pipes(stdin: bool, uid: u32, gid: u32) -> io::Result<(Stdio, Vec<OwnedFd>)> {
         let owned = |fd: &OwnedFd| {
             let (uid, gid) = (nix::unistd::Uid::from_raw(uid), nix::unistd::Gid::from_raw(gid));
@@ -208,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn a_newer_reader_goes_on_where_the_older_stopped() {
+    fn a_newer_reader_continues_where_the_older_stopped() {
         runtime().block_on(async {
             let (ours, theirs) = nix::unistd::pipe().unwrap();
             let channel = Arc::new(Channel::new(ours).unwrap());
@@ -249,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn input_for_a_process_that_is_gone_fails() {
+    fn input_for_a_process_that_has_ended_fails() {
         runtime().block_on(async {
             let (theirs, ours) = nix::unistd::pipe().unwrap();
             let channel = Channel::new(ours).unwrap();

@@ -1,4 +1,4 @@
-//! Owns: the kernel calls that no safe wrapper offers; one function each, nothing else.
+//! Makes the system calls that no safe wrapper offers, one function each, and nothing else.
 
 #![allow(unsafe_code, reason = "ioctls, bpf and fork have no safe wrapper")]
 
@@ -87,17 +87,17 @@ pub fn add_partition(disk: impl AsFd, number: u8, start: i64, length: i64) -> io
     blkpg(disk, BLKPG_ADD_PARTITION, start, length, number)
 }
 
-/// Takes a partition away from an open disk.
+/// Deletes a partition of an open disk.
 pub fn delete_partition(disk: impl AsFd, number: u8) -> io::Result<()> {
     blkpg(disk, BLKPG_DEL_PARTITION, 0, 0, number)
 }
 
-/// Gives a partition of an open disk another length.
+/// Changes the length of a partition of an open disk.
 pub fn resize_partition(disk: impl AsFd, number: u8, start: i64, length: i64) -> io::Result<()> {
     blkpg(disk, BLKPG_RESIZE_PARTITION, start, length, number)
 }
 
-/// Says whether an open block device may be written by whoever opens it from now on.
+/// Sets whether an open block device is read-only for later openers.
 pub fn set_read_only(device: impl AsFd, read_only: bool) -> io::Result<()> {
     let flag = c_int::from(read_only);
     // SAFETY: the kernel reads one number, which lives until the call returns.
@@ -122,7 +122,7 @@ pub fn open_pty_peer(master: impl AsFd) -> io::Result<OwnedFd> {
         // SAFETY: takes flags, returns a new descriptor.
         check(unsafe { libc::ioctl(raw, TIOCGPTPEER, libc::O_RDWR | libc::O_NOCTTY | libc::O_CLOEXEC) })
     })?;
-    // SAFETY: the descriptor is new and nobody else's.
+    // SAFETY: the descriptor is new and not owned elsewhere.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
@@ -151,8 +151,8 @@ pub fn close_all_but(keep: &[c_int]) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether the working directory lies beneath this thread's root. The kernel says so by the mounts on the way up. The C
-/// library's getcwd does not say it: for one outside it looks for the root by device and inode, and finds it elsewhere.
+/// Whether the working directory is beneath this thread's root. The kernel follows the mounts upwards. getcwd of the C library is no
+/// replacement: for a directory outside, it looks for the root by device and inode, and finds it elsewhere.
 pub fn is_beneath_root() -> io::Result<bool> {
     let mut path = [0_u8; libc::PATH_MAX as usize];
     // SAFETY: the kernel writes at most as many bytes as `path` has.
@@ -168,7 +168,7 @@ pub fn close_all(first: u32) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Reaps one process that has ended: its number and its wait status.
+/// Reaps one process that has ended, and returns its PID and its wait status.
 pub fn reap_one() -> Option<(i32, c_int)> {
     let mut status = 0;
     // SAFETY: the kernel writes one int.
@@ -194,10 +194,10 @@ pub fn set_signal(signal: c_int, ignore: bool) -> io::Result<()> {
     if unsafe { libc::signal(signal, handler) } == libc::SIG_ERR { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// The signal that only ends the call in which a thread waits.
+/// The signal that only interrupts the system call of a thread.
 pub const WAKE: c_int = libc::SIGUSR1;
 
-/// Has a signal do nothing but interrupt the call in which its thread is.
+/// Sets a handler for a signal that does nothing, so that the signal only interrupts the system call of its thread.
 pub fn interrupt_by(signal: c_int) -> io::Result<()> {
     extern "C" fn nothing(_signal: c_int) {}
     // SAFETY: all zeroes are a valid sigaction: no flags, so that no call is begun anew, and an empty mask.
@@ -225,7 +225,7 @@ pub fn execve(path: &CString, args: &[CString], env: &[CString]) -> nix::errno::
     }
 }
 
-/// Sets how many files this process may open; on a node where it may not raise its hard limit, as far as that goes.
+/// Sets how many files this process may open; at most its hard limit, if it may not raise that.
 pub fn limit_files(soft: u64, hard: u64) -> io::Result<()> {
     match set_rlimit(libc::RLIMIT_NOFILE, soft, hard) {
         Err(error) if error.raw_os_error() == Some(libc::EPERM) => {
@@ -283,7 +283,7 @@ pub fn attach_device_program(cgroup: impl AsFd, program: &[[u8; 8]]) -> io::Resu
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: the descriptor is new and nobody else's; the kernel's descriptors fit an int.
+        // SAFETY: the descriptor is new and not owned elsewhere; the kernel's descriptors fit an int.
         Ok(unsafe { OwnedFd::from_raw_fd(fd as c_int) })
     })?;
     let attach = Attach {
@@ -299,26 +299,26 @@ pub fn attach_device_program(cgroup: impl AsFd, program: &[[u8; 8]]) -> io::Resu
     })
 }
 
-/// The descriptors that a received message carried, or that this process was started with, now ours.
+/// Takes ownership of descriptors that a received message carried, or that this process was started with.
 pub fn adopt(fds: Vec<c_int>) -> Vec<OwnedFd> {
-    // SAFETY: the kernel has just installed these descriptors for this process; nobody else in it knows them.
+    // SAFETY: the kernel has just installed these descriptors for this process; no other code in it owns them.
     fds.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }).collect()
 }
 
-/// A listening vsock socket as tokio's. Must be called inside a runtime.
+/// Converts a listening vsock socket to tokio's type. Must be called inside a runtime.
 pub fn vsock_listener(fd: OwnedFd) -> tokio_vsock::VsockListener {
     use std::os::fd::IntoRawFd;
     // SAFETY: the descriptor is a listening vsock socket whose ownership passes on.
     unsafe { tokio_vsock::VsockListener::from_raw_fd(fd.into_raw_fd()) }
 }
 
-/// A file as a source of events. Must be called inside a runtime.
+/// Registers a file for readiness events. Must be called inside a runtime.
 pub fn watch(file: File) -> io::Result<AsyncFd<File>> {
     // SAFETY: a File owns one descriptor and keeps it open until it is dropped, after its registration.
     Ok(unsafe { AsyncFd::register(file)? })
 }
 
-/// Mounts an EROFS image of plain files, read-only, on a folder (file-backed: Linux 6.12 and newer).
+/// Mounts an EROFS image in regular files, read-only, on a directory (file-backed mounts: Linux 6.12 and newer).
 pub fn mount_erofs(tree: &Path, layers: &[PathBuf], point: &Path) -> io::Result<()> {
     const SET_FLAG: u32 = 0;
     const SET_STRING: u32 = 1;
@@ -329,7 +329,7 @@ pub fn mount_erofs(tree: &Path, layers: &[PathBuf], point: &Path) -> io::Result<
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: the descriptor is new and nobody else's; the kernel's descriptors fit an int.
+        // SAFETY: the descriptor is new and not owned elsewhere; the kernel's descriptors fit an int.
         Ok(unsafe { OwnedFd::from_raw_fd(fd as c_int) })
     };
     // SAFETY: the name is a string with a closing zero.
@@ -369,10 +369,10 @@ mod tests {
             println!("skipped: only root can change its root");
             return;
         }
-        let folder = tempfile::tempdir().unwrap();
-        let inside = folder.path().join("root/below");
+        let directory = tempfile::tempdir().unwrap();
+        let inside = directory.path().join("root/below");
         std::fs::create_dir_all(&inside).unwrap();
-        let path = folder.path().to_owned();
+        let path = directory.path().to_owned();
         let thread = std::thread::spawn(move || {
             // Root, working directory and mounts of this thread alone.
             unshare(CloneFlags::CLONE_NEWNS).unwrap();

@@ -1,6 +1,6 @@
-//! Owns: the pod's user namespace: making it and the namespaces that belong to it, and what a number inside is outside.
-//! May use: `sys`, `paths`.
-//! Threads: `make` and `as_root` are for a process with one thread.
+//! Creates the pod's user namespace and the namespaces that it owns, and maps ids inside it to ids outside.
+//!
+//! `create` and `run_as_root` are for a process with one thread.
 
 use nacelle_base::retry::retry_interrupted;
 use nacelle_proto::agent::{IdRange, UserNamespace};
@@ -23,42 +23,42 @@ pub struct UserNs {
     file: OwnedFd,
     users: IdRange,
     groups: IdRange,
-    /// The pod's network namespace belongs to it.
+    /// Whether it owns the pod's network namespace.
     pub network: bool,
 }
 
-/// A namespace that belongs to a user namespace.
+/// A namespace that the user namespace owns.
 #[derive(Debug)]
-pub struct Other {
-    /// Refers to it.
+pub struct OwnedNamespace {
+    /// A descriptor of the namespace, for setns(2).
     pub file: OwnedFd,
-    /// Its kind.
+    /// The kind of namespace, one flag.
     pub kind: CloneFlags,
 }
 
 impl UserNs {
-    /// Makes it, and further namespaces that it owns, which this process may enter.
-    pub fn make(asked: &UserNamespace, with: CloneFlags) -> io::Result<(UserNs, Vec<Other>)> {
+    /// Creates a user namespace, and namespaces of the kinds `with` that it owns, which this process may enter.
+    pub fn create(asked: &UserNamespace, with: CloneFlags) -> io::Result<(UserNs, Vec<OwnedNamespace>)> {
         let range = |range: Option<IdRange>| range.ok_or(io::Error::from(io::ErrorKind::InvalidInput));
         let (users, groups) = (range(asked.users)?, range(asked.groups)?);
         let (mut ours, theirs) = UnixStream::pair()?;
-        // A namespace is somebody's: of a process that lives until this one refers to it.
+        // A namespace needs a process in it until this process has opened it.
         let holder = match sys::fork()? {
             None => {
                 drop(ours);
-                hold(theirs, with)
+                run_holder(theirs, with)
             }
             Some(pid) => pid,
         };
         drop(theirs);
         let open = |name: &str| File::open(format!("/proc/{holder}/ns/{name}")).map(OwnedFd::from);
         let made = (|| {
-            answer(&mut ours)?;
+            read_result(&mut ours)?;
             for (file, range) in [("uid_map", users), ("gid_map", groups)] {
                 fs::write(format!("/proc/{holder}/{file}"), format!("0 {} {}", range.first, range.count))?;
             }
             ours.write_all(b"!")?;
-            answer(&mut ours)?;
+            read_result(&mut ours)?;
             let mut others = Vec::new();
             for (kind, name) in [
                 (CloneFlags::CLONE_NEWIPC, "ipc"),
@@ -66,7 +66,7 @@ impl UserNs {
                 (CloneFlags::CLONE_NEWNET, "net"),
             ] {
                 if with.contains(kind) {
-                    others.push(Other { file: open(name)?, kind });
+                    others.push(OwnedNamespace { file: open(name)?, kind });
                 }
             }
             let network = with.contains(CloneFlags::CLONE_NEWNET);
@@ -77,9 +77,9 @@ impl UserNs {
         made
     }
 
-    /// Gives it its name among the agent's files, and the pod's files to its root.
-    pub fn settle(&self) -> io::Result<()> {
-        name(&format!("/proc/self/fd/{}", self.file.as_raw_fd()), paths::USER_NAMESPACE)?;
+    /// Binds the user namespace to `paths::USER_NAMESPACE`, and makes its root the owner of the pod's files.
+    pub fn publish(&self) -> io::Result<()> {
+        bind_namespace(&format!("/proc/self/fd/{}", self.file.as_raw_fd()), paths::USER_NAMESPACE)?;
         let (uid, gid) = self.root();
         let files = ["hosts", "hostname", "resolv.conf"].map(|name| Path::new(paths::FILES).join(name));
         for path in files.iter().map(|path| path.as_path()).chain([Path::new(paths::SHM)]) {
@@ -88,9 +88,9 @@ impl UserNs {
         Ok(())
     }
 
-    /// Does something as its root; for what belongs to one of its namespaces and asks who does it.
-    pub fn as_root<T>(&self, work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
-        // Whoever becomes somebody else is not told of the end of its parent any more.
+    /// Runs `work` with the user id of the namespace's root outside, for files that check the user id of a writer.
+    pub fn run_as_root<T>(&self, work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+        // seteuid(2) clears the parent-death signal, so it is restored below.
         let at_end = get_pdeathsig()?;
         seteuid(self.root().0)?;
         let done = work();
@@ -99,18 +99,18 @@ impl UserNs {
         done
     }
 
-    /// What its root is outside.
+    /// Returns the ids outside of the namespace's root.
     pub fn root(&self) -> (Uid, Gid) {
         let (uid, gid) = self.outside(0, 0);
         (Uid::from_raw(uid), Gid::from_raw(gid))
     }
 
-    /// What a user and a group inside are outside. Both are within the limits.
+    /// Maps ids inside to ids outside. Both are within the limits.
     pub fn outside(&self, uid: u32, gid: u32) -> (u32, u32) {
         (self.users.first.saturating_add(uid), self.groups.first.saturating_add(gid))
     }
 
-    /// The largest numbers of a user and of a group inside.
+    /// Returns the largest ids of a user and of a group inside.
     pub fn limits(&self) -> (u32, u32) {
         (self.users.count.saturating_sub(1), self.groups.count.saturating_sub(1))
     }
@@ -122,8 +122,8 @@ impl AsFd for UserNs {
     }
 }
 
-/// Gives a namespace a name. Who is in a user namespace may not enter by the /proc of a process that is the agent's.
-pub fn name(namespace: &str, path: &str) -> io::Result<()> {
+/// Binds a namespace to a file. Processes in a user namespace cannot enter it by /proc of a process outside.
+pub fn bind_namespace(namespace: &str, path: &str) -> io::Result<()> {
     fs::write(path, "")?;
     let none = None::<&str>;
     Ok(mount(Some(namespace), path, none, MsFlags::MS_BIND, none)?)
@@ -137,8 +137,8 @@ pub fn become_root() -> io::Result<()> {
     Ok(())
 }
 
-/// Reads an error number from the holder; 0 is none.
-fn answer(holder: &mut UnixStream) -> io::Result<()> {
+/// Reads the error number of a step of the holder; 0 means success.
+fn read_result(holder: &mut UnixStream) -> io::Result<()> {
     let mut code = [0; 4];
     holder.read_exact(&mut code)?;
     match i32::from_ne_bytes(code) {
@@ -147,14 +147,14 @@ fn answer(holder: &mut UnixStream) -> io::Result<()> {
     }
 }
 
-/// The holder's life: into the user namespace, whose numbers the agent sets, then into the others.
-fn hold(mut agent: UnixStream, with: CloneFlags) -> ! {
+/// Runs the holder: unshares the user namespace, waits until the agent has set its id maps, then unshares the others.
+fn run_holder(mut agent: UnixStream, with: CloneFlags) -> ! {
     let mut held = || -> io::Result<()> {
         for flags in [CloneFlags::CLONE_NEWUSER, with] {
             let made = unshare(flags);
             let code = made.err().map_or(0, |error| error as i32);
             agent.write_all(&code.to_ne_bytes())?;
-            // The agent's word to go on, or its end of the connection.
+            // Wait for the agent's byte to continue. The end of the connection means to stop.
             if made.is_err() || retry_interrupted(|| agent.read(&mut [0]))? == 0 {
                 break;
             }

@@ -1,4 +1,5 @@
-//! Owns: the agent in a real machine: what a pod process sees of it.
+//! Tests the agent in a VM, as a pod process sees it. The tests need a guest image (`NACELLE_KERNEL`, `NACELLE_INITRD`), and are skipped
+//! without.
 
 #[allow(dead_code, reason = "each test file uses a part of it")]
 mod machine;
@@ -81,7 +82,7 @@ fn containers_run() {
         assert_eq!(gone.unwrap_err().code(), Code::NotFound);
         guest.agent.detach_image(DetachImageRequest { partition: 1 }).await.unwrap();
         guest.agent.detach_image(DetachImageRequest { partition: 1 }).await.unwrap();
-        // The machine may end before the answer has come through.
+        // The VM may end before the answer has arrived.
         let _ = guest.agent.shutdown(Empty {}).await;
         let exit = guest.machine.wait(LIMIT).expect("an end");
         assert_eq!(exit.how, nacelle_engine::ExitKind::Shutdown, "{exit:?}");
@@ -213,7 +214,7 @@ fn limits_hold_and_neighbours_live() {
             })
             .await;
         assert_eq!((exit.code, exit.oom_killed, exit.guest_out_of_memory), (137, true, false));
-        // Without a limit of its own: the machine's memory ends, and the agent is not the one who pays.
+        // Without a limit of its own: the guest runs out of memory, and the OOM killer does not kill the agent.
         let (_, exit) = guest.run("greedy", "tail /dev/zero", |_, _| ()).await;
         assert_eq!((exit.code, exit.oom_killed, exit.guest_out_of_memory), (137, true, true));
         let (output, exit) = guest
@@ -292,7 +293,7 @@ fn a_pod_shares_what_it_should() {
         let (output, exit) = guest.run("two", two, |_, _| ()).await;
         assert!(output.starts_with("shared\n") && output.contains("\n1\n"), "{output}");
         assert_eq!(exit.code, 4, "and its background process was killed, or the output would not have ended");
-        // Who may look into other processes finds nothing in the one that holds the namespace.
+        // A container that may trace finds nothing in the process that holds the namespace.
         let look = "ls -A /proc/1/root/ >/tmp/root && wc -l </tmp/root; grep CapPrm /proc/1/status";
         let (output, _) = guest
             .run("tracer", look, |spec, _| {
@@ -311,7 +312,7 @@ fn a_pod_shares_what_it_should() {
         assert!(output.contains("trap 'exit 0' TERM"), "{output:?}");
 
         // A second image, on a disk that grows; a stream that is taken up by a second reader.
-        let image = guest.folder.path().join("image.erofs");
+        let image = guest.directory.path().join("image.erofs");
         let length = place(&*guest.machine, &image, 8 << 20);
         let request = AttachImageRequest { partition: 7, offset: 8 << 20, length, files: vec![] };
         guest.agent.attach_image(request.clone()).await.unwrap();
@@ -341,15 +342,15 @@ struct NetnsName(std::path::PathBuf);
 impl Drop for NetnsName {
     fn drop(&mut self) {
         if let Err(error) = nacelle_net::netns::remove(&self.0) {
-            println!("a namespace is left behind: {error}");
+            println!("a namespace is leaked: {error}");
         }
     }
 }
 
 #[test]
-fn the_network_is_as_told() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let name = NetnsName(folder.path().join("netns"));
+fn the_network_is_as_configured() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let name = NetnsName(directory.path().join("netns"));
     let taps = nacelle_net::netns::create(&name.0).and_then(|netns| {
         let taps = ["tap0", "tap1"].map(|name| nacelle_net::tap::create(&netns, name));
         taps.into_iter().collect::<Result<Vec<_>, _>>()

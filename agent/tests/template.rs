@@ -1,5 +1,6 @@
-//! Owns: a machine that is saved while its agent waits to be told what to be, and what is restored from it; a
-//! configured one that is saved and restored. Needs a KVM that runs guests on hardware.
+//! Tests saving a VM while its agent waits for the configuration, and VMs restored from it; and saving and restoring a configured VM.
+//!
+//! The test needs a KVM that runs guests on hardware, and is skipped without.
 
 #[allow(dead_code, reason = "each test file uses a part of it")]
 mod machine;
@@ -20,18 +21,18 @@ fn save(machine: &dyn Machine, to: &Path) {
     machine.as_snapshottable().unwrap().save(to).unwrap();
 }
 
-/// A machine from a snapshot, in a folder of its own with a copy of the scratch disk. It stands still.
+/// Restores a VM from a snapshot, paused, in a directory of its own with a copy of the scratch disk.
 fn restore(from: &Path, files: &TempDir, vcpus: u8) -> (Box<dyn Machine>, TempDir) {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     for name in ["scratch", "image.erofs"] {
-        fs::copy(files.path().join(name), folder.path().join(name)).unwrap();
+        fs::copy(files.path().join(name), directory.path().join(name)).unwrap();
     }
     let engine = Kvm::new();
-    let spec = spec(needs().unwrap(), folder.path(), vcpus, Vec::new());
-    (engine.restore(spec.check(&engine.limits()).unwrap(), from).unwrap(), folder)
+    let spec = spec(needs().unwrap(), directory.path(), vcpus, Vec::new());
+    (engine.restore(spec.check(&engine.limits()).unwrap(), from).unwrap(), directory)
 }
 
-/// What a container of this machine sees: its host's name, the time, a random number.
+/// Returns what a container of this guest sees: the host name, the time in seconds, a random UUID.
 async fn look(guest: &mut Guest, id: &str) -> (String, i64, String) {
     let script = "hostname; busybox date +%s; cat /proc/sys/kernel/random/uuid";
     let (output, exit) = guest.run(id, script, |_, _| ()).await;
@@ -41,19 +42,19 @@ async fn look(guest: &mut Guest, id: &str) -> (String, i64, String) {
 }
 
 async fn template(vcpus: u8) {
-    let folder = tempfile::tempdir().unwrap();
-    furnish(folder.path());
+    let directory = tempfile::tempdir().unwrap();
+    furnish(directory.path());
     let engine = Kvm::new();
-    let spec = spec(needs().unwrap(), folder.path(), vcpus, Vec::new());
+    let spec = spec(needs().unwrap(), directory.path(), vcpus, Vec::new());
     let original = engine.start(spec.check(&engine.limits()).unwrap()).unwrap();
     let accepted = original.link().listen(1024).unwrap().accept(LIMIT);
-    let mut host = accepted.unwrap_or_else(|error| panic!("no guest: {error}; {}", console(folder.path())));
+    let mut host = accepted.unwrap_or_else(|error| panic!("no guest: {error}; {}", console(directory.path())));
     host.set_read_timeout(Some(LIMIT)).unwrap();
     let hello: AgentHello = frame::read(&mut host).unwrap();
-    let dir = folder.path().join("template");
+    let dir = directory.path().join("template");
     save(&*original, &dir);
 
-    // Two at once, and the original, which goes on with the connection that it has.
+    // Two clones run at the same time, and the original continues with its connection.
     let named = |name: &str, seconds: i64| BootConfig {
         hostname: name.into(),
         time_unix_nanos: seconds * 1_000_000_000,
@@ -62,19 +63,19 @@ async fn template(vcpus: u8) {
     };
     let mut guests = Vec::new();
     for (name, seconds) in [("one", 1_950_000_000), ("two", 2_000_000_000)] {
-        let (machine, files) = restore(&dir, &folder, vcpus);
+        let (machine, files) = restore(&dir, &directory, vcpus);
         machine.as_pausable().unwrap().resume().unwrap();
         let (anew, report) = handshake(&*machine.link(), &named(name, seconds), files.path());
         assert_eq!(report.error, "");
         assert_eq!(anew.kernel_release, hello.kernel_release);
         assert_eq!(anew.started_nanos, hello.started_nanos, "it has not booted again");
-        assert!(anew.sent_nanos > hello.sent_nanos, "time goes on where it stood");
+        assert!(anew.sent_nanos > hello.sent_nanos, "the clock continues where it was saved");
         guests.push((name, seconds, Guest::of(machine, files, anew, true).await));
     }
     original.as_pausable().unwrap().resume().unwrap();
     frame::write(&mut host, &named("original", 1_900_000_000)).unwrap();
     assert_eq!(frame::read::<BootReport>(&mut host).unwrap().error, "");
-    guests.push(("original", 1_900_000_000, Guest::of(original, folder, hello, true).await));
+    guests.push(("original", 1_900_000_000, Guest::of(original, directory, hello, true).await));
 
     let mut seen = BTreeSet::new();
     for (name, seconds, guest) in &mut guests {
@@ -85,13 +86,13 @@ async fn template(vcpus: u8) {
     }
     assert_eq!(seen.len(), guests.len(), "each has its own random numbers");
 
-    // A configured machine keeps what it has, and is told that it is another one.
+    // A configured VM keeps its containers, and receives a new generation after each restore.
     let (_, _, guest) = guests.swap_remove(0);
     drop(guests);
-    let dir = guest.folder.path().join("again");
+    let dir = guest.directory.path().join("again");
     save(&*guest.machine, &dir);
     for seconds in [2_100_000_000_i64, 2_200_000_000] {
-        let (machine, files) = restore(&dir, &guest.folder, vcpus);
+        let (machine, files) = restore(&dir, &guest.directory, vcpus);
         place(&*machine, &files.path().join("image.erofs"), 0);
         machine.as_pausable().unwrap().resume().unwrap();
         let mut clone = Guest::of(machine, files, guest.hello.clone(), false).await;
@@ -111,7 +112,7 @@ async fn template(vcpus: u8) {
 }
 
 #[test]
-fn what_is_restored_from_a_template_is_told_what_to_be() {
+fn a_vm_restored_from_a_template_is_configured_anew() {
     let usable = match probe() {
         KvmVerdict::Hardware { .. } => needs().map(drop),
         verdict => Err(verdict.to_string()),

@@ -1,4 +1,4 @@
-//! Owns: making a `BootConfig` true: clock, random pool, user namespace, host name, network, sysctls, the pod's files in /etc.
+//! Applies a `BootConfig`: clock, random pool, user namespace, host name, network, sysctls, and the pod's files in /etc.
 
 use ipnet::IpNet;
 use nacelle_proto::agent::{BootConfig, UserNamespace};
@@ -13,33 +13,33 @@ use super::error::BootError;
 use super::netlink::{Link, LinkChange, Netlink, NewRoute, add_address, add_neighbour, add_route, get_links, set_link};
 use crate::userns::UserNs;
 
-/// Applies all of it that readiness needs; in the order in which later steps depend on earlier ones.
+/// Applies everything in a VM that the pod needs to be ready. Later steps depend on earlier ones.
 pub fn apply(config: &BootConfig) -> Result<Option<UserNs>, BootError> {
-    clock(config.time_unix_nanos)?;
-    entropy(&config.entropy)?;
-    pod(config, Some((&config.interfaces, &config.routes)), CloneFlags::CLONE_NEWNET)
+    set_clock(config.time_unix_nanos)?;
+    add_entropy(&config.entropy)?;
+    apply_to_pod(config, Some((&config.interfaces, &config.routes)), CloneFlags::CLONE_NEWNET)
 }
 
-/// Applies what concerns the pod alone: its user namespace, with one of each of these kinds of its own, its host name, its
-/// network (none: it has the node's), its sysctls.
-pub fn pod(
+/// Applies what concerns the pod alone: user namespace, host name, network, sysctls. `with` are the kinds of further namespaces
+/// that the user namespace owns, besides IPC and UTS. `own` is the network; `None`: it is the node's.
+pub fn apply_to_pod(
     config: &BootConfig,
     own: Option<(&[Interface], &[Route])>,
     with: CloneFlags,
 ) -> Result<Option<UserNs>, BootError> {
     let with = with | CloneFlags::CLONE_NEWIPC | CloneFlags::CLONE_NEWUTS;
-    let users = config.user_namespace.as_ref().map(|asked| user_namespace(asked, with)).transpose()?;
+    let users = config.user_namespace.as_ref().map(|asked| create_user_namespace(asked, with)).transpose()?;
     nix::unistd::sethostname(&config.hostname)
         .map_err(|source| BootError::Hostname { name: config.hostname.clone(), source })?;
     if let Some((interfaces, routes)) = own {
-        network(interfaces, routes)?;
+        configure_network(interfaces, routes)?;
     }
     for (name, value) in &config.sysctls {
         let path = sysctl_path(name).ok_or_else(|| BootError::SysctlName { name: name.clone() })?;
         let write = || fs::write(&path, value);
         let written = match &users {
-            // Those of an IPC namespace are its owner's.
-            Some(users) if !path.starts_with("/proc/sys/net") => users.as_root(write),
+            // Only the root of the user namespace that owns an IPC namespace may write its sysctls.
+            Some(users) if !path.starts_with("/proc/sys/net") => users.run_as_root(write),
             _ => write(),
         };
         written.map_err(|source| BootError::Sysctl { name: name.clone(), value: value.clone(), source })?;
@@ -47,10 +47,10 @@ pub fn pod(
     Ok(users)
 }
 
-/// Makes the pod's user namespace and enters the others that belong to it; network devices go along.
-fn user_namespace(asked: &UserNamespace, with: CloneFlags) -> Result<UserNs, BootError> {
+/// Makes the pod's user namespace and enters the other namespaces that it owns. Moves the network devices there.
+fn create_user_namespace(asked: &UserNamespace, with: CloneFlags) -> Result<UserNs, BootError> {
     let failed = |what| move |source| BootError::UserNamespace { what, source };
-    let (users, others) = UserNs::make(asked, with).map_err(failed("make"))?;
+    let (users, others) = UserNs::create(asked, with).map_err(failed("make"))?;
     for other in others {
         if other.kind == CloneFlags::CLONE_NEWNET {
             move_nics(other.file.as_fd()).map_err(failed("move the network devices to"))?;
@@ -60,25 +60,25 @@ fn user_namespace(asked: &UserNamespace, with: CloneFlags) -> Result<UserNs, Boo
     Ok(users)
 }
 
-/// Makes the user namespace, if there is one, known by its name, and gives the pod's files to its root.
-pub fn settle_user_namespace(users: Option<&UserNs>) -> Result<(), BootError> {
-    let settled = users.map_or(Ok(()), UserNs::settle);
-    settled.map_err(|source| BootError::UserNamespace { what: "name", source })
+/// Publishes the user namespace, if there is one, to the zygote, and makes its root the owner of the pod's files.
+pub fn publish_user_namespace(users: Option<&UserNs>) -> Result<(), BootError> {
+    let published = users.map_or(Ok(()), UserNs::publish);
+    published.map_err(|source| BootError::UserNamespace { what: "name", source })
 }
 
 fn move_nics(netns: BorrowedFd<'_>) -> std::io::Result<()> {
     let netlink = Netlink::open()?;
-    let mut links = netlink.ask(&get_links())?;
-    // Those that come first there have the lower numbers.
+    let mut links = netlink.send_request(&get_links())?;
+    // Moved in this order, so that the first links have the lower numbers there, too.
     links.sort_by_key(|link| link.index);
     for nic in links.iter().filter(|link| link.virtio) {
-        netlink.ask(&set_link(nic.index, &LinkChange { netns: Some(netns), ..LinkChange::default() }))?;
+        netlink.send_request(&set_link(nic.index, &LinkChange { netns: Some(netns), ..LinkChange::default() }))?;
     }
     Ok(())
 }
 
-/// Sets the clock, in nanoseconds since 1970; 0 and less leave it as it is.
-pub fn clock(nanos: i64) -> Result<(), BootError> {
+/// Sets the clock to nanoseconds since 1970; 0 and less leave it unchanged.
+pub fn set_clock(nanos: i64) -> Result<(), BootError> {
     if nanos <= 0 {
         return Ok(());
     }
@@ -86,8 +86,8 @@ pub fn clock(nanos: i64) -> Result<(), BootError> {
     nix::time::clock_settime(nix::time::ClockId::CLOCK_REALTIME, time).map_err(|source| BootError::Clock { source })
 }
 
-/// Makes the random pool one that no other machine has; no bytes leave it as it is.
-pub fn entropy(bytes: &[u8]) -> Result<(), BootError> {
+/// Adds bytes to the random pool, so that no other VM has the same; an empty slice leaves it unchanged.
+pub fn add_entropy(bytes: &[u8]) -> Result<(), BootError> {
     if bytes.is_empty() {
         return Ok(());
     }
@@ -98,8 +98,8 @@ pub fn entropy(bytes: &[u8]) -> Result<(), BootError> {
         .map_err(|source| BootError::Entropy { source })
 }
 
-/// The file of a sysctl that belongs to the pod and not to the machine: the namespaced ones. `net.ipv4.conf.eth0/1`
-/// means `net/ipv4/conf/eth0.1`, as sysctl(8) has it.
+/// Returns the file of a sysctl that belongs to the pod and not to the VM, that is a namespaced one; `None` for all others.
+/// `net.ipv4.conf.eth0/1` means `net/ipv4/conf/eth0.1`, as in sysctl(8).
 fn sysctl_path(name: &str) -> Option<PathBuf> {
     let relative: String = name
         .chars()
@@ -119,26 +119,26 @@ fn parse<T: std::str::FromStr>(what: &'static str, text: &str) -> Result<T, Boot
     text.parse().ok().ok_or_else(|| BootError::Address { what, text: text.to_owned() })
 }
 
-fn network(interfaces: &[Interface], routes: &[Route]) -> Result<(), BootError> {
+fn configure_network(interfaces: &[Interface], routes: &[Route]) -> Result<(), BootError> {
     let failed = |what: String| move |source| BootError::Network { what, source };
     let netlink = Netlink::open().map_err(failed("open rtnetlink".to_owned()))?;
-    let mut links = netlink.ask(&get_links()).map_err(failed("list the links".to_owned()))?;
+    let mut links = netlink.send_request(&get_links()).map_err(failed("list the links".to_owned()))?;
     links.sort_by_key(|link| link.index);
     if let Some(lo) = links.iter().find(|link| link.name == "lo") {
         let up = LinkChange { up: true, ..LinkChange::default() };
-        netlink.ask(&set_link(lo.index, &up)).map_err(failed("set lo up".to_owned()))?;
+        netlink.send_request(&set_link(lo.index, &up)).map_err(failed("set lo up".to_owned()))?;
     }
     let nics: Vec<Link> = links.into_iter().filter(|link| link.virtio).collect();
-    // Names may be permuted, so all that change go to a name that nobody has first.
+    // Names may be permuted, so links that change their names first get one that no link has.
     for (at, (nic, interface)) in nics.iter().zip(interfaces).enumerate() {
         if nic.name != interface.name && nics.iter().any(|other| other.name == interface.name) {
             let change = LinkChange { name: Some(&format!("nacelle{at}")), ..LinkChange::default() };
-            netlink.ask(&set_link(nic.index, &change)).map_err(failed(format!("rename {}", nic.name)))?;
+            netlink.send_request(&set_link(nic.index, &change)).map_err(failed(format!("rename {}", nic.name)))?;
         }
     }
     for (at, interface) in interfaces.iter().enumerate() {
         let nic = nics.get(at).ok_or_else(|| BootError::NoNic { name: interface.name.clone(), have: nics.len() })?;
-        set_up(&netlink, nic, interface)?;
+        configure_interface(&netlink, nic, interface)?;
     }
     for route in routes {
         let position = interfaces.iter().position(|interface| interface.name == route.interface);
@@ -150,13 +150,13 @@ fn network(interfaces: &[Interface], routes: &[Route]) -> Result<(), BootError> 
         let source = if route.source.is_empty() { None } else { Some(parse("source", &route.source)?) };
         let mtu = Some(route.mtu).filter(|mtu| *mtu != 0);
         netlink
-            .ask(&add_route(nic.index, NewRoute { destination, gateway, metric: route.metric, source, mtu }))
+            .send_request(&add_route(nic.index, NewRoute { destination, gateway, metric: route.metric, source, mtu }))
             .map_err(failed(format!("add the route to {} by {}", route.destination, route.gateway)))?;
     }
     Ok(())
 }
 
-fn set_up(netlink: &Netlink, nic: &Link, interface: &Interface) -> Result<(), BootError> {
+fn configure_interface(netlink: &Netlink, nic: &Link, interface: &Interface) -> Result<(), BootError> {
     let failed = |what: String| move |source| BootError::Network { what, source };
     let change = LinkChange {
         name: Some(interface.name.as_str()).filter(|name| *name != nic.name),
@@ -164,22 +164,22 @@ fn set_up(netlink: &Netlink, nic: &Link, interface: &Interface) -> Result<(), Bo
         mtu: Some(interface.mtu).filter(|mtu| *mtu != 0),
         ..LinkChange::default()
     };
-    netlink.ask(&set_link(nic.index, &change)).map_err(failed(format!("set up {}", interface.name)))?;
+    netlink.send_request(&set_link(nic.index, &change)).map_err(failed(format!("set up {}", interface.name)))?;
     let up = LinkChange { up: true, ..LinkChange::default() };
-    netlink.ask(&set_link(nic.index, &up)).map_err(failed(format!("set {} up", interface.name)))?;
+    netlink.send_request(&set_link(nic.index, &up)).map_err(failed(format!("set {} up", interface.name)))?;
     for address in &interface.addresses {
         let net: IpNet = parse("address", address)?;
         let request = add_address(nic.index, net);
-        netlink.ask(&request).map_err(failed(format!("add {address} to {}", interface.name)))?;
+        netlink.send_request(&request).map_err(failed(format!("add {address} to {}", interface.name)))?;
     }
     for Neighbour { address, mac } in &interface.neighbours {
         let request = add_neighbour(nic.index, parse("neighbour", address)?, mac);
-        netlink.ask(&request).map_err(failed(format!("add the neighbour {address} to {}", interface.name)))?;
+        netlink.send_request(&request).map_err(failed(format!("add the neighbour {address} to {}", interface.name)))?;
     }
     Ok(())
 }
 
-/// Writes the pod's hosts, hostname and resolv.conf, which containers see in /etc unless their spec has others.
+/// Writes the pod's hosts, hostname and resolv.conf. Containers have them in /etc unless their specification mounts others.
 pub fn write_files(config: &BootConfig) -> Result<(), BootError> {
     let write = |name: &str, text: String| {
         let path = Path::new(crate::paths::FILES).join(name);
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn files_say_what_the_pod_was_told() {
+    fn files_have_the_configured_names() {
         let dns = Dns { servers: vec!["10.96.0.10".into()], searches: vec!["a".into(), "b".into()], options: vec![] };
         assert_eq!(resolv_conf(&dns), "nameserver 10.96.0.10\nsearch a b\n");
         let interface = Interface { addresses: vec!["10.0.0.2/24".into()], ..Interface::default() };
@@ -245,7 +245,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(256))]
         #[test]
-        fn a_sysctl_never_leaves_its_folder(name in "[a-z./]{0,20}") {
+        fn a_sysctl_never_leaves_its_directory(name in "[a-z./]{0,20}") {
             if let Some(path) = sysctl_path(&format!("net.{name}")) {
                 prop_assert!(path.starts_with("/proc/sys/net"));
                 prop_assert!(path.components().all(|part| !matches!(part, std::path::Component::ParentDir)));

@@ -1,4 +1,4 @@
-//! The error of the boot. Its text is what the host learns if the pod does not become ready.
+//! Defines the error of the boot. The host receives its text if the pod does not become ready.
 
 use std::io;
 use std::path::PathBuf;
@@ -10,11 +10,11 @@ use crate::frame::FrameError;
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the fields are what the message prints")]
 pub enum BootError {
-    #[error("cannot make the folder {path}")]
+    #[error("cannot make the directory {path}")]
     Directory { path: String, source: nix::Error },
     #[error("cannot mount {kind} at {path}")]
     Mount { kind: &'static str, path: String, source: nix::Error },
-    #[error("cannot get a root of its own")]
+    #[error("cannot switch to a root file system of its own")]
     SwitchRoot { source: nix::Error },
     #[error("cannot leave the node's namespaces")]
     Namespaces { source: nix::Error },
@@ -40,7 +40,7 @@ pub enum BootError {
     Sysctl { name: String, value: String, source: io::Error },
     #[error("{text:?} is no {what}")]
     Address { what: &'static str, text: String },
-    #[error("there is no network device for {name}: the machine has {have}")]
+    #[error("there is no network device for {name}: the VM has {have}")]
     NoNic { name: String, have: usize },
     #[error("cannot {what}")]
     Network { what: String, source: io::Error },

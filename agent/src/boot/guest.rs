@@ -1,4 +1,4 @@
-//! The boot as PID 1 of a VM.
+//! Boots the agent as PID 1 of a VM.
 //!
 //! The hello is sent before anything else, so that the host prepares its answer while the guest works. What only containers
 //! need is done after the report.
@@ -23,22 +23,22 @@ use crate::memory::Memory;
 use crate::processors::Processors;
 use crate::zygote::Zygote;
 
-/// Boots the guest. An error is reported to the host before it is returned, if the host has sent the configuration.
+/// Boots the guest. An error while the configuration is applied is reported to the host before it is returned.
 pub fn boot() -> Result<Ready, BootError> {
     let started_nanos = monotonic_nanos();
     let handshake = |source| BootError::Handshake { source };
     let host = connect_and_greet(started_nanos)?;
-    mounts::first()?;
-    crate::log::start();
+    mounts::switch_root()?;
+    crate::log::log_to_kernel();
     let (mut host, config) = receive_configuration(host, started_nanos)?;
     let configured = apply::apply(&config).and_then(|users| Ok((users, listen_on(RPC_PORT)?, listen_on(STREAM_PORT)?)));
     let error = configured.as_ref().err().map(|error| Chain(error).to_string()).unwrap_or_default();
     frame::write(&mut host, &BootReport { error }).map_err(handshake)?;
     let (users, rpc, streams) = configured?;
 
-    mounts::rest(config.shm_bytes, false)?;
+    mounts::mount_for_containers(config.shm_bytes, false)?;
     apply::write_files(&config)?;
-    apply::settle_user_namespace(users.as_ref())?;
+    apply::publish_user_namespace(users.as_ref())?;
     create_cgroups()?;
     allow_overcommit()?;
     // The zygote would keep the connection open for as long as the VM runs.
@@ -47,7 +47,7 @@ pub fn boot() -> Result<Ready, BootError> {
     crate::sys::limit_files(65_536, 1 << 19).map_err(|source| BootError::Limit { source })?;
     let disks = Disks::new(config.image_disk, config.scratch_disk, config.volume_disk);
     let (rpc, streams) = (Socket::Vsock(rpc), Socket::Vsock(streams));
-    let (processors, memory, huge_pages) = (Processors::of_machine(), Memory::of_machine(), HugePages::of_machine());
+    let (processors, memory, huge_pages) = (Processors::of_guest(), Memory::of_guest(), HugePages::of_guest());
     Ok(Ready { config, disks, processors, memory, huge_pages, node_pid: false, users, rpc, streams, zygote })
 }
 

@@ -1,5 +1,5 @@
-//! The handshake with the host: hello, configuration, report. In a VM over vsock, on the node over a socket that the pod process
-//! made.
+//! Does the handshake with the host: hello, configuration, report. The connection is vsock in a VM, and on the node a socket that the
+//! pod process made.
 //!
 //! A host that ends before it has sent the configuration is one under which the VM was saved and not restored: the hello is
 //! repeated to the new host.
@@ -15,9 +15,9 @@ use super::error::BootError;
 use super::ports::HANDSHAKE_PORT;
 use crate::frame::{self, FrameError};
 
-/// How long the host may take to send the configuration. CNI plugins run meanwhile.
+/// The time in which the host must send the configuration. CNI plugins run meanwhile.
 const CONFIGURATION_TIMEOUT: Duration = Duration::from_secs(600);
-/// How long the host may take to listen.
+/// The time in which the host must listen.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Returns the time since the kernel started its clock, in nanoseconds; 0 if the clock cannot be read.
@@ -47,7 +47,7 @@ pub(super) fn send_hello(host: &mut File, started_nanos: u64) -> Result<(), Fram
     frame::write(host, &hello)
 }
 
-/// Receives the configuration. If the host ends before, connects to the next one and repeats the hello.
+/// Receives the configuration. If the connection ends before, connects again and repeats the hello.
 pub(super) fn receive_configuration(mut host: File, started_nanos: u64) -> Result<(File, BootConfig), BootError> {
     loop {
         match frame::read(&mut host) {

@@ -1,6 +1,7 @@
-//! Owns: the boot without a guest: out of the node's namespaces onto a root of the pod's own, then the same handshake
-//! over sockets that the pod process made. What is the node's (clock, random pool, modules, its mounts) is left alone.
-//! May use: `frame`, `sys`, `zygote`, and the steps that a guest takes too.
+//! Boots the agent without a guest: it leaves the node's namespaces for a root of the pod's own, then does the same handshake.
+//!
+//! The connections are sockets that the pod process made. What belongs to the node (clock, random pool, modules, mounts) is left
+//! unchanged.
 
 use nacelle_base::Chain;
 use nacelle_proto::agent::{BootConfig, BootReport};
@@ -24,12 +25,12 @@ use crate::paths;
 use crate::processors::Processors;
 use crate::zygote::Zygote;
 
-/// The first argument of an agent that has no guest.
+/// The first argument of an agent that runs on the node.
 pub const FLAG: &str = "--host";
 
-/// What of the node the pod sees as its own.
+/// The node's namespaces that the pod uses instead of its own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Shares {
+pub struct NodeNamespaceFlags {
     /// The network namespace.
     pub network: bool,
     /// The PID namespace.
@@ -38,32 +39,31 @@ pub struct Shares {
     pub ipc: bool,
 }
 
-/// What the pod process hands over.
+/// The descriptors and directories that the pod process hands over as arguments.
 #[derive(Debug)]
-pub struct Place {
-    /// Connected to it.
+pub struct HostArguments {
+    /// A connection to the pod process.
     host: OwnedFd,
-    /// Listens for the service.
+    /// Listens for the gRPC service.
     rpc: OwnedFd,
     /// Listens for the streams.
     streams: OwnedFd,
-    /// The pod's folder on the node.
-    folder: PathBuf,
-    /// A folder of the node for what containers write.
+    /// The pod's directory on the node.
+    directory: PathBuf,
+    /// The node's directory for what containers write.
     scratch: PathBuf,
-    /// What is the node's.
-    shares: Shares,
+    shares: NodeNamespaceFlags,
 }
 
-impl Place {
-    /// Of the arguments after the flag: the pod's folder, the folder of scratch, the descriptors of handshake, service and
-    /// streams, and a word for each namespace that is the node's.
-    pub fn parse(arguments: impl IntoIterator<Item = String>) -> Option<Place> {
+impl HostArguments {
+    /// Parses the arguments after the flag: the pod's directory, the scratch directory, the descriptors of handshake, service and
+    /// streams, and a word for each namespace that is the node's. `None` if they are invalid.
+    pub fn parse(arguments: impl IntoIterator<Item = String>) -> Option<HostArguments> {
         let mut arguments = arguments.into_iter();
-        let (folder, scratch) = (PathBuf::from(arguments.next()?), PathBuf::from(arguments.next()?));
+        let (directory, scratch) = (PathBuf::from(arguments.next()?), PathBuf::from(arguments.next()?));
         let numbers: Vec<i32> = arguments.by_ref().take(3).filter_map(|number| number.parse().ok()).collect();
         let distinct: BTreeSet<i32> = numbers.iter().copied().filter(|number| *number > 2).collect();
-        let mut shares = Shares::default();
+        let mut shares = NodeNamespaceFlags::default();
         for word in arguments {
             match word.as_str() {
                 "network" => shares.network = true,
@@ -72,43 +72,43 @@ impl Place {
                 _ => return None,
             }
         }
-        if distinct.len() != 3 || !folder.is_absolute() || !scratch.is_absolute() {
+        if distinct.len() != 3 || !directory.is_absolute() || !scratch.is_absolute() {
             return None;
         }
         let mut fds = crate::sys::adopt(numbers).into_iter();
-        Some(Place { host: fds.next()?, rpc: fds.next()?, streams: fds.next()?, folder, scratch, shares })
+        Some(HostArguments { host: fds.next()?, rpc: fds.next()?, streams: fds.next()?, directory, scratch, shares })
     }
 }
 
-/// Boots. The pod process has made the PID namespace and entered the network namespace already, and this process is
-/// alone in the control group that is the root of the pod's.
-pub fn boot(place: Place) -> Result<Ready, BootError> {
+/// Boots on the node. The pod process has made the PID namespace and entered the network namespace already, and this process is
+/// alone in the cgroup that is the root of the pod's.
+pub fn boot(arguments: HostArguments) -> Result<Ready, BootError> {
     let started = monotonic_nanos();
-    let Place { host, rpc, streams, folder, scratch, shares } = place;
-    crate::log::start_on_stdout();
+    let HostArguments { host, rpc, streams, directory, scratch, shares } = arguments;
+    crate::log::log_to_stdout();
     let mut host = File::from(host);
     let handshake = |source| BootError::Handshake { source };
     let mut own = CloneFlags::CLONE_NEWNS | CloneFlags::CLONE_NEWUTS | CloneFlags::CLONE_NEWCGROUP;
     own.set(CloneFlags::CLONE_NEWIPC, !shares.ipc);
     unshare(own).map_err(|source| BootError::Namespaces { source })?;
-    // The pod process's own is not for devices, nor for containers.
+    // The umask of the pod process is neither for devices nor for containers.
     umask(Mode::empty());
-    mounts::on_node(&folder)?;
+    mounts::switch_root_on_node(&directory)?;
     umask(Mode::from_bits_truncate(0o022));
     send_hello(&mut host, started).map_err(handshake)?;
     let config: BootConfig = frame::read(&mut host).map_err(handshake)?;
-    // The network namespace is CNI's, which is none of the user namespace's.
-    let configured = apply::pod(&config, (!shares.network).then_some((&[], &[])), CloneFlags::empty());
+    // CNI made the network namespace, so the pod's user namespace does not own it.
+    let configured = apply::apply_to_pod(&config, (!shares.network).then_some((&[], &[])), CloneFlags::empty());
     let error = configured.as_ref().err().map(|error| Chain(error).to_string()).unwrap_or_default();
     frame::write(&mut host, &BootReport { error }).map_err(handshake)?;
     let users = configured?;
 
-    mounts::rest(config.shm_bytes, shares.ipc)?;
-    mounts::bind(&paths::of_node(&scratch), paths::SCRATCH.as_ref())?;
+    mounts::mount_for_containers(config.shm_bytes, shares.ipc)?;
+    mounts::bind_mount(&paths::of_node(&scratch), paths::SCRATCH.as_ref())?;
     apply::write_files(&config)?;
-    apply::settle_user_namespace(users.as_ref())?;
+    apply::publish_user_namespace(users.as_ref())?;
     create_cgroups()?;
-    // Where the PID namespace is the node's, containers' processes would go to its first process.
+    // In the node's PID namespace, orphans of containers would otherwise become children of the node's PID 1.
     nix::sys::prctl::set_child_subreaper(true).map_err(|source| BootError::Namespaces { source })?;
     drop(host);
     let zygote = Zygote::fork(&[&rpc, &streams]).map_err(|source| BootError::Zygote { source })?;
@@ -119,7 +119,7 @@ pub fn boot(place: Place) -> Result<Ready, BootError> {
     Ok(Ready { config, disks, processors, memory, huge_pages, node_pid: shares.pid, users, rpc, streams, zygote })
 }
 
-/// Leaves the root of the pod's control groups, so that it can hand controllers on.
+/// Moves the agent out of the root of the pod's cgroups, so that the root can enable controllers.
 fn create_cgroups() -> Result<(), BootError> {
     for name in ["agent", paths::POD_CGROUP.trim_start_matches('/')] {
         let path = PathBuf::from(format!("{}/{name}", paths::CGROUP));
@@ -127,9 +127,9 @@ fn create_cgroups() -> Result<(), BootError> {
     }
     let path = PathBuf::from(format!("{}/agent/cgroup.procs", paths::CGROUP));
     fs::write(&path, "0").map_err(|source| BootError::File { path, source })?;
-    // Containers shall be killed first; a node that does not allow that has said so in its own way.
+    // The OOM killer should kill containers first. A node may forbid a lower value.
     if let Err(error) = fs::write("/proc/self/oom_score_adj", "-998") {
-        tracing::debug!(%error, "the agent may be killed as soon as its containers");
+        tracing::debug!(%error, "cannot lower oom_score_adj: the OOM killer may kill the agent as soon as its containers");
     }
     Ok(())
 }
@@ -151,7 +151,7 @@ mod tests {
             &["/f", "s", "903", "904", "905"],
             &["/f", "/s", "903", "904", "905", "uts"],
         ] {
-            assert!(Place::parse(arguments.iter().map(|word| (*word).to_owned())).is_none(), "{arguments:?}");
+            assert!(HostArguments::parse(arguments.iter().map(|word| (*word).to_owned())).is_none(), "{arguments:?}");
         }
     }
 }

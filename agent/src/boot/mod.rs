@@ -1,4 +1,4 @@
-//! From the agent's first instruction to a configured pod: mounts, handshake with the host, listening sockets, zygote.
+//! Takes the agent from its first instruction to a configured pod: mounts, handshake with the host, listening sockets, zygote.
 //!
 //! `guest` boots in a VM, `host` on the node without one. Both are synchronous, have one thread, and do as little as possible
 //! before they report to the host that the pod is ready.

@@ -1,5 +1,4 @@
-//! Owns: the few rtnetlink messages that configure a guest: building them, reading answers, one synchronous socket.
-//! May use: nothing of ours; it does not know what a pod is.
+//! Builds the few rtnetlink messages that configure a guest's network (rtnetlink(7)), sends them, and parses the answers.
 
 use ipnet::IpNet;
 use nacelle_base::retry::retry_interrupted;
@@ -27,17 +26,17 @@ const IFLA_PARENT_DEV_BUS_NAME: u16 = 57;
 /// A link of the guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Link {
-    /// Its number.
+    /// The interface index.
     pub index: u32,
-    /// Its name.
+    /// The interface name.
     pub name: String,
-    /// Its hardware address.
+    /// The hardware address.
     pub mac: Vec<u8>,
-    /// It is a device of the machine, and not one that the kernel made up.
+    /// Whether it is a virtio device of the VM, and not a virtual one of the kernel.
     pub virtio: bool,
 }
 
-/// What to change on a link.
+/// Changes of a link.
 #[derive(Debug, Default)]
 pub struct LinkChange<'a> {
     /// A new name; the link must be down.
@@ -46,9 +45,9 @@ pub struct LinkChange<'a> {
     pub mac: Option<&'a [u8]>,
     /// A new MTU.
     pub mtu: Option<u32>,
-    /// Another network namespace, to which it goes.
+    /// Another network namespace, to which the link is moved.
     pub netns: Option<BorrowedFd<'a>>,
-    /// Set it up.
+    /// Set the link up.
     pub up: bool,
 }
 
@@ -98,12 +97,12 @@ fn family(address: IpAddr) -> u8 {
     if address.is_ipv4() { 2 } else { 10 }
 }
 
-/// Asks for all links.
+/// Builds a request for all links.
 pub fn get_links() -> Vec<u8> {
     Message::new(RTM_GETLINK, 1 | DUMP, &link_header(0, false)).finish()
 }
 
-/// Changes a link.
+/// Builds a request that changes a link.
 pub fn set_link(index: u32, change: &LinkChange) -> Vec<u8> {
     let mut message = Message::new(RTM_NEWLINK, REQUEST_ACK, &link_header(index, change.up));
     if let Some(name) = change.name {
@@ -121,7 +120,7 @@ pub fn set_link(index: u32, change: &LinkChange) -> Vec<u8> {
     message.finish()
 }
 
-/// Adds an address; one of IPv6 without duplicate address detection, so that it works at once.
+/// Builds a request that adds an address. IPv6 addresses skip duplicate address detection, so that they work at once.
 pub fn add_address(index: u32, net: IpNet) -> Vec<u8> {
     const NODAD: u8 = 2;
     let flags = if net.addr().is_ipv6() { NODAD } else { 0 };
@@ -137,7 +136,7 @@ pub fn add_address(index: u32, net: IpNet) -> Vec<u8> {
     message.finish()
 }
 
-/// Adds a permanent entry to a link's neighbour table.
+/// Builds a request that adds a permanent entry to a link's neighbour table.
 pub fn add_neighbour(index: u32, address: IpAddr, mac: &[u8]) -> Vec<u8> {
     const PERMANENT: u16 = 0x80;
     const UNICAST: u8 = 1;
@@ -146,22 +145,22 @@ pub fn add_neighbour(index: u32, address: IpAddr, mac: &[u8]) -> Vec<u8> {
     message.attribute(1, &octets(address)).attribute(2, mac).finish()
 }
 
-/// A route of the guest.
+/// A route to add.
 #[derive(Clone, Copy, Debug)]
 pub struct NewRoute {
-    /// Where it leads.
+    /// The destination network.
     pub destination: IpNet,
-    /// Its gateway, which counts as reachable on the link even if no address covers it.
+    /// The gateway, which counts as reachable on the link even if no address covers it.
     pub gateway: Option<IpAddr>,
-    /// Its metric (priority).
+    /// The metric (priority).
     pub metric: Option<u32>,
-    /// Its preferred source address.
+    /// The preferred source address.
     pub source: Option<IpAddr>,
-    /// The MTU of what goes this way.
+    /// The MTU of packets on this route.
     pub mtu: Option<u32>,
 }
 
-/// Adds a route.
+/// Builds a request that adds a route.
 pub fn add_route(index: u32, route: NewRoute) -> Vec<u8> {
     let NewRoute { destination, gateway, metric, source, mtu } = route;
     const TABLE_MAIN: u8 = 254;
@@ -205,7 +204,7 @@ fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(bytes.get(at..at.checked_add(4)?)?.try_into().ok()?))
 }
 
-/// The pieces of a buffer whose length (of `width` bytes) stands at the start of each; stops at nonsense.
+/// Splits a buffer into pieces that begin with their length, a number of `width` bytes. Stops at an invalid length.
 fn pieces(mut bytes: &[u8], width: usize, least: usize) -> impl Iterator<Item = &[u8]> {
     std::iter::from_fn(move || {
         let length = if width == 4 { u32_at(bytes, 0)?.try_into().ok()? } else { usize::from(u16_at(bytes, 0)?) };
@@ -215,16 +214,16 @@ fn pieces(mut bytes: &[u8], width: usize, least: usize) -> impl Iterator<Item = 
     })
 }
 
-/// What one datagram of answers says.
+/// The content of one datagram of answers.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Answers {
-    /// The links in it.
+    /// The links that were listed.
     pub links: Vec<Link>,
-    /// The request is over: with success (0) or an error number.
+    /// Set if the request is over: 0 for success, or an error number.
     pub end: Option<i32>,
 }
 
-/// Reads one datagram.
+/// Parses one datagram.
 pub fn read_answers(datagram: &[u8]) -> Answers {
     let mut answers = Answers::default();
     for message in pieces(datagram, 4, 16) {
@@ -259,14 +258,14 @@ fn read_link(message: &[u8]) -> Option<Link> {
 pub struct Netlink(OwnedFd);
 
 impl Netlink {
-    /// Opens it.
+    /// Opens a socket.
     pub fn open() -> io::Result<Netlink> {
         let fd = socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, SockProtocol::NetlinkRoute)?;
         Ok(Netlink(fd))
     }
 
     /// Sends a request and returns the links in the answer.
-    pub fn ask(&self, request: &[u8]) -> io::Result<Vec<Link>> {
+    pub fn send_request(&self, request: &[u8]) -> io::Result<Vec<Link>> {
         retry_interrupted(|| send(self.0.as_raw_fd(), request, MsgFlags::empty()))?;
         let mut links = Vec::new();
         let mut datagram = vec![0; 32 << 10];
@@ -330,7 +329,7 @@ mod tests {
 
     #[test]
     fn the_kernel_lists_the_loopback() {
-        let links = match Netlink::open().and_then(|netlink| netlink.ask(&get_links())) {
+        let links = match Netlink::open().and_then(|netlink| netlink.send_request(&get_links())) {
             Ok(links) => links,
             Err(error) => return println!("skipped: no rtnetlink here: {error}"),
         };

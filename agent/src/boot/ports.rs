@@ -1,4 +1,4 @@
-//! The vsock ports between host and guest.
+//! Defines the vsock ports between host and guest.
 
 /// The host's port for the handshake.
 pub const HANDSHAKE_PORT: u32 = 1024;

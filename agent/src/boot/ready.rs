@@ -1,4 +1,4 @@
-//! What the boot hands over to the server.
+//! Defines what the boot hands over to the server.
 
 use nacelle_proto::agent::BootConfig;
 

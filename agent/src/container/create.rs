@@ -20,7 +20,7 @@ use super::record::Container;
 use super::remove::KILL_TIMEOUT;
 use super::spawn::StdioOptions;
 use super::spec::{PidNamespace, SpecError};
-use super::{root, shown};
+use super::{mapped_mounts, root};
 use crate::rootfs::proc_mount_points;
 use crate::zygote::{Create, Request};
 use crate::{cgroup, sys};
@@ -44,20 +44,20 @@ impl Pod {
         let id = options.id.clone();
         let pid = self.choose_pid_namespace(&id, &options.pid_of, options.pid_mode).await?;
         let namespace = pid.clone();
-        // Dropped last: processes of a failed attempt have the agent's rights until `undo` has killed them.
+        // Dropped after `undo`: processes of a failed attempt have the agent's rights until `undo` has killed them.
         let mut trace_guard = None;
         let mut undo = UndoStack::new();
         undo.push("root", {
             let id = id.clone();
-            move || root::remove(&id)
+            move || root::remove_root(&id)
         });
         undo.push("huge pages", {
             let (pod, id) = (Arc::clone(self), id.clone());
             move || pod.huge_pages.release(&id)
         });
         undo.push("cgroup", {
-            let path = cgroup::path(&id);
-            move || cgroup::clear(&path, KILL_TIMEOUT)
+            let path = cgroup::container_path(&id);
+            move || cgroup::kill_and_remove(&path, KILL_TIMEOUT)
         });
         let pod = Arc::clone(self);
         let stdin = options.stdin;
@@ -66,9 +66,9 @@ impl Pod {
             trace_guard = self.freeze_tracers(&id, &namespace).await?;
             let made = self.make_first_process(&id, prepared, stdin, namespace).await?;
             // The container has mounted the copies by now. Releasing them releases the mounts that they copy.
-            let shown = id.clone();
-            let cleared = tokio::task::spawn_blocking(move || shown::clear(&shown)).await?;
-            cleared.map_err(PodError::io("take the mounts", &id))?;
+            let copies = id.clone();
+            let unmounted = tokio::task::spawn_blocking(move || mapped_mounts::unmount_copies(&copies)).await?;
+            unmounted.map_err(PodError::io("take the mounts", &id))?;
             Ok(made)
         };
         let container = match made.await {
@@ -86,7 +86,7 @@ impl Pod {
         Ok(response)
     }
 
-    /// Has the zygote make the first process, and applies what libcontainer leaves to the agent: device rules and terminal size.
+    /// Makes the first process by the zygote, then attaches the device rules and sets the terminal size, which libcontainer does not.
     async fn make_first_process(
         self: &Arc<Self>,
         id: &str,
@@ -99,7 +99,7 @@ impl Pod {
         let process = spec.process().clone().ok_or_else(|| missing("process"))?;
         let linux = spec.linux().clone().ok_or_else(|| missing("linux"))?;
         let tty = process.terminal().unwrap_or(false);
-        let path = cgroup::path(id);
+        let path = cgroup::container_path(id);
 
         let spawn_guard = self.begin_spawn();
         let in_proc = proc_mount_points(&spec);
@@ -109,7 +109,7 @@ impl Pod {
         let init = self.register_process(made, stdio, path.clone(), namespace != PidNamespace::Own);
         drop(spawn_guard);
         let rules = linux.resources().as_ref().and_then(|resources| resources.devices().clone()).unwrap_or_default();
-        devices::attach(&path, &rules).map_err(PodError::io("limit the devices", id))?;
+        devices::attach_rules(&path, &rules).map_err(PodError::io("limit the devices", id))?;
         if let (Some(terminal), Some(size)) = (&init.stdio.terminal, process.console_size()) {
             let saturate = |number: u64| u16::try_from(number).unwrap_or(u16::MAX);
             sys::set_window_size(terminal, saturate(size.width()), saturate(size.height()))

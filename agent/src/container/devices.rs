@@ -1,5 +1,7 @@
-//! Owns: the device rules of a container as a BPF program for its cgroup, and what a block device of the node becomes in a
-//! specification. Building both is pure.
+//! Builds the device rules of a container, as a BPF program for its cgroup, and the entries of a specification for a block device of
+//! the node.
+//!
+//! Building both is pure; `attach_rules` loads and attaches the program.
 
 use libcontainer::oci_spec::OciSpecError;
 use libcontainer::oci_spec::runtime::{
@@ -8,23 +10,23 @@ use libcontainer::oci_spec::runtime::{
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// A block device of the node in a container.
+/// A block device of the node that a container gets.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Device {
-    /// Its partition.
+pub struct NodeDevice {
+    /// The partition of the VM's volume disk.
     pub partition: u32,
-    /// Where, in the container.
+    /// The path of the device file in the container.
     pub path: PathBuf,
-    /// What the container may: of "r", "w" and "m".
+    /// The permitted operations: of "r", "w" and "m" (mknod).
     pub access: String,
-    /// Permissions of the file.
+    /// The permissions of the device file.
     pub mode: u32,
-    /// Its owner and group.
+    /// The owner and the group of the device file.
     pub owner: (u32, u32),
 }
 
-/// Gives a container a block device with these numbers.
-pub fn give(spec: &mut Spec, device: &Device, (major, minor): (i64, i64)) -> Result<(), OciSpecError> {
+/// Adds a block device with these numbers to a specification.
+pub fn add_device(spec: &mut Spec, device: &NodeDevice, (major, minor): (i64, i64)) -> Result<(), OciSpecError> {
     let (uid, gid) = device.owner;
     let node = LinuxDeviceBuilder::default().path(&device.path).typ(LinuxDeviceType::B).major(major).minor(minor);
     let node = node.file_mode(device.mode & 0o777).uid(uid).gid(gid).build()?;
@@ -42,8 +44,8 @@ pub fn give(spec: &mut Spec, device: &Device, (major, minor): (i64, i64)) -> Res
     Ok(())
 }
 
-/// The devices that every container may use, as the runtime specification wants them: major, minor.
-const DEFAULT: [(i64, Option<i64>); 9] = [
+/// The character devices that every container may use (OCI runtime specification, "Default Devices"): major, minor.
+const DEFAULT_DEVICES: [(i64, Option<i64>); 9] = [
     (1, Some(3)),
     (1, Some(5)),
     (1, Some(7)),
@@ -109,14 +111,15 @@ fn rules(asked: &[LinuxDeviceCgroup]) -> Vec<Rule> {
         })
         .collect();
     let mknod = [BLOCK, CHARACTER].map(|kind| (Some(kind), ACCESS_MKNOD, None, None));
-    let default = DEFAULT.map(|(major, minor)| (Some(CHARACTER), access(None), number(Some(major)), number(minor)));
+    let default =
+        DEFAULT_DEVICES.map(|(major, minor)| (Some(CHARACTER), access(None), number(Some(major)), number(minor)));
     let extra = mknod.into_iter().chain(default);
     rules.extend(extra.map(|(kind, access, major, minor)| Rule { allow: true, kind, access, major, minor }));
     rules
 }
 
-/// The program: the last rule that covers an access decides; without any, the access is denied.
-pub fn program(asked: &[LinuxDeviceCgroup]) -> Vec<[u8; 8]> {
+/// Builds the program. The last rule that covers an access decides; an access without a rule is denied.
+pub fn build_program(asked: &[LinuxDeviceCgroup]) -> Vec<[u8; 8]> {
     const LOAD_WORD: u8 = 0x61;
     const AND: u8 = 0x54;
     const SHIFT_RIGHT: u8 = 0x74;
@@ -139,7 +142,7 @@ pub fn program(asked: &[LinuxDeviceCgroup]) -> Vec<[u8; 8]> {
         let mut block = Vec::new();
         tests.extend(rule.kind.map(|kind| instruction(JUMP_NOT_EQUAL, 2, 0, 0, kind)));
         if rule.access != access(None) {
-            // All that is asked must be in the rule.
+            // The rule covers an access only if it has all its operations.
             block.push(instruction(COPY, 1, 3, 0, 0));
             block.push(instruction(AND, 1, 0, 0, rule.access));
             tests.push(instruction(JUMP_NOT_EQUAL_REGISTER, 1, 3, 0, 0));
@@ -159,7 +162,7 @@ pub fn program(asked: &[LinuxDeviceCgroup]) -> Vec<[u8; 8]> {
         let ends = count == 0;
         code.extend(block);
         if ends {
-            // What follows could not be reached, and the kernel refuses such programs.
+            // The kernel rejects programs with instructions that cannot be reached.
             return code;
         }
     }
@@ -169,8 +172,8 @@ pub fn program(asked: &[LinuxDeviceCgroup]) -> Vec<[u8; 8]> {
 }
 
 /// Attaches the rules to a cgroup.
-pub fn attach(cgroup: &Path, asked: &[LinuxDeviceCgroup]) -> io::Result<()> {
-    crate::sys::attach_device_program(std::fs::File::open(cgroup)?, &program(asked))
+pub fn attach_rules(cgroup: &Path, asked: &[LinuxDeviceCgroup]) -> io::Result<()> {
+    crate::sys::attach_device_program(std::fs::File::open(cgroup)?, &build_program(asked))
 }
 
 #[cfg(test)]
@@ -178,7 +181,7 @@ mod tests {
     use super::*;
     use libcontainer::oci_spec::runtime::LinuxDeviceCgroupBuilder;
 
-    /// Runs the few instructions that programs are made of.
+    /// Interprets a program, and returns whether it allows an access.
     fn allowed(program: &[[u8; 8]], kind: u32, access: u32, major: u32, minor: u32) -> bool {
         let mut registers = [0_u64; 16];
         let words = [access << 16 | kind, major, minor];
@@ -217,7 +220,7 @@ mod tests {
 
     #[test]
     fn only_the_usual_devices_are_open_by_default() {
-        let program = program(&[rule(false, None, None, "rwm")]);
+        let program = build_program(&[rule(false, None, None, "rwm")]);
         assert!(allowed(&program, CHARACTER, ACCESS_READ | ACCESS_WRITE, 1, 3));
         assert!(allowed(&program, CHARACTER, ACCESS_READ, 136, 7));
         assert!(allowed(&program, BLOCK, ACCESS_MKNOD, 254, 0));
@@ -230,15 +233,16 @@ mod tests {
     fn a_device_of_the_node_is_a_file_and_a_rule() {
         let mut spec = Spec::default();
         let device =
-            Device { partition: 3, path: "/dev/data".into(), access: "r".into(), mode: 0o60660, owner: (1, 6) };
-        give(&mut spec, &device, (254, 35)).unwrap();
-        give(&mut spec, &Device { path: "/dev/more".into(), access: "rwm".into(), ..device }, (259, 1)).unwrap();
+            NodeDevice { partition: 3, path: "/dev/data".into(), access: "r".into(), mode: 0o60660, owner: (1, 6) };
+        add_device(&mut spec, &device, (254, 35)).unwrap();
+        add_device(&mut spec, &NodeDevice { path: "/dev/more".into(), access: "rwm".into(), ..device }, (259, 1))
+            .unwrap();
         let linux = spec.linux().as_ref().unwrap();
         let nodes = linux.devices().as_ref().unwrap();
         let node = nodes.iter().find(|node| node.path() == Path::new("/dev/data")).unwrap();
         assert_eq!((node.typ(), node.major(), node.minor()), (LinuxDeviceType::B, 254, 35));
         assert_eq!((node.file_mode(), node.uid(), node.gid()), (Some(0o660), Some(1), Some(6)));
-        let program = program(linux.resources().as_ref().unwrap().devices().as_ref().unwrap());
+        let program = build_program(linux.resources().as_ref().unwrap().devices().as_ref().unwrap());
         assert!(allowed(&program, BLOCK, ACCESS_READ, 254, 35));
         assert!(!allowed(&program, BLOCK, ACCESS_WRITE, 254, 35));
         assert!(allowed(&program, BLOCK, ACCESS_READ | ACCESS_WRITE, 259, 1));
@@ -247,13 +251,13 @@ mod tests {
     #[test]
     fn the_last_rule_decides() {
         let kind = Some(LinuxDeviceType::B);
-        let open = program(&[rule(false, None, None, "rwm"), rule(true, kind, Some(8), "r")]);
+        let open = build_program(&[rule(false, None, None, "rwm"), rule(true, kind, Some(8), "r")]);
         assert!(allowed(&open, BLOCK, ACCESS_READ, 8, 1));
         assert!(!allowed(&open, BLOCK, ACCESS_WRITE, 8, 1));
         assert!(!allowed(&open, BLOCK, ACCESS_READ, 9, 1));
-        let privileged = program(&[rule(false, None, None, "rwm"), rule(true, None, None, "rwm")]);
+        let privileged = build_program(&[rule(false, None, None, "rwm"), rule(true, None, None, "rwm")]);
         assert!(allowed(&privileged, BLOCK, ACCESS_WRITE, 254, 0));
-        let none = program(&[]);
+        let none = build_program(&[]);
         assert!(!allowed(&none, BLOCK, ACCESS_WRITE, 254, 0));
     }
 }

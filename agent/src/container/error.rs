@@ -1,9 +1,9 @@
-//! The error of every operation on the pod and its containers, and the kind (gRPC code) that each variant maps to.
+//! Defines the error of every operation on the pod and its containers, and maps each variant to a kind (gRPC code).
 
 use nacelle_base::{Classify, Kind};
 use std::io;
 
-use super::{limits, spec, user, volumes};
+use super::{image_volumes, limits, spec, user};
 use crate::empty_dirs::EmptyDirError;
 use crate::huge_pages::HugePagesError;
 use crate::image::DiskError;
@@ -52,7 +52,7 @@ pub enum PodError {
     #[error("the image of container {id} cannot be used as the specification asks")]
     Target { id: String, source: RootPathError },
     #[error("cannot mount a volume of container {id}")]
-    Volume { id: String, source: volumes::VolumeError },
+    Volume { id: String, source: image_volumes::ImageVolumeError },
     #[error("cannot start a process of container {id}")]
     Zygote { id: String, source: ZygoteError },
     #[error("cannot {what} of container {id}")]
@@ -70,7 +70,7 @@ pub enum PodError {
         #[from]
         source: DiskError,
     },
-    #[error("a task of the agent was cut off")]
+    #[error("a task of the agent was aborted")]
     Task {
         #[from]
         source: tokio::task::JoinError,

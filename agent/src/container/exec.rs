@@ -13,11 +13,11 @@ use super::pod::{Pod, check_id};
 use super::process::Process;
 use super::record::{Container, ExecEntry};
 use super::spawn::StdioOptions;
-use super::spec::exec_process;
+use super::spec::derive_exec_process;
 use crate::cgroup;
 use crate::zygote::{Exec, Request};
 
-/// How many execs of a container that have ended are remembered.
+/// The most execs of a container that are remembered after their end.
 const MAX_ENDED_EXECS: usize = 256;
 
 impl Pod {
@@ -81,7 +81,7 @@ impl Pod {
         let not_running = || PodError::NotRunning { id: options.id.clone() };
         let pidfd = container.init.pidfd.as_ref().ok_or_else(not_running)?;
         let pidfd = pidfd.try_clone().map_err(PodError::io("refer to the first process", &options.id))?;
-        let process = exec_process(&container.process, options.args, options.tty);
+        let process = derive_exec_process(&container.process, options.args, options.tty);
         let owner = (process.user().uid(), process.user().gid());
         // Until the program runs, its container must not be frozen, and no container that may trace it may start.
         let _no_freeze = self.trace_lock.read().await;
@@ -92,7 +92,7 @@ impl Pod {
             user_namespace: self.users.is_some(),
             cgroup_namespace: container.has_cgroup_namespace,
             cgroup: container.cgroup.display().to_string(),
-            init_cgroup: cgroup::of_process(container.init.pid, &container.cgroup),
+            init_cgroup: cgroup::cgroup_of_process(container.init.pid, &container.cgroup),
             size: options.size,
         }));
         let _spawn_guard = self.begin_spawn();

@@ -1,7 +1,8 @@
-//! Owns: changing the limits of a container that is there: all of them, or none.
+//! Changes the limits of an existing container, all of them or none, and drops limits from a specification that this node cannot
+//! enforce.
 
 use crate::cgroup;
-use crate::huge_pages::{self, Limits};
+use crate::huge_pages::{self, HugePageLimits};
 use libcontainer::oci_spec::runtime::{LinuxCpu, Spec};
 use nacelle_base::{Classify, Kind};
 use std::collections::HashMap;
@@ -13,10 +14,10 @@ use std::path::{Path, PathBuf};
 const MEMORY: &str = "memory.max";
 /// The controllers of cgroup v2 (the kernel's Documentation/admin-guide/cgroup-v2.rst), which a node may leave to version 1.
 const CONTROLLERS: [&str; 8] = ["cpu", "cpuset", "memory", "io", "pids", "hugetlb", "rdma", "misc"];
-/// Limits of one request.
-const MOST: usize = 64;
+/// The most limits of one request.
+const MAX_LIMITS: usize = 64;
 
-/// Why nothing was changed.
+/// Reasons the limits of a container were not changed.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the fields are what the message prints")]
 pub enum LimitError {
@@ -28,7 +29,7 @@ pub enum LimitError {
     InUse { limit: u64, used: u64 },
     #[error("cannot write {value:?} to {file}")]
     Write { file: String, value: String, source: io::Error },
-    #[error("cannot read {file}, so a change could not be taken back")]
+    #[error("cannot read {file}, so a change could not be undone")]
     Read { file: String, source: io::Error },
     #[error(
         "no {file}: there is no cgroup v2 controller for it here ({has:?} are), and containers run without such limits"
@@ -42,7 +43,7 @@ impl Classify for LimitError {
             LimitError::InUse { .. } | LimitError::NoController { .. } => Kind::Conflict,
             LimitError::Name { .. } | LimitError::TooMany { .. } => Kind::Invalid,
             LimitError::Write { source, .. } | LimitError::Read { source, .. } => match source.raw_os_error() {
-                // What the kernel does not take, and what it does not have.
+                // The kernel rejects the value or has no such file.
                 Some(libc::EINVAL | libc::ERANGE | libc::ENOENT | libc::EOPNOTSUPP | libc::EACCES) => Kind::Invalid,
                 _ => Kind::from(source.kind()),
             },
@@ -50,27 +51,27 @@ impl Classify for LimitError {
     }
 }
 
-/// What was written, and what was there before.
-struct Written {
+/// A file that was written, and its value before.
+struct WrittenLimit {
     path: PathBuf,
     before: String,
 }
 
-/// Writes these values to these files of a cgroup and the adjustment to all its processes, of which `proc` tells.
-/// On failure what was written is taken back.
-pub fn change(
+/// Writes values to files of a cgroup, and `oom_score_adj` to all its processes. `proc` is the mount point of procfs. On an error,
+/// restores what was written.
+pub fn change_limits(
     cgroup: &Path,
     proc: &Path,
     limits: &[(String, String)],
     oom_score_adj: Option<i32>,
 ) -> Result<(), LimitError> {
-    if limits.len() > MOST {
+    if limits.len() > MAX_LIMITS {
         return Err(LimitError::TooMany { count: limits.len() });
     }
-    let has = controllers(cgroup);
+    let has = read_controllers(cgroup);
     for (file, value) in limits {
         let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
-        // Those of cgroup itself kill, move and freeze processes.
+        // The files of cgroup v2 itself kill, move and freeze processes.
         if !file.contains('.') || file.starts_with('.') || file.starts_with("cgroup.") || !file.chars().all(plain) {
             return Err(LimitError::Name { file: file.chars().take(100).collect() });
         }
@@ -90,11 +91,11 @@ pub fn change(
     let mut written = Vec::new();
     let changed = change_each(cgroup, proc, limits, oom_score_adj, &mut written);
     if changed.is_err() {
-        for Written { path, before } in written.iter().rev() {
+        for WrittenLimit { path, before } in written.iter().rev() {
             // Some files take one line at a time.
             for line in before.lines() {
                 if let Err(error) = write(path, line) {
-                    tracing::warn!(path = %path.display(), %error, "cannot take back a limit");
+                    tracing::warn!(path = %path.display(), %error, "cannot restore a limit");
                 }
             }
         }
@@ -107,13 +108,13 @@ fn change_each(
     proc: &Path,
     limits: &[(String, String)],
     oom_score_adj: Option<i32>,
-    written: &mut Vec<Written>,
+    written: &mut Vec<WrittenLimit>,
 ) -> Result<(), LimitError> {
     let mut set = |path: PathBuf, value: &str| {
         let before = read(&path)?;
         let done = write(&path, value);
         done.map_err(|source| LimitError::Write { file: name(&path), value: value.to_owned(), source })?;
-        written.push(Written { path, before });
+        written.push(WrittenLimit { path, before });
         Ok(())
     };
     for (file, value) in limits {
@@ -123,7 +124,7 @@ fn change_each(
         }
     }
     let Some(adjustment) = oom_score_adj else { return Ok(()) };
-    let processes = cgroup::processes(cgroup);
+    let processes = cgroup::list_processes(cgroup);
     let processes = processes.map_err(|source| LimitError::Read { file: "cgroup.procs".into(), source })?;
     for pid in processes {
         match set(proc.join(pid.to_string()).join("oom_score_adj"), &adjustment.to_string()) {
@@ -140,7 +141,7 @@ fn holds_without(file: &str, value: &str) -> bool {
     value == "max" || value.starts_with("max ") || (file.starts_with("hugetlb.") && value == "0")
 }
 
-/// The process has ended meanwhile.
+/// Whether the error means that the process has ended.
 fn is_gone(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH))
 }
@@ -149,8 +150,8 @@ fn name(path: &Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-/// The controllers of a cgroup, with which alone it has files of limits; none if it does not say.
-fn controllers(cgroup: &Path) -> Option<String> {
+/// Returns the controllers of a cgroup, without which it has no files of limits; `None` if they cannot be read.
+fn read_controllers(cgroup: &Path) -> Option<String> {
     fs::read_to_string(cgroup.join("cgroup.controllers")).ok()
 }
 
@@ -158,46 +159,46 @@ fn read(path: &Path) -> Result<String, LimitError> {
     fs::read_to_string(path).map_err(|source| LimitError::Read { file: name(path), source })
 }
 
-/// To a file that is there, in one piece.
+/// Writes to an existing file, in one piece.
 fn write(path: &Path, value: &str) -> io::Result<()> {
     File::options().write(true).truncate(true).open(path)?.write_all(value.as_bytes())
 }
 
-/// The limits of huge pages of a specification.
-pub fn huge_pages(spec: &Spec) -> Limits {
+/// Returns the huge page limits of a specification.
+pub fn huge_page_limits(spec: &Spec) -> HugePageLimits {
     let resources = spec.linux().as_ref().and_then(|linux| linux.resources().as_ref());
-    let Some(resources) = resources else { return Limits::new() };
+    let Some(resources) = resources else { return HugePageLimits::new() };
     let of_sizes = resources.hugepage_limits().iter().flatten();
-    let mut limits: Limits =
+    let mut limits: HugePageLimits =
         of_sizes.filter_map(|limit| Some((limit.page_size().clone(), u64::try_from(limit.limit()).ok()?))).collect();
     let files = resources.unified().iter().flatten().map(|(file, value)| (file.as_str(), value.as_str()));
-    limits.extend(huge_pages::among(files));
+    limits.extend(huge_pages::limits_of_files(files));
     limits
 }
 
-/// Takes off a specification the limits for which there is no controller here, and says which: on a node that leaves
-/// them to cgroup v1 containers run without. Of huge pages of a size that is not among `sizes` a container has none anyway.
-pub fn leave_out(spec: &mut Spec, controllers: &str, sizes: &[String]) {
+/// Drops the limits from a specification for which there is no cgroup v2 controller here, and logs which: on a node that leaves a
+/// controller to cgroup v1, containers run without its limits. Drops limits of 0 for huge page sizes that are not among `sizes`.
+pub fn drop_unsupported_limits(spec: &mut Spec, controllers: &str, sizes: &[String]) {
     let Some(resources) = spec.linux_mut().as_mut().and_then(|linux| linux.resources_mut().as_mut()) else { return };
     let missing = |name: &str| !controllers.split_whitespace().any(|controller| controller == name);
-    let mut left_out = Vec::new();
+    let mut dropped = Vec::new();
     if missing("memory") && resources.memory().is_some() {
         resources.set_memory(None);
-        left_out.push("memory");
+        dropped.push("memory");
     }
     if let Some(asked) = resources.cpu().clone() {
-        // It is there without a limit, too.
+        // The daemon also sends a cpu part without limits.
         let mut kept = if missing("cpu") { LinuxCpu::default() } else { asked.clone() };
         let sets = if missing("cpuset") { (None, None) } else { (asked.cpus().clone(), asked.mems().clone()) };
         kept.set_cpus(sets.0).set_mems(sets.1);
         if kept != asked {
-            left_out.push("cpu, cpuset");
+            dropped.push("cpu, cpuset");
         }
         resources.set_cpu(Some(kept).filter(|kept| *kept != LinuxCpu::default()));
     }
     if missing("pids") && resources.pids().is_some() {
         resources.set_pids(None);
-        left_out.push("pids");
+        dropped.push("pids");
     }
     if let Some(limits) = resources.hugepage_limits().clone() {
         let none = missing("hugetlb");
@@ -206,16 +207,16 @@ pub fn leave_out(spec: &mut Spec, controllers: &str, sizes: &[String]) {
             .filter(|limit| limit.limit() > 0 || sizes.contains(limit.page_size()))
             .partition(|limit| none && limit.limit() > 0);
         resources.set_hugepage_limits(Some(kept).filter(|kept| !none && !kept.is_empty()));
-        left_out.extend(if lost.is_empty() { None } else { Some("hugetlb") });
+        dropped.extend(if lost.is_empty() { None } else { Some("hugetlb") });
     }
     if let Some(unified) = resources.unified().clone() {
         let known = |file: &String| !missing(file.split('.').next().unwrap_or(file));
         let (kept, lost): (HashMap<_, _>, HashMap<_, _>) = unified.into_iter().partition(|(file, _)| known(file));
         resources.set_unified(Some(kept).filter(|kept| !kept.is_empty()));
-        left_out.extend(if lost.is_empty() { None } else { Some("unified") });
+        dropped.extend(if lost.is_empty() { None } else { Some("unified") });
     }
-    if !left_out.is_empty() {
-        tracing::warn!(?left_out, "this node has no cgroup v2 controllers for these limits of a container");
+    if !dropped.is_empty() {
+        tracing::warn!(?dropped, "this node has no cgroup v2 controllers for these limits of a container");
     }
 }
 
@@ -237,7 +238,7 @@ mod tests {
                 } },
             }))
             .unwrap();
-            leave_out(&mut spec, controllers, &["2MB".to_owned()]);
+            drop_unsupported_limits(&mut spec, controllers, &["2MB".to_owned()]);
             spec.linux().clone().unwrap().resources().clone().unwrap()
         };
         let all = spec("cpu cpuset memory pids hugetlb io\n");
@@ -257,10 +258,10 @@ mod tests {
         assert!(spec("").unified().is_none() && spec("").hugepage_limits().is_none());
     }
 
-    /// A folder that looks like a cgroup with two processes, one of which is gone.
+    /// Makes a directory that looks like a cgroup with two processes, one of which has ended.
     fn fake() -> (tempfile::TempDir, PathBuf, PathBuf) {
-        let folder = tempfile::tempdir().unwrap();
-        let (cgroup, proc) = (folder.path().join("c"), folder.path().join("proc"));
+        let outer = tempfile::tempdir().unwrap();
+        let (cgroup, proc) = (outer.path().join("c"), outer.path().join("proc"));
         fs::create_dir_all(&cgroup).unwrap();
         fs::create_dir_all(proc.join("7")).unwrap();
         for (file, text) in [
@@ -273,7 +274,7 @@ mod tests {
             fs::write(cgroup.join(file), text).unwrap();
         }
         fs::write(proc.join("7/oom_score_adj"), "3\n").unwrap();
-        (folder, cgroup, proc)
+        (outer, cgroup, proc)
     }
 
     fn limits(list: &[(&str, &str)]) -> Vec<(String, String)> {
@@ -282,9 +283,9 @@ mod tests {
 
     #[test]
     fn all_are_written() {
-        let (_folder, cgroup, proc) = fake();
+        let (_outer, cgroup, proc) = fake();
         let none = ("hugetlb.1GB.max", "0");
-        change(&cgroup, &proc, &limits(&[("memory.max", "1000"), none, ("cpu.max", "5 10")]), Some(-4)).unwrap();
+        change_limits(&cgroup, &proc, &limits(&[("memory.max", "1000"), none, ("cpu.max", "5 10")]), Some(-4)).unwrap();
         let text = |path: PathBuf| fs::read_to_string(path).unwrap();
         assert_eq!(text(cgroup.join("memory.max")), "1000");
         assert_eq!(text(cgroup.join("cpu.max")), "5 10");
@@ -293,7 +294,7 @@ mod tests {
 
     #[test]
     fn a_failure_names_the_file_and_changes_nothing() {
-        let (_folder, cgroup, proc) = fake();
+        let (_outer, cgroup, proc) = fake();
         for (list, kind, word) in [
             (&[("cpu.max", "5 10"), ("memory.max", "999")][..], Kind::Conflict, "1000 bytes are in use"),
             (&[("cpu.max", "5 10"), ("hugetlb.1GB.max", "1")], Kind::Invalid, "hugetlb.1GB.max"),
@@ -302,27 +303,28 @@ mod tests {
             (&[("cpu.max", "5 10"), (".x", "1")], Kind::Invalid, ".x"),
             (&[("cpu.max", "5 10"), ("tasks", "1")], Kind::Invalid, "tasks"),
         ] {
-            let error = change(&cgroup, &proc, &limits(list), None).unwrap_err();
+            let error = change_limits(&cgroup, &proc, &limits(list), None).unwrap_err();
             assert_eq!(error.kind(), kind, "{error}");
             assert!(error.to_string().contains(word), "{error}");
             assert_eq!(fs::read_to_string(cgroup.join("cpu.max")).unwrap().trim(), "max 100000", "{error}");
         }
-        assert!(change(&cgroup, &proc, &limits(&[("cpu.max", "1"); MOST + 1]), None).is_err());
+        assert!(change_limits(&cgroup, &proc, &limits(&[("cpu.max", "1"); MAX_LIMITS + 1]), None).is_err());
     }
 
     #[test]
     fn a_node_without_the_controller_says_so() {
-        let (_folder, cgroup, proc) = fake();
+        let (_outer, cgroup, proc) = fake();
         fs::write(cgroup.join("cgroup.controllers"), "cpu\n").unwrap();
-        let error = change(&cgroup, &proc, &limits(&[("cpu.max", "5 10"), ("memory.max", "2000")]), None).unwrap_err();
+        let error =
+            change_limits(&cgroup, &proc, &limits(&[("cpu.max", "5 10"), ("memory.max", "2000")]), None).unwrap_err();
         assert_eq!(error.kind(), Kind::Conflict, "{error}");
         assert!(error.to_string().contains("no memory.max") && error.to_string().contains("\"cpu\""), "{error}");
         assert_eq!(fs::read_to_string(cgroup.join("cpu.max")).unwrap(), "max 100000\n");
-        let error = change(&cgroup, &proc, &limits(&[("memry.max", "1")]), None).unwrap_err();
+        let error = change_limits(&cgroup, &proc, &limits(&[("memry.max", "1")]), None).unwrap_err();
         assert_eq!(error.kind(), Kind::Invalid, "{error}");
-        change(&cgroup, &proc, &limits(&[("cpu.max", "5 10"), ("hugetlb.2MB.max", "0")]), None).unwrap();
-        // No limit is what there is without the controller.
+        change_limits(&cgroup, &proc, &limits(&[("cpu.max", "5 10"), ("hugetlb.2MB.max", "0")]), None).unwrap();
+        // Without the controller nothing is limited, which "max" asks for.
         fs::remove_file(cgroup.join("memory.max")).unwrap();
-        change(&cgroup, &proc, &limits(&[("memory.max", "max"), ("pids.max", "max")]), None).unwrap();
+        change_limits(&cgroup, &proc, &limits(&[("memory.max", "max"), ("pids.max", "max")]), None).unwrap();
     }
 }

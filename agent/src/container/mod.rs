@@ -1,14 +1,16 @@
-//! The containers of the pod and the operations on them, one per file: create, start, signal, exec, update, resize, remove.
+//! Manages the containers of the pod. Each operation has a file: create, start, signal, exec, update, resize, remove.
 //!
 //! Every operation may be repeated: a request for what is done already succeeds without effect. `pod` has the table of
-//! containers and processes; this layer knows nothing of gRPC.
+//! containers and processes. This layer does not know gRPC.
 
 mod create;
 pub mod devices;
 mod error;
 mod exec;
+pub mod image_volumes;
 pub mod limits;
 mod lock;
+pub mod mapped_mounts;
 mod options;
 mod pid_namespace;
 mod pod;
@@ -19,7 +21,6 @@ mod record;
 mod remove;
 mod resize;
 pub mod root;
-pub mod shown;
 mod signal;
 mod spawn;
 pub mod spec;
@@ -27,7 +28,6 @@ mod start;
 mod trace;
 mod update;
 pub mod user;
-pub mod volumes;
 
 pub use error::PodError;
 pub use options::{CreateOptions, ExecOptions};

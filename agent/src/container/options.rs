@@ -1,11 +1,11 @@
-//! What a container and an exec are made from, as plain data.
+//! Defines the parameters of a new container and of an exec, as plain data.
 
 use nacelle_proto::agent::{EmptyDir, PidMode};
 
-use super::devices::Device;
-use super::volumes::Volume;
+use super::devices::NodeDevice;
+use super::image_volumes::ImageVolumeMount;
 
-/// What a container is created from.
+/// The parameters of a new container.
 #[derive(Debug)]
 pub struct CreateOptions {
     /// The container's id.
@@ -25,14 +25,14 @@ pub struct CreateOptions {
     /// The PID namespace if `pid_of` is empty.
     pub pid_mode: PidMode,
     /// Image volumes, in the order in which they are mounted.
-    pub volumes: Vec<Volume>,
+    pub volumes: Vec<ImageVolumeMount>,
     /// Block devices of the node.
-    pub devices: Vec<Device>,
+    pub devices: Vec<NodeDevice>,
     /// emptyDir volumes in memory or on disks of the VM.
     pub empty_dirs: Vec<EmptyDir>,
 }
 
-/// What an exec is made from.
+/// The parameters of an exec.
 #[derive(Debug)]
 pub struct ExecOptions {
     /// The container's id.

@@ -43,7 +43,7 @@ impl Pod {
         let hold = move || pod.zygote.call(&Request::Pause { user_namespace }, &[]);
         let holder = tokio::task::spawn_blocking(hold).await?.map_err(failed)?;
         if user_namespace {
-            let named = userns::name(&format!("/proc/{}/ns/pid", holder.pid), paths::PID_NAMESPACE);
+            let named = userns::bind_namespace(&format!("/proc/{}/ns/pid", holder.pid), paths::PID_NAMESPACE);
             named.map_err(PodError::io("name the PID namespace", id))?;
         }
         // The process lives as long as the agent, which never signals it.

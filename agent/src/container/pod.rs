@@ -1,4 +1,4 @@
-//! The pod: what all its containers share, and the table of containers and processes.
+//! Holds what all containers of the pod share, and the tables of containers and processes.
 //!
 //! `Pod` is shared between tasks. Its tables are behind one lock, which is never held while waiting.
 
@@ -12,7 +12,7 @@ use super::error::PodError;
 use super::process::Process;
 use super::record::Container;
 use crate::empty_dirs::EmptyDirs;
-use crate::huge_pages::{HugePages, Limits};
+use crate::huge_pages::{HugePageLimits, HugePages};
 use crate::image::Disks;
 use crate::pushed::Volumes;
 use crate::stats::Layers;
@@ -29,9 +29,9 @@ pub(super) struct PodState {
     pub processes: HashMap<i32, Arc<Process>>,
     /// Wait statuses of processes that ended before they were registered, by their PIDs. Empty unless `spawning`.
     pub unclaimed_exits: HashMap<i32, i32>,
-    /// How many `SpawnGuard`s exist.
+    /// The number of `SpawnGuard`s that exist.
     pub spawning: usize,
-    /// How many entries of execs were asked for.
+    /// The number of calls of `exec_entry`.
     pub exec_sequence: u64,
 }
 
@@ -117,19 +117,19 @@ impl Pod {
         state.containers.values().map(describe).collect()
     }
 
-    /// Has the kernel keep the huge pages that these limits of a container allow. Returns the limits that undo the change.
+    /// Makes the kernel reserve the huge pages that these limits of a container allow. Returns the limits that undo the change.
     ///
     /// Containers that have ended lose their huge pages first, so that they keep them no longer than until the next one needs
     /// some. Blocks.
-    pub(super) fn reserve_huge_pages(&self, id: &str, limits: &Limits) -> Result<Limits, PodError> {
+    pub(super) fn reserve_huge_pages(&self, id: &str, limits: &HugePageLimits) -> Result<HugePageLimits, PodError> {
         if limits.is_empty() {
-            return Ok(Limits::new());
+            return Ok(HugePageLimits::new());
         }
         let failed = |source| PodError::HugePages { id: id.to_owned(), source };
         for ended in self.list_containers().into_iter().filter(|container| container.exit.is_some()) {
             self.huge_pages.release(&ended.id).map_err(failed)?;
         }
-        self.huge_pages.set(id, limits).map_err(failed)
+        self.huge_pages.set_limits(id, limits).map_err(failed)
     }
 }
 

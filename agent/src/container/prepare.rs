@@ -1,6 +1,6 @@
 //! Prepares a container before any process of it exists: huge pages, root, user, volumes, and the specification on disk.
 //!
-//! Blocks. What a failed preparation leaves is removed by the undo stack of `create`.
+//! The functions block. The undo stack of `create` removes what a failed preparation leaves.
 
 use libcontainer::oci_spec::runtime::{Mount, Spec};
 use nacelle_base::share;
@@ -11,9 +11,9 @@ use std::path::Path;
 use super::error::PodError;
 use super::options::CreateOptions;
 use super::pod::Pod;
-use super::spec::{PidNamespace, Place, adjust, own_capabilities, own_oom_score_adj, parse};
-use super::{devices, limits, root, shown, user, volumes};
-use crate::empty_dirs::Place as EmptyDirPlace;
+use super::spec::{PidNamespace, SpecContext, adjust_spec, parse_spec, read_bounding_set, read_oom_score_adj};
+use super::{devices, image_volumes, limits, mapped_mounts, root, user};
+use crate::empty_dirs::EmptyDirSource;
 use crate::huge_pages;
 use crate::paths;
 use crate::rootfs::{
@@ -21,7 +21,7 @@ use crate::rootfs::{
 };
 use crate::userns::UserNs;
 
-/// What libcontainer and the zygote need to make the first process.
+/// The input of libcontainer and the zygote for the first process.
 pub(super) struct PreparedContainer {
     /// The specification as it was written to the bundle.
     pub spec: Spec,
@@ -40,52 +40,54 @@ pub(super) fn prepare_container(
     let id = &options.id;
     let in_spec = |source| PodError::Spec { id: id.clone(), source };
     let in_root = |source| PodError::Root { id: id.clone(), source };
-    let spec = parse(&options.spec).map_err(in_spec)?;
-    pod.reserve_huge_pages(id, &limits::huge_pages(&spec))?;
-    let image = pod.disks.image(options.partition)?;
-    pod.disks.scratch()?;
+    let spec = parse_spec(&options.spec).map_err(in_spec)?;
+    pod.reserve_huge_pages(id, &limits::huge_page_limits(&spec))?;
+    let image = pod.disks.image_mount_point(options.partition)?;
+    pod.disks.mount_scratch()?;
     let users = pod.users.as_ref();
     let owner = users.map(UserNs::root);
-    let root = root::make(id, &image, users).map_err(in_root)?;
+    let root = root::mount_root(id, &image, users).map_err(in_root)?;
     let passwd = read_file(&root, "/etc/passwd").map_err(in_root)?;
     let group = read_file(&root, "/etc/group").map_err(in_root)?;
     let (user, groups) = find_user(options, &spec, users, &passwd, &group)?;
     let response = CreateContainerResponse { uid: user.uid, gid: user.gid, supplemental_groups: groups.clone() };
     let mut mounts = Vec::with_capacity(options.volumes.len());
     for volume in &options.volumes {
-        let image = pod.disks.image(volume.partition)?;
-        let mount = volumes::prepare(&root, &image, volume, owner);
+        let image = pod.disks.image_mount_point(volume.partition)?;
+        let mount = image_volumes::prepare_mount(&root, &image, volume, owner);
         mounts.push(mount.map_err(|source| PodError::Volume { id: id.clone(), source })?);
     }
     let is_shared = |mount: &Mount| mount.source().as_ref().is_some_and(|source| source.starts_with(share::FOLDER));
     if spec.mounts().iter().flatten().any(is_shared) {
-        pod.disks.share()?;
+        pod.disks.mount_shared_volumes()?;
     }
     let spec = resolve_empty_dirs(pod, id, spec, &options.empty_dirs)?;
-    let capabilities = own_capabilities();
-    let in_users = users.map(|users| users.network);
-    let place = Place {
+    let context = SpecContext {
         id,
         root: &root,
         pid,
         user: &user,
         groups: &groups,
         volumes: mounts,
-        capabilities,
-        oom_score_adj: own_oom_score_adj(),
-        users: in_users,
+        capabilities: read_bounding_set(),
+        oom_score_adj: read_oom_score_adj(),
+        users: users.map(|users| users.network),
     };
-    let mut spec = adjust(spec, place).map_err(in_spec)?;
+    let mut spec = adjust_spec(spec, context).map_err(in_spec)?;
     if let (Some(users), Some(mounts)) = (users, spec.mounts_mut()) {
-        shown::of_mounts(id, users, mounts).map_err(in_root)?;
+        mapped_mounts::map_sources(id, users, mounts).map_err(in_root)?;
     }
     for device in &options.devices {
-        let numbers = pod.disks.device(device.partition)?;
-        devices::give(&mut spec, device, numbers).map_err(|source| in_spec(source.into()))?;
+        let numbers = pod.disks.device_numbers(device.partition)?;
+        devices::add_device(&mut spec, device, numbers).map_err(|source| in_spec(source.into()))?;
     }
     let controllers = Path::new(paths::CGROUP).join("cgroup.controllers");
-    limits::leave_out(&mut spec, &std::fs::read_to_string(controllers).unwrap_or_default(), &huge_pages::sizes());
-    check_bind_mounts(&root, spec.mounts().as_deref().unwrap_or_default(), Path::new(shown::SYS))
+    limits::drop_unsupported_limits(
+        &mut spec,
+        &std::fs::read_to_string(controllers).unwrap_or_default(),
+        &huge_pages::list_sizes(),
+    );
+    check_bind_mounts(&root, spec.mounts().as_deref().unwrap_or_default(), Path::new(mapped_mounts::SYS))
         .map_err(|source| PodError::Mount { id: id.clone(), source })?;
     let late_mounts = take_late_mounts(&mut spec);
     prepare_mount_points(&root, &mut spec, owner).map_err(|source| PodError::Target { id: id.clone(), source })?;
@@ -102,17 +104,17 @@ fn find_user(
     users: Option<&UserNs>,
     passwd: &str,
     group: &str,
-) -> Result<(user::Found, Vec<u32>), PodError> {
+) -> Result<(user::UserAccount, Vec<u32>), PodError> {
     let id = &options.id;
     let asked = spec.process().as_ref().map(|process| process.user().clone()).unwrap_or_default();
     let user = if options.user.is_empty() {
-        user::of_numbers(asked.uid(), asked.gid(), passwd)
+        user::user_with_ids(asked.uid(), asked.gid(), passwd)
     } else {
-        user::find(&options.user, passwd, group).map_err(|source| PodError::User { id: id.clone(), source })?
+        user::find_user(&options.user, passwd, group).map_err(|source| PodError::User { id: id.clone(), source })?
     };
     let mut groups = vec![user.gid];
     let merged = match &user.name {
-        Some(name) if options.merge_groups => user::memberships(name, group),
+        Some(name) if options.merge_groups => user::list_memberships(name, group),
         _ => Vec::new(),
     };
     for gid in asked.additional_gids().iter().flatten().copied().chain(merged) {
@@ -121,8 +123,8 @@ fn find_user(
         }
     }
     let last = users.map(UserNs::limits);
-    user::check([user.uid], last.map(|(user, _)| user))
-        .and_then(|()| user::check(groups.iter().copied(), last.map(|(_, group)| group)))
+    user::check_ids([user.uid], last.map(|(user, _)| user))
+        .and_then(|()| user::check_ids(groups.iter().copied(), last.map(|(_, group)| group)))
         .map_err(|source| PodError::Numbers { id: id.clone(), source })?;
     Ok((user, groups))
 }
@@ -148,9 +150,9 @@ fn prepare_mount_points(root: &Path, spec: &mut Spec, owner: Owner) -> Result<()
 /// Creates the emptyDir volumes that do not exist yet, and sets the sources of their mounts to where they are in the VM.
 fn resolve_empty_dirs(pod: &Pod, id: &str, mut spec: Spec, volumes: &[EmptyDir]) -> Result<Spec, PodError> {
     for (number, volume) in volumes.iter().enumerate() {
-        let source = match pod.empty_dirs.place(volume, &pod.disks)? {
-            EmptyDirPlace::Whole(path) => path,
-            EmptyDirPlace::Part(mount) => shown::keep(id, mount, &format!("own{number}"))
+        let source = match pod.empty_dirs.provide(volume, &pod.disks)? {
+            EmptyDirSource::Whole(path) => path,
+            EmptyDirSource::Part(mount) => mapped_mounts::attach_mount(id, mount, &format!("own{number}"))
                 .map_err(|source| PodError::Root { id: id.to_owned(), source })?,
         };
         let asked = Path::new(&volume.source);

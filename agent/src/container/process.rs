@@ -1,4 +1,4 @@
-//! A process that the host asked for: the first process of a container, or an exec.
+//! Keeps a process that the host asked for: the first process of a container, or an exec.
 //!
 //! A `Process` outlives the kernel's process: its exit status and its streams stay until the container is removed. Signals go
 //! through a pidfd, so that they never reach another process that has got the same PID.
@@ -70,7 +70,7 @@ impl Process {
         let code = if signaled { 128 + libc::WTERMSIG(status) } else { libc::WEXITSTATUS(status) };
         // Either the process was killed, or it is a shell that reports that its child was.
         let killed = code == 128 + libc::SIGKILL;
-        let out_of_memory = if killed { cgroup::out_of_memory(&self.cgroup) } else { None };
+        let out_of_memory = if killed { cgroup::oom_kill_cause(&self.cgroup) } else { None };
         let exit = Exit {
             code: code.unsigned_abs(),
             oom_killed: out_of_memory.is_some(),
@@ -78,7 +78,7 @@ impl Process {
             guest_out_of_memory: out_of_memory == Some(cgroup::OutOfMemory::Guest),
         };
         if self.kills_cgroup_on_exit
-            && let Err(error) = cgroup::kill(&self.cgroup)
+            && let Err(error) = cgroup::kill_processes(&self.cgroup)
         {
             tracing::warn!(%error, "cannot kill the remaining processes of a container");
         }

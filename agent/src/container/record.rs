@@ -1,4 +1,4 @@
-//! What the agent keeps of a container that exists, and of the execs in it.
+//! Defines what the agent keeps of a container that exists, and of the execs in it.
 
 use libcontainer::oci_spec::runtime::{Capability, LinuxSeccomp, Process as SpecProcess};
 use nacelle_proto::common::CreateContainerResponse;

@@ -10,7 +10,7 @@ use super::process::Process;
 use super::root;
 use crate::cgroup;
 
-/// How long killed processes may take to end.
+/// The time that killed processes have to end.
 pub(super) const KILL_TIMEOUT: Duration = Duration::from_secs(30);
 
 impl Pod {
@@ -24,7 +24,7 @@ impl Pod {
             kill_and_wait(&id, &container.cgroup, &container.init).await?;
             let path = container.cgroup.clone();
             let (name, pod) = (id.clone(), Arc::clone(&self));
-            let remove = move || (cgroup::remove(&path), root::remove(&name), pod.huge_pages.release(&name));
+            let remove = move || (cgroup::remove(&path), root::remove_root(&name), pod.huge_pages.release(&name));
             let removed = tokio::task::spawn_blocking(remove).await?;
             removed.0.map_err(PodError::io("remove the cgroup", &id))?;
             removed.1.map_err(|source| PodError::Root { id: id.clone(), source })?;
@@ -39,17 +39,17 @@ impl Pod {
 /// Kills all processes of a container and waits until they have ended.
 async fn kill_and_wait(id: &str, path: &Path, init: &Process) -> Result<(), PodError> {
     let failed = PodError::io("kill the processes", id);
-    cgroup::kill(path).map_err(&failed)?;
+    cgroup::kill_processes(path).map_err(&failed)?;
     let alive = || PodError::StillAlive { id: id.to_owned(), seconds: KILL_TIMEOUT.as_secs() };
     let deadline = Instant::now() + KILL_TIMEOUT;
     init.wait(KILL_TIMEOUT).await.ok_or_else(alive)?;
-    while cgroup::populated(path) {
+    while cgroup::is_populated(path) {
         if Instant::now() >= deadline {
             return Err(alive());
         }
         tokio::time::sleep(Duration::from_millis(2)).await;
         // An exec that was being made may have entered the cgroup since.
-        cgroup::kill(path).map_err(&failed)?;
+        cgroup::kill_processes(path).map_err(&failed)?;
     }
     Ok(())
 }

@@ -1,13 +1,12 @@
 //! Sends signals to the processes of containers. A signal to a process that has ended, or never existed, succeeds.
 
 use std::io;
-use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 
 use super::error::PodError;
 use super::pod::{Pod, check_id};
 use super::record::Container;
-use crate::{cgroup, paths, sys};
+use crate::{cgroup, sys};
 
 impl Pod {
     /// Sends a signal to the exec `exec_id`, to the container's first process if `exec_id` is empty, or with `all` to every
@@ -37,15 +36,15 @@ impl Pod {
 
     /// Kills all processes of all containers, before the VM is powered off.
     pub fn kill_all_containers(&self) -> io::Result<()> {
-        cgroup::kill(&PathBuf::from(format!("{}{}", paths::CGROUP, paths::POD_CGROUP)))
+        cgroup::kill_processes(&cgroup::pod_path())
     }
 }
 
 fn signal_all(container: &Container, signal: i32) -> io::Result<()> {
     if signal == libc::SIGKILL {
-        return cgroup::kill(&container.cgroup);
+        return cgroup::kill_processes(&container.cgroup);
     }
-    for pid in cgroup::processes(&container.cgroup)? {
+    for pid in cgroup::list_processes(&container.cgroup)? {
         match sys::pidfd_open(pid).and_then(|pidfd| sys::pidfd_signal(pidfd, signal)) {
             Err(error) if error.raw_os_error() != Some(libc::ESRCH) => return Err(error),
             _ => {}

@@ -1,4 +1,4 @@
-//! Has the zygote make a process, with pipes or a terminal as its streams.
+//! Makes a process by the zygote, with pipes or a terminal as its streams.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ pub(super) struct StdioOptions {
 }
 
 impl Pod {
-    /// Has the zygote make a process. `fds` come before the streams. The caller holds a `SpawnGuard`.
+    /// Makes a process by a request to the zygote. `fds` precede the streams. The caller holds a `SpawnGuard`.
     pub(super) async fn spawn_process(
         self: &Arc<Self>,
         id: &str,

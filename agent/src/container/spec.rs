@@ -1,5 +1,6 @@
-//! Owns: what the agent changes in an OCI specification so that it fits this guest: root, cgroup, namespaces, the
-//! pod's files, user, environment. Pure.
+//! Adjusts an OCI specification to this guest: root, cgroup, namespaces, the pod's files, user, environment, capabilities.
+//!
+//! All functions are pure, except those that read the agent's own capabilities and `oom_score_adj`.
 
 use libcontainer::capabilities::CapabilityExt;
 use libcontainer::oci_spec::runtime::{
@@ -8,111 +9,111 @@ use libcontainer::oci_spec::runtime::{
 };
 use std::path::{Path, PathBuf};
 
-use super::shown;
-use super::user::Found;
+use super::mapped_mounts;
+use super::user::UserAccount;
 use crate::paths;
 
-/// Why a specification cannot be used.
+/// Reasons a specification is not usable.
 #[derive(Debug, thiserror::Error)]
 pub enum SpecError {
-    /// It is no specification.
+    /// The JSON is not a specification.
     #[error("the OCI specification cannot be read")]
     Json {
-        /// Why.
+        /// The parser's error.
         #[from]
         source: serde_json::Error,
     },
     /// A part is missing.
     #[error("the OCI specification has no {part}")]
     Missing {
-        /// The part: "process".
+        /// The missing part, such as "process".
         part: &'static str,
     },
-    /// Something that this guest cannot do.
-    #[error("the OCI specification asks for {what}, which a pod's machine does not have")]
+    /// The specification asks for something that this guest does not support.
+    #[error("the OCI specification asks for {what}, which the guest of a pod does not support")]
     Unsupported {
-        /// What it asks for.
+        /// The unsupported part.
         what: &'static str,
     },
-    /// libcontainer's types refuse a part that was built.
+    /// A builder of libcontainer's types failed.
     #[error("the OCI specification cannot be adjusted")]
     Build {
-        /// Why.
+        /// The builder's error.
         #[from]
         source: libcontainer::oci_spec::OciSpecError,
     },
 }
 
-/// Where the PID namespace of a container comes from.
+/// The PID namespace of a container.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PidNamespace {
-    /// Its own.
+    /// A new one for the container alone.
     Own,
-    /// The one of this process.
+    /// The PID namespace of the process with this PID.
     Of(i32),
-    /// The pod's, by its name.
+    /// The pod's shared one, which is entered by `paths::PID_NAMESPACE`.
     Named,
     /// The agent's, which is the node's.
     Node,
 }
 
-/// What the specification is adjusted to.
-pub struct Place<'a> {
-    /// The container.
+/// The values to which a specification is adjusted.
+pub struct SpecContext<'a> {
+    /// The container's id.
     pub id: &'a str,
-    /// Where its root is mounted.
+    /// The mount point of the container's root.
     pub root: &'a Path,
-    /// Its PID namespace.
+    /// The container's PID namespace.
     pub pid: PidNamespace,
-    /// Its user, as found.
-    pub user: &'a Found,
-    /// All its supplemental groups.
+    /// The user of the first process.
+    pub user: &'a UserAccount,
+    /// All supplemental groups of the first process.
     pub groups: &'a [u32],
-    /// Its image volumes.
+    /// The mounts of image volumes.
     pub volumes: Vec<Mount>,
-    /// The capabilities that the agent has to give, a bit each.
+    /// The capabilities that the agent can grant, one bit each.
     pub capabilities: u64,
     /// The agent's own `oom_score_adj`.
     pub oom_score_adj: i32,
-    /// The pod has a user namespace of its own; true: its network namespace belongs to it.
+    /// `Some` if the pod has a user namespace of its own; `true` if that owns the pod's network namespace.
     pub users: Option<bool>,
 }
 
-/// This process's own `oom_score_adj`; that of most processes if the kernel does not tell it.
-pub fn own_oom_score_adj() -> i32 {
+/// Returns the `oom_score_adj` of this process; 0, the default, if it cannot be read.
+pub fn read_oom_score_adj() -> i32 {
     let text = std::fs::read_to_string("/proc/self/oom_score_adj").unwrap_or_default();
     text.trim().parse().unwrap_or(0)
 }
 
-/// What the kernel lets the agent give of what is asked for: less than it has itself only with CAP_SYS_RESOURCE
-/// (`proc_pid_oom_score_adj(5)`). Nodes that are containers themselves are without it, and kubelet asks for -997 for a node's own pods.
-fn oom_score_adj(place: &Place, asked: i32) -> i32 {
-    let least = place.oom_score_adj.min(0);
-    if asked >= least || place.capabilities >> CapabilityExt::to_cap(&Capability::SysResource).index() & 1 == 1 {
+/// Returns the requested `oom_score_adj`, or the lowest one that the agent may set: one below its own takes CAP_SYS_RESOURCE
+/// (`proc_pid_oom_score_adj(5)`). Nodes that are containers themselves lack it, and kubelet asks for -997 for a node's own pods.
+fn limit_oom_score_adj(context: &SpecContext, asked: i32) -> i32 {
+    let least = context.oom_score_adj.min(0);
+    if asked >= least || context.capabilities >> CapabilityExt::to_cap(&Capability::SysResource).index() & 1 == 1 {
         return asked;
     }
     tracing::warn!(
-        id = place.id,
+        id = context.id,
         asked,
         given = least,
-        "oom_score_adj can be no lower here: CAP_SYS_RESOURCE is missing"
+        "cannot set oom_score_adj lower: the agent has no CAP_SYS_RESOURCE"
     );
     least
 }
 
-/// The capabilities that this process can give: its bounding set, as the kernel tells it; all of them if it does not.
-pub fn own_capabilities() -> u64 {
+/// Returns the capabilities that this process can grant, its bounding set; all if it cannot be read.
+pub fn read_bounding_set() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    bounding_set(&status).unwrap_or(u64::MAX)
+    parse_bounding_set(&status).unwrap_or(u64::MAX)
 }
 
-fn bounding_set(status: &str) -> Option<u64> {
+fn parse_bounding_set(status: &str) -> Option<u64> {
     let line = status.lines().find_map(|line| line.strip_prefix("CapBnd:"))?;
     u64::from_str_radix(line.trim(), 16).ok()
 }
 
-/// Reads a specification.
-pub fn parse(json: &[u8]) -> Result<Spec, SpecError> {
+/// Parses a specification, and rejects what the agent does not support.
+pub fn parse_spec(json: &[u8]) -> Result<Spec, SpecError> {
     let spec: Spec = serde_json::from_slice(json)?;
     if spec.process().as_ref().and_then(|process| process.args().as_ref()).is_none_or(Vec::is_empty) {
         return Err(SpecError::Missing { part: "process.args" });
@@ -128,47 +129,49 @@ pub fn parse(json: &[u8]) -> Result<Spec, SpecError> {
     Ok(spec)
 }
 
-/// Adjusts a specification to its place in the guest.
-pub fn adjust(mut spec: Spec, mut place: Place) -> Result<Spec, SpecError> {
+/// Adjusts a specification to the guest.
+pub fn adjust_spec(mut spec: Spec, mut context: SpecContext) -> Result<Spec, SpecError> {
     let read_only = spec.root().as_ref().and_then(|root| root.readonly()).unwrap_or(false);
-    spec.set_root(Some(RootBuilder::default().path(place.root).readonly(read_only).build()?));
+    spec.set_root(Some(RootBuilder::default().path(context.root).readonly(read_only).build()?));
     spec.set_hostname(None).set_domainname(None);
-    let volumes = std::mem::take(&mut place.volumes);
-    let mut mounts = mounts(spec.mounts().clone().unwrap_or_default(), volumes)?;
-    if place.users == Some(false) {
-        show_sysfs(&mut mounts);
+    let volumes = std::mem::take(&mut context.volumes);
+    let mut mounts = build_mounts(spec.mounts().clone().unwrap_or_default(), volumes)?;
+    if context.users == Some(false) {
+        bind_agent_sysfs(&mut mounts);
     }
     spec.set_mounts(Some(mounts));
     let mut linux = spec.linux().clone().ok_or(SpecError::Missing { part: "linux" })?;
-    linux.set_cgroups_path(Some(PathBuf::from(paths::POD_CGROUP).join(place.id)));
-    linux.set_namespaces(Some(namespaces(linux.namespaces().as_deref().unwrap_or_default(), &place)?));
+    linux.set_cgroups_path(Some(PathBuf::from(paths::POD_CGROUP).join(context.id)));
+    linux.set_namespaces(Some(build_namespaces(linux.namespaces().as_deref().unwrap_or_default(), &context)?));
     spec.set_linux(Some(linux));
     let process = spec.process().clone().ok_or(SpecError::Missing { part: "process" })?;
-    spec.set_process(Some(adjust_process(process, &place)?));
+    spec.set_process(Some(adjust_process(process, &context)?));
     Ok(spec)
 }
 
-/// A sysfs shows a network namespace, and only who owns that may mount one: here it is the agent's that is seen.
-fn show_sysfs(mounts: &mut [Mount]) {
+/// Replaces sysfs by a bind mount of the agent's. Mounting a sysfs takes CAP_SYS_ADMIN over the user namespace that owns the network
+/// namespace, which the container does not have here.
+fn bind_agent_sysfs(mounts: &mut [Mount]) {
     for mount in mounts.iter_mut().filter(|mount| mount.typ().as_deref() == Some("sysfs")) {
         let mut options = mount.options().clone().unwrap_or_default();
         options.push("bind".to_owned());
-        mount.set_typ(Some("bind".to_owned())).set_source(Some(shown::SYS.into())).set_options(Some(options));
+        mount.set_typ(Some("bind".to_owned())).set_source(Some(mapped_mounts::SYS.into())).set_options(Some(options));
     }
 }
 
-/// Users, network, IPC and host name are the machine's, which is the pod's: a container enters none of its own.
-fn namespaces(asked: &[LinuxNamespace], place: &Place) -> Result<Vec<LinuxNamespace>, SpecError> {
+/// Returns the namespaces that the container makes or enters. Network, IPC and host name are the pod's, in which the agent is
+/// already.
+fn build_namespaces(asked: &[LinuxNamespace], context: &SpecContext) -> Result<Vec<LinuxNamespace>, SpecError> {
     let new = |kind| LinuxNamespaceBuilder::default().typ(kind).build();
     let mut namespaces = vec![new(LinuxNamespaceType::Mount)?];
-    if place.users.is_some() {
+    if context.users.is_some() {
         let user = LinuxNamespaceBuilder::default().typ(LinuxNamespaceType::User).path(paths::USER_NAMESPACE);
         namespaces.push(user.build()?);
     }
     if asked.iter().any(|namespace| namespace.typ() == LinuxNamespaceType::Cgroup) {
         namespaces.push(new(LinuxNamespaceType::Cgroup)?);
     }
-    match &place.pid {
+    match &context.pid {
         PidNamespace::Own => namespaces.push(new(LinuxNamespaceType::Pid)?),
         PidNamespace::Of(pid) => {
             let path = format!("/proc/{pid}/ns/pid");
@@ -183,19 +186,19 @@ fn namespaces(asked: &[LinuxNamespace], place: &Place) -> Result<Vec<LinuxNamesp
     Ok(namespaces)
 }
 
-fn bind(source: impl AsRef<Path>, destination: &str, options: &[&str]) -> Result<Mount, SpecError> {
+fn build_bind_mount(source: impl AsRef<Path>, destination: &str, options: &[&str]) -> Result<Mount, SpecError> {
     let options: Vec<String> = options.iter().map(|option| (*option).to_owned()).collect();
     let mount = MountBuilder::default().source(source.as_ref()).destination(destination).typ("bind").options(options);
     Ok(mount.build()?)
 }
 
-/// The pod's shared memory instead of one of the container's own; the volumes; the pod's files in /etc where nobody
-/// else mounts: a volume over /etc, which is read-only, has its own or none.
-fn mounts(asked: Vec<Mount>, volumes: Vec<Mount>) -> Result<Vec<Mount>, SpecError> {
+/// Returns the mounts of the specification with the pod's /dev/shm in place of the container's, then image volumes, then the pod's
+/// files in /etc, unless another mount is there: a volume over /etc, which is read-only, has files of its own or none.
+fn build_mounts(asked: Vec<Mount>, volumes: Vec<Mount>) -> Result<Vec<Mount>, SpecError> {
     let mut mounts = Vec::with_capacity(asked.len() + volumes.len() + 4);
     for mount in asked {
         if mount.destination() == Path::new("/dev/shm") && mount.typ().as_deref() == Some("tmpfs") {
-            mounts.push(bind(paths::SHM, "/dev/shm", &["rbind", "rw", "nosuid", "nodev", "noexec"])?);
+            mounts.push(build_bind_mount(paths::SHM, "/dev/shm", &["rbind", "rw", "nosuid", "nodev", "noexec"])?);
         } else {
             mounts.push(mount);
         }
@@ -204,25 +207,29 @@ fn mounts(asked: Vec<Mount>, volumes: Vec<Mount>) -> Result<Vec<Mount>, SpecErro
     for name in ["hosts", "hostname", "resolv.conf"] {
         let destination = format!("/etc/{name}");
         if !mounts.iter().any(|mount| Path::new(&destination).starts_with(mount.destination())) {
-            mounts.push(bind(Path::new(paths::FILES).join(name), &destination, &["rbind", "rw", "nosuid", "nodev"])?);
+            mounts.push(build_bind_mount(
+                Path::new(paths::FILES).join(name),
+                &destination,
+                &["rbind", "rw", "nosuid", "nodev"],
+            )?);
         }
     }
     Ok(mounts)
 }
 
-fn adjust_process(mut process: Process, place: &Place) -> Result<Process, SpecError> {
+fn adjust_process(mut process: Process, context: &SpecContext) -> Result<Process, SpecError> {
     let mut user: User = process.user().clone();
-    user.set_uid(place.user.uid).set_gid(place.user.gid).set_additional_gids(Some(place.groups.to_vec()));
+    user.set_uid(context.user.uid).set_gid(context.user.gid).set_additional_gids(Some(context.groups.to_vec()));
     process.set_user(user);
     let mut env = process.env().clone().unwrap_or_default();
     if !env.iter().any(|entry| entry.starts_with("PATH=")) {
         env.push(format!("PATH={}", paths::DEFAULT_SEARCH_PATH));
     }
-    // libcontainer would ask the C library, which would run code of the image.
+    // Without HOME libcontainer would ask the C library, which would run code of the image.
     if !env.iter().any(|entry| entry.strip_prefix("HOME=").is_some_and(|home| !home.is_empty())) {
         env.retain(|entry| !entry.starts_with("HOME="));
-        let default = if place.user.uid == 0 { "/root" } else { "/" };
-        env.push(format!("HOME={}", place.user.home.as_deref().unwrap_or(default)));
+        let default = if context.user.uid == 0 { "/root" } else { "/" };
+        env.push(format!("HOME={}", context.user.home.as_deref().unwrap_or(default)));
     }
     if process.terminal().unwrap_or(false) && !env.iter().any(|entry| entry.starts_with("TERM=")) {
         env.push("TERM=xterm".to_owned());
@@ -233,15 +240,18 @@ fn adjust_process(mut process: Process, place: &Place) -> Result<Process, SpecEr
     }
     // libcontainer takes "false" for "true" when it chooses when to load the filter.
     process.set_no_new_privileges(process.no_new_privileges().filter(|set| *set));
-    // What cannot be granted is left out, as OCI has it: a node may itself be somebody's container.
+    // Capabilities that the agent lacks are left out, as OCI requires: the node may itself be a container.
     if let Some(mut sets) = process.capabilities().clone() {
         let held = |set: &Option<Capabilities>| {
-            let there = |capability: &&_| place.capabilities >> CapabilityExt::to_cap(*capability).index() & 1 == 1;
+            let there = |capability: &&_| context.capabilities >> CapabilityExt::to_cap(*capability).index() & 1 == 1;
             set.as_ref().map(|set| set.iter().filter(there).copied().collect::<Capabilities>())
         };
         let bounding = held(sets.bounding());
         if bounding.as_ref().map(Capabilities::len) != sets.bounding().as_ref().map(Capabilities::len) {
-            tracing::warn!(id = place.id, "there are not all the capabilities here that the container may have");
+            tracing::warn!(
+                id = context.id,
+                "some capabilities of the container are left out: the agent does not have them"
+            );
         }
         let (effective, permitted) = (held(sets.effective()), held(sets.permitted()));
         let (inheritable, ambient) = (held(sets.inheritable()), held(sets.ambient()));
@@ -249,15 +259,15 @@ fn adjust_process(mut process: Process, place: &Place) -> Result<Process, SpecEr
         sets.set_inheritable(inheritable).set_ambient(ambient);
         process.set_capabilities(Some(sets));
     }
-    // The agent's own value must not be inherited.
-    process.set_oom_score_adj(Some(oom_score_adj(place, process.oom_score_adj().unwrap_or(0))));
-    // The guest's kernel has neither.
+    // Always set, because the agent's own value would be inherited.
+    process.set_oom_score_adj(Some(limit_oom_score_adj(context, process.oom_score_adj().unwrap_or(0))));
+    // The guest's kernel has neither AppArmor nor SELinux.
     process.set_apparmor_profile(None).set_selinux_label(None);
     Ok(process)
 }
 
-/// The process of an exec: the container's, with other arguments and another terminal setting.
-pub fn exec_process(container: &Process, args: Vec<String>, tty: bool) -> Process {
+/// Returns the process of an exec: the container's, with other arguments and another terminal setting.
+pub fn derive_exec_process(container: &Process, args: Vec<String>, tty: bool) -> Process {
     let mut process = container.clone();
     process.set_args(Some(args)).set_terminal(Some(tty));
     if tty
@@ -288,8 +298,8 @@ mod tests {
     }
 
     fn adjusted_for(json: &serde_json::Value, pid: PidNamespace, users: Option<bool>) -> Spec {
-        let user = Found { uid: 5, gid: 6, name: None, home: Some("/home/u".into()) };
-        let place = Place {
+        let user = UserAccount { uid: 5, gid: 6, name: None, home: Some("/home/u".into()) };
+        let context = SpecContext {
             id: "c1",
             root: Path::new("/r"),
             pid,
@@ -300,7 +310,7 @@ mod tests {
             oom_score_adj: -3,
             users,
         };
-        adjust(parse(json.to_string().as_bytes()).unwrap(), place).unwrap()
+        adjust_spec(parse_spec(json.to_string().as_bytes()).unwrap(), context).unwrap()
     }
 
     #[test]
@@ -349,8 +359,8 @@ mod tests {
 
     #[test]
     fn what_the_agent_may_not_lower_is_as_low_as_its_own() {
-        let user = Found { uid: 0, gid: 0, name: None, home: None };
-        let place = |own: i32, capabilities: u64| Place {
+        let user = UserAccount { uid: 0, gid: 0, name: None, home: None };
+        let context = |own: i32, capabilities: u64| SpecContext {
             id: "c1",
             root: Path::new("/r"),
             pid: PidNamespace::Own,
@@ -369,7 +379,7 @@ mod tests {
             (500, 1 << 12, 0, 0),
             (0, 0, 1000, 1000),
         ] {
-            assert_eq!(oom_score_adj(&place(own, capabilities), asked), given, "{own} {asked}");
+            assert_eq!(limit_oom_score_adj(&context(own, capabilities), asked), given, "{own} {asked}");
         }
     }
 
@@ -389,9 +399,9 @@ mod tests {
             assert!(names[0].contains("KILL") && names[1].contains("NET_ADMIN"), "{names:?}");
         }
         assert!(sets.ambient().as_ref().unwrap().is_empty());
-        assert_eq!(bounding_set("Name:\tx\nCapBnd:\t00000000000000ff\n"), Some(0xff));
-        assert_eq!(bounding_set("CapBnd:\tx"), None);
-        assert_ne!(own_capabilities(), 0);
+        assert_eq!(parse_bounding_set("Name:\tx\nCapBnd:\t00000000000000ff\n"), Some(0xff));
+        assert_eq!(parse_bounding_set("CapBnd:\tx"), None);
+        assert_ne!(read_bounding_set(), 0);
     }
 
     #[test]
@@ -409,7 +419,10 @@ mod tests {
     #[test]
     fn volumes_come_after_what_every_container_has_and_before_the_pods_files() {
         let order = |at: &str| {
-            let mounts = mounts(vec![bind("/h", "/dev", &[]).unwrap()], vec![bind("/image", at, &[]).unwrap()]);
+            let mounts = build_mounts(
+                vec![build_bind_mount("/h", "/dev", &[]).unwrap()],
+                vec![build_bind_mount("/image", at, &[]).unwrap()],
+            );
             let mounts = mounts.unwrap();
             mounts.iter().map(|mount| mount.destination().display().to_string()).collect::<Vec<_>>()
         };
@@ -428,12 +441,12 @@ mod tests {
 
     #[test]
     fn what_cannot_be_is_refused() {
-        assert!(matches!(parse(b"{"), Err(SpecError::Json { .. })));
+        assert!(matches!(parse_spec(b"{"), Err(SpecError::Json { .. })));
         let mut json = minimal();
         json["process"]["args"] = serde_json::json!([]);
-        assert!(matches!(parse(json.to_string().as_bytes()), Err(SpecError::Missing { part: "process.args" })));
+        assert!(matches!(parse_spec(json.to_string().as_bytes()), Err(SpecError::Missing { part: "process.args" })));
         let mut json = minimal();
         json["linux"]["namespaces"] = serde_json::json!([{ "type": "user" }]);
-        assert!(matches!(parse(json.to_string().as_bytes()), Err(SpecError::Unsupported { .. })));
+        assert!(matches!(parse_spec(json.to_string().as_bytes()), Err(SpecError::Unsupported { .. })));
     }
 }

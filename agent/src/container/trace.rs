@@ -12,13 +12,13 @@ use super::pod::Pod;
 use super::spec::PidNamespace;
 use crate::cgroup;
 
-/// How long freezing the containers that may trace may take.
+/// The longest time for freezing the containers that may trace.
 const FREEZE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// While it exists, no process that may trace the new process runs.
 pub(super) struct TraceGuard<'a> {
     // Declared first: the containers are thawed before the next creation can freeze them.
-    _frozen: Option<cgroup::Frozen>,
+    _frozen: Option<cgroup::FrozenCgroups>,
     _lock: TraceLock<'a>,
 }
 
@@ -54,7 +54,7 @@ impl Pod {
         let lock = TraceLock::Exclusive(self.trace_lock.write().await);
         let cgroups = self.find_tracers(namespace);
         let what = "freeze the containers with CAP_SYS_PTRACE that would see the first process";
-        let frozen = cgroup::Frozen::new(cgroups, FREEZE_TIMEOUT).await.map_err(PodError::io(what, id))?;
+        let frozen = cgroup::FrozenCgroups::freeze(cgroups, FREEZE_TIMEOUT).await.map_err(PodError::io(what, id))?;
         Ok(Some(TraceGuard { _lock: lock, _frozen: Some(frozen) }))
     }
 }

@@ -23,12 +23,13 @@ impl Pod {
             let (cgroup, pod, id) = (container.cgroup.clone(), Arc::clone(&self), id.clone());
             let limits: Vec<_> = limits.into_iter().map(|limit| (limit.file, limit.value)).collect();
             let change = move || {
-                let pages = huge_pages::among(limits.iter().map(|(file, value)| (file.as_str(), value.as_str())));
+                let pages =
+                    huge_pages::limits_of_files(limits.iter().map(|(file, value)| (file.as_str(), value.as_str())));
                 let before = pod.reserve_huge_pages(&id, &pages)?;
-                let changed = limits::change(&cgroup, Path::new("/proc"), &limits, oom_score_adj);
+                let changed = limits::change_limits(&cgroup, Path::new("/proc"), &limits, oom_score_adj);
                 if changed.is_err() {
                     // The first error is the one to report. Going back to fewer or as many pages is not expected to fail.
-                    let _ = pod.huge_pages.set(&id, &before);
+                    let _ = pod.huge_pages.set_limits(&id, &before);
                 }
                 changed.map_err(|source| PodError::Limits { id, source })
             };

@@ -1,38 +1,37 @@
-//! Owns: finding a container's user in its own /etc/passwd and /etc/group: bytes that the image wrote.
-//! May use: nothing of ours; it gets the files' text.
+//! Finds the user of a container in the /etc/passwd and /etc/group of its image, which are untrusted text.
 
-/// Why a user cannot be found.
+/// A user or a group that the image does not have.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum UserError {
-    /// No such name, and no number either.
+    /// The user is neither a known name nor a number.
     #[error("the image has no user {name:?}")]
     NoUser {
-        /// What was asked for.
+        /// The requested user.
         name: String,
     },
-    /// No such name, and no number either.
+    /// The group is neither a known name nor a number.
     #[error("the image has no group {name:?}")]
     NoGroup {
-        /// What was asked for.
+        /// The requested group.
         name: String,
     },
 }
 
-/// A number of a user or group is too large: the largest of all even means "as before" to the kernel, which is root.
+/// An id of a user or group is too large. 4294967295 even means "unchanged" to the kernel, which would be root.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{number} is no user or group: 0 to {max} are")]
 pub struct IdError {
-    /// The number.
+    /// The id.
     pub number: u32,
-    /// The largest.
+    /// The largest allowed id.
     pub max: u32,
 }
 
-/// The largest number of a user or group.
+/// The largest id of a user or group.
 pub const MAX_ID: u32 = i32::MAX.cast_unsigned();
 
-/// Refuses numbers that no process may get: at most `MAX_ID`, and in a user namespace at most its last.
-pub fn check(numbers: impl IntoIterator<Item = u32>, last: Option<u32>) -> Result<(), IdError> {
+/// Rejects ids that no process may get: those above `MAX_ID`, and in a user namespace those above its `last`.
+pub fn check_ids(numbers: impl IntoIterator<Item = u32>, last: Option<u32>) -> Result<(), IdError> {
     let max = last.unwrap_or(MAX_ID).min(MAX_ID);
     match numbers.into_iter().find(|number| *number > max) {
         Some(number) => Err(IdError { number, max }),
@@ -40,20 +39,20 @@ pub fn check(numbers: impl IntoIterator<Item = u32>, last: Option<u32>) -> Resul
     }
 }
 
-/// A user as a process gets it.
+/// A user that a process can run as.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Found {
-    /// User number.
+pub struct UserAccount {
+    /// The user id.
     pub uid: u32,
-    /// Group number.
+    /// The primary group id.
     pub gid: u32,
-    /// The name, if the image knows one.
+    /// The name, if /etc/passwd has one.
     pub name: Option<String>,
-    /// The home folder, if the image knows one.
+    /// The home directory, if /etc/passwd has an absolute one.
     pub home: Option<String>,
 }
 
-/// Lines that are longer say nothing that we need.
+/// Longer lines are ignored, in bytes.
 const MAX_LINE: usize = 64 << 10;
 
 struct Account<'a> {
@@ -86,9 +85,9 @@ fn groups(group: &str) -> impl Iterator<Item = (&str, u32, &str)> {
     })
 }
 
-/// Finds `name`, `uid`, `name:group`, `uid:gid` and the mixed forms. A name goes before a number. A number that the
-/// image does not know is taken as it is, with group 0.
-pub fn find(asked: &str, passwd: &str, group: &str) -> Result<Found, UserError> {
+/// Finds a user given as `name`, `uid`, `name:group`, `uid:gid` or mixed. A name takes precedence over a number. A number that the
+/// image does not have is taken as it is, with group 0.
+pub fn find_user(asked: &str, passwd: &str, group: &str) -> Result<UserAccount, UserError> {
     let (user, asked_group) = match asked.split_once(':') {
         Some((user, group)) => (user, Some(group).filter(|group| !group.is_empty())),
         None => (asked, None),
@@ -99,8 +98,8 @@ pub fn find(asked: &str, passwd: &str, group: &str) -> Result<Found, UserError> 
         .find(|account| account.name == user)
         .or_else(|| accounts(passwd).find(|account| Some(account.uid) == number));
     let mut found = match (account, number) {
-        (Some(account), _) => known(&account),
-        (None, Some(uid)) => Found { uid, gid: 0, name: None, home: None },
+        (Some(account), _) => to_user(&account),
+        (None, Some(uid)) => UserAccount { uid, gid: 0, name: None, home: None },
         (None, None) => return Err(UserError::NoUser { name: user.to_owned() }),
     };
     if let Some(asked) = asked_group {
@@ -111,8 +110,8 @@ pub fn find(asked: &str, passwd: &str, group: &str) -> Result<Found, UserError> 
     Ok(found)
 }
 
-fn known(account: &Account) -> Found {
-    Found {
+fn to_user(account: &Account) -> UserAccount {
+    UserAccount {
         uid: account.uid,
         gid: account.gid,
         name: Some(account.name.to_owned()),
@@ -120,17 +119,17 @@ fn known(account: &Account) -> Found {
     }
 }
 
-/// The user of these numbers, with what the image knows of the first.
-pub fn of_numbers(uid: u32, gid: u32, passwd: &str) -> Found {
+/// Returns the user with these ids, with name and home of the first account that has the user id.
+pub fn user_with_ids(uid: u32, gid: u32, passwd: &str) -> UserAccount {
     let account = accounts(passwd).find(|account| account.uid == uid);
     match account {
-        Some(account) => Found { uid, gid, ..known(&account) },
-        None => Found { uid, gid, name: None, home: None },
+        Some(account) => UserAccount { uid, gid, ..to_user(&account) },
+        None => UserAccount { uid, gid, name: None, home: None },
     }
 }
 
-/// The groups of which the image makes this user a member, besides its own.
-pub fn memberships(name: &str, group: &str) -> Vec<u32> {
+/// Returns the groups that list this user as a member in /etc/group, at most 65,536.
+pub fn list_memberships(name: &str, group: &str) -> Vec<u32> {
     let member = |members: &str| members.split(',').any(|member| member.trim() == name);
     groups(group).filter(|(_, _, members)| member(members)).map(|(_, gid, _)| gid).take(65_536).collect()
 }
@@ -144,7 +143,7 @@ mod tests {
     const GROUP: &str = "root:x:0:\nweb:x:102:\nlog:x:4:web,root\n44:x:9:\nvideo:x:45:web";
 
     fn numbers(asked: &str) -> Result<(u32, u32), UserError> {
-        find(asked, PASSWD, GROUP).map(|found| (found.uid, found.gid))
+        find_user(asked, PASSWD, GROUP).map(|found| (found.uid, found.gid))
     }
 
     #[test]
@@ -173,21 +172,21 @@ mod tests {
 
     #[test]
     fn home_and_groups_come_from_the_image() {
-        let web = find("101", PASSWD, GROUP).unwrap();
+        let web = find_user("101", PASSWD, GROUP).unwrap();
         assert_eq!((web.name.as_deref(), web.home.as_deref()), (Some("web"), Some("/srv/web")));
-        assert_eq!(memberships("web", GROUP), [4, 45]);
-        assert_eq!(of_numbers(101, 5, PASSWD), Found { gid: 5, ..web });
-        assert_eq!(of_numbers(9, 9, PASSWD).home, None);
+        assert_eq!(list_memberships("web", GROUP), [4, 45]);
+        assert_eq!(user_with_ids(101, 5, PASSWD), UserAccount { gid: 5, ..web });
+        assert_eq!(user_with_ids(9, 9, PASSWD).home, None);
     }
 
     #[test]
     fn numbers_that_mean_something_else_are_refused() {
-        assert_eq!(check([0, 1000, MAX_ID], None), Ok(()));
-        assert_eq!(check([0, 65_535], Some(65_535)), Ok(()));
+        assert_eq!(check_ids([0, 1000, MAX_ID], None), Ok(()));
+        assert_eq!(check_ids([0, 65_535], Some(65_535)), Ok(()));
         for (number, last, max) in
             [(MAX_ID + 1, None, MAX_ID), (u32::MAX, Some(u32::MAX), MAX_ID), (65_536, Some(65_535), 65_535)]
         {
-            assert_eq!(check([0, number], last), Err(IdError { number, max }));
+            assert_eq!(check_ids([0, number], last), Err(IdError { number, max }));
         }
     }
 
@@ -195,13 +194,13 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(256))]
         #[test]
         fn any_files_are_read_without_panic(asked in "[a-z0-9:]{0,8}", passwd in "[a-z0-9:,#\n ]{0,80}", group in "\\PC{0,80}") {
-            let _ = find(&asked, &passwd, &group);
-            let _ = memberships(&asked, &group);
+            let _ = find_user(&asked, &passwd, &group);
+            let _ = list_memberships(&asked, &group);
         }
 
         #[test]
         fn a_number_is_always_a_user(uid: u32, gid: u32) {
-            let found = find(&format!("{uid}:{gid}"), "", "").unwrap();
+            let found = find_user(&format!("{uid}:{gid}"), "", "").unwrap();
             prop_assert_eq!((found.uid, found.gid), (uid, gid));
         }
     }

@@ -1,4 +1,4 @@
-//! Which volumes are being written or removed: each by one request at a time.
+//! Ensures that a volume is written or removed by one request at a time.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};

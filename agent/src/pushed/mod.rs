@@ -1,4 +1,4 @@
-//! Copied-in volumes (configMap, secret, projected, downwardAPI): the tmpfs in which they lie, and which requests write them.
+//! Stores copied-in volumes (configMap, secret, projected, downwardAPI) on a tmpfs.
 //!
 //! `draft` writes a volume and swaps it in. Containers see the volumes read-only, but one with many capabilities can change them
 //! all the same, so no link in them is followed.
@@ -11,7 +11,7 @@ pub use draft::Draft;
 pub use error::PushError;
 
 use busy::{BusyNames, VolumeClaim};
-use nacelle_base::push::FOLDER;
+use nacelle_base::push;
 use nix::mount::{MsFlags, mount};
 use std::fs;
 use std::os::unix::fs::DirBuilderExt;
@@ -31,7 +31,7 @@ pub struct Volumes {
 
 impl Default for Volumes {
     fn default() -> Volumes {
-        Volumes { directory: FOLDER.into(), mounted: Arc::default(), busy: BusyNames::default() }
+        Volumes { directory: push::FOLDER.into(), mounted: Arc::default(), busy: BusyNames::default() }
     }
 }
 
@@ -57,7 +57,7 @@ impl Volumes {
         if *mounted {
             return Ok(());
         }
-        let failed = |what| move |source| PushError::Folder { what, source };
+        let failed = |what| move |source| PushError::Directory { what, source };
         fs::DirBuilder::new().recursive(true).mode(0o755).create(&self.directory).map_err(failed("make"))?;
         let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
         mount(Some("pushed"), &self.directory, Some("tmpfs"), flags, Some(OPTIONS))
@@ -74,7 +74,7 @@ impl Volumes {
     /// Removes a volume. Succeeds if there is none of that name.
     pub fn remove(&self, name: &str) -> Result<(), PushError> {
         let claim = self.claim(name)?;
-        draft::remove(&self.directory.join(&claim.name))
+        draft::remove_tree(&self.directory.join(&claim.name))
     }
 }
 

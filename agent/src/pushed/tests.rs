@@ -1,4 +1,4 @@
-//! Owns: the tests of writing and showing a volume: what containers see at each moment, and what is refused.
+//! Tests writing copied-in volumes and swapping them in: what containers see at each moment, and which volumes are rejected.
 
 use super::*;
 use nacelle_base::push::{DATA, MAX_BYTES, MAX_DEPTH, MAX_ENTRIES};
@@ -17,7 +17,7 @@ fn entry(path: &str, mode: u32, data: &str) -> TreeEntry {
     TreeEntry { path: path.into(), mode, uid, gid, data: data.into(), more: false }
 }
 
-fn folder(path: &str) -> TreeEntry {
+fn directory(path: &str) -> TreeEntry {
     entry(path, 0o40755, "")
 }
 
@@ -29,11 +29,11 @@ fn link(path: &str, to: &str) -> TreeEntry {
     entry(path, 0o120777, to)
 }
 
-/// A volume as kubelet has it, with the files in the folder `data`.
+/// A volume as kubelet writes it, with the files in the directory `data`.
 fn live(data: &str, files: &[(&str, &str)]) -> Vec<TreeEntry> {
-    let mut entries = vec![folder(""), link(DATA, data)];
+    let mut entries = vec![directory(""), link(DATA, data)];
     entries.extend(files.iter().map(|(name, _)| link(name, &format!("..data/{name}"))));
-    entries.push(folder(data));
+    entries.push(directory(data));
     entries.extend(files.iter().map(|(name, text)| file(&format!("{data}/{name}"), text)));
     entries
 }
@@ -43,13 +43,13 @@ fn push(volumes: &Volumes, name: &str, entries: Vec<TreeEntry>) -> Result<(), Pu
     for entry in entries {
         draft.add(vec![entry])?;
     }
-    draft.show()
+    draft.swap_in()
 }
 
 fn volumes() -> (tempfile::TempDir, Volumes) {
-    let folder = tempfile::tempdir().unwrap();
-    let volumes = Volumes::below(folder.path());
-    (folder, volumes)
+    let outer = tempfile::tempdir().unwrap();
+    let volumes = Volumes::below(outer.path());
+    (outer, volumes)
 }
 
 fn names(path: &Path) -> Vec<String> {
@@ -72,10 +72,10 @@ fn a_volume_is_shown_whole_and_changes_whole() {
     assert_eq!(names(&at), ["..2", DATA, "a", "new", "same"]);
     assert_eq!(fs::read_to_string(at.join("a")).unwrap(), "two");
     assert_eq!(fs::metadata(at.join("same")).unwrap().ino(), same, "what is the same takes no room twice");
-    assert_eq!(fs::metadata(&at).unwrap().ino(), root, "containers have this folder mounted");
-    // The same again, also without its files: they are there.
+    assert_eq!(fs::metadata(&at).unwrap().ino(), root, "containers have this directory mounted");
+    // The same volume again, also without its files, which exist already.
     push(&volumes, "conf", live("..2", &[("a", "two"), ("new", "new"), ("same", "same")])).unwrap();
-    push(&volumes, "conf", vec![folder(""), link(DATA, "..2"), link("a", "..data/a")]).unwrap();
+    push(&volumes, "conf", vec![directory(""), link(DATA, "..2"), link("a", "..data/a")]).unwrap();
     assert_eq!(names(&at), ["..2", DATA, "a"]);
     assert_eq!(names(home.path()), ["conf"]);
     volumes.remove("conf").unwrap();
@@ -84,7 +84,7 @@ fn a_volume_is_shown_whole_and_changes_whole() {
 }
 
 #[test]
-fn whoever_watches_the_folder_hears_of_the_change() {
+fn a_watch_of_the_directory_reports_the_change() {
     use rustix::fs::inotify::{self, CreateFlags, ReadFlags, Reader, WatchFlags};
     let (home, volumes) = volumes();
     push(&volumes, "conf", live("..1", &[("a", "one")])).unwrap();
@@ -127,28 +127,28 @@ fn half_a_volume_is_none() {
         (names(home.path()), names(&home.path().join("conf"))),
         (vec!["conf".into()], vec!["..1".into(), DATA.into(), "a".to_owned()])
     );
-    // Not to its end: no root, half a file, a link to files that did not come.
-    assert!(matches!(volumes.begin("x").unwrap().show(), Err(PushError::Short { .. })));
+    // Incomplete volumes: no root, half a file, a link to files that were not sent.
+    assert!(matches!(volumes.begin("x").unwrap().swap_in(), Err(PushError::Short { .. })));
     let half = TreeEntry { more: true, ..file("", "half") };
     assert!(matches!(push(&volumes, "x", vec![half]), Err(PushError::Short { .. })));
     for name in ["x", "conf"] {
-        let error = push(&volumes, name, vec![folder(""), link(DATA, "..3")]).unwrap_err();
+        let error = push(&volumes, name, vec![directory(""), link(DATA, "..3")]).unwrap_err();
         assert!(matches!(error, PushError::NoData { .. }), "{error}");
     }
     assert_eq!(names(home.path()), ["conf"]);
 }
 
 #[test]
-fn copies_are_files_and_folders() {
+fn copies_are_files_and_directories() {
     let (home, volumes) = volumes();
     let parts = || vec![TreeEntry { more: true, ..file("", "one ") }, file("", "two")];
     push(&volumes, "c.0", parts()).unwrap();
     assert_eq!(fs::read_to_string(home.path().join("c.0")).unwrap(), "one two");
     push(&volumes, "c.0", parts()).unwrap();
-    push(&volumes, "c.1", vec![folder(""), folder("d"), file("d/f", "deep"), link("l", "/d/f")]).unwrap();
+    push(&volumes, "c.1", vec![directory(""), directory("d"), file("d/f", "deep"), link("l", "/d/f")]).unwrap();
     assert_eq!(fs::read_to_string(home.path().join("c.1/d/f")).unwrap(), "deep");
     let error = push(&volumes, "c.1", live("..1", &[])).unwrap_err();
-    assert!(matches!(error, PushError::There { .. }), "{error}");
+    assert!(matches!(error, PushError::Exists { .. }), "{error}");
     assert_eq!(names(home.path()), ["c.0", "c.1"]);
 }
 
@@ -167,21 +167,21 @@ fn nothing_is_written_elsewhere() {
         (file("./x", ""), Kind::Invalid),
         (file("..", ""), Kind::Invalid),
         (file("l/x", ""), Kind::Invalid),
-        (folder("l/x"), Kind::Invalid),
+        (directory("l/x"), Kind::Invalid),
         (file("none/x", ""), Kind::Invalid),
         (file("l", ""), Kind::Invalid),
-        (folder(""), Kind::Invalid),
+        (directory(""), Kind::Invalid),
         (entry("fifo", 0o10644, ""), Kind::Invalid),
         (entry("device", 0o20644, ""), Kind::Invalid),
         (file(&"x/".repeat(MAX_DEPTH + 1), ""), Kind::Invalid),
         (file("nul\0", ""), Kind::Invalid),
     ] {
         let what = format!("{bad:?}");
-        let error = push(&volumes, "v", vec![folder(""), link("l", to), bad]).unwrap_err();
+        let error = push(&volumes, "v", vec![directory(""), link("l", to), bad]).unwrap_err();
         assert_eq!(error.kind(), kind, "{what}: {error}");
     }
     assert_eq!((names(out.path()), names(home.path())), (vec![], vec![]));
-    // A container with many rights may change what it sees.
+    // A container with many capabilities can change the volume that it sees.
     push(&volumes, "v", live("..1", &[("a", "one")])).unwrap();
     let seen = home.path().join("v");
     fs::remove_dir_all(seen.join("..1")).unwrap();
@@ -197,12 +197,12 @@ fn nothing_is_written_elsewhere() {
 fn there_is_a_limit_to_everything() {
     let (home, volumes) = volumes();
     let mut draft = volumes.begin("v").unwrap();
-    draft.add(vec![folder("")]).unwrap();
+    draft.add(vec![directory("")]).unwrap();
     let many = (0..=MAX_ENTRIES).map(|n| link(&n.to_string(), "x")).collect();
     assert!(matches!(draft.add(many), Err(PushError::TooMuch)));
     drop(draft);
     let mut draft = volumes.begin("v").unwrap();
-    draft.add(vec![folder("")]).unwrap();
+    draft.add(vec![directory("")]).unwrap();
     let mebibyte = "x".repeat(1 << 20);
     let large = (0..=MAX_BYTES >> 20).map(|_| TreeEntry { more: true, ..file("f", &mebibyte) });
     assert!(matches!(large.map(|part| draft.add(vec![part])).find(Result::is_err), Some(Err(PushError::TooMuch))));
@@ -210,7 +210,7 @@ fn there_is_a_limit_to_everything() {
     assert_eq!(names(home.path()), [""; 0]);
 }
 
-/// Names, types and texts that may well meet.
+/// Entries whose names, types and texts are likely to collide.
 fn any_entry() -> impl Strategy<Value = TreeEntry> {
     let path = "(\\.\\.1|\\.\\.data|\\.\\.|a|b|)(/(\\.\\.|a|b)){0,2}";
     let mode = prop::sample::select(vec![0o40755, 0o100644, 0o120777, 0o10644, 0]);
@@ -221,7 +221,7 @@ fn any_entry() -> impl Strategy<Value = TreeEntry> {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
-    /// Whatever comes, nothing is left of it but what is shown, and nothing lies outside.
+    /// No entries leave anything but the volume that is swapped in, and nothing is written outside.
     #[test]
     fn no_entries_make_it_leave_its_place(pushes in prop::collection::vec(prop::collection::vec(any_entry(), 0..8), 1..4)) {
         let outer = tempfile::tempdir().unwrap();
@@ -229,7 +229,7 @@ proptest! {
         fs::create_dir(&home).unwrap();
         let volumes = Volumes::below(&home);
         for entries in pushes {
-            let _ = push(&volumes, "v", [vec![folder("")], entries].concat());
+            let _ = push(&volumes, "v", [vec![directory("")], entries].concat());
         }
         prop_assert_eq!(names(outer.path()), ["home"]);
         let left = names(&home);

@@ -1,11 +1,11 @@
-//! Errors of a container's root: of its file system as such, and of paths in it that a specification names.
+//! Defines the errors of a container's root: of its file system as such, and of paths in it that a specification names.
 
 use nacelle_base::{Classify, Kind};
 use nix::errno::Errno;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// The root of a container cannot be mounted, read or removed.
+/// Mounting, reading or removing the root of a container failed.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {what} {}", path.display())]
 pub struct RootError {
@@ -26,7 +26,7 @@ pub(crate) fn root_error<E: Into<io::Error>>(
     move |source| RootError { what, path, source: source.into() }
 }
 
-/// A path of the specification cannot be used in the root of its container.
+/// A path of the specification is not usable in the root of its container.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the fields are what the message prints")]
 pub enum RootPathError {

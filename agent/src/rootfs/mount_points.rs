@@ -21,7 +21,7 @@ const RESERVED_DIRECTORIES: [&str; 3] = ["dev", "proc", "sys"];
 /// The owner of what the agent makes in a root; `None`: the agent's own user.
 pub type Owner = Option<(Uid, Gid)>;
 
-/// What the end of a path must be.
+/// The kind of file that the end of a path must be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EntryKind {
     /// A directory.

@@ -1,4 +1,4 @@
-//! An open root directory: opens paths beneath it, follows links in it, and reads single files of it.
+//! Opens paths beneath an open root directory, follows links in it, and reads single files of it.
 
 use nacelle_base::retry::{retry_interrupted, retry_transient};
 use nix::errno::Errno;
@@ -12,16 +12,16 @@ use std::path::{Component, Path, PathBuf};
 
 use super::error::{RootError, RootPathError, root_error};
 
-/// How many links are followed for one path, as in the kernel.
+/// The most links that are followed for one path, as in the kernel.
 const MAX_LINKS: usize = 40;
-/// How much of a file `read_file` returns, in bytes.
+/// The most that `read_file` returns, in bytes.
 const MAX_FILE: u64 = 1 << 20;
 
 /// An open directory that is, or becomes, the root of a container.
 #[derive(Debug)]
 pub struct RootDir(OwnedFd);
 
-/// What a name in a directory refers to.
+/// The file that a name in a directory refers to.
 pub(super) enum Entry {
     Missing,
     /// A symbolic link, and its text.
@@ -31,7 +31,7 @@ pub(super) enum Entry {
     File,
 }
 
-/// What [`follow_links`] does with a part of a path.
+/// The way in which [`follow_links`] continues after a part of a path.
 pub(super) enum Step {
     /// Continue below it.
     Enter,
@@ -165,10 +165,10 @@ mod tests {
 
     #[test]
     fn files_are_found_inside_the_root_only() {
-        let folder = tempfile::tempdir().unwrap();
-        let root = folder.path().join("root");
+        let outer = tempfile::tempdir().unwrap();
+        let root = outer.path().join("root");
         fs::create_dir_all(root.join("etc")).unwrap();
-        fs::write(folder.path().join("secret"), "outside").unwrap();
+        fs::write(outer.path().join("secret"), "outside").unwrap();
         fs::write(root.join("etc/real"), "inside").unwrap();
         symlink("/etc/real", root.join("etc/passwd")).unwrap();
         symlink("../../secret", root.join("etc/group")).unwrap();

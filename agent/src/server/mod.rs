@@ -1,5 +1,6 @@
-//! Owns: the agent's life after the boot: the runtime, the service, the streams, reaping, and the end.
-//! Threads: one runtime thread, and short-lived ones for calls that block.
+//! Serves after the boot: starts the runtime, the gRPC service, the streams and the reaper, and stops when the host sends Shutdown.
+//!
+//! The runtime has one thread, and further ones for calls that block.
 
 mod rpc;
 mod streams;
@@ -16,10 +17,10 @@ use crate::container::Pod;
 use crate::listener::Listener;
 use rpc::{DEADLINE, Service};
 
-/// How long after Shutdown a host may leave its answers unread.
-const FAREWELL: Duration = Duration::from_millis(50);
+/// The time that the host has after Shutdown to read its answers.
+const SHUTDOWN_GRACE: Duration = Duration::from_millis(50);
 
-/// Serves until the host says Shutdown.
+/// Serves until the host sends Shutdown.
 pub fn serve(ready: Ready) -> io::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().max_blocking_threads(64).build()?;
     runtime.block_on(run(ready))
@@ -39,10 +40,10 @@ async fn run(ready: Ready) -> io::Result<()> {
             }
         }
     });
-    // The first container will want it; if it fails, that container's creation says why.
+    // The first container needs the scratch disk. If mounting fails here, it is tried again, and reported, when the container is created.
     let early = Arc::clone(&pod);
-    tokio::task::spawn_blocking(move || early.disks.scratch());
-    tokio::spawn(streams::serve(Listener::new(ready.streams)?, Arc::clone(&pod)));
+    tokio::task::spawn_blocking(move || early.disks.mount_scratch());
+    tokio::spawn(streams::serve_streams(Listener::new(ready.streams)?, Arc::clone(&pod)));
     let service = Service {
         pod: Arc::clone(&pod),
         processors: Arc::new(ready.processors),
@@ -50,23 +51,23 @@ async fn run(ready: Ready) -> io::Result<()> {
         end: Arc::clone(&end),
         generation: Mutex::default(),
     };
-    let (tell, told) = oneshot::channel::<()>();
-    let farewell = async move {
+    let (shutdown_begun, begun) = oneshot::channel::<()>();
+    let shutdown = async move {
         end.notified().await;
         if let Err(error) = pod.kill_all_containers() {
             tracing::warn!(%error, "cannot kill the containers");
         }
-        drop(tell);
+        drop(shutdown_begun);
     };
-    // It ends when what was asked has been answered, Shutdown among it.
+    // The server ends when it has answered all requests, Shutdown among them.
     let server = nacelle_proto::server::builder()
         .timeout(DEADLINE)
         .concurrency_limit_per_connection(256)
         .add_service(AgentServer::new(service))
-        .serve_with_incoming_shutdown(Listener::new(ready.rpc)?.incoming(), farewell);
+        .serve_with_incoming_shutdown(Listener::new(ready.rpc)?.incoming(), shutdown);
     let late = async {
-        let _ = told.await;
-        tokio::time::sleep(FAREWELL).await;
+        let _ = begun.await;
+        tokio::time::sleep(SHUTDOWN_GRACE).await;
     };
     tokio::select! {
         result = server => result.map_err(io::Error::other),

@@ -1,4 +1,4 @@
-//! Owns: the gRPC service: messages to verbs, errors to codes, and nothing else.
+//! Implements the gRPC service: converts requests to operations of `Pod` and errors to status codes, and nothing else.
 
 use nacelle_base::{Chain, Classify};
 use nacelle_proto::agent::agent_server::Agent;
@@ -18,39 +18,39 @@ use tokio::sync::Notify;
 use tonic::{Code, Request, Response, Status, Streaming};
 
 use crate::boot::apply;
-use crate::container::devices::Device;
-use crate::container::volumes::Volume;
+use crate::container::devices::NodeDevice;
+use crate::container::image_volumes::ImageVolumeMount;
 use crate::container::{CreateOptions, ExecOptions, Pod, PodError};
 use crate::memory::Memory;
 use crate::processors::Processors;
 use crate::pushed::{Draft, PushError, Volumes};
-use crate::stats::Asked;
+use crate::stats::MeasuredContainer;
 
-/// No request takes longer; a caller's own deadline may be nearer.
+/// The deadline of every request. A client may set a shorter one.
 pub const DEADLINE: Duration = Duration::from_secs(120);
-/// The longest that one Wait waits.
-const LONGEST_WAIT: Duration = Duration::from_secs(60);
+/// The longest time that one Wait request waits.
+const MAX_WAIT: Duration = Duration::from_secs(60);
 
-/// The service.
+/// The agent's gRPC service.
 pub struct Service {
-    /// What it is about.
+    /// The pod.
     pub pod: Arc<Pod>,
-    /// What it runs on.
+    /// The VM's vCPUs.
     pub processors: Arc<Processors>,
-    /// What it runs in.
+    /// The VM's memory.
     pub memory: Arc<Memory>,
-    /// Told when the machine shall end.
+    /// Notified when the VM must power off.
     pub end: Arc<Notify>,
-    /// The machine's life that it was told of last; empty: the first.
+    /// The generation of the last Renew request; empty before the first one. A VM that is restored gets a new generation.
     pub generation: Mutex<Vec<u8>>,
 }
 
-fn status(error: &PodError) -> Status {
+fn to_status(error: &PodError) -> Status {
     Status::new(Code::from_i32(error.kind().grpc_code()), Chain(error).to_string())
 }
 
-fn volume(volume: ImageVolume) -> Volume {
-    Volume {
+fn image_volume(volume: ImageVolume) -> ImageVolumeMount {
+    ImageVolumeMount {
         partition: volume.partition,
         sub_path: volume.sub_path,
         container_path: volume.container_path.into(),
@@ -58,8 +58,8 @@ fn volume(volume: ImageVolume) -> Volume {
     }
 }
 
-fn device(device: BlockDevice) -> Device {
-    Device {
+fn node_device(device: BlockDevice) -> NodeDevice {
+    NodeDevice {
         partition: device.partition,
         path: device.container_path.into(),
         access: device.access,
@@ -68,29 +68,29 @@ fn device(device: BlockDevice) -> Device {
     }
 }
 
-fn cut(number: u32) -> u16 {
+fn saturate(number: u32) -> u16 {
     u16::try_from(number).unwrap_or(u16::MAX)
 }
 
-/// Runs a verb to its end even if the caller goes away: half a verb is no state.
-async fn whole<T: Send + 'static>(
-    verb: impl Future<Output = Result<T, PodError>> + Send + 'static,
+/// Runs an operation to its end even if the client disconnects, so that none stops halfway.
+async fn run_to_end<T: Send + 'static>(
+    operation: impl Future<Output = Result<T, PodError>> + Send + 'static,
 ) -> Result<T, Status> {
-    let done = tokio::spawn(verb).await.map_err(PodError::from);
-    done.and_then(|result| result).map_err(|error| status(&error))
+    let done = tokio::spawn(operation).await.map_err(PodError::from);
+    done.and_then(|result| result).map_err(|error| to_status(&error))
 }
 
-/// Writes a volume as it comes, and shows it when it is whole.
-async fn take(volumes: Volumes, mut parts: Streaming<PushVolumeRequest>) -> Result<(), PodError> {
+/// Writes a copied-in volume as it arrives, and swaps it in when it is complete.
+async fn receive_volume(volumes: Volumes, mut parts: Streaming<PushVolumeRequest>) -> Result<(), PodError> {
     let mut draft: Option<Draft> = None;
     loop {
-        // If the host has gone, or was refused, there is no next part.
+        // If the host has disconnected or the stream failed, there is no next part.
         let part = parts.message().await.unwrap_or_else(|status| {
-            tracing::info!("a volume is not pushed to its end: {status}");
+            tracing::info!("a copied-in volume is incomplete: {status}");
             None
         });
         let Some(PushVolumeRequest { name, tree, whole }) = part else {
-            // Dropped where it may block.
+            // Dropped on a thread where it may block.
             tokio::task::spawn_blocking(move || drop(draft)).await?;
             return Err(PushError::Short { name: String::new() }.into());
         };
@@ -98,7 +98,7 @@ async fn take(volumes: Volumes, mut parts: Streaming<PushVolumeRequest>) -> Resu
         let write = move || -> Result<Option<Draft>, PushError> {
             let mut draft = begun.map_or_else(|| volumes.begin(&name), Ok)?;
             draft.add(tree.unwrap_or_default().entries)?;
-            if whole { draft.show().map(|()| None) } else { Ok(Some(draft)) }
+            if whole { draft.swap_in().map(|()| None) } else { Ok(Some(draft)) }
         };
         draft = tokio::task::spawn_blocking(write).await??;
         if draft.is_none() {
@@ -107,12 +107,12 @@ async fn take(volumes: Volumes, mut parts: Streaming<PushVolumeRequest>) -> Resu
     }
 }
 
-/// Runs a verb that blocks.
-async fn blocking<E: Into<PodError> + Send + 'static>(
-    verb: impl FnOnce() -> Result<(), E> + Send + 'static,
+/// Runs an operation that blocks, on a thread for such.
+async fn run_blocking<E: Into<PodError> + Send + 'static>(
+    operation: impl FnOnce() -> Result<(), E> + Send + 'static,
 ) -> Result<Response<Empty>, Status> {
-    let done = tokio::task::spawn_blocking(verb).await.map_err(PodError::from);
-    done.and_then(|result| result.map_err(Into::into)).map_err(|error| status(&error))?;
+    let done = tokio::task::spawn_blocking(operation).await.map_err(PodError::from);
+    done.and_then(|result| result.map_err(Into::into)).map_err(|error| to_status(&error))?;
     Ok(Response::new(Empty {}))
 }
 
@@ -120,8 +120,8 @@ async fn blocking<E: Into<PodError> + Send + 'static>(
 impl Agent for Service {
     async fn attach_image(&self, request: Request<AttachImageRequest>) -> Result<Response<Empty>, Status> {
         let (request, pod) = (request.into_inner(), Arc::clone(&self.pod));
-        blocking(move || match request.files {
-            files if files.is_empty() => pod.disks.attach(request.partition, request.offset, request.length),
+        run_blocking(move || match request.files {
+            files if files.is_empty() => pod.disks.attach_image(request.partition, request.offset, request.length),
             files => pod.disks.attach_files(request.partition, files.into_iter().map(PathBuf::from).collect()),
         })
         .await
@@ -129,18 +129,18 @@ impl Agent for Service {
 
     async fn detach_image(&self, request: Request<DetachImageRequest>) -> Result<Response<Empty>, Status> {
         let (request, pod) = (request.into_inner(), Arc::clone(&self.pod));
-        blocking(move || pod.disks.detach(request.partition)).await
+        run_blocking(move || pod.disks.detach_image(request.partition)).await
     }
 
     async fn attach_device(&self, request: Request<AttachDeviceRequest>) -> Result<Response<Empty>, Status> {
         let (request, pod) = (request.into_inner(), Arc::clone(&self.pod));
         let AttachDeviceRequest { partition, offset, length, writable } = request;
-        blocking(move || pod.disks.attach_device(partition, offset, length, writable)).await
+        run_blocking(move || pod.disks.attach_device(partition, offset, length, writable)).await
     }
 
     async fn detach_device(&self, request: Request<DetachDeviceRequest>) -> Result<Response<Empty>, Status> {
         let (request, pod) = (request.into_inner(), Arc::clone(&self.pod));
-        blocking(move || pod.disks.detach_device(request.partition)).await
+        run_blocking(move || pod.disks.detach_device(request.partition)).await
     }
 
     async fn create_container(
@@ -158,42 +158,42 @@ impl Agent for Service {
             stdin: request.stdin,
             pid_of: request.pid_of,
             pid_mode,
-            volumes: request.volumes.into_iter().map(volume).collect(),
-            devices: request.devices.into_iter().map(device).collect(),
+            volumes: request.volumes.into_iter().map(image_volume).collect(),
+            devices: request.devices.into_iter().map(node_device).collect(),
             empty_dirs: request.empty_dirs,
         };
-        whole(Arc::clone(&self.pod).create_container(options)).await.map(Response::new)
+        run_to_end(Arc::clone(&self.pod).create_container(options)).await.map(Response::new)
     }
 
     async fn start_container(&self, request: Request<ContainerRef>) -> Result<Response<Empty>, Status> {
-        whole(Arc::clone(&self.pod).start_container(request.into_inner().id)).await?;
+        run_to_end(Arc::clone(&self.pod).start_container(request.into_inner().id)).await?;
         Ok(Response::new(Empty {}))
     }
 
     async fn signal(&self, request: Request<SignalRequest>) -> Result<Response<Empty>, Status> {
         let (request, pod) = (request.into_inner(), Arc::clone(&self.pod));
-        blocking(move || pod.send_signal(&request.id, &request.exec_id, request.signal, request.all)).await
+        run_blocking(move || pod.send_signal(&request.id, &request.exec_id, request.signal, request.all)).await
     }
 
     async fn wait(&self, request: Request<WaitRequest>) -> Result<Response<WaitResponse>, Status> {
         let request = request.into_inner();
-        let process = self.pod.find_process(&request.id, &request.exec_id).map_err(|error| status(&error))?;
-        let limit = Duration::from_millis(request.timeout_ms.into()).min(LONGEST_WAIT);
+        let process = self.pod.find_process(&request.id, &request.exec_id).map_err(|error| to_status(&error))?;
+        let limit = Duration::from_millis(request.timeout_ms.into()).min(MAX_WAIT);
         Ok(Response::new(WaitResponse { exit: process.wait(limit).await }))
     }
 
     async fn push_volume(&self, request: Request<Streaming<PushVolumeRequest>>) -> Result<Response<Empty>, Status> {
-        whole(take(self.pod.volumes.clone(), request.into_inner())).await?;
+        run_to_end(receive_volume(self.pod.volumes.clone(), request.into_inner())).await?;
         Ok(Response::new(Empty {}))
     }
 
     async fn drop_volume(&self, request: Request<DropVolumeRequest>) -> Result<Response<Empty>, Status> {
         let (name, volumes) = (request.into_inner().name, self.pod.volumes.clone());
-        blocking(move || volumes.remove(&name)).await
+        run_blocking(move || volumes.remove(&name)).await
     }
 
     async fn remove_container(&self, request: Request<ContainerRef>) -> Result<Response<Empty>, Status> {
-        whole(Arc::clone(&self.pod).remove_container(request.into_inner().id)).await?;
+        run_to_end(Arc::clone(&self.pod).remove_container(request.into_inner().id)).await?;
         Ok(Response::new(Empty {}))
     }
 
@@ -205,34 +205,35 @@ impl Agent for Service {
             args: request.args,
             tty: request.tty,
             stdin: request.stdin,
-            size: (cut(request.columns), cut(request.rows)),
+            size: (saturate(request.columns), saturate(request.rows)),
         };
-        whole(Arc::clone(&self.pod).start_exec(options)).await?;
+        run_to_end(Arc::clone(&self.pod).start_exec(options)).await?;
         Ok(Response::new(Empty {}))
     }
 
     async fn update_container(&self, request: Request<UpdateContainerRequest>) -> Result<Response<Empty>, Status> {
-        whole(Arc::clone(&self.pod).update_container(request.into_inner())).await?;
+        run_to_end(Arc::clone(&self.pod).update_container(request.into_inner())).await?;
         Ok(Response::new(Empty {}))
     }
 
     async fn set_processors(&self, request: Request<SetProcessorsRequest>) -> Result<Response<Empty>, Status> {
         let (count, processors) = (request.into_inner().count, Arc::clone(&self.processors));
-        blocking(move || processors.set(count)).await
+        run_blocking(move || processors.set_online_count(count)).await
     }
 
     async fn set_memory(&self, request: Request<SetMemoryRequest>) -> Result<Response<SetMemoryResponse>, Status> {
         let (SetMemoryRequest { reserve, bytes }, memory) = (request.into_inner(), Arc::clone(&self.memory));
         let range = |range: &MemoryRange| range.address..range.address.saturating_add(range.bytes);
         let reserve: Vec<_> = reserve.iter().map(range).collect();
-        let set = tokio::task::spawn_blocking(move || memory.set(&reserve, bytes)).await.map_err(PodError::from);
-        let bytes = set.and_then(|set| set.map_err(Into::into)).map_err(|error| status(&error))?;
+        let set =
+            tokio::task::spawn_blocking(move || memory.set_online_bytes(&reserve, bytes)).await.map_err(PodError::from);
+        let bytes = set.and_then(|set| set.map_err(Into::into)).map_err(|error| to_status(&error))?;
         Ok(Response::new(SetMemoryResponse { bytes }))
     }
 
     async fn resize(&self, request: Request<ResizeRequest>) -> Result<Response<Empty>, Status> {
         let (request, pod) = (request.into_inner(), Arc::clone(&self.pod));
-        blocking(move || pod.resize_terminal(&request.id, &request.exec_id, request.columns, request.rows)).await
+        run_blocking(move || pod.resize_terminal(&request.id, &request.exec_id, request.columns, request.rows)).await
     }
 
     async fn list_containers(&self, _: Request<Empty>) -> Result<Response<ListContainersResponse>, Status> {
@@ -242,10 +243,10 @@ impl Agent for Service {
     async fn stats(&self, _: Request<Empty>) -> Result<Response<StatsResponse>, Status> {
         let asked = |id: String| {
             let process = self.pod.find_process(&id, "").ok().filter(|process| process.exit().is_none());
-            Asked { pid: process.map(|process| process.pid), id }
+            MeasuredContainer { pid: process.map(|process| process.pid), id }
         };
         let containers = self.pod.list_containers().into_iter().map(|container| asked(container.id)).collect();
-        let read = crate::stats::of(&self.pod.layers, containers).await;
+        let read = crate::stats::read_usage(&self.pod.layers, containers).await;
         let failed = |source| Status::internal(format!("cannot read what the containers use: {}", Chain(&source)));
         read.map(Response::new).map_err(failed)
     }
@@ -256,11 +257,10 @@ impl Agent for Service {
         if *generation == request.generation {
             return Ok(Response::new(Empty {}));
         }
-        // The clock last: what is slow before it would make it late.
-        let renewed = apply::entropy(&request.entropy).and_then(|()| apply::clock(request.time_unix_nanos));
+        let renewed = apply::add_entropy(&request.entropy).and_then(|()| apply::set_clock(request.time_unix_nanos));
         renewed.map_err(|error| Status::internal(Chain(&error).to_string()))?;
         *generation = request.generation;
-        tracing::info!("this machine was restored: clock and random pool are new");
+        tracing::info!("the VM was restored: clock and random pool are set anew");
         Ok(Response::new(Empty {}))
     }
 

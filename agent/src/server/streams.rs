@@ -1,5 +1,5 @@
-//! Owns: the port of the streams: one connection per stream, its preamble, and joining it to the process, or to a
-//! port of the pod.
+//! Serves the port of the streams: each connection begins with a preamble, which names a stream of a process or a TCP port of the pod,
+//! and is joined to that.
 
 use nacelle_base::Chain;
 use nacelle_proto::agent::{StreamOpen, StreamOpened};
@@ -17,27 +17,27 @@ use crate::container::Pod;
 use crate::frame;
 use crate::listener::{Connection, Listener};
 
-/// How many connections there may be at once.
-const CONNECTIONS: usize = 1024;
-/// How long a connection may take to say what it is.
-const PREAMBLE: Duration = Duration::from_secs(30);
+/// The most connections at the same time.
+const MAX_CONNECTIONS: usize = 1024;
+/// The time in which a connection must send its preamble.
+const PREAMBLE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How long a port of the pod may take to answer.
-const DIAL: Duration = Duration::from_secs(30);
-/// What is held of a connection to a port, each way.
-const BUFFER: usize = 16 << 10;
+/// The time in which a port of the pod must accept a connection.
+const DIAL_TIMEOUT: Duration = Duration::from_secs(30);
+/// The buffer of a connection to a port, in bytes in each direction.
+const FORWARD_BUFFER: usize = 16 << 10;
 
-/// Serves for ever.
-pub async fn serve(listener: Listener, pod: Arc<Pod>) {
-    let places = Arc::new(Semaphore::new(CONNECTIONS));
+/// Accepts connections until the agent ends.
+pub async fn serve_streams(listener: Listener, pod: Arc<Pod>) {
+    let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     loop {
-        let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
+        let Ok(permit) = Arc::clone(&permits).acquire_owned().await else { return };
         match listener.accept().await {
             Ok(connection) => {
                 let pod = Arc::clone(&pod);
                 tokio::spawn(async move {
-                    join(connection, &pod).await;
-                    drop(place);
+                    join_stream(connection, &pod).await;
+                    drop(permit);
                 });
             }
             Err(error) => {
@@ -48,21 +48,21 @@ pub async fn serve(listener: Listener, pod: Arc<Pod>) {
     }
 }
 
-async fn join(mut connection: Connection, pod: &Pod) {
-    let open = match tokio::time::timeout(PREAMBLE, frame::read_async::<StreamOpen>(&mut connection)).await {
+async fn join_stream(mut connection: Connection, pod: &Pod) {
+    let open = match tokio::time::timeout(PREAMBLE_TIMEOUT, frame::read_async::<StreamOpen>(&mut connection)).await {
         Ok(Ok(open)) => open,
-        Ok(Err(error)) => return tracing::warn!(error = %Chain(&error), "a stream without a preamble"),
-        Err(_late) => return tracing::warn!("a stream that does not say what it is"),
+        Ok(Err(error)) => return tracing::warn!(error = %Chain(&error), "a stream has an invalid preamble"),
+        Err(_late) => return tracing::warn!("a stream sent no preamble in time"),
     };
     if open.stream() == Stream::Port {
-        if let Err(error) = forward(connection, open.port).await {
-            tracing::debug!(%error, port = open.port, "a forwarded port");
+        if let Err(error) = forward_port(connection, open.port).await {
+            tracing::debug!(%error, port = open.port, "forwarding a port failed");
         }
         return;
     }
     let process = match pod.find_process(&open.id, &open.exec_id) {
         Ok(process) => process,
-        Err(error) => return tracing::warn!(error = %Chain(&error), "a stream of no process"),
+        Err(error) => return tracing::warn!(error = %Chain(&error), "a stream names a process that does not exist"),
     };
     let stdio = &process.stdio;
     let result = match open.stream() {
@@ -78,29 +78,29 @@ async fn join(mut connection: Connection, pod: &Pod) {
                 None => Ok(()),
             }
         }
-        // A guest has the disks that its machine has.
+        // Devices of the VM are not streams of the agent.
         Stream::Port | Stream::Device | Stream::Unspecified => Ok(()),
     };
     if let Err(error) = result {
-        tracing::debug!(%error, id = open.id, "a stream broke");
+        tracing::debug!(%error, id = open.id, "a stream failed");
     }
 }
 
-async fn forward(mut connection: Connection, port: u32) -> io::Result<()> {
-    let dialled = tokio::time::timeout(DIAL, dial(port)).await;
+async fn forward_port(mut connection: Connection, port: u32) -> io::Result<()> {
+    let dialled = tokio::time::timeout(DIAL_TIMEOUT, dial(port)).await;
     let dialled = dialled.unwrap_or_else(|_late| Err(io::ErrorKind::TimedOut.into()));
     let error = dialled.as_ref().err().map_or_else(String::new, ToString::to_string);
-    let answer = frame::frame(&StreamOpened { error }.encode_to_vec(), frame::MAX).map_err(io::Error::other)?;
+    let answer = frame::encode_frame(&StreamOpened { error }.encode_to_vec(), frame::MAX).map_err(io::Error::other)?;
     connection.write_all(&answer).await?;
     let mut port = dialled?;
-    tokio::io::copy_bidirectional_with_sizes(&mut connection, &mut port, BUFFER, BUFFER).await.map(drop)
+    tokio::io::copy_bidirectional_with_sizes(&mut connection, &mut port, FORWARD_BUFFER, FORWARD_BUFFER).await.map(drop)
 }
 
 /// Connects to a port of the pod: all containers are in one network namespace, the agent's.
 async fn dial(port: u32) -> io::Result<TcpStream> {
     let port = u16::try_from(port).map_err(|_too_large| io::Error::from(io::ErrorKind::InvalidInput))?;
     match TcpStream::connect((Ipv4Addr::LOCALHOST, port)).await {
-        // The reason that is told is that of the first.
+        // The error of IPv4 is reported.
         Err(first) => TcpStream::connect((Ipv6Addr::LOCALHOST, port)).await.map_err(|_second| first),
         connected => connected,
     }
@@ -116,7 +116,7 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             for address in ["127.0.0.1:0", "[::1]:0"] {
-                // A machine may be without IPv6.
+                // The node may have no IPv6.
                 let Ok(listener) = TcpListener::bind(address).await else { continue };
                 let port = listener.local_addr().unwrap().port();
                 assert_eq!(dial(port.into()).await.unwrap().peer_addr().unwrap(), listener.local_addr().unwrap());

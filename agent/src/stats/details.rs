@@ -1,6 +1,5 @@
-//! Owns: what is found out about a container beside its control group's plain figures: descriptors and the limit of
-//! its first process (proc(5)), disks (io.stat) and huge pages (hugetlb.*.current of cgroup v2); and the scratch disk.
-//! Threads: blocks for reads of /proc, /sys and the group's files.
+//! Reads details of a container besides the plain figures of its cgroup: open descriptors and their limit (proc(5)), disks (io.stat),
+//! huge pages (hugetlb.*.current); and the file system of the scratch disk.
 
 use nacelle_proto::common::{Details, DiskUsage, FileSystem, HugepageUsage};
 use nix::sys::stat::{major, minor, stat};
@@ -9,33 +8,33 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use super::usage::pids;
+use super::usage::list_pids;
 
-/// Descriptors of one container that are looked at.
+/// The most descriptors of one container that are counted.
 const MAX_DESCRIPTORS: u64 = 10_000;
-/// Devices of one container.
+/// The most devices of one container that are reported.
 const MAX_DISKS: usize = 32;
 
-/// The details of a container with this group and this first process.
-pub fn of(cgroup: &Path, pid: Option<i32>) -> Details {
+/// Reads the details of a container with this cgroup and this first process.
+pub fn read_details(cgroup: &Path, pid: Option<i32>) -> Details {
     let proc = Path::new("/proc");
-    let (descriptors, sockets) = descriptors(proc, &pids(cgroup));
+    let (descriptors, sockets) = count_descriptors(proc, &list_pids(cgroup));
     let limits = pid.and_then(|pid| fs::read_to_string(proc.join(format!("{pid}/limits"))).ok());
     let io = fs::read_to_string(cgroup.join("io.stat")).unwrap_or_default();
     Details {
         descriptors,
         sockets,
-        open_files_limit: limits.and_then(|limits| open_files(&limits)),
-        disks: io.lines().filter_map(disk).take(MAX_DISKS).collect(),
-        hugepages: hugepages(cgroup),
+        open_files_limit: limits.and_then(|limits| parse_open_files(&limits)),
+        disks: io.lines().filter_map(parse_disk).take(MAX_DISKS).collect(),
+        hugepages: read_hugepages(cgroup),
     }
 }
 
-/// How many descriptors these processes have, and how many of those are sockets.
-fn descriptors(proc: &Path, pids: &[i32]) -> (u64, u64) {
+/// Counts the descriptors of processes, and how many of those are sockets.
+fn count_descriptors(proc: &Path, pids: &[i32]) -> (u64, u64) {
     let (mut all, mut sockets) = (0, 0);
-    let folders = pids.iter().map(|pid| proc.join(format!("{pid}/fd")));
-    for entry in folders.filter_map(|folder| fs::read_dir(folder).ok()).flatten().flatten() {
+    let directories = pids.iter().map(|pid| proc.join(format!("{pid}/fd")));
+    for entry in directories.filter_map(|directory| fs::read_dir(directory).ok()).flatten().flatten() {
         all += 1;
         let target = fs::read_link(entry.path()).unwrap_or_default();
         sockets += u64::from(target.as_os_str().as_encoded_bytes().starts_with(b"socket:["));
@@ -46,14 +45,14 @@ fn descriptors(proc: &Path, pids: &[i32]) -> (u64, u64) {
     (all, sockets)
 }
 
-/// The soft limit of open files, of the text of /proc/PID/limits.
-fn open_files(limits: &str) -> Option<u64> {
+/// Parses the soft limit of open files in /proc/PID/limits.
+fn parse_open_files(limits: &str) -> Option<u64> {
     let line = limits.lines().find_map(|line| line.strip_prefix("Max open files"))?;
     line.split_whitespace().next()?.parse().ok()
 }
 
-/// A line of io.stat: "254:16 rbytes=1 wbytes=2 rios=3 wios=4 dbytes=5 dios=6".
-fn disk(line: &str) -> Option<DiskUsage> {
+/// Parses a line of io.stat: "254:16 rbytes=1 wbytes=2 rios=3 wios=4 dbytes=5 dios=6".
+fn parse_disk(line: &str) -> Option<DiskUsage> {
     let (number, figures) = line.split_once(' ')?;
     let (major, minor) = number.split_once(':')?;
     let (major, minor) = (major.parse().ok()?, minor.parse().ok()?);
@@ -62,7 +61,7 @@ fn disk(line: &str) -> Option<DiskUsage> {
         value.and_then(|value| value.parse().ok()).unwrap_or(0)
     };
     Some(DiskUsage {
-        device: device(major, minor),
+        device: device_name(major, minor),
         major,
         minor,
         read_bytes: figure("rbytes"),
@@ -72,15 +71,15 @@ fn disk(line: &str) -> Option<DiskUsage> {
     })
 }
 
-/// The name of a block device; its number if it has none.
-fn device(major: u32, minor: u32) -> String {
+/// Returns the path of a block device, or its number if it has no name.
+fn device_name(major: u32, minor: u32) -> String {
     let text = fs::read_to_string(format!("/sys/dev/block/{major}:{minor}/uevent")).unwrap_or_default();
     let name = text.lines().find_map(|line| line.strip_prefix("DEVNAME="));
     name.map_or_else(|| format!("{major}:{minor}"), |name| format!("/dev/{name}"))
 }
 
-/// What the group has of each size of huge pages.
-fn hugepages(cgroup: &Path) -> Vec<HugepageUsage> {
+/// Reads the usage of each size of huge pages of a cgroup.
+fn read_hugepages(cgroup: &Path) -> Vec<HugepageUsage> {
     let size = |name: &str| name.strip_prefix("hugetlb.")?.strip_suffix(".current").map(str::to_owned);
     let usage = |entry: fs::DirEntry| {
         // Not "hugetlb.2MB.rsvd.current".
@@ -93,12 +92,12 @@ fn hugepages(cgroup: &Path) -> Vec<HugepageUsage> {
     found
 }
 
-/// The file system of a folder.
-pub fn file_system(folder: &Path) -> io::Result<FileSystem> {
-    let (disk, number) = (statvfs(folder)?, stat(folder)?.st_dev);
+/// Reads the figures of the file system of a directory.
+pub fn read_file_system(directory: &Path) -> io::Result<FileSystem> {
+    let (disk, number) = (statvfs(directory)?, stat(directory)?.st_dev);
     let small = |number: u64| u32::try_from(number).unwrap_or(u32::MAX);
     Ok(FileSystem {
-        device: device(small(major(number)), small(minor(number))),
+        device: device_name(small(major(number)), small(minor(number))),
         bytes: disk.blocks().saturating_mul(disk.fragment_size()),
         inodes: disk.files(),
         free_inodes: disk.files_free(),
@@ -113,7 +112,7 @@ mod tests {
 
     #[test]
     fn disks_by_their_lines() {
-        let found = disk("4095:4095 rbytes=1 wbytes=2 rios=3 wios=4 dbytes=5 dios=6").unwrap();
+        let found = parse_disk("4095:4095 rbytes=1 wbytes=2 rios=3 wios=4 dbytes=5 dios=6").unwrap();
         let expected = DiskUsage {
             device: "4095:4095".into(),
             major: 4095,
@@ -124,8 +123,11 @@ mod tests {
             writes: 4,
         };
         assert_eq!(found, expected);
-        assert_eq!(disk("1:2 rios=7").map(|disk| (disk.reads, disk.read_bytes)), Some((7, 0)));
-        assert_eq!((disk(""), disk("1:2"), disk("x:2 rios=7"), disk("12 rios=7")), (None, None, None, None));
+        assert_eq!(parse_disk("1:2 rios=7").map(|disk| (disk.reads, disk.read_bytes)), Some((7, 0)));
+        assert_eq!(
+            (parse_disk(""), parse_disk("1:2"), parse_disk("x:2 rios=7"), parse_disk("12 rios=7")),
+            (None, None, None, None)
+        );
     }
 
     #[test]
@@ -135,20 +137,23 @@ mod tests {
         fs::create_dir_all(&fds).unwrap();
         symlink("/dev/null", fds.join("0")).unwrap();
         symlink("socket:[77]", fds.join("3")).unwrap();
-        // 6 is gone.
-        assert_eq!(descriptors(proc.path(), &[6, 5]), (2, 1));
+        // Process 6 has ended.
+        assert_eq!(count_descriptors(proc.path(), &[6, 5]), (2, 1));
         let own = i32::try_from(std::process::id()).unwrap();
         let _open = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
-        let (all, sockets) = descriptors(Path::new("/proc"), &[own]);
+        let (all, sockets) = count_descriptors(Path::new("/proc"), &[own]);
         assert!(sockets >= 1 && all > sockets, "{all} {sockets}");
     }
 
     #[test]
     fn the_soft_limit_of_open_files() {
         let limits = "Limit    Soft Limit    Hard Limit   Units\nMax open files            1024    4096    files\n";
-        assert_eq!(open_files(limits), Some(1024));
-        assert_eq!((open_files("Max open files   unlimited  unlimited files"), open_files("")), (None, None));
-        assert!(open_files(&fs::read_to_string("/proc/self/limits").unwrap()).is_some());
+        assert_eq!(parse_open_files(limits), Some(1024));
+        assert_eq!(
+            (parse_open_files("Max open files   unlimited  unlimited files"), parse_open_files("")),
+            (None, None)
+        );
+        assert!(parse_open_files(&fs::read_to_string("/proc/self/limits").unwrap()).is_some());
     }
 
     #[test]
@@ -163,23 +168,23 @@ mod tests {
             fs::write(group.path().join(name), text).unwrap();
         }
         let page = |size: &str, bytes| HugepageUsage { size: size.into(), bytes };
-        assert_eq!(hugepages(group.path()), [page("1GB", 0), page("2MB", 4 << 20)]);
-        assert!(hugepages(&group.path().join("none")).is_empty());
+        assert_eq!(read_hugepages(group.path()), [page("1GB", 0), page("2MB", 4 << 20)]);
+        assert!(read_hugepages(&group.path().join("none")).is_empty());
     }
 
     #[test]
     fn a_file_system_has_a_size_and_a_name() {
-        let folder = tempfile::tempdir().unwrap();
-        let found = file_system(folder.path()).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let found = read_file_system(directory.path()).unwrap();
         assert!(found.bytes > 0 && !found.device.is_empty());
-        assert!(file_system(&folder.path().join("none")).is_err());
+        assert!(read_file_system(&directory.path().join("none")).is_err());
     }
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(128))]
         #[test]
         fn no_text_makes_it_panic(text in "([0-9]{1,5}:[0-9]{1,5} |[rw]bytes=|Max open files|[0-9 \n]|\\PC){0,40}") {
-            let _ = (disk(&text), open_files(&text));
+            let _ = (parse_disk(&text), parse_open_files(&text));
         }
     }
 }

@@ -1,6 +1,7 @@
-//! Owns: how much each container has written to its root: the blocks and inodes of its upper folder on the scratch disk.
-//! A tree that is too big or too deep to be walked counts as the whole disk: hiding makes a container's figure bigger.
-//! Threads: one walk at a time, on a blocking thread; the figures are behind a lock that is held for look-ups only.
+//! Measures how much each container has written to its root: the blocks and inodes of its writable layer on the scratch disk.
+//!
+//! A tree that is too big or too deep to be walked counts as the whole disk, so that a container cannot hide what it has written. There
+//! is one walk at a time, on a blocking thread; the lock on the figures is held for look-ups only.
 
 use nacelle_base::retry::retry_interrupted;
 use nix::dir::Dir;
@@ -16,39 +17,39 @@ use std::time::{Duration, Instant};
 
 use crate::paths;
 
-/// Files of one container that are looked at.
+/// The most files of one container that are counted.
 const MAX_FILES: u64 = 200_000;
-/// Folders below each other; each is a descriptor.
+/// The deepest directory that is walked. Each level takes a descriptor.
 const MAX_DEPTH: usize = 256;
-/// A figure is renewed after this time, or after so many times what its measuring took.
-const REST: (Duration, u32) = (Duration::from_secs(1), 20);
+/// A figure is measured again after this time, or after so many times the duration of its measurement.
+const MAX_AGE: (Duration, u32) = (Duration::from_secs(1), 20);
 
-/// What a container has written.
+/// The size of a writable layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub struct Size {
-    /// Bytes of its blocks.
+pub struct LayerSize {
+    /// The bytes of its blocks.
     pub bytes: u64,
-    /// Files and folders.
+    /// The number of files and directories.
     pub inodes: u64,
 }
 
-/// A figure and when it was taken.
+/// A size and the time of its measurement.
 #[derive(Clone, Copy, Debug)]
-pub struct Measured {
-    /// The figure.
-    pub size: Size,
-    /// When the walk ended.
+pub struct MeasuredLayer {
+    /// The measured size.
+    pub size: LayerSize,
+    /// The end of the walk.
     pub at: Instant,
     took: Duration,
 }
 
 #[derive(Default)]
 struct State {
-    known: HashMap<String, Measured>,
+    known: HashMap<String, MeasuredLayer>,
     walking: bool,
 }
 
-/// The figures of all containers.
+/// The sizes of the writable layers of all containers.
 #[derive(Default)]
 pub struct Layers(Mutex<State>);
 
@@ -57,12 +58,12 @@ impl Layers {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The last figure of each container that has one.
-    pub fn known(&self) -> HashMap<String, Measured> {
+    /// Returns the last size of each container that has one.
+    pub fn known(&self) -> HashMap<String, MeasuredLayer> {
         self.lock().known.clone()
     }
 
-    /// Measures those of these containers whose figures are old, unless somebody does already; forgets others. Blocks.
+    /// Measures those of these containers whose sizes are old, unless a walk runs already. Forgets all other containers. Blocks.
     pub fn renew(&self, ids: &[String]) {
         let due: Vec<&String> = {
             let mut state = self.lock();
@@ -70,7 +71,7 @@ impl Layers {
                 return;
             }
             state.known.retain(|id, _| ids.contains(id));
-            let fresh = |old: &Measured| old.at.elapsed() < REST.0.max(old.took.saturating_mul(REST.1));
+            let fresh = |old: &MeasuredLayer| old.at.elapsed() < MAX_AGE.0.max(old.took.saturating_mul(MAX_AGE.1));
             let due: Vec<_> = ids.iter().filter(|id| !state.known.get(*id).is_some_and(fresh)).collect();
             state.walking = !due.is_empty();
             due
@@ -78,60 +79,60 @@ impl Layers {
         if due.is_empty() {
             return;
         }
-        let _walking = Walking(self);
+        let _walking = WalkGuard(self);
         for id in due {
             let began = Instant::now();
-            // One that has just been removed has no figure.
-            if let Ok(size) = size(&paths::upper_layer_of(id)) {
+            // A container that has just been removed has no size.
+            if let Ok(size) = measure(&paths::upper_layer_of(id)) {
                 let at = Instant::now();
-                self.lock().known.insert(id.clone(), Measured { size, at, took: at.duration_since(began) });
+                self.lock().known.insert(id.clone(), MeasuredLayer { size, at, took: at.duration_since(began) });
             }
         }
     }
 }
 
-/// Ends with the walk, however it ends.
-struct Walking<'a>(&'a Layers);
+/// Resets `State::walking` when the walk ends, also by a panic.
+struct WalkGuard<'a>(&'a Layers);
 
-impl Drop for Walking<'_> {
+impl Drop for WalkGuard<'_> {
     fn drop(&mut self) {
         self.0.lock().walking = false;
     }
 }
 
-/// Starts [`Layers::renew`] and waits for it for a while.
+/// Starts [`Layers::renew`], and waits at most `limit` for its end.
 pub async fn renew_within(layers: &Arc<Layers>, ids: Vec<String>, limit: Duration) {
     let layers = Arc::clone(layers);
     let walk = tokio::task::spawn_blocking(move || layers.renew(&ids));
-    // A walk that takes longer goes on, for whoever asks next.
+    // A walk that takes longer continues, for the next request.
     let _ = tokio::time::timeout(limit, walk).await;
 }
 
-/// The size of a folder with all that is in it; links are not followed, and a file with several names counts once.
-fn size(folder: &Path) -> io::Result<Size> {
-    let mut walk = Walk { size: Size::default(), seen: HashSet::new() };
-    let root = retry_interrupted(|| open(folder, FOLDER, Mode::empty()))?;
+/// Measures a directory with everything in it. Links are not followed, and a file with several names counts once.
+fn measure(directory: &Path) -> io::Result<LayerSize> {
+    let mut walk = Walk { size: LayerSize::default(), seen: HashSet::new() };
+    let root = retry_interrupted(|| open(directory, OPEN_DIRECTORY, Mode::empty()))?;
     walk.add(&fstat(&root)?);
-    if walk.all_below(root)? {
+    if walk.add_below(root)? {
         return Ok(walk.size);
     }
-    let disk = statvfs(folder)?;
+    let disk = statvfs(directory)?;
     let blocks = disk.blocks().saturating_sub(disk.blocks_free());
     let inodes = disk.files().saturating_sub(disk.files_free());
-    Ok(Size { bytes: blocks.saturating_mul(disk.fragment_size()), inodes })
+    Ok(LayerSize { bytes: blocks.saturating_mul(disk.fragment_size()), inodes })
 }
 
-const FOLDER: OFlag = OFlag::O_DIRECTORY.union(OFlag::O_NOFOLLOW).union(OFlag::O_CLOEXEC);
+const OPEN_DIRECTORY: OFlag = OFlag::O_DIRECTORY.union(OFlag::O_NOFOLLOW).union(OFlag::O_CLOEXEC);
 
 struct Walk {
-    size: Size,
-    /// Files with several names.
+    size: LayerSize,
+    /// Inodes of files with several names.
     seen: HashSet<u64>,
 }
 
 impl Walk {
     fn add(&mut self, found: &FileStat) {
-        if !is_folder(found) && found.st_nlink > 1 && !self.seen.insert(found.st_ino) {
+        if !is_directory(found) && found.st_nlink > 1 && !self.seen.insert(found.st_ino) {
             return;
         }
         let bytes = u64::try_from(found.st_blocks).unwrap_or(0).saturating_mul(512);
@@ -139,11 +140,11 @@ impl Walk {
         self.size.inodes += 1;
     }
 
-    /// Adds what is below a folder; false if it is too much. What goes meanwhile is not counted.
-    fn all_below(&mut self, folder: OwnedFd) -> io::Result<bool> {
-        let entries = Dir::from_fd(folder.try_clone()?)?.into_iter();
-        let mut open = vec![(folder, entries)];
-        while let Some((folder, entries)) = open.last_mut() {
+    /// Adds everything below a directory; returns false if it is too much. Files that are removed meanwhile are not counted.
+    fn add_below(&mut self, directory: OwnedFd) -> io::Result<bool> {
+        let entries = Dir::from_fd(directory.try_clone()?)?.into_iter();
+        let mut open = vec![(directory, entries)];
+        while let Some((directory, entries)) = open.last_mut() {
             let Some(Ok(entry)) = entries.next() else {
                 open.pop();
                 continue;
@@ -152,13 +153,13 @@ impl Walk {
             if matches!(name.to_bytes(), b"." | b"..") {
                 continue;
             }
-            let Ok(found) = fstatat(&*folder, name, AtFlags::AT_SYMLINK_NOFOLLOW) else { continue };
+            let Ok(found) = fstatat(&*directory, name, AtFlags::AT_SYMLINK_NOFOLLOW) else { continue };
             self.add(&found);
             if self.size.inodes >= MAX_FILES {
                 return Ok(false);
             }
-            if is_folder(&found)
-                && let Ok(below) = retry_interrupted(|| openat(&*folder, name, FOLDER, Mode::empty()))
+            if is_directory(&found)
+                && let Ok(below) = retry_interrupted(|| openat(&*directory, name, OPEN_DIRECTORY, Mode::empty()))
             {
                 if open.len() == MAX_DEPTH {
                     return Ok(false);
@@ -171,7 +172,7 @@ impl Walk {
     }
 }
 
-fn is_folder(found: &FileStat) -> bool {
+fn is_directory(found: &FileStat) -> bool {
     found.st_mode & libc::S_IFMT == libc::S_IFDIR
 }
 
@@ -182,43 +183,43 @@ mod tests {
 
     #[test]
     fn a_tree_is_counted_and_links_are_not_followed() {
-        let folder = tempfile::tempdir().unwrap();
-        let root = folder.path().join("upper");
+        let directory = tempfile::tempdir().unwrap();
+        let root = directory.path().join("upper");
         fs::create_dir_all(root.join("a/b")).unwrap();
-        fs::write(folder.path().join("outside"), vec![1; 1 << 20]).unwrap();
-        let before = size(&root).unwrap();
+        fs::write(directory.path().join("outside"), vec![1; 1 << 20]).unwrap();
+        let before = measure(&root).unwrap();
         assert_eq!(before.inodes, 3);
         fs::write(root.join("a/b/file"), vec![1; 256 << 10]).unwrap();
         fs::hard_link(root.join("a/b/file"), root.join("a/again")).unwrap();
-        std::os::unix::fs::symlink(folder.path(), root.join("link")).unwrap();
+        std::os::unix::fs::symlink(directory.path(), root.join("link")).unwrap();
         // File systems that allocate late know the blocks after a sync.
         fs::File::open(root.join("a/b/file")).unwrap().sync_all().unwrap();
-        let after = size(&root).unwrap();
+        let after = measure(&root).unwrap();
         assert_eq!(after.inodes, 5);
         let grown = after.bytes - before.bytes;
         assert!((256 << 10..512 << 10).contains(&grown), "{grown}");
-        assert!(size(&root.join("none")).is_err());
+        assert!(measure(&root.join("none")).is_err());
     }
 
     #[test]
     fn what_is_too_deep_counts_as_the_whole_disk() {
-        let folder = tempfile::tempdir().unwrap();
-        let mut deep = folder.path().join("upper");
+        let directory = tempfile::tempdir().unwrap();
+        let mut deep = directory.path().join("upper");
         let root = deep.clone();
         (0..MAX_DEPTH - 1).for_each(|_| deep.push("d"));
         fs::create_dir_all(&deep).unwrap();
-        assert_eq!(size(&root).unwrap().inodes, u64::try_from(MAX_DEPTH).unwrap());
+        assert_eq!(measure(&root).unwrap().inodes, u64::try_from(MAX_DEPTH).unwrap());
         fs::create_dir(deep.join("d")).unwrap();
         let whole = statvfs(&root).unwrap();
         let used = (whole.blocks() - whole.blocks_free()) * whole.fragment_size();
-        // Others write to the disk meanwhile.
-        assert!(size(&root).unwrap().bytes > used / 2);
+        // Other processes write to the disk meanwhile.
+        assert!(measure(&root).unwrap().bytes > used / 2);
     }
 
     #[test]
-    fn figures_of_containers_that_are_gone_are_forgotten() {
+    fn sizes_of_removed_containers_are_forgotten() {
         let layers = Layers::default();
-        let measured = Measured { size: Size::default(), at: Instant::now(), took: Duration::ZERO };
+        let measured = MeasuredLayer { size: LayerSize::default(), at: Instant::now(), took: Duration::ZERO };
         layers.lock().known.insert("gone".into(), measured);
         layers.lock().known.insert("here".into(), measured);
         layers.renew(&["here".into(), "none".into()]);

@@ -1,6 +1,6 @@
-//! Owns: what the containers have used, asked for once for all of them. docs/reference/statistics.md says where each figure is from.
-//! May use: the table of containers, for their ids. Knows no gRPC.
-//! Threads: any; files are read on blocking threads.
+//! Reads the resource usage of all containers in one request. docs/reference/statistics.md has the source of each figure.
+//!
+//! Files are read on blocking threads. This module does not know gRPC.
 
 mod details;
 mod layer;
@@ -19,42 +19,42 @@ use crate::cgroup;
 use crate::paths;
 pub use layer::Layers;
 
-/// How long an answer waits for the measuring of what containers wrote.
-const PATIENCE: Duration = Duration::from_millis(500);
+/// The longest time that an answer waits until the writable layers are measured.
+const MEASURE_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// A container that is asked about.
-pub struct Asked {
-    /// Its id.
+/// A container whose usage is read.
+pub struct MeasuredContainer {
+    /// The container's id.
     pub id: String,
-    /// Its first process, if that runs.
+    /// The PID of its first process, if that runs.
     pub pid: Option<i32>,
 }
 
-/// The figures of these containers. They come and go meanwhile: one that is gone has none.
-pub async fn of(layers: &Arc<Layers>, containers: Vec<Asked>) -> io::Result<StatsResponse> {
+/// Reads the usage of these containers. A container that is removed meanwhile has none.
+pub async fn read_usage(layers: &Arc<Layers>, containers: Vec<MeasuredContainer>) -> io::Result<StatsResponse> {
     let ids = containers.iter().map(|asked| asked.id.clone()).collect();
-    layer::renew_within(layers, ids, PATIENCE).await;
+    layer::renew_within(layers, ids, MEASURE_TIMEOUT).await;
     let layers = layers.known();
     let read = tokio::task::spawn_blocking(move || {
         let memory = fs::read_to_string("/proc/meminfo")?;
-        let swap = usage::memory(&memory, "SwapTotal").unwrap_or(0);
-        let container = |Asked { id, pid }| {
+        let swap = usage::parse_meminfo(&memory, "SwapTotal").unwrap_or(0);
+        let container = |MeasuredContainer { id, pid }| {
             let layer = layers.get(&id).map(|measured| Layer {
                 bytes: measured.size.bytes,
                 inodes: measured.size.inodes,
                 age_ms: u64::try_from(measured.at.elapsed().as_millis()).unwrap_or(u64::MAX),
             });
-            let cgroup = cgroup::path(&id);
-            let usage = usage::of(&cgroup, swap);
-            let details = usage.is_some().then(|| details::of(&cgroup, pid));
+            let cgroup = cgroup::container_path(&id);
+            let usage = usage::read_cgroup(&cgroup, swap);
+            let details = usage.is_some().then(|| details::read_details(&cgroup, pid));
             ContainerUsage { id, usage, layer, details }
         };
         Ok(StatsResponse {
-            pod: usage::of(&cgroup::pod(), swap),
+            pod: usage::read_cgroup(&cgroup::pod_path(), swap),
             containers: containers.into_iter().map(container).collect(),
-            interfaces: net::interfaces(&fs::read_to_string("/proc/net/dev")?),
-            scratch: details::file_system(Path::new(paths::SCRATCH)).ok(),
-            free_bytes: usage::memory(&memory, "MemFree"),
+            interfaces: net::parse_interfaces(&fs::read_to_string("/proc/net/dev")?),
+            scratch: details::read_file_system(Path::new(paths::SCRATCH)).ok(),
+            free_bytes: usage::parse_meminfo(&memory, "MemFree"),
         })
     });
     read.await.map_err(io::Error::other)?

@@ -1,13 +1,13 @@
-//! Owns: the figures of the guest's interfaces, read from /proc/net/dev (proc(5)).
+//! Parses the figures of the guest's network interfaces in /proc/net/dev (proc(5)).
 
 use nacelle_proto::common::InterfaceUsage;
 
-/// All interfaces of the text but the loopback.
-pub fn interfaces(text: &str) -> Vec<InterfaceUsage> {
-    text.lines().filter_map(interface).filter(|interface| interface.name != "lo").collect()
+/// Parses all interfaces but the loopback.
+pub fn parse_interfaces(text: &str) -> Vec<InterfaceUsage> {
+    text.lines().filter_map(parse_interface).filter(|interface| interface.name != "lo").collect()
 }
 
-fn interface(line: &str) -> Option<InterfaceUsage> {
+fn parse_interface(line: &str) -> Option<InterfaceUsage> {
     let (name, figures) = line.rsplit_once(':')?;
     let figures: Vec<u64> = figures.split_whitespace().map(|word| word.parse().ok()).collect::<Option<_>>()?;
     Some(InterfaceUsage {
@@ -49,14 +49,14 @@ Inter-|   Receive                                                |  Transmit
             tx_dropped: tx[3],
         };
         let eth0 = interface("eth0", [123_456, 789, 3, 4], [98_765, 432, 9, 10]);
-        assert_eq!(interfaces(text), [eth0, interface("a:b:1", [1, 2, 3, 4], [9, 10, 11, 12])]);
+        assert_eq!(parse_interfaces(text), [eth0, interface("a:b:1", [1, 2, 3, 4], [9, 10, 11, 12])]);
     }
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(128))]
         #[test]
         fn no_text_makes_it_panic(text in "([a-z0-9: \n]|\\PC){0,80}") {
-            interfaces(&text);
+            parse_interfaces(&text);
         }
     }
 }

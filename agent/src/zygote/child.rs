@@ -1,4 +1,4 @@
-//! The loop of the zygote, which forks a child for each request, and the child, which reads the request and serves it.
+//! Runs the zygote, which forks a child for each request, and the child, which reads the request and serves it.
 //!
 //! Each of these processes has one thread, always.
 
@@ -16,7 +16,7 @@ use super::wire::{hand_over, receive_with, send_answer};
 use super::{create, exec, pause};
 use crate::{frame, sys};
 
-/// How long the zygote itself, which does nothing else meanwhile, waits for a request that it must refuse.
+/// The time in which the zygote reads a request that it must refuse. It does nothing else meanwhile.
 const REFUSAL_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Serves until the agent has ended.
@@ -28,9 +28,9 @@ pub(super) fn run(control: OwnedFd) -> ! {
     if let Err(error) = set {
         tracing::error!(%error, "the zygote cannot set up its signals");
     }
-    // Forks inherit it: until it runs a program, no process of a container may look into one of ours.
+    // Forks inherit the flag: until they run a program, no process of a container may inspect them.
     if let Err(error) = nix::sys::prctl::set_dumpable(false) {
-        tracing::error!(%error, "the zygote cannot hide from containers");
+        tracing::error!(%error, "the zygote cannot make itself undumpable");
         std::process::exit(1);
     }
     loop {
@@ -41,9 +41,9 @@ pub(super) fn run(control: OwnedFd) -> ! {
         };
         match sys::fork() {
             Ok(None) => {
-                // What enters a container must not have it.
+                // A process that enters a container must not have this socket.
                 drop(control);
-                let code = if serve(fds).is_ok() { 0 } else { 1 };
+                let code = if serve_request(fds).is_ok() { 0 } else { 1 };
                 std::process::exit(code);
             }
             Ok(Some(_)) => {}
@@ -58,16 +58,16 @@ pub(super) fn refuse(fds: Vec<OwnedFd>, error: &io::Error) {
     tracing::error!("{refusal}");
     let Some(peer) = fds.into_iter().next() else { return };
     let mut peer = UnixStream::from(peer);
-    // With its request unread, the agent would learn only that its writing has failed. It has begun to write.
+    // The agent has begun to write. If its request stayed unread, its write would fail before it could read the refusal.
     if let Err(error) = frame::read_bytes(&mut Timed::new(&peer, REFUSAL_TIMEOUT), frame::MAX_ZYGOTE) {
-        tracing::warn!(error = %Chain(&error), "a request that is refused cannot be read");
+        tracing::warn!(error = %Chain(&error), "cannot read a request that is refused");
     }
     if let Err(error) = send_answer(&mut peer, &Answer::Refused(refusal), &[]) {
-        tracing::warn!(error = %Chain(&error), "the refusal does not reach the agent");
+        tracing::warn!(error = %Chain(&error), "cannot send a refusal to the agent");
     }
 }
 
-fn serve(fds: Vec<OwnedFd>) -> Result<(), ZygoteError> {
+fn serve_request(fds: Vec<OwnedFd>) -> Result<(), ZygoteError> {
     let talk = |source| ZygoteError::Talk { source };
     // libcontainer and exec wait for their own children.
     sys::set_signal(libc::SIGCHLD, false).map_err(talk)?;
@@ -76,8 +76,8 @@ fn serve(fds: Vec<OwnedFd>) -> Result<(), ZygoteError> {
     let mut peer = UnixStream::from(peer);
     let request = serde_json::from_slice(&frame::read_bytes(&mut peer, frame::MAX_ZYGOTE)?)?;
     let made = match request {
-        Request::Create(request) => create::create(&request, fds.collect()),
-        Request::Exec(request) => exec::exec(&request, fds.collect()),
+        Request::Create(request) => create::create_container(&request, fds.collect()),
+        Request::Exec(request) => exec::start_exec(&request, fds.collect()),
         Request::Pause { user_namespace } => pause::start_holder(user_namespace),
     };
     match made {

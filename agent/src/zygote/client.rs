@@ -1,4 +1,4 @@
-//! The agent's side of the zygote: forks it and sends it requests.
+//! Forks the zygote and sends it requests: the agent's side.
 //!
 //! `Zygote::call` blocks and is for blocking threads; any number may run at once.
 

@@ -1,5 +1,5 @@
-//! Owns: making a container with libcontainer, in a child of the zygote. The container's first process outlives the
-//! child and becomes the agent's.
+//! Makes a container with libcontainer, in a child of the zygote. The container's first process outlives the child and becomes the
+//! agent's.
 
 use libcontainer::container::builder::ContainerBuilder;
 use libcontainer::syscall::syscall::SyscallType;
@@ -13,24 +13,25 @@ use std::sync::Arc;
 
 use super::executor::Program;
 use super::late;
-use super::message::{Create, Refusal, Why};
+use super::message::{Create, Refusal, RefusalKind};
 use super::process::Made;
 use super::wire::receive_with;
 use crate::rootfs::check_proc_mounts;
 use crate::{log, paths, sys};
 
-/// How much of what libcontainer says of a failure is passed on, in bytes. The innermost cause comes first.
+/// The most of libcontainer's log of a failure that a refusal contains, in bytes. The innermost cause comes first.
 const MAX_CAUSE: usize = 1024;
 
-pub(super) fn create(request: &Create, stdio: Vec<OwnedFd>) -> Result<Made, Refusal> {
+/// Makes the container. `stdio` are stdin, stdout and stderr of its first process, or nothing if it has a terminal.
+pub(super) fn create_container(request: &Create, stdio: Vec<OwnedFd>) -> Result<Made, Refusal> {
     let (reason, report) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC | nix::fcntl::OFlag::O_NONBLOCK)
-        .map_err(|error| Refusal::defect("make a pipe", &error))?;
+        .map_err(|error| Refusal::internal("make a pipe", &error))?;
     let (causes, copy) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC | nix::fcntl::OFlag::O_NONBLOCK)
-        .map_err(|error| Refusal::defect("make a pipe", &error))?;
+        .map_err(|error| Refusal::internal("make a pipe", &error))?;
     log::copy_errors_of_libcontainer(copy);
     let bundle = Path::new(paths::BUNDLES).join(&request.id);
     let failed = |error: libcontainer::error::LibcontainerError| {
-        let mut refusal = Refusal::defect("make the container", &error);
+        let mut refusal = Refusal::internal("make the container", &error);
         let mut text = [0; MAX_CAUSE];
         if let Ok(length @ 1..) = retry_interrupted(|| nix::unistd::read(&causes, &mut text)) {
             let text = String::from_utf8_lossy(text.get(..length).unwrap_or_default());
@@ -38,10 +39,10 @@ pub(super) fn create(request: &Create, stdio: Vec<OwnedFd>) -> Result<Made, Refu
         }
         let mut code = [0];
         if retry_interrupted(|| nix::unistd::read(&reason, &mut code)) == Ok(1) {
-            refusal.why = match code[0] {
-                code if code == Why::NoSuchProgram as u8 => Why::NoSuchProgram,
-                code if code == Why::Unusable as u8 => Why::Unusable,
-                _ => Why::Defect,
+            refusal.kind = match code[0] {
+                code if code == RefusalKind::NoSuchProgram as u8 => RefusalKind::NoSuchProgram,
+                code if code == RefusalKind::Unusable as u8 => RefusalKind::Unusable,
+                _ => RefusalKind::Internal,
             };
         }
         refusal
@@ -53,7 +54,8 @@ pub(super) fn create(request: &Create, stdio: Vec<OwnedFd>) -> Result<Made, Refu
     let mut console = None;
     if request.tty {
         let path = bundle.join("console");
-        console = Some(UnixListener::bind(&path).map_err(|error| Refusal::defect("listen for the terminal", &error))?);
+        console =
+            Some(UnixListener::bind(&path).map_err(|error| Refusal::internal("listen for the terminal", &error))?);
         builder = builder.with_console_socket(Some(path));
     } else {
         let mut stdio = stdio.into_iter();
@@ -64,22 +66,25 @@ pub(super) fn create(request: &Create, stdio: Vec<OwnedFd>) -> Result<Made, Refu
     let container = builder.as_init(&bundle).with_systemd(false).with_detach(true).build().map_err(failed)?;
     let pid = container.pid().map(|pid| pid.as_raw()).ok_or_else(|| Refusal {
         message: "cannot make the container: it has no process".to_owned(),
-        why: Why::Defect,
+        kind: RefusalKind::Internal,
     })?;
     let terminal = console.map(receive_terminal).transpose();
-    let terminal = terminal.map_err(|error| Refusal::defect("receive the container's terminal", &error))?;
-    check_proc(pid, &request.in_proc)?;
-    late::mount_all(pid, &request.late).map_err(|error| Refusal::defect("mount over the container's /dev", &error))?;
-    // Its number is its own as long as this process, its parent, has not reaped it.
+    let terminal = terminal.map_err(|error| Refusal::internal("receive the container's terminal", &error))?;
+    check_mounts_in_proc(pid, &request.in_proc)?;
+    late::mount_late(pid, &request.late)
+        .map_err(|error| Refusal::internal("mount over the container's /dev", &error))?;
+    // The PID stays the process's own as long as this process, its parent, has not reaped it.
     Ok(Made { pid, pidfd: sys::pidfd_open(pid).ok(), terminal })
 }
 
-/// Looks at what libcontainer has mounted, before the container's program starts.
-fn check_proc(pid: i32, allowed: &[PathBuf]) -> Result<(), Refusal> {
+/// Checks the mounts that libcontainer has made in the container's /proc, before the container's program starts.
+fn check_mounts_in_proc(pid: i32, allowed: &[PathBuf]) -> Result<(), Refusal> {
     let read = std::fs::read_to_string(format!("/proc/{pid}/mountinfo"));
-    let mountinfo = read.map_err(|error| Refusal::defect("read the container's mounts", &error))?;
-    check_proc_mounts(&mountinfo, allowed)
-        .map_err(|error| Refusal { message: format!("cannot make the container: {error}"), why: Why::Unusable })
+    let mountinfo = read.map_err(|error| Refusal::internal("read the container's mounts", &error))?;
+    check_proc_mounts(&mountinfo, allowed).map_err(|error| Refusal {
+        message: format!("cannot make the container: {error}"),
+        kind: RefusalKind::Unusable,
+    })
 }
 
 fn receive_terminal(console: UnixListener) -> io::Result<OwnedFd> {

@@ -1,9 +1,9 @@
-//! The error of a request to the zygote.
+//! Defines the error of a request to the zygote.
 
 use nacelle_base::{Classify, Kind};
 use std::io;
 
-use super::message::{Refusal, Why};
+use super::message::{Refusal, RefusalKind};
 use crate::frame;
 
 /// Reasons the zygote made no process.
@@ -47,11 +47,11 @@ impl Classify for ZygoteError {
             ZygoteError::Frame { source: frame::FrameError::TooLong { .. } } => Kind::Invalid,
             ZygoteError::Frame { .. } => Kind::Timeout,
             ZygoteError::Json { .. } => Kind::Internal,
-            ZygoteError::Refused { source } => match source.why {
-                Why::NoSuchProgram => Kind::NotFound,
-                Why::Unusable => Kind::Invalid,
-                Why::Defect => Kind::Internal,
-                Why::Exhausted => Kind::Exhausted,
+            ZygoteError::Refused { source } => match source.kind {
+                RefusalKind::NoSuchProgram => Kind::NotFound,
+                RefusalKind::Unusable => Kind::Invalid,
+                RefusalKind::Internal => Kind::Internal,
+                RefusalKind::Exhausted => Kind::Exhausted,
             },
         }
     }

@@ -1,11 +1,10 @@
-//! Starts a further process in a container: cgroup, namespaces, terminal, limits, user, capabilities, seccomp, exec.
+//! Starts a further process in a container: cgroup, namespaces, terminal, limits, user, capabilities, seccomp filter, exec.
 //!
-//! Three processes take part. The child of the zygote stays where the agent is and waits, with a deadline. The *step* enters
-//! the container with the agent's rights, which no process of the container can see: it is still in the agent's PID
-//! namespace. It resolves what lies in the container, gives up all rights and forks the *program's process*, the only one in
-//! the container's PID namespace, which from its first instant has the container's root, user and capabilities and nothing
-//! of the agent's. A container may stop or kill it; then the exec fails. One right more it has for a moment if a filter can only be
-//! loaded by it ([`Loader::Program`]), and never where a container could trace it then.
+//! The child of the zygote stays in the agent's namespaces and waits with a deadline. The *step* enters the container with the agent's
+//! rights, still in the agent's PID namespace, where no process of the container can see it; it resolves paths in the container, gives up
+//! all rights and forks the *program's process*. That is the only one in the container's PID namespace, and from its first instant it has
+//! the container's root, user and capabilities and nothing of the agent's (but see [`Loader::Program`]). The container can stop or kill
+//! it; then the exec fails.
 
 use libcontainer::oci_spec::runtime::{Capability, LinuxCapabilities, PosixRlimitType, Process};
 use libcontainer::syscall::syscall::create_syscall;
@@ -25,21 +24,21 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use super::executor::{c_strings, find, why};
-use super::message::{Exec, Refusal, Why};
+use super::executor::{exec_error_kind, find_program, to_c_strings};
+use super::message::{Exec, Refusal, RefusalKind};
 use super::process::Made;
 use super::wire::{receive_with, send_with};
 use crate::rootfs::RootDir;
 use crate::sys;
 use crate::userns::become_root;
 
-/// How long a new process may take until its program runs: less than the agent waits for the zygote's answer.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// The time in which the program must run: less than the agent waits for the zygote's answer.
+const START_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// What the program's process waits for.
+/// The message after which the program's process continues.
 const GO: [u8; 1] = *b"!";
 
-/// What the step and the program's process do, in order; in a message, its number.
+/// The tasks of the step and the program's process, in order. Messages contain their numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Task {
     Cgroup,
@@ -96,18 +95,19 @@ impl Task {
     }
 }
 
+/// The task that failed, and its error.
 type Failed = (Task, Errno);
 
 /// A message of four bytes, so that one write is one message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Message {
-    /// The master of the terminal comes with it.
+    /// The master of the terminal is attached.
     Terminal,
-    /// The program's process has this number in the agent's PID namespace.
+    /// The program's process has this PID in the agent's PID namespace.
     Process(i32),
     /// The program's process has its session and its terminal.
     Session,
-    /// This failed.
+    /// A task failed.
     Failed(Task, Errno),
 }
 
@@ -115,7 +115,7 @@ impl Message {
     fn bytes(self) -> [u8; 4] {
         let (kind, number) = match self {
             Message::Terminal => (0, 0),
-            // The kernel's largest number has 22 bits.
+            // The kernel's largest PID has 22 bits.
             Message::Process(pid) => (1, pid),
             Message::Session => (2, 0),
             Message::Failed(task, error) => (3 + task as u8, error as i32),
@@ -139,69 +139,74 @@ impl Message {
     }
 }
 
-/// Which process loads the container's seccomp filter.
+/// The process that loads the container's seccomp filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Loader {
     /// The step: the program's process never has CAP_SYS_ADMIN, which loading takes without no_new_privs.
     Step,
-    /// The program's process: it has no_new_privs, or the filter does not let the step fork, or its child wait or make a session.
+    /// The program's process: it has no_new_privs, or the filter forbids the step to fork, or its child to wait or to make a session.
+    /// Without no_new_privs it keeps CAP_SYS_ADMIN until the filter is loaded, and never where a container could trace it meanwhile.
     Program,
 }
 
-/// Why an attempt made no process.
-enum Missed {
-    /// The container's filter may be what did not let the step fork, or its child wait for its turn and make a session.
+/// Reasons an attempt made no process.
+enum AttemptError {
+    /// The container's filter may have forbidden the step to fork, or its child to wait for `GO` or to make a session.
     Filtered(Refusal),
-    /// The step was killed: by the filter, or by something else that no further attempt changes.
+    /// The step was killed, by the filter or by something that a further attempt does not change.
     Killed(Refusal),
     Other(Refusal),
 }
 
-pub(super) fn exec(request: &Exec, fds: Vec<OwnedFd>) -> Result<Made, Refusal> {
+/// Starts the process. `fds` are a pidfd of the container's first process, then stdin, stdout and stderr, unless it has a terminal.
+pub(super) fn start_exec(request: &Exec, fds: Vec<OwnedFd>) -> Result<Made, Refusal> {
     let mut fds = fds.into_iter();
-    let pidfd = fds.next().ok_or_else(|| Refusal::defect("enter the container", &Errno::EBADF))?;
+    let pidfd = fds.next().ok_or_else(|| Refusal::internal("enter the container", &Errno::EBADF))?;
     let stdio: Vec<OwnedFd> = fds.collect();
     let by_step = loads_with_capability(request);
-    let made = match attempt(request, &pidfd, &stdio, if by_step { Loader::Step } else { Loader::Program }) {
-        Err(Missed::Filtered(refusal)) if by_step && request.may_be_traced => {
+    let made = match attempt_exec(request, &pidfd, &stdio, if by_step { Loader::Step } else { Loader::Program }) {
+        Err(AttemptError::Filtered(refusal)) if by_step && request.may_be_traced => {
             let hint = "the container's seccomp profile lets no process be made once it is loaded, and a container with CAP_SYS_PTRACE \
                         could take the right to load it later; allow fork, read and setsid in the profile, or set no_new_privs";
             let message = format!("{}; {hint}", refusal.message);
-            Err(Missed::Other(Refusal { message, why: Why::Unusable }))
+            Err(AttemptError::Other(Refusal { message, kind: RefusalKind::Unusable }))
         }
-        Err(Missed::Filtered(_)) if by_step => attempt(request, &pidfd, &stdio, Loader::Program),
+        Err(AttemptError::Filtered(_)) if by_step => attempt_exec(request, &pidfd, &stdio, Loader::Program),
         made => made,
     };
-    made.map_err(|(Missed::Filtered(refusal) | Missed::Killed(refusal) | Missed::Other(refusal))| refusal)
+    made.map_err(|(AttemptError::Filtered(refusal) | AttemptError::Killed(refusal) | AttemptError::Other(refusal))| {
+        refusal
+    })
 }
 
-fn attempt(request: &Exec, pidfd: &OwnedFd, stdio: &[OwnedFd], loader: Loader) -> Result<Made, Missed> {
-    let refused = |what, error: &dyn std::error::Error| Missed::Other(Refusal::defect(what, error));
+fn attempt_exec(request: &Exec, pidfd: &OwnedFd, stdio: &[OwnedFd], loader: Loader) -> Result<Made, AttemptError> {
+    let refused = |what, error: &dyn std::error::Error| AttemptError::Other(Refusal::internal(what, error));
     let pair = || socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC);
     let (from_step, of_step) = pair().map_err(|error| refused("make a socket", &error))?;
     let (from_program, of_program) = pair().map_err(|error| refused("make a socket", &error))?;
-    let step = match sys::fork().map_err(|error| Missed::Other(Refusal::of_fork("fork", &error)))? {
+    let step = match sys::fork().map_err(|error| AttemptError::Other(Refusal::of_fork("fork", &error)))? {
         Some(pid) => pid,
         None => {
-            let Err((task, error)) = enter(request, pidfd, stdio, (&of_step, of_program), loader);
-            say(&of_step, Message::Failed(task, error));
+            let Err((task, error)) = run_step(request, pidfd, stdio, (&of_step, of_program), loader);
+            send_message(&of_step, Message::Failed(task, error));
             std::process::exit(1);
         }
     };
     drop((of_step, of_program));
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + START_TIMEOUT;
     let mut child = None;
     let made = await_program(request, &from_step, &from_program, deadline, &mut child);
     let missed = match made {
         Ok(made) => {
-            // It has nothing more to do. The agent would take the end of an orphan for that of a process which later has its number.
+            // Reaps the step, which has nothing more to do: the agent would take the exit of an orphan for that of a later process with its
+            // PID.
             let _ = retry_interrupted(|| nix::sys::wait::waitpid(Pid::from_raw(step), None));
             return Ok(made);
         }
         Err(missed) => missed,
     };
-    // What is left of the attempt: the step is this process's child, so its number is no other's. The program's process ends when
-    // its socket does, unless it runs already.
+    // Ends the processes of the attempt. The step is this process's child, so its PID is not another's. The program's process ends
+    // when its socket is closed, unless the program runs already.
     let _ = nix::sys::signal::kill(Pid::from_raw(step), nix::sys::signal::Signal::SIGKILL);
     if let Some(child) = child {
         let _ = sys::pidfd_signal(child, libc::SIGKILL);
@@ -209,20 +214,20 @@ fn attempt(request: &Exec, pidfd: &OwnedFd, stdio: &[OwnedFd], loader: Loader) -
     let status = retry_interrupted(|| nix::sys::wait::waitpid(Pid::from_raw(step), None));
     let by_filter = matches!(status, Ok(nix::sys::wait::WaitStatus::Signaled(_, nix::sys::signal::Signal::SIGSYS, _)));
     Err(match missed {
-        Missed::Killed(refusal) if by_filter => Missed::Filtered(refusal),
-        Missed::Killed(refusal) => Missed::Other(refusal),
+        AttemptError::Killed(refusal) if by_filter => AttemptError::Filtered(refusal),
+        AttemptError::Killed(refusal) => AttemptError::Other(refusal),
         missed => missed,
     })
 }
 
-/// Waits for the end of the step, then for the program to run, which closes its process's socket.
+/// Waits for the end of the step, then until the program runs, which closes the socket of the program's process.
 fn await_program(
     request: &Exec,
     from_step: &OwnedFd,
     from_program: &OwnedFd,
     deadline: Instant,
     child: &mut Option<OwnedFd>,
-) -> Result<Made, Missed> {
+) -> Result<Made, AttemptError> {
     let (mut pid, mut terminal) = (None, None);
     let lost = |error: io::Error| {
         let name = request.process.args().iter().flatten().next().cloned().unwrap_or_default();
@@ -230,66 +235,67 @@ fn await_program(
             io::ErrorKind::TimedOut => format!(
                 "cannot run the program {name:?}: its process did not start the program within {} s; a process of the container \
                  may have stopped it",
-                PATIENCE.as_secs()
+                START_TIMEOUT.as_secs()
             ),
             _ => format!("cannot learn whether the program {name:?} runs: {error}"),
         };
-        Missed::Other(Refusal { message, why: Why::Defect })
+        AttemptError::Other(Refusal { message, kind: RefusalKind::Internal })
     };
-    while let Some((message, fds)) = next(from_step, deadline).map_err(lost)? {
+    while let Some((message, fds)) = next_message(from_step, deadline).map_err(lost)? {
         match message {
             Message::Terminal => terminal = fds.into_iter().next(),
             Message::Process(number) => {
                 *child = sys::pidfd_open(number).ok();
                 pid = Some(number);
             }
-            // EAGAIN and ENOMEM are no answers of a filter: there is no room for a process.
+            // EAGAIN and ENOMEM do not come from a filter: a limit on processes or memory is reached.
             Message::Failed(Task::Fork, error) if !matches!(error, Errno::EAGAIN | Errno::ENOMEM) => {
-                return Err(Missed::Filtered(refusal(request, Task::Fork, error)));
+                return Err(AttemptError::Filtered(refuse(request, Task::Fork, error)));
             }
-            Message::Failed(task, error) => return Err(Missed::Other(refusal(request, task, error))),
+            Message::Failed(task, error) => return Err(AttemptError::Other(refuse(request, task, error))),
             Message::Session => return Err(lost(io::ErrorKind::InvalidData.into())),
         }
     }
-    // Without a message: the filter killed the step, or the end of the container did.
-    let killed =
-        || Missed::Killed(Refusal::defect("run a process in the container: it was killed before", &Errno::ESRCH));
+    // The step has ended without a message: the filter killed it, or the container ended.
+    let killed = || {
+        AttemptError::Killed(Refusal::internal("run a process in the container: it was killed before", &Errno::ESRCH))
+    };
     let pid = pid.ok_or_else(killed)?;
     if child.is_none() {
-        return Err(Missed::Filtered(Refusal::defect(
+        return Err(AttemptError::Filtered(Refusal::internal(
             "hold the process in the container: it has ended",
             &Errno::ESRCH,
         )));
     }
-    // From now on it can be ended. Until then it does nothing. If it has ended already, its message or its exit code says why.
+    // The program's process can be killed now, so it may continue. If it has ended already, its message has the reason.
     let _ = send_with(from_program, &GO, &[], MsgFlags::empty());
-    let first = match next(from_program, deadline) {
-        // It has ended without having read that it may begin.
+    let first = match next_message(from_program, deadline) {
+        // The process has ended before it read `GO`.
         Err(error) if error.kind() == io::ErrorKind::ConnectionReset => None,
         first => first.map_err(lost)?,
     };
     match first {
         Some((Message::Session, _)) => {}
         Some((Message::Failed(Task::Session, error), _)) => {
-            return Err(Missed::Filtered(refusal(request, Task::Session, error)));
+            return Err(AttemptError::Filtered(refuse(request, Task::Session, error)));
         }
-        Some((Message::Failed(task, error), _)) => return Err(Missed::Other(refusal(request, task, error))),
+        Some((Message::Failed(task, error), _)) => return Err(AttemptError::Other(refuse(request, task, error))),
         Some(_) => return Err(lost(io::ErrorKind::InvalidData.into())),
         None => {
             let killed =
-                Refusal::defect("make a session for a process in the container: it was killed before", &Errno::ESRCH);
-            return Err(Missed::Filtered(killed));
+                Refusal::internal("make a session for a process in the container: it was killed before", &Errno::ESRCH);
+            return Err(AttemptError::Filtered(killed));
         }
     }
-    match next(from_program, deadline).map_err(lost)? {
+    match next_message(from_program, deadline).map_err(lost)? {
         None => Ok(Made { pid, pidfd: child.take(), terminal }),
-        Some((Message::Failed(task, error), _)) => Err(Missed::Other(refusal(request, task, error))),
+        Some((Message::Failed(task, error), _)) => Err(AttemptError::Other(refuse(request, task, error))),
         Some(_) => Err(lost(io::ErrorKind::InvalidData.into())),
     }
 }
 
-/// The next message, or none at the end of all that could send one.
-fn next(from: &OwnedFd, deadline: Instant) -> io::Result<Option<(Message, Vec<OwnedFd>)>> {
+/// Receives the next message; `None` if all processes that could send one have ended.
+fn next_message(from: &OwnedFd, deadline: Instant) -> io::Result<Option<(Message, Vec<OwnedFd>)>> {
     let socket = Timed::new(from, deadline.saturating_duration_since(Instant::now()));
     let (bytes, fds) = socket.when_ready(PollFlags::POLLIN, || receive_with(from, MsgFlags::MSG_DONTWAIT))?;
     if bytes.is_empty() {
@@ -299,21 +305,23 @@ fn next(from: &OwnedFd, deadline: Instant) -> io::Result<Option<(Message, Vec<Ow
     Ok(Some((message, fds)))
 }
 
-fn say(to: &OwnedFd, message: Message) {
-    // A plain write: filters let that pass. If it is lost, the end of the socket is the message.
+fn send_message(to: &OwnedFd, message: Message) {
+    // write(2), which filters allow. If the message is lost, the end of the socket replaces it.
     let _ = retry_interrupted(|| nix::unistd::write(to, &message.bytes()));
 }
 
-fn refusal(request: &Exec, task: Task, error: Errno) -> Refusal {
+fn refuse(request: &Exec, task: Task, error: Errno) -> Refusal {
     let process = &request.process;
     let name = match task {
         Task::Directory => process.cwd().display().to_string(),
         _ => process.args().iter().flatten().next().cloned().unwrap_or_default(),
     };
-    let why = match task {
-        Task::Fork if error == Errno::EAGAIN => Why::Exhausted,
-        Task::Cgroup | Task::Namespaces | Task::Terminal | Task::Stdio | Task::Fork | Task::Session => Why::Defect,
-        _ => why(error),
+    let kind = match task {
+        Task::Fork if error == Errno::EAGAIN => RefusalKind::Exhausted,
+        Task::Cgroup | Task::Namespaces | Task::Terminal | Task::Stdio | Task::Fork | Task::Session => {
+            RefusalKind::Internal
+        }
+        _ => exec_error_kind(error),
     };
     let hint = match (task, error) {
         (Task::Directory, Errno::EXDEV) => "it leads out of the container's root",
@@ -323,15 +331,15 @@ fn refusal(request: &Exec, task: Task, error: Errno) -> Refusal {
         }
         _ => error.desc(),
     };
-    Refusal { message: format!("cannot {} {name:?}: {hint}", task.text()), why }
+    Refusal { message: format!("cannot {} {name:?}: {hint}", task.text()), kind }
 }
 
-fn errno(error: io::Error) -> Errno {
+fn to_errno(error: io::Error) -> Errno {
     Errno::from_raw(error.raw_os_error().unwrap_or(libc::EIO))
 }
 
-/// The step. Ends the process when the program's process exists; returns only what failed.
-fn enter(
+/// Runs the step, which exits when the program's process exists; returns only if a task failed.
+fn run_step(
     request: &Exec,
     pidfd: &OwnedFd,
     stdio: &[OwnedFd],
@@ -340,43 +348,44 @@ fn enter(
 ) -> Result<Infallible, Failed> {
     let process = &request.process;
     let score = process.oom_score_adj().unwrap_or(0);
-    fs::write("/proc/self/oom_score_adj", score.to_string()).map_err(|error| (Task::Limits, errno(error)))?;
-    enter_cgroup(request).map_err(|error| (Task::Cgroup, errno(error)))?;
+    fs::write("/proc/self/oom_score_adj", score.to_string()).map_err(|error| (Task::Limits, to_errno(error)))?;
+    enter_cgroup(request).map_err(|error| (Task::Cgroup, to_errno(error)))?;
     let mut namespaces = CloneFlags::CLONE_NEWNS | CloneFlags::CLONE_NEWPID;
     namespaces.set(CloneFlags::CLONE_NEWCGROUP, request.cgroup_namespace);
     namespaces.set(CloneFlags::CLONE_NEWUSER, request.user_namespace);
     nix::sched::setns(pidfd, namespaces).map_err(|error| (Task::Namespaces, error))?;
     if request.user_namespace {
-        become_root().map_err(|error| (Task::Namespaces, errno(error)))?;
+        become_root().map_err(|error| (Task::Namespaces, to_errno(error)))?;
     }
     let tty = process.terminal().unwrap_or(false);
     if tty {
-        let (master, slave) = open_terminal(request).map_err(|error| (Task::Terminal, errno(error)))?;
+        let (master, slave) = open_terminal(request).map_err(|error| (Task::Terminal, to_errno(error)))?;
         send_with(of_step, &Message::Terminal.bytes(), &[master.as_raw_fd()], MsgFlags::empty())
             .map_err(|error| (Task::Terminal, error))?;
-        connect_stdio(&[slave]).map_err(|error| (Task::Stdio, errno(error)))?;
+        connect_stdio(&[slave]).map_err(|error| (Task::Stdio, to_errno(error)))?;
     } else {
-        connect_stdio(stdio).map_err(|error| (Task::Stdio, errno(error)))?;
+        connect_stdio(stdio).map_err(|error| (Task::Stdio, to_errno(error)))?;
     }
-    // The program's process has none of the others: the agent's connection, its log, the other ends of these. The caller,
-    // which owns some, ends this process and does not drop them.
-    sys::close_all_but(&[of_step.as_raw_fd(), of_program.as_raw_fd()]).map_err(|error| (Task::Stdio, errno(error)))?;
-    give_up_rights(request, loader)?;
-    match sys::fork().map_err(|error| (Task::Fork, errno(error)))? {
+    // The program's process must not have other descriptors, such as the agent's connection or its log. The caller owns some of them,
+    // but exits without dropping them.
+    sys::close_all_but(&[of_step.as_raw_fd(), of_program.as_raw_fd()])
+        .map_err(|error| (Task::Stdio, to_errno(error)))?;
+    drop_to_container_rights(request, loader)?;
+    match sys::fork().map_err(|error| (Task::Fork, to_errno(error)))? {
         Some(pid) => {
-            say(of_step, Message::Process(pid));
+            send_message(of_step, Message::Process(pid));
             std::process::exit(0)
         }
         None => {
-            // Only the step says which process it is.
+            // Only the step reports the PID.
             let _ = nix::unistd::close(of_step.as_raw_fd());
             let mut word = [0; GO.len()];
             if retry_interrupted(|| nix::unistd::read(&of_program, &mut word)) != Ok(GO.len()) {
                 std::process::exit(126);
             }
             let (task, error) = become_program(request, tty, loader, &of_program);
-            say(&of_program, Message::Failed(task, error));
-            std::process::exit(if why(error) == Why::NoSuchProgram { 127 } else { 126 });
+            send_message(&of_program, Message::Failed(task, error));
+            std::process::exit(if exec_error_kind(error) == RefusalKind::NoSuchProgram { 127 } else { 126 });
         }
     }
 }
@@ -389,7 +398,7 @@ fn enter_cgroup(request: &Exec) -> io::Result<()> {
     }
 }
 
-/// A new terminal of the container's own devpts: its master and its slave.
+/// Opens a new terminal of the container's devpts, and returns its master and its slave.
 fn open_terminal(request: &Exec) -> io::Result<(OwnedFd, OwnedFd)> {
     let path = Path::new("/dev/pts/ptmx");
     let flags = OFlag::O_RDWR | OFlag::O_NOCTTY | OFlag::O_NOFOLLOW;
@@ -407,20 +416,21 @@ fn open_terminal(request: &Exec) -> io::Result<(OwnedFd, OwnedFd)> {
     Ok((master, slave))
 }
 
-/// Enters a directory beneath the root: no link of /proc leads to another process's.
+/// Changes to a directory beneath the root. Links of /proc to directories of processes are refused.
 fn enter_directory(path: &Path) -> nix::Result<()> {
     let directory = RootDir::open(Path::new("/"))?.open_beneath(path, OFlag::O_PATH | OFlag::O_DIRECTORY)?;
     nix::unistd::fchdir(&directory)
 }
 
-/// Everything that takes rights, down to the container's own. Nothing of the container's is resolved afterwards.
-fn give_up_rights(request: &Exec, loader: Loader) -> Result<(), Failed> {
+/// Does everything that takes rights, and gives them up until the container's own remain. No path of the container is resolved
+/// afterwards.
+fn drop_to_container_rights(request: &Exec, loader: Loader) -> Result<(), Failed> {
     let process = &request.process;
     let at = |task| move |error: Errno| (task, error);
     let refused = |_: libcontainer::syscall::SyscallError| (Task::Capabilities, Errno::last());
     let syscall = create_syscall();
-    set_limits(process).map_err(|error| (Task::Limits, errno(error)))?;
-    // By whichever of the two may enter it: the agent before the user is set, the user after.
+    set_limits(process).map_err(|error| (Task::Limits, to_errno(error)))?;
+    // Tried as the agent first, and again as the user: either may lack the permission.
     let mut entered = enter_directory(process.cwd());
     if let Some(umask) = process.user().umask() {
         nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(umask));
@@ -435,17 +445,17 @@ fn give_up_rights(request: &Exec, loader: Loader) -> Result<(), Failed> {
     nix::unistd::setresgid(gid, gid, gid).map_err(at(Task::User))?;
     nix::unistd::setresuid(uid, uid, uid).map_err(at(Task::User))?;
     prctl::set_keepcaps(false).map_err(at(Task::User))?;
-    // With another user comes the node's `fs.suid_dumpable`, which may be any.
+    // A change of the user sets the dumpable flag to the node's `fs.suid_dumpable`, which may be any.
     prctl::set_dumpable(false).map_err(at(Task::User))?;
     if entered.is_err() {
-        // A user that is not root has no effective capabilities now.
+        // A user other than root has no effective capabilities now.
         entered = enter_directory(process.cwd());
     }
     entered.map_err(at(Task::Directory))?;
     match sys::is_beneath_root() {
         Ok(true) => {}
         Ok(false) => return Err((Task::Directory, Errno::EXDEV)),
-        Err(error) => return Err((Task::Directory, errno(error))),
+        Err(error) => return Err((Task::Directory, to_errno(error))),
     }
     capabilities::reset_effective(syscall.as_ref()).map_err(refused)?;
     if loader == Loader::Step {
@@ -459,11 +469,12 @@ fn give_up_rights(request: &Exec, loader: Loader) -> Result<(), Failed> {
     Ok(())
 }
 
+/// Whether loading the filter takes CAP_SYS_ADMIN: only a process with no_new_privs may load one without.
 fn loads_with_capability(request: &Exec) -> bool {
     request.seccomp.is_some() && !request.process.no_new_privileges().unwrap_or(false)
 }
 
-/// These capabilities, and the one that loading a filter takes.
+/// Returns the capabilities with CAP_SYS_ADMIN, which loading a filter without no_new_privs takes.
 fn with_sys_admin(wanted: &LinuxCapabilities) -> LinuxCapabilities {
     let mut kept = wanted.clone();
     let and_admin = |set: &Option<std::collections::HashSet<Capability>>| {
@@ -478,15 +489,15 @@ fn load_filter(request: &Exec) -> Result<(), Failed> {
     seccomp::initialize_seccomp(filter).map(drop).map_err(|_no_number| (Task::Filter, Errno::EINVAL))
 }
 
-/// Turns this process, which has the container's rights, into the program; returns only what failed.
+/// Executes the program in this process, which has the container's rights; returns only if a task failed.
 fn become_program(request: &Exec, tty: bool, loader: Loader, of_program: &OwnedFd) -> Failed {
     let process = &request.process;
     let prepared = || {
         nix::unistd::setsid().map_err(|error| (Task::Session, error))?;
         if tty {
-            sys::take_terminal().map_err(|error| (Task::Session, errno(error)))?;
+            sys::take_terminal().map_err(|error| (Task::Session, to_errno(error)))?;
         }
-        say(of_program, Message::Session);
+        send_message(of_program, Message::Session);
         if loader == Loader::Program {
             load_filter(request)?;
             if let Some(wanted) = process.capabilities().as_ref().filter(|_| loads_with_capability(request)) {
@@ -497,7 +508,7 @@ fn become_program(request: &Exec, tty: bool, loader: Loader, of_program: &OwnedF
         let env = process.env().as_deref().unwrap_or_default();
         let args = process.args().as_deref().unwrap_or_default();
         let name = args.first().map(String::as_str).unwrap_or_default();
-        let found = find(name, env).and_then(|path| Ok((path, c_strings(args)?, c_strings(env)?)));
+        let found = find_program(name, env).and_then(|path| Ok((path, to_c_strings(args)?, to_c_strings(env)?)));
         found.map_err(|error| (Task::Find, error))
     };
     match prepared() {
@@ -581,15 +592,16 @@ mod tests {
         }
     }
 
-    /// `program`: what the program's process sends before it closes its socket; none: it keeps that open.
-    fn awaited(step: &[Message], program: Option<&[Message]>) -> Result<Made, Missed> {
+    /// Runs `await_program` on these messages. `program`: the messages of the program's process, which then closes its socket; `None`: it
+    /// keeps the socket open.
+    fn awaited(step: &[Message], program: Option<&[Message]>) -> Result<Made, AttemptError> {
         let ((from_step, of_step), (from_program, of_program)) = (pair(), pair());
-        step.iter().for_each(|message| say(&of_step, *message));
+        step.iter().for_each(|message| send_message(&of_step, *message));
         drop(of_step);
         let stopped = match program {
             None => Some(of_program),
             Some(messages) => {
-                messages.iter().for_each(|message| say(&of_program, *message));
+                messages.iter().for_each(|message| send_message(&of_program, *message));
                 drop(of_program);
                 None
             }
@@ -600,11 +612,11 @@ mod tests {
         made
     }
 
-    fn message(made: Result<Made, Missed>) -> String {
+    fn message(made: Result<Made, AttemptError>) -> String {
         match made {
-            Err(Missed::Other(refusal)) => refusal.message,
-            Err(Missed::Filtered(refusal)) => format!("filtered: {}", refusal.message),
-            Err(Missed::Killed(refusal)) => format!("killed: {}", refusal.message),
+            Err(AttemptError::Other(refusal)) => refusal.message,
+            Err(AttemptError::Filtered(refusal)) => format!("filtered: {}", refusal.message),
+            Err(AttemptError::Killed(refusal)) => format!("killed: {}", refusal.message),
             Ok(made) => made.pid.to_string(),
         }
     }
@@ -614,7 +626,7 @@ mod tests {
         let own = i32::try_from(std::process::id()).unwrap();
         let process = Message::Process(own);
         assert_eq!(message(awaited(&[process], Some(&[Message::Session]))), own.to_string());
-        // A process that cannot be ended any more is not begun.
+        // A process without a pidfd is not started.
         let gone = Message::Process(0x003f_ffff);
         assert!(message(awaited(&[gone], Some(&[]))).contains("it has ended"));
         let missing = Message::Failed(Task::Find, Errno::ENOENT);
@@ -629,12 +641,12 @@ mod tests {
         assert!(full.starts_with("cannot fork") && full.contains("no more processes"), "{full}");
         let said = message(awaited(&[Message::Failed(Task::Fork, Errno::EPERM)], Some(&[])));
         assert_eq!(said, "filtered: cannot fork the process of \"/bin/x\": Operation not permitted");
-        // Only the step says which process it is.
+        // Only the step may report a PID.
         for wrong in [&[Message::Process(1)][..], &[Message::Session, Message::Session]] {
             assert!(message(awaited(&[process], Some(wrong))).contains("cannot learn"));
         }
         assert!(message(awaited(&[Message::Session], Some(&[]))).contains("cannot learn"));
-        // A filter that does not let it make a session answers so, or kills it.
+        // A filter that forbids setsid(2) returns an error or kills the process.
         let said = message(awaited(&[process], Some(&[Message::Failed(Task::Session, Errno::EPERM)])));
         assert_eq!(said, "filtered: cannot make a session for \"/bin/x\": Operation not permitted");
         assert!(message(awaited(&[process], Some(&[]))).starts_with("filtered: "));

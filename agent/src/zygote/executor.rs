@@ -1,5 +1,7 @@
-//! Owns: the last steps of a container's first process: is there such a program, its environment, exec. Says in one
-//! byte why not, because libcontainer carries only text.
+//! Does the last steps of a container's first process, as libcontainer's executor: checks the working directory, finds the program and
+//! executes it.
+//!
+//! libcontainer reports errors as text only, so the kind of a refusal is also written to a pipe, as one byte.
 
 use libcontainer::oci_spec::runtime::Spec;
 use libcontainer::workload::{Executor, ExecutorError, ExecutorValidationError};
@@ -9,20 +11,20 @@ use std::ffi::CString;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use super::message::Why;
+use super::message::RefusalKind;
 use crate::sys;
 
-/// Runs the program of the spec.
+/// Executes the program of a specification.
 #[derive(Clone)]
 pub(super) struct Program {
-    /// Where the reason goes when there is no such program.
+    /// A pipe for the kind of refusal.
     pub report: Arc<OwnedFd>,
 }
 
-/// What an error of exec means.
-pub(super) fn why(error: Errno) -> Why {
+/// Classifies an error of execve(2).
+pub(super) fn exec_error_kind(error: Errno) -> RefusalKind {
     match error {
-        Errno::ENOENT | Errno::ENOTDIR => Why::NoSuchProgram,
+        Errno::ENOENT | Errno::ENOTDIR => RefusalKind::NoSuchProgram,
         Errno::EACCES
         | Errno::EPERM
         | Errno::ENOEXEC
@@ -31,30 +33,30 @@ pub(super) fn why(error: Errno) -> Why {
         | Errno::ENAMETOOLONG
         | Errno::EINVAL
         | Errno::E2BIG
-        | Errno::ETXTBSY => Why::Unusable,
+        | Errno::ETXTBSY => RefusalKind::Unusable,
         // execve(2): the user has as many processes as RLIMIT_NPROC allows.
-        Errno::EAGAIN => Why::Exhausted,
-        _ => Why::Defect,
+        Errno::EAGAIN => RefusalKind::Exhausted,
+        _ => RefusalKind::Internal,
     }
 }
 
-/// The files that a program's name may mean, in order.
-pub(super) fn candidates(name: &str, env: &[String]) -> Vec<String> {
+/// Returns the paths at which a program is looked for, in order.
+pub(super) fn candidate_paths(name: &str, env: &[String]) -> Vec<String> {
     if name.contains('/') {
         return vec![name.to_owned()];
     }
     let path =
         env.iter().rev().find_map(|entry| entry.strip_prefix("PATH=")).unwrap_or(crate::paths::DEFAULT_SEARCH_PATH);
-    path.split(':').map(|folder| format!("{}/{name}", if folder.is_empty() { "." } else { folder })).collect()
+    path.split(':').map(|directory| format!("{}/{name}", if directory.is_empty() { "." } else { directory })).collect()
 }
 
-/// Is there a program of this name that may be run? Uses the caller's root, folder and user.
-pub(super) fn find(name: &str, env: &[String]) -> Result<CString, Errno> {
+/// Finds an executable file by the name of a program, with the caller's root, working directory and user.
+pub(super) fn find_program(name: &str, env: &[String]) -> Result<CString, Errno> {
     let mut error = Errno::ENOENT;
     if name.is_empty() {
         return Err(error);
     }
-    for candidate in candidates(name, env) {
+    for candidate in candidate_paths(name, env) {
         let Ok(path) = CString::new(candidate) else { return Err(Errno::EINVAL) };
         let found = nix::sys::stat::stat(path.as_c_str()).and_then(|stat| {
             let kind = nix::sys::stat::SFlag::from_bits_truncate(stat.st_mode) & nix::sys::stat::SFlag::S_IFMT;
@@ -72,8 +74,8 @@ pub(super) fn find(name: &str, env: &[String]) -> Result<CString, Errno> {
     Err(error)
 }
 
-/// Texts for the kernel; one with a NUL inside is an error.
-pub(super) fn c_strings(texts: &[String]) -> Result<Vec<CString>, Errno> {
+/// Converts strings for execve(2). One with a NUL inside fails with EINVAL.
+pub(super) fn to_c_strings(texts: &[String]) -> Result<Vec<CString>, Errno> {
     texts.iter().map(|text| CString::new(text.as_str()).ok().ok_or(Errno::EINVAL)).collect()
 }
 
@@ -88,37 +90,42 @@ impl Executor for Program {
     fn validate(&self, spec: &Spec) -> Result<(), ExecutorValidationError> {
         let (args, env) = args_and_env(spec);
         let name = args.first().map(String::as_str).unwrap_or_default();
-        let refused = |why: Why, message: String| {
-            // If the reason is lost, the text still says it.
-            let _ = retry_interrupted(|| nix::unistd::write(&self.report, &[why as u8]));
+        let refused = |kind: RefusalKind, message: String| {
+            // If the byte is lost, the text still has the reason.
+            let _ = retry_interrupted(|| nix::unistd::write(&self.report, &[kind as u8]));
             ExecutorValidationError::ArgValidationError(message)
         };
-        // libcontainer has entered it with all rights, and has asked only the C library where it is.
+        // libcontainer has entered the working directory with all rights, and has checked it only by getcwd of the C library.
         let cwd = spec.process().as_ref().map(|process| process.cwd().display().to_string()).unwrap_or_default();
         match sys::is_beneath_root() {
             Ok(true) => {}
             Ok(false) => {
                 let message = format!("the working directory {cwd:?} leads out of the container's root");
-                return Err(refused(Why::Unusable, message));
+                return Err(refused(RefusalKind::Unusable, message));
             }
             Err(error) => {
-                return Err(refused(Why::Unusable, format!("cannot verify the working directory {cwd:?}: {error}")));
+                return Err(refused(
+                    RefusalKind::Unusable,
+                    format!("cannot verify the working directory {cwd:?}: {error}"),
+                ));
             }
         }
-        find(name, env).map(drop).map_err(|error| refused(why(error), format!("cannot run {name:?}: {}", error.desc())))
+        find_program(name, env)
+            .map(drop)
+            .map_err(|error| refused(exec_error_kind(error), format!("cannot run {name:?}: {}", error.desc())))
     }
 
     fn exec(&self, spec: &Spec) -> Result<(), ExecutorError> {
         let (args, env) = args_and_env(spec);
         let name = args.first().map(String::as_str).unwrap_or_default();
-        let result = find(name, env).and_then(|path| Ok((path, c_strings(args)?, c_strings(env)?)));
+        let result = find_program(name, env).and_then(|path| Ok((path, to_c_strings(args)?, to_c_strings(env)?)));
         let error = match result {
             Ok((path, args, env)) => sys::execve(&path, &args, &env),
             Err(error) => error,
         };
-        // Nobody waits for an answer any more: the container's log is the place, and the shells' exit codes.
+        // No process waits for an answer any more: the error goes to the container's stderr, with the exit code that shells use.
         eprintln!("cannot run {name:?}: {}", error.desc());
-        std::process::exit(if why(error) == Why::NoSuchProgram { 127 } else { 126 });
+        std::process::exit(if exec_error_kind(error) == RefusalKind::NoSuchProgram { 127 } else { 126 });
     }
 }
 
@@ -129,17 +136,20 @@ mod tests {
     #[test]
     fn a_name_is_looked_up_in_the_path() {
         let env = ["PATH=/a:/b".to_owned()];
-        assert_eq!(candidates("x", &env), ["/a/x", "/b/x"]);
-        assert_eq!(candidates("./x", &env), ["./x"]);
+        assert_eq!(candidate_paths("x", &env), ["/a/x", "/b/x"]);
+        assert_eq!(candidate_paths("./x", &env), ["./x"]);
     }
 
     #[test]
-    fn what_cannot_run_is_told_apart() {
+    fn what_cannot_run_is_classified() {
         let env = ["PATH=/usr/bin:/bin".to_owned()];
-        assert_eq!(find("true", &env).map(drop), Ok(()));
-        assert_eq!(find("no-such-program", &env).map_err(why).map(drop), Err(Why::NoSuchProgram));
-        assert_eq!(find("/etc", &env).map_err(why).map(drop), Err(Why::Unusable));
-        assert_eq!(find("/etc/passwd", &env).map_err(why).map(drop), Err(Why::Unusable));
-        assert_eq!(find("", &env).map(drop), Err(Errno::ENOENT));
+        assert_eq!(find_program("true", &env).map(drop), Ok(()));
+        assert_eq!(
+            find_program("no-such-program", &env).map_err(exec_error_kind).map(drop),
+            Err(RefusalKind::NoSuchProgram)
+        );
+        assert_eq!(find_program("/etc", &env).map_err(exec_error_kind).map(drop), Err(RefusalKind::Unusable));
+        assert_eq!(find_program("/etc/passwd", &env).map_err(exec_error_kind).map(drop), Err(RefusalKind::Unusable));
+        assert_eq!(find_program("", &env).map(drop), Err(Errno::ENOENT));
     }
 }

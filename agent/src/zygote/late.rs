@@ -1,5 +1,7 @@
-//! Mounts what a container has at and below `/dev`, in its mount namespace, when libcontainer has made the container and its program
-//! has not started yet. Threads: the caller is a child of the zygote with one thread, and stays in that namespace.
+//! Mounts what a container has at and below `/dev`, in its mount namespace, after libcontainer has made the container and before its
+//! program starts.
+//!
+//! The caller is a child of the zygote with one thread, which stays in that namespace.
 
 use libcontainer::oci_spec::runtime::Mount;
 use nacelle_base::mounts::{self, Change};
@@ -12,18 +14,19 @@ use std::path::Path;
 
 use crate::rootfs::{EntryKind, MountPoints, RootDir};
 
-/// Mounts these over what the container of this first process has. Nothing of the container runs yet that could change its paths.
-pub(super) fn mount_all(pid: i32, late: &[Mount]) -> io::Result<()> {
+/// Makes the mounts in the mount namespace of the container's first process. No program of the container runs yet that could change
+/// its paths.
+pub(super) fn mount_late(pid: i32, late: &[Mount]) -> io::Result<()> {
     if late.is_empty() {
         return Ok(());
     }
-    // Their sources are paths of the agent's namespace.
-    let copies = late.iter().map(copy).collect::<io::Result<Vec<_>>>()?;
+    // The sources are paths of the agent's mount namespace.
+    let copies = late.iter().map(copy_source).collect::<io::Result<Vec<_>>>()?;
     nix::sched::setns(File::open(format!("/proc/{pid}/ns/mnt"))?, CloneFlags::CLONE_NEWNS)?;
     for (mount, copy) in late.iter().zip(copies) {
         let copy = File::from(copy);
         let kind = if copy.metadata()?.is_dir() { EntryKind::Directory } else { EntryKind::File };
-        // What is mounted already may be shared with containers that run: no link of theirs leads out of this root.
+        // Mounted volumes may be shared with running containers: links that these make there must not lead out of this root.
         let points = MountPoints::open(Path::new("/"), None).map_err(io::Error::other)?;
         let at = points.prepare_path("mount target", mount.destination(), kind).map_err(io::Error::other)?;
         let place = RootDir::open(Path::new("/"))?.open_beneath(&at, OFlag::O_PATH)?;
@@ -32,8 +35,8 @@ pub(super) fn mount_all(pid: i32, late: &[Mount]) -> io::Result<()> {
     Ok(())
 }
 
-/// A copy of what a mount shows, with its options.
-fn copy(mount: &Mount) -> io::Result<OwnedFd> {
+/// Returns a detached copy of the source of a mount, with the options of the mount.
+fn copy_source(mount: &Mount) -> io::Result<OwnedFd> {
     let source = mount.source().as_deref().ok_or(io::ErrorKind::InvalidInput)?;
     let has = |word: &str| mount.options().iter().flatten().any(|option| option == word);
     let copy = mounts::copy(source, has("rbind"))?;

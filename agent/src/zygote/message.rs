@@ -1,4 +1,4 @@
-//! The requests that the agent sends to a child of the zygote, and the answers.
+//! Defines the requests that the agent sends to a child of the zygote, and the answers.
 //!
 //! Messages are JSON: agent, zygote and child are the same program, so they need no versions.
 
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use std::io;
 use std::path::PathBuf;
 
-/// What a child of the zygote can be asked to do.
+/// A request to a child of the zygote.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Request {
     /// Make the container of a bundle. Descriptors: stdin, stdout, stderr (none with a terminal).
@@ -39,7 +39,7 @@ pub struct Create {
 /// A process to start in a container.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Exec {
-    /// What to run, as which user, and whether with a terminal.
+    /// The program, its user and rights, and whether it has a terminal.
     pub process: Process,
     /// The container's seccomp filter.
     pub seccomp: Option<LinuxSeccomp>,
@@ -58,7 +58,7 @@ pub struct Exec {
     pub size: (u16, u16),
 }
 
-/// What a child answers.
+/// The answer of a child.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Answer {
     /// The process was made. Descriptors: its pidfd, unless it has ended already; the terminal's master.
@@ -76,36 +76,36 @@ pub(super) enum Answer {
 #[derive(Clone, Debug, Serialize, Deserialize, thiserror::Error)]
 #[error("{message}")]
 pub struct Refusal {
-    /// What was attempted and why it failed, with all causes.
+    /// The failed step and all causes of the failure.
     pub message: String,
-    /// What the failure means to the caller.
-    pub why: Why,
+    /// The meaning of the failure for the caller.
+    pub kind: RefusalKind,
 }
 
 /// The kinds of refusal. The child's libcontainer process reports one as a byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Why {
+pub enum RefusalKind {
     /// The program does not exist.
     NoSuchProgram,
-    /// The program or the configuration cannot be used.
+    /// The program or the configuration is not usable.
     Unusable,
     /// Anything else.
-    Defect,
+    Internal,
     /// A limit on processes is reached.
     Exhausted,
 }
 
 impl Refusal {
     /// A step failed that is not expected to fail.
-    pub(super) fn defect(what: &str, error: &dyn std::error::Error) -> Refusal {
-        Refusal { message: format!("cannot {what}: {}", Chain(error)), why: Why::Defect }
+    pub(super) fn internal(what: &str, error: &dyn std::error::Error) -> Refusal {
+        Refusal { message: format!("cannot {what}: {}", Chain(error)), kind: RefusalKind::Internal }
     }
 
     /// A fork failed. EAGAIN means that a limit on processes is reached, which no repetition changes.
     pub(super) fn of_fork(what: &str, error: &io::Error) -> Refusal {
-        let mut refusal = Refusal::defect(what, error);
+        let mut refusal = Refusal::internal(what, error);
         if error.raw_os_error() == Some(libc::EAGAIN) {
-            refusal.why = Why::Exhausted;
+            refusal.kind = RefusalKind::Exhausted;
             refusal.message +=
                 "; there may be no more processes: pids.max of the container, the pod or the node, or RLIMIT_NPROC";
         }

@@ -1,8 +1,8 @@
-//! The zygote: a process that the agent forks before it has a second thread, and that forks one child for each request.
+//! Makes processes by the zygote: a process that the agent forks before it has a second thread, and that forks one child for each request.
 //!
 //! Only such a child makes processes, because fork and libcontainer must not run in a process with several threads. `client` is
-//! the agent's side, `child` the loop of the zygote; both speak by `message` and `wire`. What a child makes is orphaned to the
-//! agent, which reaps it.
+//! the agent's side, `child` the loop of the zygote; both use the types of `message` and the functions of `wire`. What a child makes is
+//! orphaned to the agent, which reaps it.
 
 mod child;
 mod client;
@@ -20,5 +20,5 @@ mod wire;
 
 pub use client::Zygote;
 pub use error::ZygoteError;
-pub use message::{Create, Exec, Refusal, Request, Why};
+pub use message::{Create, Exec, Refusal, RefusalKind, Request};
 pub use process::NewProcess;

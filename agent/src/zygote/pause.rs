@@ -21,14 +21,14 @@ pub(super) fn start_holder(user_namespace: bool) -> Result<Made, Refusal> {
             nix::sched::setns(users, CloneFlags::CLONE_NEWUSER)?;
             userns::become_root()
         });
-        entered.map_err(|error| Refusal::defect("enter the pod's user namespace", &error))?;
+        entered.map_err(|error| Refusal::internal("enter the pod's user namespace", &error))?;
     }
     nix::sched::unshare(CloneFlags::CLONE_NEWPID | CloneFlags::CLONE_NEWNS)
-        .map_err(|error| Refusal::defect("make the pod's PID namespace", &error))?;
-    enter_empty_root().map_err(|error| Refusal::defect("give the pod's PID namespace an empty root", &error))?;
+        .map_err(|error| Refusal::internal("make the pod's PID namespace", &error))?;
+    enter_empty_root().map_err(|error| Refusal::internal("give the pod's PID namespace an empty root", &error))?;
     // Before there is a process that containers could see.
     drop_privileges()
-        .map_err(|error| Refusal::defect("give up the rights of the holder of the pod's PID namespace", &error))?;
+        .map_err(|error| Refusal::internal("give up the rights of the holder of the pod's PID namespace", &error))?;
     match sys::fork().map_err(|error| Refusal::of_fork("fork the holder of the pod's PID namespace", &error))? {
         Some(pid) => Ok(Made { pid, pidfd: sys::pidfd_open(pid).ok(), terminal: None }),
         None => {
@@ -55,7 +55,7 @@ fn enter_empty_root() -> nix::Result<()> {
     chdir("/")
 }
 
-/// Becomes the user nobody, and with that loses all capabilities.
+/// Becomes the unprivileged user 65534, and with that loses all capabilities.
 fn drop_privileges() -> io::Result<()> {
     let (uid, gid) = (Uid::from_raw(65_534), Gid::from_raw(65_534));
     nix::unistd::setgroups(&[])?;

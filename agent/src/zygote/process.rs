@@ -1,4 +1,4 @@
-//! A process that was just made, on the child's side and on the agent's.
+//! Holds a process that was just made, on the child's side and on the agent's.
 
 use std::os::fd::OwnedFd;
 

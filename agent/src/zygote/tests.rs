@@ -1,5 +1,5 @@
-//! Tests of the agent's side of the zygote, with a thread in place of the zygote and its children, and of `nacelle_base::retry`
-//! under real signals.
+//! Tests the agent's side of the zygote, with a thread in place of the zygote and its children, and `nacelle_base::retry` under real
+//! signals.
 
 use nacelle_base::retry::{self, Timed, retry_interrupted};
 use nacelle_base::{Classify, Kind};
@@ -21,13 +21,13 @@ use std::time::{Duration, Instant};
 use super::child;
 use super::client::Zygote;
 use super::error::ZygoteError;
-use super::message::{Answer, Create, Refusal, Request, Why};
+use super::message::{Answer, Create, Refusal, RefusalKind, Request};
 use super::process::Made;
 use super::wire::{hand_over, receive_with, send_answer};
 use crate::frame;
 
 const SIGNAL: i32 = libc::SIGUSR2;
-/// How long a condition may take to become true on a busy computer.
+/// The time in which a condition must become true, also on a busy node.
 const LIMIT: Duration = Duration::from_secs(20);
 
 /// Waits until a condition holds.
@@ -156,7 +156,7 @@ fn signals_do_not_end_a_request() {
         // The caller has sent its request, so these signals reach it while it waits for the answer.
         let before = counted.load(Ordering::SeqCst);
         eventually("signals were sent while the caller waits", || counted.load(Ordering::SeqCst) > before + 20);
-        let refusal = Refusal { message: "no".to_owned(), why: Why::Defect };
+        let refusal = Refusal { message: "no".to_owned(), kind: RefusalKind::Internal };
         send_answer(&mut peer, &Answer::Refused(refusal), &[]).unwrap();
     });
     let caller = spawn(move || zygote.call(&pause(), &[]));
@@ -196,7 +196,7 @@ fn a_request_without_an_answer_times_out() {
 }
 
 #[test]
-fn a_process_that_nobody_takes_is_killed() {
+fn a_process_that_the_agent_does_not_take_is_killed() {
     // The agent gives up before the answer comes.
     let (zygote, control) = pair();
     let (gave_up, agent_gave_up) = mpsc::channel();

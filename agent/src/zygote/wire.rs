@@ -44,7 +44,7 @@ pub(super) fn receive_with(from: impl AsFd, flags: MsgFlags) -> nix::Result<(Vec
 /// Sends a child's answer, with the process's pidfd and its terminal's master.
 pub(super) fn send_answer(to: &mut UnixStream, answer: &Answer, fds: &[&OwnedFd]) -> Result<(), ZygoteError> {
     let talk = |source| ZygoteError::Talk { source };
-    let bytes = frame::frame(&serde_json::to_vec(answer)?, frame::MAX_ZYGOTE)?;
+    let bytes = frame::encode_frame(&serde_json::to_vec(answer)?, frame::MAX_ZYGOTE)?;
     let (first, rest) = bytes.split_at_checked(4).unwrap_or((&bytes, &[]));
     let fds: Vec<i32> = fds.iter().map(|fd| fd.as_raw_fd()).collect();
     send_with(&*to, first, &fds, MsgFlags::empty()).map_err(|error| talk(error.into()))?;

@@ -1,4 +1,4 @@
-//! Owns: a real machine for tests: an image with busybox, a scratch disk, the handshake, the agent's client.
+//! Boots VMs for tests: an image with busybox, a scratch disk, the handshake, the agent's client.
 
 use hyper_util::rt::TokioIo;
 use nacelle_agent::frame;
@@ -28,27 +28,27 @@ use tonic::transport::{Channel, Endpoint, Uri};
 pub const LIMIT: Duration = Duration::from_secs(120);
 const MIB: u64 = 1 << 20;
 
-/// A machine whose agent has reported itself ready.
+/// A VM whose agent has reported itself ready.
 pub struct Guest {
     pub machine: Box<dyn Machine>,
     pub link: Arc<dyn GuestLink>,
     pub agent: AgentClient<Channel>,
     pub hello: AgentHello,
-    pub folder: TempDir,
-    // Dropped last. One machine at a time: an emulated one fills a processor. (Clones of one machine share its turn.)
+    pub directory: TempDir,
+    // Dropped last. One VM runs at a time: an emulated one fills a CPU. Clones of one VM share its turn.
     _turn: Option<OwnedMutexGuard<()>>,
 }
 
-/// A machine after the handshake, whatever it reported.
+/// A VM after the handshake, ready or not.
 struct Raw {
     machine: Box<dyn Machine>,
     link: Arc<dyn GuestLink>,
     hello: AgentHello,
-    folder: TempDir,
+    directory: TempDir,
     turn: OwnedMutexGuard<()>,
 }
 
-/// What a test needs, or why it cannot run.
+/// Returns the guest image that a test needs, or why the test must be skipped.
 pub fn needs() -> Result<(PathBuf, PathBuf), String> {
     let file = |name: &str| match std::env::var_os(name) {
         Some(path) => Ok(PathBuf::from(path)),
@@ -74,10 +74,10 @@ fn path_of(program: &str) -> PathBuf {
 }
 
 /// An image with busybox and the accounts that tests look up.
-fn make_image(folder: &Path) {
-    let root = folder.join("image");
+fn make_image(directory: &Path) {
+    let root = directory.join("image");
     for name in ["bin", "etc", "proc", "dev", "sys", "tmp", "root"] {
-        fs::create_dir_all(root.join(name)).expect("a folder");
+        fs::create_dir_all(root.join(name)).expect("a directory");
     }
     fs::copy(path_of("busybox"), root.join("bin/busybox")).expect("busybox");
     fs::set_permissions(root.join("bin/busybox"), fs::Permissions::from_mode(0o755)).expect("a mode");
@@ -88,39 +88,39 @@ fn make_image(folder: &Path) {
     }
     fs::write(root.join("etc/passwd"), "root:x:0:0::/root:/bin/sh\nweb:x:101:102::/srv:/bin/sh\n").expect("accounts");
     fs::write(root.join("etc/group"), "root:x:0:\nweb:x:102:\nlog:x:4:web\n").expect("groups");
-    // As distributions with a resolver of their own have it: a link to what is not there.
+    // Distributions with a resolver of their own have such a link, to a file that does not exist.
     symlink("../run/resolver/stub.conf", root.join("etc/resolv.conf")).expect("a link");
     fs::write(root.join("bin/broken"), "neither a script nor a program").expect("a file");
     fs::set_permissions(root.join("bin/broken"), fs::Permissions::from_mode(0o755)).expect("a mode");
-    let image = folder.join("image.erofs");
+    let image = directory.join("image.erofs");
     run("mkfs.erofs", &["--quiet", "--all-root", &image.display().to_string(), &root.display().to_string()]);
 }
 
 impl Guest {
-    /// Boots a machine and attaches the image as partition 1; `None` after saying why not.
+    /// Boots a VM and attaches the image as partition 1. Prints why and returns `None` if the test must be skipped.
     pub async fn boot(change: impl FnOnce(&mut BootConfig)) -> Option<Guest> {
         Guest::boot_with(Vec::new(), change).await
     }
 
-    /// Boots a machine with network interfaces.
+    /// Boots a VM with network interfaces.
     pub async fn boot_with(nics: Vec<NicSpec>, change: impl FnOnce(&mut BootConfig)) -> Option<Guest> {
         let (guest, report) = Guest::shake_hands(nics, change).await?;
-        assert_eq!(report.error, "", "{}", console(guest.folder.path()));
-        let Raw { machine, link, hello, folder, turn } = guest;
+        assert_eq!(report.error, "", "{}", console(guest.directory.path()));
+        let Raw { machine, link, hello, directory, turn } = guest;
         let mut agent = connect(Arc::clone(&link)).await;
-        let length = place(&*machine, &folder.path().join("image.erofs"), 0);
+        let length = place(&*machine, &directory.path().join("image.erofs"), 0);
         agent
             .attach_image(AttachImageRequest { partition: 1, offset: 0, length, files: vec![] })
             .await
             .expect("an image");
-        Some(Guest { machine, link, agent, hello, folder, _turn: Some(turn) })
+        Some(Guest { machine, link, agent, hello, directory, _turn: Some(turn) })
     }
 
-    /// Boots a machine that reports a failure, and waits for its end.
+    /// Boots a VM that reports a failure, and waits until it has ended.
     pub async fn fail(change: impl FnOnce(&mut BootConfig)) -> Option<(BootReport, MachineExit)> {
         let (guest, report) = Guest::shake_hands(Vec::new(), change).await?;
         let exit = guest.machine.wait(LIMIT);
-        Some((report, exit.unwrap_or_else(|| panic!("no end; {}", console(guest.folder.path())))))
+        Some((report, exit.unwrap_or_else(|| panic!("no end; {}", console(guest.directory.path())))))
     }
 
     async fn shake_hands(nics: Vec<NicSpec>, change: impl FnOnce(&mut BootConfig)) -> Option<(Raw, BootReport)> {
@@ -133,33 +133,33 @@ impl Guest {
         };
         static TURN: LazyLock<Arc<Mutex<()>>> = LazyLock::new(Arc::default);
         let turn = Arc::clone(&TURN).lock_owned().await;
-        let folder = tempfile::tempdir().expect("a folder");
-        furnish(folder.path());
-        let spec = spec(files, folder.path(), 1, nics);
+        let directory = tempfile::tempdir().expect("a directory");
+        furnish(directory.path());
+        let spec = spec(files, directory.path(), 1, nics);
         let engine = Qemu::new("qemu-system-x86_64", Accelerator::Tcg);
         let machine = engine.start(spec.check(&engine.limits()).expect("a good spec")).expect("a machine");
         let link = machine.link();
         let mut config = config();
         change(&mut config);
-        let (hello, report) = handshake(&*link, &config, folder.path());
-        Some((Raw { machine, link, hello, folder, turn }, report))
+        let (hello, report) = handshake(&*link, &config, directory.path());
+        Some((Raw { machine, link, hello, directory, turn }, report))
     }
 
-    /// A configured machine in a furnished folder; places the image and attaches it as partition 1, if it was not.
-    pub async fn of(machine: Box<dyn Machine>, folder: TempDir, hello: AgentHello, attach: bool) -> Guest {
+    /// A configured VM in a furnished directory. With `attach`, places the image and attaches it as partition 1.
+    pub async fn of(machine: Box<dyn Machine>, directory: TempDir, hello: AgentHello, attach: bool) -> Guest {
         let link = machine.link();
         let mut agent = connect(Arc::clone(&link)).await;
         if attach {
-            let length = place(&*machine, &folder.path().join("image.erofs"), 0);
+            let length = place(&*machine, &directory.path().join("image.erofs"), 0);
             agent
                 .attach_image(AttachImageRequest { partition: 1, offset: 0, length, files: vec![] })
                 .await
                 .expect("an image");
         }
-        Guest { machine, link, agent, hello, folder, _turn: None }
+        Guest { machine, link, agent, hello, directory, _turn: None }
     }
 
-    /// Makes a container that runs a shell script; the specification may be changed.
+    /// Creates a container that runs a shell script. `change` may change its specification.
     pub async fn create(
         &mut self,
         id: &str,
@@ -170,10 +170,10 @@ impl Guest {
         change(&mut spec, &mut request);
         request.oci_spec = spec.to_string().into_bytes();
         let made = self.agent.create_container(request).await;
-        made.unwrap_or_else(|error| panic!("{error}; {}", console(self.folder.path())));
+        made.unwrap_or_else(|error| panic!("{error}; {}", console(self.directory.path())));
     }
 
-    /// Makes and starts a container, and returns all its output and its end.
+    /// Creates and starts a container, and returns all its output and its exit.
     pub async fn run(
         &mut self,
         id: &str,
@@ -190,7 +190,7 @@ impl Guest {
         self.agent.start_container(ContainerRef { id: id.into() }).await.expect("to start");
     }
 
-    /// Waits for the end of a process.
+    /// Waits until a process has ended.
     pub async fn end(&mut self, id: &str, exec_id: &str) -> Exit {
         let deadline = Instant::now() + LIMIT;
         loop {
@@ -202,7 +202,7 @@ impl Guest {
         }
     }
 
-    /// A connection to a stream of a process.
+    /// Connects to a stream of a process.
     pub fn stream(&self, id: &str, exec_id: &str, stream: Stream) -> UnixStream {
         let mut connection = self.link.connect(1026, LIMIT).expect("a stream");
         connection.set_read_timeout(Some(LIMIT)).expect("a limit");
@@ -212,7 +212,7 @@ impl Guest {
         connection
     }
 
-    /// All of a stream, to its end.
+    /// Reads a stream to its end.
     pub async fn output(&self, id: &str, exec_id: &str, stream: Stream) -> String {
         let mut connection = self.stream(id, exec_id, stream);
         let read = tokio::task::spawn_blocking(move || {
@@ -222,14 +222,14 @@ impl Guest {
         read.await.expect("a thread").expect("to read to the end")
     }
 
-    /// Writes all of a stdin and closes it.
+    /// Writes a text to a stdin and closes it.
     pub fn input(&self, id: &str, exec_id: &str, text: &str) {
         let mut connection = self.stream(id, exec_id, Stream::Stdin);
         connection.write_all(text.as_bytes()).expect("to write");
         connection.shutdown(Shutdown::Write).expect("to close");
     }
 
-    /// Reads a stream until it has said this.
+    /// Reads a stream until it contains `said`.
     pub fn read_until(&self, connection: &mut UnixStream, said: &str) -> String {
         let mut text = Vec::new();
         let mut byte = [0];
@@ -242,16 +242,16 @@ impl Guest {
     }
 }
 
-/// Puts the disks of a machine into its folder.
-pub fn furnish(folder: &Path) {
-    let scratch = folder.join("scratch");
+/// Makes the disks of a VM in its directory.
+pub fn furnish(directory: &Path) {
+    let scratch = directory.join("scratch");
     fs::File::create(&scratch).and_then(|file| file.set_len(256 * MIB)).expect("a scratch disk");
     run("mkfs.ext4", &["-q", "-F", "-O", "^has_journal", &scratch.display().to_string()]);
-    make_image(folder);
+    make_image(directory);
 }
 
-/// A machine that lives in a furnished folder.
-pub fn spec((kernel, initrd): (PathBuf, PathBuf), folder: &Path, vcpus: u8, nics: Vec<NicSpec>) -> MachineSpec {
+/// Returns the specification of a VM in a furnished directory.
+pub fn spec((kernel, initrd): (PathBuf, PathBuf), directory: &Path, vcpus: u8, nics: Vec<NicSpec>) -> MachineSpec {
     MachineSpec {
         vcpus,
         topology: None,
@@ -265,17 +265,17 @@ pub fn spec((kernel, initrd): (PathBuf, PathBuf), folder: &Path, vcpus: u8, nics
         cmdline: Vec::new(),
         disks: vec![
             DiskSpec::Growing { serial: "images".into() },
-            DiskSpec::File { path: folder.join("scratch"), read_only: false, serial: "scratch".into() },
+            DiskSpec::File { path: directory.join("scratch"), read_only: false, serial: "scratch".into() },
         ],
         nics,
-        run_dir: folder.to_owned(),
-        console_log: folder.join("console.log"),
+        run_dir: directory.to_owned(),
+        console_log: directory.join("console.log"),
         guest_cid: 3,
         shares: Vec::new(),
     }
 }
 
-/// What a guest is usually told.
+/// Returns the usual configuration of a guest.
 pub fn config() -> BootConfig {
     BootConfig {
         hostname: "pod".into(),
@@ -286,9 +286,9 @@ pub fn config() -> BootConfig {
     }
 }
 
-/// The console's text, for messages.
-pub fn console(folder: &Path) -> String {
-    fs::read_to_string(folder.join("console.log")).unwrap_or_default()
+/// Returns the text of the console, for messages.
+pub fn console(directory: &Path) -> String {
+    fs::read_to_string(directory.join("console.log")).unwrap_or_default()
 }
 
 /// Places an image file on the image disk and returns its length in whole pages.
@@ -300,19 +300,19 @@ pub fn place(machine: &dyn Machine, image: &Path, at: u64) -> u64 {
     length
 }
 
-/// The host's side of the handshake, after one host that went away in the middle of it.
-pub fn handshake(link: &dyn GuestLink, config: &BootConfig, folder: &Path) -> (AgentHello, BootReport) {
+/// Does the host's side of the handshake, after a first connection that is closed in the middle of it.
+pub fn handshake(link: &dyn GuestLink, config: &BootConfig, directory: &Path) -> (AgentHello, BootReport) {
     let incoming = link.listen(1024).expect("a port");
     let deadline = Instant::now() + LIMIT;
     let greeted = || loop {
         let guest = incoming.accept(LIMIT);
-        let mut host = guest.unwrap_or_else(|error| panic!("no guest: {error}; {}", console(folder)));
+        let mut host = guest.unwrap_or_else(|error| panic!("no guest: {error}; {}", console(directory)));
         host.set_read_timeout(Some(LIMIT)).expect("a limit");
         match frame::read::<AgentHello>(&mut host) {
             Ok(hello) => return (host, hello),
-            // On a busy node the guest gives a connection up before it is answered, and calls again.
-            Err(error) if error.is_hung_up() && Instant::now() < deadline => println!("a call was given up"),
-            Err(error) => panic!("no hello: {error}; {}", console(folder)),
+            // On a busy node the guest gives a connection up before it is accepted, and connects again.
+            Err(error) if error.is_hung_up() && Instant::now() < deadline => println!("a connection was given up"),
+            Err(error) => panic!("no hello: {error}; {}", console(directory)),
         }
     };
     let (gone, first) = greeted();
@@ -338,7 +338,7 @@ async fn connect(link: Arc<dyn GuestLink>) -> AgentClient<Channel> {
     AgentClient::new(endpoint.connect_with_connector(connector).await.expect("the agent"))
 }
 
-/// An ordinary container's specification, as a runtime's daemon writes it.
+/// Returns the specification of an ordinary container, as the daemon writes it.
 pub fn container(id: &str, script: &str) -> (Value, CreateContainerRequest) {
     let capabilities =
         json!(["CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_KILL", "CAP_MKNOD", "CAP_SETGID", "CAP_SETUID"]);

@@ -1,6 +1,6 @@
-//! Owns: image volumes: which folder of an image a container sees, and the place in the container where it does. Both
-//! are resolved here, inside the image and inside the root; libcontainer only mounts what was found.
-//! May use: `root`, `targets`. The image cannot change, and the root has no process yet.
+//! Resolves image volumes: the directory of an image that a container sees, and its mount point in the container.
+//!
+//! libcontainer only mounts what is found here. The image cannot change, and no process of the container exists yet.
 
 use libcontainer::oci_spec::runtime::{Mount, MountBuilder};
 use nacelle_base::{Classify, Kind};
@@ -10,26 +10,26 @@ use std::path::{Path, PathBuf};
 
 use crate::rootfs::{self, EntryKind, MountPoints, Owner, RootPathError};
 
-/// File systems of the container's own that a link must not lead a volume into.
-const RESERVED: [&str; 2] = ["proc", "sys"];
+/// Mounts of the container itself into which a link must not lead a volume.
+const RESERVED_TARGETS: [&str; 2] = ["proc", "sys"];
 
-/// An image that a container sees at a path of its own.
+/// An image, or a directory of it, that a container sees at a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Volume {
-    /// Its image.
+pub struct ImageVolumeMount {
+    /// The partition of the image.
     pub partition: u32,
-    /// The folder of it that is seen; empty: all of it.
+    /// The directory of the image that is mounted; empty: the whole image.
     pub sub_path: String,
-    /// Where.
+    /// The mount point in the container.
     pub container_path: PathBuf,
-    /// Nothing is run from there.
+    /// Whether programs in the volume cannot be executed.
     pub noexec: bool,
 }
 
-/// Why an image volume cannot be mounted. It begins with the word by which kubelet and people know this failure.
+/// Reasons an image volume cannot be mounted. Each text begins with the reason that kubelet knows.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the fields are what the message prints")]
-pub enum VolumeError {
+pub enum ImageVolumeError {
     #[error("ImageVolumeMountFailed: the image of the volume at {} has no {sub_path:?}", at.display())]
     Missing { at: PathBuf, sub_path: String },
     #[error("ImageVolumeMountFailed: {sub_path:?} in the image of the volume at {} is no folder", at.display())]
@@ -51,58 +51,62 @@ pub enum VolumeError {
     Look { at: PathBuf, sub_path: String, source: io::Error },
 }
 
-impl Classify for VolumeError {
+impl Classify for ImageVolumeError {
     fn kind(&self) -> Kind {
         match self {
-            VolumeError::Look { .. } => Kind::Internal,
-            VolumeError::Place { source, .. } => source.kind(),
+            ImageVolumeError::Look { .. } => Kind::Internal,
+            ImageVolumeError::Place { source, .. } => source.kind(),
             _ => Kind::Invalid,
         }
     }
 }
 
-/// The mount of a volume of the image that is mounted at `image`, into the root of a container; makes its place there,
-/// as this owner's.
-pub fn prepare(root: &Path, image: &Path, volume: &Volume, owner: Owner) -> Result<Mount, VolumeError> {
-    let source = source(image, volume)?;
-    make_place(root, &volume.container_path, owner)?;
-    // Built of checked parts: the builder knows no other failure than a missing one.
+/// Returns the mount of a volume, whose image is mounted at `image`, and makes its mount point in the root, owned by `owner`.
+pub fn prepare_mount(
+    root: &Path,
+    image: &Path,
+    volume: &ImageVolumeMount,
+    owner: Owner,
+) -> Result<Mount, ImageVolumeError> {
+    let source = find_source(image, volume)?;
+    prepare_mount_point(root, &volume.container_path, owner)?;
+    // The builder fails only if a part is missing, and none is.
     let noexec = volume.noexec.then_some("noexec");
     let options: Vec<_> = ["bind", "ro", "nosuid", "nodev"].into_iter().chain(noexec).map(str::to_owned).collect();
     let mount = MountBuilder::default().source(source).destination(&volume.container_path).typ("bind").options(options);
-    mount.build().map_err(|_missing| VolumeError::Path { at: volume.container_path.clone() })
+    mount.build().map_err(|_missing| ImageVolumeError::Path { at: volume.container_path.clone() })
 }
 
-/// The folder of the image, without links.
-fn source(image: &Path, volume: &Volume) -> Result<PathBuf, VolumeError> {
+/// Returns the path of the volume's directory in the image, without links.
+fn find_source(image: &Path, volume: &ImageVolumeMount) -> Result<PathBuf, ImageVolumeError> {
     let (at, sub_path) = (volume.container_path.clone(), volume.sub_path.clone());
     let path = Path::new(&sub_path);
     if path.is_absolute() || path.components().any(|part| part.as_os_str() == OsStr::new("..")) {
-        return Err(VolumeError::SubPath { at, sub_path });
+        return Err(ImageVolumeError::SubPath { at, sub_path });
     }
     match rootfs::find(image, path) {
         Ok(Some((found, true))) => Ok(found),
-        Ok(Some((_, false))) => Err(VolumeError::NoFolder { at, sub_path }),
-        Ok(None) => Err(VolumeError::Missing { at, sub_path }),
-        Err(source) => Err(VolumeError::Look { at, sub_path, source: source.source }),
+        Ok(Some((_, false))) => Err(ImageVolumeError::NoFolder { at, sub_path }),
+        Ok(None) => Err(ImageVolumeError::Missing { at, sub_path }),
+        Err(source) => Err(ImageVolumeError::Look { at, sub_path, source: source.source }),
     }
 }
 
-/// Makes the folder at which a volume is mounted, where missing, and looks where it lies.
-fn make_place(root: &Path, at: &Path, owner: Owner) -> Result<(), VolumeError> {
+/// Makes the mount point if it is missing, and checks that no link leads it to a mount of the container itself.
+fn prepare_mount_point(root: &Path, at: &Path, owner: Owner) -> Result<(), ImageVolumeError> {
     let plain = at.is_absolute() && at.components().count() > 1;
     if !plain || at.components().any(|part| part.as_os_str() == OsStr::new("..")) {
-        return Err(VolumeError::Path { at: at.to_owned() });
+        return Err(ImageVolumeError::Path { at: at.to_owned() });
     }
     let place =
         MountPoints::open(root, owner).and_then(|points| points.prepare_path("mount target", at, EntryKind::Directory));
     let place = place.map_err(|source| match source.kind() {
-        Kind::Invalid => VolumeError::Occupied { at: at.to_owned(), source: Box::new(source) },
-        _ => VolumeError::Place { at: at.to_owned(), source: Box::new(source) },
+        Kind::Invalid => ImageVolumeError::Occupied { at: at.to_owned(), source: Box::new(source) },
+        _ => ImageVolumeError::Place { at: at.to_owned(), source: Box::new(source) },
     })?;
     let inside = place.strip_prefix("/").unwrap_or(&place);
-    if inside.as_os_str().is_empty() || RESERVED.iter().any(|reserved| inside.starts_with(reserved)) {
-        return Err(VolumeError::Reserved { at: at.to_owned(), to: Path::new("/").join(inside) });
+    if inside.as_os_str().is_empty() || RESERVED_TARGETS.iter().any(|reserved| inside.starts_with(reserved)) {
+        return Err(ImageVolumeError::Reserved { at: at.to_owned(), to: Path::new("/").join(inside) });
     }
     Ok(())
 }
@@ -113,20 +117,20 @@ mod tests {
     use std::fs;
     use std::os::unix::fs::symlink;
 
-    fn volume(sub_path: &str, at: &str) -> Volume {
-        Volume { partition: 1, sub_path: sub_path.into(), container_path: at.into(), noexec: false }
+    fn volume(sub_path: &str, at: &str) -> ImageVolumeMount {
+        ImageVolumeMount { partition: 1, sub_path: sub_path.into(), container_path: at.into(), noexec: false }
     }
 
     struct Pair {
-        folder: tempfile::TempDir,
+        outer: tempfile::TempDir,
         image: PathBuf,
         root: PathBuf,
     }
 
     fn pair() -> Pair {
-        let folder = tempfile::tempdir().unwrap();
-        // Found paths have no links.
-        let base = folder.path().canonicalize().unwrap();
+        let outer = tempfile::tempdir().unwrap();
+        // Paths that are found have no links.
+        let base = outer.path().canonicalize().unwrap();
         let (image, root) = (base.join("image"), base.join("root"));
         for path in ["image/etc/deep", "image/data", "root/etc", "root/proc", "root/real", "secret"] {
             fs::create_dir_all(base.join(path)).unwrap();
@@ -141,12 +145,12 @@ mod tests {
         symlink("/", root.join("to-root")).unwrap();
         symlink("../real", root.join("etc/link")).unwrap();
         symlink("/new/below", root.join("dangling")).unwrap();
-        Pair { folder, image, root }
+        Pair { outer, image, root }
     }
 
     #[test]
-    fn folders_of_the_image_are_found_and_nothing_else() {
-        let Pair { folder: _kept, image, root } = pair();
+    fn directories_of_the_image_are_found_and_nothing_else() {
+        let Pair { outer: _kept, image, root } = pair();
         for (sub_path, found) in [
             ("", ""),
             (".", ""),
@@ -156,29 +160,30 @@ mod tests {
             ("absolute/deep", "etc/deep"),
             ("up", "data"),
         ] {
-            let mount = prepare(&root, &image, &volume(sub_path, "/mnt"), None).unwrap();
+            let mount = prepare_mount(&root, &image, &volume(sub_path, "/mnt"), None).unwrap();
             assert_eq!(mount.source().as_deref(), Some(image.join(found).components().as_path()), "{sub_path}");
             assert_eq!(mount.options().as_deref().unwrap(), ["bind", "ro", "nosuid", "nodev"]);
         }
-        let mount = prepare(&root, &image, &Volume { noexec: true, ..volume("", "/mnt") }, None).unwrap();
+        let mount =
+            prepare_mount(&root, &image, &ImageVolumeMount { noexec: true, ..volume("", "/mnt") }, None).unwrap();
         assert_eq!(mount.options().as_deref().unwrap(), ["bind", "ro", "nosuid", "nodev", "noexec"]);
         for sub_path in ["none", "etc/none", "out", "out/x", "loop", "etc/passwd/x"] {
-            let error = prepare(&root, &image, &volume(sub_path, "/mnt"), None).unwrap_err();
-            assert!(matches!(error, VolumeError::Missing { .. }), "{sub_path}: {error}");
+            let error = prepare_mount(&root, &image, &volume(sub_path, "/mnt"), None).unwrap_err();
+            assert!(matches!(error, ImageVolumeError::Missing { .. }), "{sub_path}: {error}");
             assert_eq!(error.kind(), Kind::Invalid);
         }
-        let error = prepare(&root, &image, &volume("etc/passwd", "/mnt"), None).unwrap_err();
-        assert!(matches!(error, VolumeError::NoFolder { .. }), "{error}");
+        let error = prepare_mount(&root, &image, &volume("etc/passwd", "/mnt"), None).unwrap_err();
+        assert!(matches!(error, ImageVolumeError::NoFolder { .. }), "{error}");
         for sub_path in ["/etc", "../root", "etc/../etc", ".."] {
-            let error = prepare(&root, &image, &volume(sub_path, "/mnt"), None).unwrap_err();
-            assert!(matches!(error, VolumeError::SubPath { .. }), "{sub_path}: {error}");
+            let error = prepare_mount(&root, &image, &volume(sub_path, "/mnt"), None).unwrap_err();
+            assert!(matches!(error, ImageVolumeError::SubPath { .. }), "{sub_path}: {error}");
             assert!(error.to_string().starts_with("ImageVolumeMountFailed: "), "{error}");
         }
     }
 
     #[test]
     fn its_place_is_made_inside_the_root_and_in_no_other_file_system() {
-        let Pair { folder, image, root } = pair();
+        let Pair { outer, image, root } = pair();
         for (at, made) in [
             ("/a/b", "a/b"),
             ("/real", "real"),
@@ -186,21 +191,21 @@ mod tests {
             ("/etc/link/x", "real/x"),
             ("/dangling", "new/below"),
         ] {
-            prepare(&root, &image, &volume("etc", at), None).unwrap();
+            prepare_mount(&root, &image, &volume("etc", at), None).unwrap();
             assert!(root.join(made).is_dir(), "{at}");
         }
         for at in ["/file", "/file/below"] {
-            let error = prepare(&root, &image, &volume("", at), None).unwrap_err();
-            assert!(matches!(error, VolumeError::Occupied { .. }), "{at}: {error:?}");
+            let error = prepare_mount(&root, &image, &volume("", at), None).unwrap_err();
+            assert!(matches!(error, ImageVolumeError::Occupied { .. }), "{at}: {error:?}");
         }
         for at in ["/to-proc", "/to-proc/x", "/to-root", "/proc/1"] {
-            let error = prepare(&root, &image, &volume("", at), None).unwrap_err();
-            assert!(matches!(error, VolumeError::Reserved { .. }), "{at}: {error}");
+            let error = prepare_mount(&root, &image, &volume("", at), None).unwrap_err();
+            assert!(matches!(error, ImageVolumeError::Reserved { .. }), "{at}: {error}");
         }
         for at in ["/", "relative", "/a/../..", ""] {
-            let error = prepare(&root, &image, &volume("", at), None).unwrap_err();
-            assert!(matches!(error, VolumeError::Path { .. }), "{at}: {error}");
+            let error = prepare_mount(&root, &image, &volume("", at), None).unwrap_err();
+            assert!(matches!(error, ImageVolumeError::Path { .. }), "{at}: {error}");
         }
-        assert!(!folder.path().join("below").exists() && !folder.path().join("new").exists());
+        assert!(!outer.path().join("below").exists() && !outer.path().join("new").exists());
     }
 }
