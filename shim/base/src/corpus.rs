@@ -2,6 +2,9 @@
 
 use std::path::Path;
 
+/// A fuzz harness.
+pub type Harness = fn(&[u8]);
+
 /// Reads the inputs in `tests/corpus/NAME` of a crate; `crate_dir` is the crate's `CARGO_MANIFEST_DIR`.
 ///
 /// # Panics
@@ -19,7 +22,7 @@ pub fn read_corpus(crate_dir: &str, name: &str) -> Vec<Vec<u8>> {
 ///
 /// # Panics
 /// As [`read_corpus`], or when a harness does.
-pub fn run_corpora(crate_dir: &str, targets: &[(&str, fn(&[u8]))]) {
+pub fn run_corpora(crate_dir: &str, targets: &[(&str, Harness)]) {
     for (name, target) in targets {
         read_corpus(crate_dir, name).iter().for_each(|input| target(input));
     }
