@@ -16,4 +16,4 @@ mod volumes;
 
 pub use error::ShareError;
 pub use room::{Share, Shown, Ways, start};
-pub use volumes::{Owners, Propagation, Taker, Volume, attach, detach};
+pub use volumes::{Owners, Propagation, Taker, Volume, VolumeAccess, attach, detach};

@@ -113,10 +113,28 @@ struct Found {
     device: (u64, bool),
     mount: MountId,
     flags: MountFlags,
-    /// It lies on another mount or device than the directory.
-    crossing: bool,
-    /// It lies on the mount through which the directory was seen.
-    same_mount: bool,
+    boundary: Boundary,
+}
+
+/// The boundary between a directory and what a name in it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Boundary {
+    /// Both are on the mount through which the directory was seen, and on one device.
+    None,
+    /// On one mount, but on different devices, as a subvolume of Btrfs.
+    Device,
+    /// On different mounts.
+    Mount,
+}
+
+impl Boundary {
+    fn between((from, parent_device): (View, (u64, bool)), mount: MountId, device: (u64, bool)) -> Boundary {
+        match mount == from.mount {
+            false => Boundary::Mount,
+            true if device != parent_device => Boundary::Device,
+            true => Boundary::None,
+        }
+    }
 }
 
 impl Views {
@@ -150,12 +168,11 @@ impl Views {
         entry: Entry,
         fd: &str,
     ) -> io::Result<Found> {
-        let (from, parent_device) = parent;
+        let (from, _) = parent;
         if let Some((node, view)) = state.view(entry.inode) {
-            let crossing = view.mount != from.mount || node.device != parent_device;
             self.inner.forget(ctx, entry.inode, 1);
-            let (mount, flags, same_mount) = (view.mount, view.flags, view.mount == from.mount);
-            return Ok(Found { entry, device: node.device, mount, flags, crossing, same_mount });
+            let (mount, flags, device) = (view.mount, view.flags, node.device);
+            return Ok(Found { entry, device, mount, flags, boundary: Boundary::between(parent, mount, device) });
         }
         let known = status(&self.own_fds, fd).filter(|status| status.stx_ino == entry.attr.ino);
         let found = known.and_then(|status| {
@@ -169,8 +186,7 @@ impl Views {
             tracing::error!("BUG: the mount of a file that the guest has looked up is unknown");
             return Err(io::Error::from_raw_os_error(libc::EIO));
         };
-        let same_mount = mount == from.mount;
-        Ok(Found { entry, device, mount, flags, crossing: !same_mount || device != parent_device, same_mount })
+        Ok(Found { entry, device, mount, flags, boundary: Boundary::between(parent, mount, device) })
     }
 
     /// Looks a name up through one view of a directory.
@@ -285,13 +301,13 @@ impl Views {
         let volume = state.nodes.get(&parent).is_some_and(|parent| parent.key.0 == OWN_DEVICE);
         let announced = directory || (volume && self.mounts_files.load(Ordering::Relaxed));
         attr.flags &= !ATTR_SUBMOUNT;
-        if found.crossing && announced {
+        if found.boundary != Boundary::None && announced {
             attr.flags |= ATTR_SUBMOUNT;
         }
         let id = state.admit(found).ok_or_else(|| io::Error::from_raw_os_error(libc::ENFILE))?;
         if let Some(node) = state.nodes.get_mut(&id) {
             node.lookups = node.lookups.saturating_add(1);
-            if found.same_mount && id != ROOT {
+            if found.boundary != Boundary::Mount && id != ROOT {
                 node.parent = Some((parent, name.to_owned()));
             }
         }
@@ -325,7 +341,7 @@ impl Views {
         let Ok(found) = self.look(ctx, &state, parent, from, name) else { return };
         self.drop_unknown(ctx, &state, found.entry.inode);
         let id = state.by_inner.get(&found.entry.inode).copied();
-        if let Some(node) = id.and_then(|id| state.nodes.get_mut(&id)).filter(|_| found.same_mount) {
+        if let Some(node) = id.and_then(|id| state.nodes.get_mut(&id)).filter(|_| found.boundary != Boundary::Mount) {
             node.parent = Some((parent, name.to_owned()));
         }
     }
@@ -537,7 +553,8 @@ impl FileSystem for Views {
                 found.push(self.look(ctx, &state, parent, view, name));
             }
         }
-        let crossing = found.iter().position(|found| found.as_ref().is_ok_and(|found| found.crossing));
+        let crossing =
+            found.iter().position(|found| found.as_ref().is_ok_and(|found| found.boundary != Boundary::None));
         let chosen = found.swap_remove(crossing.unwrap_or(0));
         let entry = chosen.and_then(|chosen| {
             let entry = self.admit(&mut state, parent, name, &chosen);
@@ -865,7 +882,7 @@ mod tests {
         let time = Duration::ZERO;
         let attr = Attr { ino, ..Attr::default() };
         let entry = Entry { inode: inner, generation: 0, attr, attr_timeout: time, entry_timeout: time };
-        Found { entry, device: (device, flags.mapped), mount, flags, crossing: false, same_mount: true }
+        Found { entry, device: (device, flags.mapped), mount, flags, boundary: Boundary::None }
     }
 
     fn state() -> State {

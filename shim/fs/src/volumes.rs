@@ -32,16 +32,25 @@ pub enum Taker {
 pub struct Volume {
     /// Its path, without links.
     pub path: PathBuf,
-    /// It cannot be written; what is mounted below it can.
-    pub read_only: bool,
-    /// Nor can that.
-    pub all_read_only: bool,
+    /// Whether the pod may write to it.
+    pub access: VolumeAccess,
     /// What becomes of later mounts below it.
     pub propagation: Propagation,
     /// Reading the volume itself changes no times of it.
     pub no_access_times: bool,
     /// Its owners are others there than on the node; those of what is mounted below it are not.
     pub owners: Option<Owners>,
+}
+
+/// Whether a pod may write to a volume.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum VolumeAccess {
+    /// To the volume and to what is mounted below it.
+    ReadWrite,
+    /// To what is mounted below it only.
+    ReadOnly,
+    /// To nothing in it (mount_setattr(2) with `AT_RECURSIVE`).
+    RecursiveReadOnly,
 }
 
 /// Who sees what is mounted below a volume later.
@@ -127,10 +136,13 @@ fn copy(volume: &Volume, taker: Taker) -> Result<(OwnedFd, bool), ShareError> {
         Propagation::FromNode => libc::MS_SLAVE,
         Propagation::BothWays => 0,
     };
-    let read_only = |yes| if yes { libc::MOUNT_ATTR_RDONLY } else { 0 };
-    let all =
-        Change { attributes: taker.attributes() | read_only(volume.all_read_only), propagation, ..Change::default() };
-    let mut own = Change { attributes: read_only(volume.read_only), ..Change::default() };
+    let (all, own) = match volume.access {
+        VolumeAccess::ReadWrite => (0, 0),
+        VolumeAccess::ReadOnly => (0, libc::MOUNT_ATTR_RDONLY),
+        VolumeAccess::RecursiveReadOnly => (libc::MOUNT_ATTR_RDONLY, libc::MOUNT_ATTR_RDONLY),
+    };
+    let all = Change { attributes: taker.attributes() | all, propagation, ..Change::default() };
+    let mut own = Change { attributes: own, ..Change::default() };
     if volume.no_access_times {
         own.attributes |= libc::MOUNT_ATTR_NOATIME;
         own.without = libc::MOUNT_ATTR__ATIME;

@@ -4,7 +4,7 @@
 #![allow(missing_docs, reason = "a program of tests")]
 
 use nacelle_base::push::{Ask, Told, Why};
-use nacelle_fs::{Owners, Propagation, ShareError, Taker, Volume, attach, detach};
+use nacelle_fs::{Owners, Propagation, ShareError, Taker, Volume, VolumeAccess, attach, detach};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
 use nix::sys::wait::{WaitStatus, waitpid};
@@ -26,7 +26,7 @@ const AS_AGENT: &str = "--as-agent";
 
 fn volume(path: &Path) -> Volume {
     let (path, propagation) = (path.to_owned(), Propagation::Private);
-    Volume { path, read_only: false, all_read_only: false, propagation, no_access_times: false, owners: None }
+    Volume { path, access: VolumeAccess::ReadWrite, propagation, no_access_times: false, owners: None }
 }
 
 /// A folder of the node that has a file, on a file system of its own whose mounts others may hear of.
@@ -50,7 +50,7 @@ fn folders_and_files_are_shared_as_asked() {
 
 fn folders_and_files(mut guest: Guest) {
     let (dir, folder) = folder();
-    let read_only = Volume { read_only: true, ..volume(&dir.path().join("other")) };
+    let read_only = Volume { access: VolumeAccess::ReadOnly, ..volume(&dir.path().join("other")) };
     fs::create_dir(&read_only.path).unwrap();
     fs::write(read_only.path.join("file"), "not to be written").unwrap();
     guest.attach("c", &[volume(&folder), read_only, volume(&folder.join("file"))]).unwrap();
@@ -94,7 +94,7 @@ fn one_inode(mut guest: Guest) {
     fs::create_dir(&part).unwrap();
     fs::write(part.join("inner"), "inner").unwrap();
     // What is read-only in all volumes cannot be written, however it is reached.
-    guest.attach("read", &[Volume { read_only: true, ..volume(&folder) }]).unwrap();
+    guest.attach("read", &[Volume { access: VolumeAccess::ReadOnly, ..volume(&folder) }]).unwrap();
     let paths = ["read/0", "read/0/file", "read/0/part", "read/0/part/inner"];
     let [whole, file, of_part, inner] = paths.map(|path| guest.find(path).unwrap());
     for node in [file, inner] {
@@ -306,8 +306,8 @@ fn mounts_of_the_node_are_heard_of_where_that_is_asked() {
     let late = folder.join("late");
     fs::create_dir(&late).unwrap();
     let hears = || Volume { propagation: Propagation::FromNode, ..volume(&folder) };
-    let read_only = || Volume { read_only: true, ..volume(&folder) };
-    let all = || Volume { all_read_only: true, ..read_only() };
+    let read_only = || Volume { access: VolumeAccess::ReadOnly, ..volume(&folder) };
+    let all = || Volume { access: VolumeAccess::RecursiveReadOnly, ..volume(&folder) };
     let seeing = |volumes: &[Volume]| {
         let mut guest = Guest::new();
         guest.attach("c", volumes).unwrap();
@@ -506,7 +506,7 @@ fn a_part_is_all_that_its_guest_sees() {
     for lent in [false, true] {
         let (_dir, folder) = folder();
         symlink("../secret", folder.join("up")).unwrap();
-        let read_only = Volume { read_only: true, ..volume(&folder) };
+        let read_only = Volume { access: VolumeAccess::ReadOnly, ..volume(&folder) };
         let volumes = [volume(&folder), read_only, volume(&folder.join("file"))];
         for (part, errno) in [
             ("c/2", libc::ENOTDIR),

@@ -7,7 +7,7 @@ use crate::identity::{self, IdentityError};
 use crate::spec::{EngineSpec, PodSpec};
 use nacelle_base::task::{TaskError, run_blocking};
 use nacelle_base::{Classify, Kind};
-pub use nacelle_fs::{Owners, Propagation, Taker, Volume};
+pub use nacelle_fs::{Owners, Propagation, Taker, Volume, VolumeAccess};
 use nacelle_fs::{Share, ShareError, Shown};
 use nacelle_model::process::ProcessIdentity;
 use std::os::fd::{AsFd, OwnedFd};

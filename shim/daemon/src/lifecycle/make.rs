@@ -18,7 +18,7 @@ use nacelle_model::record::{ContainerRecord, PodRecord};
 use nacelle_model::resources::VmResources;
 use nacelle_model::security::{ContainerUser, PidMode};
 use nacelle_pod::client::{ClientError, Offer, PodClient};
-use nacelle_pod::share::{self as shares, Owners, Taker, Volume};
+use nacelle_pod::share::{self as shares, Owners, Taker, Volume, VolumeAccess};
 use nacelle_proto::{common, pod as proto};
 use std::future::Future;
 use std::os::fd::OwnedFd;
@@ -346,8 +346,11 @@ pub(super) fn shared(volume: &NodeVolume, pod: &PodConfig) -> Volume {
     let owners = |users: UserNamespace| Owners { users: range(users.users), groups: range(users.groups) };
     Volume {
         path: PathBuf::from(&volume.host_path),
-        read_only: volume.readonly,
-        all_read_only: volume.recursive_read_only,
+        access: match (volume.readonly, volume.recursive_read_only) {
+            (_, true) => VolumeAccess::RecursiveReadOnly,
+            (true, false) => VolumeAccess::ReadOnly,
+            (false, false) => VolumeAccess::ReadWrite,
+        },
         no_access_times: volume.options.contains(&MountOption::Noatime),
         propagation: match volume.propagation {
             Propagation::Private => shares::Propagation::Private,
