@@ -27,34 +27,42 @@ const MAX_RESIZE: usize = 1024;
 pub(crate) struct Dialect {
     /// Its name.
     pub name: &'static str,
-    /// The end is told as JSON (a Status of Kubernetes).
-    status: bool,
-    /// There is a stream for the terminal's size.
-    resize: bool,
+    features: Features,
+}
+
+/// What a dialect has beside standard input, output and error; each has what those before it have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Features {
+    /// An error stream with text.
+    Basic,
+    /// A stream for the terminal's size.
+    Resize,
+    /// The result of the process as JSON (a Status of Kubernetes).
+    Status,
 }
 
 /// What is spoken, the best first. Clients that name nothing speak the last.
 const DIALECTS: [Dialect; 4] = [
-    Dialect { name: "v4.channel.k8s.io", status: true, resize: true },
-    Dialect { name: "v3.channel.k8s.io", status: false, resize: true },
-    Dialect { name: "v2.channel.k8s.io", status: false, resize: false },
-    Dialect { name: "channel.k8s.io", status: false, resize: false },
+    Dialect { name: "v4.channel.k8s.io", features: Features::Status },
+    Dialect { name: "v3.channel.k8s.io", features: Features::Resize },
+    Dialect { name: "v2.channel.k8s.io", features: Features::Basic },
+    Dialect { name: "channel.k8s.io", features: Features::Basic },
 ];
 
 /// The same over WebSockets, and how their messages are written. Clients that name nothing speak [`NAMELESS`].
 const WEB: [(Dialect, Coding); 5] = [
-    web("v5.channel.k8s.io", true, Coding { ends: true, base64: false }),
-    web("v4.channel.k8s.io", true, Coding { ends: false, base64: false }),
-    web("v4.base64.channel.k8s.io", true, Coding { ends: false, base64: true }),
-    web("channel.k8s.io", false, Coding { ends: false, base64: false }),
-    web("base64.channel.k8s.io", false, Coding { ends: false, base64: true }),
+    web("v5.channel.k8s.io", Features::Status, Coding::BinaryWithEnd),
+    web("v4.channel.k8s.io", Features::Status, Coding::Binary),
+    web("v4.base64.channel.k8s.io", Features::Status, Coding::Base64),
+    web("channel.k8s.io", Features::Resize, Coding::Binary),
+    web("base64.channel.k8s.io", Features::Resize, Coding::Base64),
 ];
 
 /// The dialect of clients that offer no protocol over WebSockets.
-const NAMELESS: (Dialect, Coding) = web("", false, Coding { ends: false, base64: false });
+const NAMELESS: (Dialect, Coding) = web("", Features::Resize, Coding::Binary);
 
-const fn web(name: &'static str, status: bool, coding: Coding) -> (Dialect, Coding) {
-    (Dialect { name, status, resize: true }, coding)
+const fn web(name: &'static str, features: Features, coding: Coding) -> (Dialect, Coding) {
+    (Dialect { name, features }, coding)
 }
 
 impl Dialect {
@@ -135,7 +143,8 @@ pub(crate) fn channels(ends: Ends, session: &Session) -> Channels {
 /// Waits for the streams that this session has; none: the client did not open them.
 pub(crate) async fn gather(connection: &mut Connection, session: &Session, dialect: Dialect) -> Option<Channels> {
     let (mut stdin, mut stdout, mut stderr, mut error, mut resize) = (None, None, None, None, None);
-    let ([has_stdin, has_stdout, has_stderr], resizes) = (session.streams(), session.tty() && dialect.resize);
+    let ([has_stdin, has_stdout, has_stderr], resizes) =
+        (session.streams(), session.tty() && dialect.features >= Features::Resize);
     let all = async {
         loop {
             let missing = error.is_none()
@@ -184,8 +193,8 @@ pub(crate) async fn run<G: Guests>(guests: &G, session: &Session, channels: Chan
         outcome = attempt => outcome,
     };
     let told = match &outcome {
-        Ok(0) if !dialect.status => String::new(),
-        _ if dialect.status => status(&outcome),
+        _ if dialect.features >= Features::Status => status(&outcome),
+        Ok(0) => String::new(),
         Ok(code) => format!("command terminated with non-zero exit code: {code}"),
         Err(error) => Chain(error).to_string(),
     };
@@ -340,13 +349,25 @@ mod tests {
         assert_eq!(name(&["v9.channel.k8s.io"]), None);
         let web = |offered: &[&str]| {
             let (dialect, coding) = Dialect::choose_web(offered)?;
-            Some((dialect.name, dialect.status, coding.ends, coding.base64))
+            Some((dialect.name, dialect.features, coding))
         };
-        assert_eq!(web(&["v5.channel.k8s.io", "v4.channel.k8s.io"]), Some(("v5.channel.k8s.io", true, true, false)));
-        assert_eq!(web(&["channel.k8s.io", "v4.channel.k8s.io"]), Some(("channel.k8s.io", false, false, false)));
-        assert_eq!(web(&["x", "base64.channel.k8s.io"]), Some(("base64.channel.k8s.io", false, false, true)));
-        assert_eq!(web(&["v4.base64.channel.k8s.io"]), Some(("v4.base64.channel.k8s.io", true, false, true)));
-        assert_eq!((web(&[]), web(&["v9.channel.k8s.io"])), (Some(("", false, false, false)), None));
+        assert_eq!(
+            web(&["v5.channel.k8s.io", "v4.channel.k8s.io"]),
+            Some(("v5.channel.k8s.io", Features::Status, Coding::BinaryWithEnd))
+        );
+        assert_eq!(
+            web(&["channel.k8s.io", "v4.channel.k8s.io"]),
+            Some(("channel.k8s.io", Features::Resize, Coding::Binary))
+        );
+        assert_eq!(
+            web(&["x", "base64.channel.k8s.io"]),
+            Some(("base64.channel.k8s.io", Features::Resize, Coding::Base64))
+        );
+        assert_eq!(
+            web(&["v4.base64.channel.k8s.io"]),
+            Some(("v4.base64.channel.k8s.io", Features::Status, Coding::Base64))
+        );
+        assert_eq!((web(&[]), web(&["v9.channel.k8s.io"])), (Some(("", Features::Resize, Coding::Binary)), None));
     }
 
     #[test]

@@ -17,10 +17,8 @@ pub(crate) const PROTOCOL: &str = "portforward.k8s.io";
 /// The same inside a WebSocket.
 pub(crate) const TUNNELLED: &str = "SPDY/3.1+portforward.k8s.io";
 /// Ports that the request names, as numbered channels of a WebSocket. Clients that name nothing speak the first.
-const CHANNELS: [(&str, Coding); 2] = [
-    ("v4.channel.k8s.io", Coding { ends: false, base64: false }),
-    ("v4.base64.channel.k8s.io", Coding { ends: false, base64: true }),
-];
+const CHANNELS: [(&str, Coding); 2] =
+    [("v4.channel.k8s.io", Coding::Binary), ("v4.base64.channel.k8s.io", Coding::Base64)];
 /// Ports of one request: two channels each, whose numbers a byte of text holds.
 const PORTS: usize = 32;
 /// Halves of pairs that wait for the other.

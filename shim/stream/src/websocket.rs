@@ -42,12 +42,14 @@ fn goodbye() -> Message {
 }
 
 /// How the messages of channels are written.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Coding {
-    /// Since v5: the client can end its input by a message.
-    pub ends: bool,
-    /// Text messages: the channel as a digit, and the bytes in base64. Else binary ones, whose first byte is the channel.
-    pub base64: bool,
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Coding {
+    /// Binary messages whose first byte is the channel.
+    Binary,
+    /// As `Binary`; the client can end its input with a message on channel 255 (since v5).
+    BinaryWithEnd,
+    /// Text messages: the channel as a digit, then the bytes in base64.
+    Base64,
 }
 
 /// The last channel that a text message can name by one byte: the character that comes so far after '0'.
@@ -67,7 +69,7 @@ impl Coding {
     fn decode(self, message: Message) -> Result<Option<(u8, Bytes)>, Broken> {
         let Some(mut bytes) = payload(message).filter(|bytes| !bytes.is_empty()) else { return Ok(None) };
         let channel = bytes.split_to(1).first().copied().unwrap_or_default();
-        if !self.base64 {
+        if self != Coding::Base64 {
             return Ok(Some((channel, bytes)));
         }
         let Some(channel) = channel.checked_sub(b'0') else { return Ok(None) };
@@ -75,7 +77,7 @@ impl Coding {
     }
 
     fn encode(self, channel: u8, bytes: &[u8]) -> Message {
-        if self.base64 {
+        if self == Coding::Base64 {
             let mut text = String::with_capacity(1 + bytes.len().div_ceil(3) * 4);
             text.push(char::from(b'0' + channel.min(LAST_IN_TEXT)));
             STANDARD.encode_string(bytes, &mut text);
@@ -187,7 +189,7 @@ async fn read<T: AsyncRead + AsyncWrite + Unpin>(
         while let Some(message) = input.next().await {
             life.moved();
             let Some((channel, bytes)) = coding.decode(message?)? else { continue };
-            if channel == ENDED && coding.ends {
+            if channel == ENDED && coding == Coding::BinaryWithEnd {
                 if let [ended] = *bytes
                     && let Some(reader) = readers.get_mut(usize::from(ended))
                 {
@@ -306,7 +308,7 @@ mod tests {
 
     #[test]
     fn messages_in_base64_name_their_channel_by_a_digit() {
-        let text = Coding { base64: true, ..Coding::default() };
+        let text = Coding::Base64;
         assert_eq!(text.encode(STDERR, b"hello"), Message::Text("2aGVsbG8=".into()));
         assert_eq!(text.encode(STDOUT, b""), Message::Text("1".into()));
         assert_eq!(text.decode(Message::Text("0aGk=".into())).unwrap(), Some((STDIN, Bytes::from_static(b"hi"))));
@@ -323,7 +325,7 @@ mod tests {
     proptest! {
         #[test]
         fn what_is_encoded_is_decoded(channel in 0..=LAST_IN_TEXT, bytes: Vec<u8>, base64: bool) {
-            let coding = Coding { base64, ..Coding::default() };
+            let coding = if base64 { Coding::Base64 } else { Coding::Binary };
             let message = coding.encode(channel, &bytes);
             prop_assert_eq!(coding.decode(message).unwrap(), Some((channel, bytes.into())));
         }
