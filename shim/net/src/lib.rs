@@ -20,7 +20,7 @@ mod network;
 mod sys;
 pub mod tap;
 
-pub use cni::{Bandwidth, CniError, OwedDelete, PodRef};
+pub use cni::{Bandwidth, CniError, InterfaceUsage, OwedDelete, PodRef};
 pub use error::NetError;
 pub use inspect::inspect;
 pub use netns::{NetNs, run_in};

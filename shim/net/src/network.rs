@@ -1,6 +1,6 @@
 //! Owns: the life of a pod's network: namespace, CNI chain, what the guest must have, and the way back.
 
-use crate::cni::{Cni, CniError, CniResult, INTERFACE, OwedDelete, PodRef};
+use crate::cni::{Cni, CniError, CniResult, INTERFACE, InterfaceUsage, OwedDelete, PodRef};
 use crate::inspect::{check_card, inspect_addresses};
 use crate::{NetError, NetNs, inspect, netns, tap};
 use nacelle_base::net::PodNetwork;
@@ -196,7 +196,7 @@ impl Network {
 /// What the guest must have after ADD: the default interface, then the others that it shall have. They need not be in the result: a
 /// plugin that calls others tells of the first one's alone.
 fn attached(netns: &NetNs, result: &CniResult, pod: &PodRef) -> Result<PodNetwork, NetError> {
-    let all_needed = pod.all_needed;
+    let (guest, all_needed) = (pod.usage != InterfaceUsage::Namespace, pod.usage == InterfaceUsage::GuestNeedsAll);
     let mut names = vec![INTERFACE.to_owned()];
     for name in &pod.further {
         tap::check_name(name)?;
@@ -210,10 +210,10 @@ fn attached(netns: &NetNs, result: &CniResult, pod: &PodRef) -> Result<PodNetwor
             Err(error) => return Err(error),
         }
     }
-    if let Some(name) = result.interfaces.iter().find(|name| pod.guest && !names.contains(name)) {
+    if let Some(name) = result.interfaces.iter().find(|name| guest && !names.contains(name)) {
         tracing::info!(%name, "the plugins made an interface that the guest does not get: nothing of the pod asks for it");
     }
-    let mut network = if pod.guest { inspect(netns, &names)? } else { inspect_addresses(netns, &names)? };
+    let mut network = if guest { inspect(netns, &names)? } else { inspect_addresses(netns, &names)? };
     // The kernel's order is not the plugins': the first address in the result is the pod's first one.
     let place = |ip| result.ips.iter().position(|other| *other == ip).unwrap_or(usize::MAX);
     for interface in &mut network.interfaces {

@@ -5,7 +5,7 @@ mod common;
 use common::{LIMIT, eventually, in_a_world, ip_in, links, pod};
 use nacelle_base::net::{Interface, Neighbour, Route};
 use nacelle_base::{Classify, Kind};
-use nacelle_net::{Attachment, NetError, NetNs, PodRef, inspect, netns, run_in, tap};
+use nacelle_net::{Attachment, InterfaceUsage, NetError, NetNs, PodRef, inspect, netns, run_in, tap};
 use std::net::IpAddr;
 
 const BRIDGE: &str = r#"{ "cniVersion": "1.0.0", "name": "bridged", "plugins": [
@@ -292,16 +292,16 @@ const SEVERAL: &str = r#"{ "cniVersion": "1.0.0", "name": "several", "type": "na
 fn a_pod_has_the_interfaces_that_it_needs_and_its_address_is_the_first_ones() {
     in_a_world(&["bridge", "host-local"], |world| async move {
         world.conf("10-several.conf", SEVERAL);
-        let with = |number: u8, further: &[&str], all_needed| PodRef {
+        let with = |number: u8, further: &[&str], usage| PodRef {
             further: further.iter().map(|name| (*name).to_owned()).collect(),
-            all_needed,
+            usage,
             ..pod(number)
         };
         let setup = async |pod: &PodRef| {
             world.network.create_netns(&pod.id).await.unwrap();
             world.network.setup(pod).await
         };
-        let both = with(1, &["lan", "net1"], true);
+        let both = with(1, &["lan", "net1"], InterfaceUsage::GuestNeedsAll);
         let attachment = setup(&both).await.unwrap();
         let told = |attachment: &Attachment| -> Vec<(String, Vec<String>)> {
             attachment.network.interfaces.iter().map(|one| (one.name.clone(), addresses(one))).collect()
@@ -312,12 +312,12 @@ fn a_pod_has_the_interfaces_that_it_needs_and_its_address_is_the_first_ones() {
         assert_eq!(attachment.ips, ["10.79.0.2".parse::<IpAddr>().unwrap()]);
 
         // What is missing is missed, or what there is is taken; what nobody asks for stays where it is.
-        let lost = with(2, &["net1", "net2"], true);
+        let lost = with(2, &["net1", "net2"], InterfaceUsage::GuestNeedsAll);
         let error = setup(&lost).await.unwrap_err();
         assert!(matches!(&error, NetError::NotMade { name } if name == "net2"), "{error}");
         assert_eq!(error.kind(), Kind::Conflict);
         assert_eq!(leases(world.files("leases")).len(), 3, "what the second pod had is given back");
-        let some = with(3, &["net7", "net1"], false);
+        let some = with(3, &["net7", "net1"], InterfaceUsage::Guest);
         let attachment = setup(&some).await.unwrap();
         assert_eq!(told(&attachment).iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["eth0", "net1"]);
         for pod in [both, lost, some] {

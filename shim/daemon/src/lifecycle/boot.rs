@@ -21,7 +21,7 @@ use nacelle_model::pod::{OwnKernel, PodConfig};
 use nacelle_model::process::PodProcess;
 use nacelle_model::record::CleanupFailure;
 use nacelle_model::resources::VmResources;
-use nacelle_net::{Attachment, PodRef};
+use nacelle_net::{Attachment, InterfaceUsage, PodRef};
 use nacelle_pod::client::PodClient;
 use nacelle_pod::record::PodRecord as LastRecord;
 use nacelle_pod::spec::{self, EngineSpec, JailSpec, NetworkSpec, PodSpec, ScratchSpec, Timeouts};
@@ -98,7 +98,12 @@ pub(super) async fn boot(
         _ => Groups::All,
     };
     let spec = pod_spec(&parts, &id, &config, &handler, netns, group, groups);
-    let guest = !matches!(spec.engine, EngineSpec::Host { .. });
+    let usage = match spec.engine {
+        EngineSpec::Host { .. } => InterfaceUsage::Namespace,
+        _ if config.machine.is_some() => InterfaceUsage::GuestNeedsAll,
+        _ => InterfaceUsage::Guest,
+    };
+    let guest = usage != InterfaceUsage::Namespace;
     let interfaces = spec.network.iter().flat_map(|network| &network.interfaces);
     let pod = PodRef {
         id: id.clone(),
@@ -110,8 +115,7 @@ pub(super) async fn boot(
         dns: config.dns.clone(),
         pod_cidrs: parts.pod_cidrs(),
         further: interfaces.filter(|name| *name != INTERFACE).cloned().collect(),
-        all_needed: config.machine.is_some(),
-        guest,
+        usage,
     };
     // The machine boots while the plugins run. Both are awaited to their end, so that undoing meets nothing half-done.
     let limit = Duration::from_secs(parts.config.sandbox.boot_seconds);

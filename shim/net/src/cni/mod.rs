@@ -37,7 +37,7 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 pub use debts::OwedDelete;
 pub use error::CniError;
 pub(crate) use result::CniResult;
-pub use types::{Bandwidth, PodRef};
+pub use types::{Bandwidth, InterfaceUsage, PodRef};
 
 /// The name of the pod's default interface.
 pub(crate) const INTERFACE: &str = "eth0";

@@ -26,12 +26,21 @@ pub struct PodRef {
     pub dns: Option<DnsConfig>,
     /// The node's pod CIDRs as UpdateRuntimeConfig told them (capability `ipRanges`); empty if unknown.
     pub pod_cidrs: Vec<IpNet>,
-    /// Beside the default interface, those that the guest shall have, by their names in the namespace.
+    /// The interfaces beside the default one, by their names in the namespace.
     pub further: Vec<String>,
-    /// Without one of these the pod is not attached; else those that there are count.
-    pub all_needed: bool,
-    /// The pod has a guest, which takes the place of the interfaces; without one it uses the namespace as it is.
-    pub guest: bool,
+    /// Who uses the interfaces.
+    pub usage: InterfaceUsage,
+}
+
+/// Who uses the interfaces of a pod's namespace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum InterfaceUsage {
+    /// The pod's processes, in the namespace. A further interface that the plugins did not create is left out.
+    Namespace,
+    /// The guest, in their place. A further interface that the plugins did not create is left out.
+    Guest,
+    /// The guest, in their place. The pod is not attached if a further interface is missing.
+    GuestNeedsAll,
 }
 
 /// Limits of a pod's traffic, in bits per second.

@@ -3,7 +3,7 @@
 #![allow(dead_code, reason = "each test binary uses a part")]
 
 use nacelle_base::PodId;
-use nacelle_net::{Attachment, NetConfig, Network, PodRef, netns};
+use nacelle_net::{Attachment, InterfaceUsage, NetConfig, Network, PodRef, netns};
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, unshare};
 use std::future::Future;
@@ -135,8 +135,7 @@ pub fn pod(number: u8) -> PodRef {
         dns: None,
         pod_cidrs: Vec::new(),
         further: Vec::new(),
-        all_needed: true,
-        guest: true,
+        usage: InterfaceUsage::GuestNeedsAll,
     }
 }
 
