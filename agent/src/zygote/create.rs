@@ -5,7 +5,8 @@ use libcontainer::container::builder::ContainerBuilder;
 use libcontainer::syscall::syscall::SyscallType;
 use nacelle_base::retry::retry_interrupted;
 use nix::sys::socket::MsgFlags;
-use std::io;
+use std::fs::File;
+use std::io::{self, Read};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
@@ -70,17 +71,21 @@ pub(super) fn create_container(request: &Create, stdio: Vec<OwnedFd>) -> Result<
     })?;
     let terminal = console.map(receive_terminal).transpose();
     let terminal = terminal.map_err(|error| Refusal::internal("receive the container's terminal", &error))?;
-    check_mounts_in_proc(pid, &request.in_proc)?;
+    // Opened while this process still sees the agent's /proc, and read when all mounts are made.
+    let mounts = File::open(format!("/proc/{pid}/mountinfo"));
+    let mounts = mounts.map_err(|error| Refusal::internal("open the container's mounts", &error))?;
     late::mount_late(pid, &request.late)
         .map_err(|error| Refusal::internal("mount over the container's /dev", &error))?;
+    check_mounts_in_proc(mounts, &request.in_proc)?;
     // The PID stays the process's own as long as this process, its parent, has not reaped it.
     Ok(Made { pid, pidfd: sys::pidfd_open(pid).ok(), terminal })
 }
 
-/// Checks the mounts that libcontainer has made in the container's /proc, before the container's program starts.
-fn check_mounts_in_proc(pid: i32, allowed: &[PathBuf]) -> Result<(), Refusal> {
-    let read = std::fs::read_to_string(format!("/proc/{pid}/mountinfo"));
-    let mountinfo = read.map_err(|error| Refusal::internal("read the container's mounts", &error))?;
+/// Checks the mounts in the container's /proc before the container's program starts: links in volumes, which containers of the pod can
+/// make at any time, may have led a mount there. `mounts` is the mountinfo of the container's first process.
+fn check_mounts_in_proc(mut mounts: File, allowed: &[PathBuf]) -> Result<(), Refusal> {
+    let mut mountinfo = String::new();
+    mounts.read_to_string(&mut mountinfo).map_err(|error| Refusal::internal("read the container's mounts", &error))?;
     check_proc_mounts(&mountinfo, allowed).map_err(|error| Refusal {
         message: format!("cannot make the container: {error}"),
         kind: RefusalKind::Unusable,

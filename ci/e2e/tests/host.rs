@@ -1,4 +1,4 @@
-//! Owns: pods without a guest (engine `host`): what they have of the node, what they have not, and what is left of them.
+//! Tests pods without a guest (engine `host`): their access to the node, their isolation, and leaks.
 
 use nacelle_e2e::census::mounts;
 use nacelle_e2e::node::Options;
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Whether this node can run such pods; if not, says why.
+/// Returns whether this node can run such pods; prints the reason if not.
 fn possible() -> bool {
     let release = call("uname", ["-r"]).ok();
     let mut numbers = release.split('.').map(|number| number.parse::<u32>().unwrap_or(0));
@@ -30,7 +30,7 @@ fn namespaces(options: Value) -> Value {
     json!({"security_context": {"namespace_options": options}})
 }
 
-/// The namespace of this kind of the node's daemon.
+/// Returns the daemon's namespace of this kind.
 fn of_node(node: &Node, kind: &str) -> String {
     let path = format!("/proc/{}/ns/{kind}", node.daemon_pid());
     fs::read_link(path).expect("the daemon runs").display().to_string()
@@ -56,7 +56,7 @@ fn a_pod_without_a_guest_has_namespaces_of_its_own() {
     assert!(said("ip -o addr show eth0").contains(&address), "{address}");
     assert!(said("ip -o addr show lo").contains("127.0.0.1"));
     assert!(said("cat /etc/hosts").contains(&format!("{address}\town-name")));
-    // The pod's own processes and files, and nothing of the node's.
+    // Only the pod's own processes and files are visible.
     assert!(said("ls /proc | grep -c '^[0-9]'").parse::<u32>().expect("a number") < 10);
     assert_eq!(container.exec("ls -d /node /run/nacelle 2>/dev/null").stdout, "");
     said("touch /written && echo x >/dev/null");
@@ -95,7 +95,7 @@ fn nothing_is_left_when_the_process_of_such_a_pod_is_killed() {
         let gone = node.processes("nacelle-agent --host ").is_empty() && call("pgrep", ["-f", &marker]).code == 1;
         gone.then_some(())
     });
-    // The node's census, when it is dropped, finds what else is left: mounts, control groups, files.
+    // The node's census on drop finds other leaks: mounts, cgroups, files.
 }
 
 #[test]
@@ -110,7 +110,7 @@ fn pods_with_namespaces_of_the_node_run_without_a_guest_where_that_is_allowed() 
         let options = namespaces(json!({field: 2}));
         let mut config = Pod::new(field, node.folder());
         config.0["linux"]["security_context"] = options["security_context"].clone();
-        // The default handler, whose engine makes machines.
+        // The default handler, whose engine uses VMs.
         let pod = node.crictl.run_pod(config);
         let answer = &pod.inspect()["status"]["linux"]["namespaces"]["options"][field];
         assert_eq!(answer, "NODE", "{field}");
@@ -127,7 +127,7 @@ fn pods_with_namespaces_of_the_node_run_without_a_guest_where_that_is_allowed() 
         pod.remove();
         assert_eq!(node.left(), Vec::<String>::new());
     }
-    // One that has its own network has no container with the node's.
+    // A pod with its own network cannot have a container with the node's.
     let pod = node.crictl.run_pod_of("host", Pod::new("own", node.folder()));
     let refused = pod.try_create(Container::sh("c", &image, "true").set("linux", namespaces(json!({"network": 2}))));
     let refused = refused.err();
@@ -145,7 +145,7 @@ fn pods_with_namespaces_of_the_node_are_refused_without_that_leave() {
     assert_eq!(node.left(), Vec::<String>::new());
 }
 
-/// A folder of the node that lies on a mount of its own; it goes with this, and with all that is mounted below.
+/// A directory of the node on a mount of its own; dropping it removes it and all mounts below.
 struct Mounted(PathBuf);
 
 impl Mounted {
@@ -182,7 +182,8 @@ fn privileged_pod(node: &Node, name: &str) -> Pod {
     pod
 }
 
-/// What a privileged container sees of a folder of the node: with its mounts and the node's, with the node's, and alone.
+/// Returns a container that sees a directory of the node with bidirectional propagation, with host-to-container propagation, and
+/// with none.
 fn three_ways(image: &str, folder: &Mounted) -> Container {
     let way =
         |at: &str, propagation: u8| json!({"host_path": folder.0, "container_path": at, "propagation": propagation});
@@ -199,7 +200,7 @@ fn mounts_below_a_volume_go_both_ways_where_that_is_asked() {
     let node = Node::with(Options { extra, ..Options::default() });
     let image = node.image(&Image::busybox(), "busybox:1");
     let shared = Mounted::new(&node, "shared", "--make-shared");
-    // The default handler, whose engine makes machines.
+    // The default handler, whose engine uses VMs.
     let pod = node.crictl.run_pod(privileged_pod(&node, "both"));
     let before = mounts(node.folder());
     let container = pod.start(three_ways(&image, &shared));
@@ -222,7 +223,7 @@ fn mounts_below_a_volume_go_both_ways_where_that_is_asked() {
     call("umount", [&outer]).ok();
     assert_eq!(said("ls /both/outer /heard/outer | grep -c file || true"), "0");
 
-    // What it has mounted on the node stays; nothing else does.
+    // The container's mounts on the node stay; nothing else does.
     node.crictl.call(["rm", "-f", &container.id]);
     assert_eq!(fs::read_to_string(shared.below("inner/file")).expect("it is the node's now"), "of the pod\n");
     call("umount", [shared.below("inner")]).ok();
@@ -243,7 +244,7 @@ fn volumes_of_the_node_lie_over_dev_and_in_sys() {
     let log = node.folder().join("termination-log");
     fs::write(&log, "from the node").expect("written");
     let mount = |at: &str, of: &Path| json!({"container_path": at, "host_path": of.display().to_string()});
-    // What a CSI driver has, with kubelet's file for the last words of a container; and what a CNI plugin has.
+    // The mounts of a CSI driver with kubelet's file for the termination message, and of a CNI plugin.
     let last_words = format!("/dev/nacelle-e2e-{}", std::process::id());
     let mounts = [mount("/dev", Path::new("/dev")), mount(&last_words, &log), mount("/sys", Path::new("/sys"))];
     let driver = Container::sh("driver", &image, "trap 'exit 0' TERM; echo up; while :; do sleep 1; done");
@@ -271,10 +272,18 @@ fn volumes_of_the_node_lie_over_dev_and_in_sys() {
         let refused = pod.try_create(wrong(at)).err();
         assert!(refused.contains("InvalidArgument") && refused.contains(why), "{at}: {refused}");
     }
-    // What links of the image lead to is known when the container is made, beside the caller.
+    // The image's links are resolved after the creation was answered, so the error comes at the start.
     let linked = pod.create(wrong("/to-proc/sys"));
     let refused = node.crictl.try_call(["start", &linked.id]).err();
     assert!(refused.contains("InvalidArgument") && refused.contains("leads to /proc/sys"), "{refused}");
+    // The same for a link in the volume that a container has at /dev, where another container may have put it.
+    let devices = node.folder().join("devices");
+    fs::create_dir(&devices).expect("a directory");
+    std::os::unix::fs::symlink("/proc/sys", devices.join("to-proc")).expect("a link");
+    let mounts = json!([mount("/dev", &devices), mount("/dev/to-proc", node.folder())]);
+    let linked = pod.create(Container::sh("late", &image, "true").set("mounts", mounts));
+    let refused = node.crictl.try_call(["start", &linked.id]).err();
+    assert!(refused.contains("InvalidArgument") && refused.contains("/proc/sys"), "{refused}");
     pod.remove();
     assert_eq!(call("stat", ["-c", "%F %t:%T", "/dev/ptmx"]).ok(), node_ptmx, "the node's devices are as they were");
     fs::remove_file(&last_words).expect("the place of a mount in the node's /dev stays, as with other runtimes");
@@ -289,12 +298,12 @@ fn volumes_that_fail_or_lose_their_pod_leave_no_mounts() {
     let image = node.image(&Image::busybox(), "busybox:1");
     let (shared, alone) =
         (Mounted::new(&node, "shared", "--make-shared"), Mounted::new(&node, "alone", "--make-private"));
-    // By its handler, without a policy.
+    // Allowed by its handler, without a policy.
     let pod = node.crictl.run_pod_of("host", privileged_pod(&node, "killed"));
     let all = || {
         let table = fs::read_to_string("/proc/self/mountinfo").expect("/proc is mounted");
         let volumes = table.lines().filter(|line| line.contains("/run/nacelle/volumes")).count();
-        // The network namespace is not a container's: it goes when the pod is known to have ended.
+        // The network namespace belongs to the pod: it goes when the pod is known to have ended.
         let netns = node.folder().join("netns");
         let others: Vec<_> =
             mounts(node.folder()).into_iter().filter(|point| !Path::new(point).starts_with(&netns)).collect();
@@ -309,7 +318,7 @@ fn volumes_that_fail_or_lose_their_pod_leave_no_mounts() {
         let refused = refused.err();
         assert!(refused.contains("FailedPrecondition") && refused.contains("is not shared"), "{refused}");
     }
-    // One that fails later, when its volumes are mounted already.
+    // A container that fails later, when its volumes are mounted already.
     let mut user = privileged();
     user["security_context"]["run_as_username"] = json!("nobody-here");
     pod.try_create(three_ways(&image, &shared).set("linux", user)).err();
