@@ -1,4 +1,4 @@
-//! Owns: what a container may ask for, and how it ends.
+//! Tests the options of containers, and how containers end.
 
 use nacelle_e2e::node::{Options, engine};
 use nacelle_e2e::{Container, Image, Node, Pod, eventually};
@@ -20,7 +20,7 @@ fn ends_are_told_as_they_were() {
     assert_eq!(good.exited()["reason"], "Completed");
     assert_eq!(bad.exited()["exitCode"], 42);
     assert_eq!(bad.exited()["reason"], "Error");
-    // The first process of a PID namespace does not die of its own SIGKILL: the shell goes on and ends with 0.
+    // The first process of a PID namespace survives its own SIGKILL: the shell continues and exits with 0.
     let code = killed.exited()["exitCode"].as_i64();
     assert!(code == Some(0) || code == Some(137), "{code:?}");
     polite.says("ready");
@@ -54,7 +54,7 @@ fn a_container_out_of_memory_dies_alone() {
     assert_eq!(neighbour.status()["state"], "CONTAINER_RUNNING");
     assert_eq!(neighbour.exec("echo alive").ok(), "alive");
     assert_eq!(status["message"], "", "{status}");
-    // All that the machine has, without a limit of its own.
+    // Without a limit of its own: all memory of the VM.
     if nacelle_e2e::node::engine() != "host" {
         let status = pod.start(Container::sh("greedy", &image, "tail /dev/zero")).exited();
         assert_eq!((&status["reason"], &status["exitCode"]), (&json!("OOMKilled"), &json!(137)), "{status}");
@@ -101,7 +101,7 @@ fn users_limits_and_the_rest_of_the_specification_arrive() {
     assert!(said.contains("NoNewPrivs:\t1"), "{said}");
     assert_eq!(strict.exec("id -u; grep NoNewPrivs /proc/self/status").ok(), "1234\nNoNewPrivs:\t1");
     if nacelle_e2e::node::engine() != "host" {
-        // As on kubelet's nodes: programs that map more than a small machine has do start.
+        // As on kubelet's nodes: programs can map more memory than a small VM has.
         assert_eq!(strict.exec("cat /proc/sys/vm/overcommit_memory").ok(), "1");
     }
     pod.remove();
@@ -141,7 +141,7 @@ fn groups_rights_and_paths_are_as_the_security_context_says() {
         assert_eq!(told.iter().map(u64::to_string).collect::<Vec<_>>().join(" "), groups, "{user}");
         assert_eq!((number(&user["uid"]), number(&user["gid"])), (Some(1000), Some(1000)), "{user}");
     }
-    // A setuid program gives a user root's rights in the container, if these are the container's and it may.
+    // A setuid program gives a user root's rights in the container if the container has them and allows it.
     for (name, no_new_privs, drop, pings) in [
         ("setuid", false, json!([]), true),
         ("dropped", false, json!(["NET_RAW"]), false),
@@ -203,12 +203,12 @@ fn a_seccomp_profile_of_the_node_holds_for_every_process_of_its_container() {
     let expected =
         "Seccomp:\t2\nchmod: /tmp: Operation not permitted\nhostname: sethostname: Operation not supported\nmade";
     assert_eq!(one.says("made").trim(), expected);
-    // The container keeps its filter, for commands too, whatever becomes of the file.
+    // The container keeps its filter, also for commands, even if the file is removed.
     fs::remove_file(&file).unwrap();
     let again = script.replace("/x", "/y");
     assert_eq!(one.exec(&again).ok(), expected);
 
-    // A filter does not keep a command from being started, only what the command itself calls.
+    // A filter does not prevent a command from starting, only the command's own calls.
     for (name, call, action) in [
         ("refused", "setsid", "SCMP_ACT_ERRNO"),
         ("killed", "setsid", "SCMP_ACT_KILL_PROCESS"),
@@ -222,7 +222,7 @@ fn a_seccomp_profile_of_the_node_holds_for_every_process_of_its_container() {
             assert_eq!(container.exec("echo runs").ok(), "runs", "{name}");
         }
     }
-    // One that can be loaded only by the command's own process is not, where a container could trace that meanwhile.
+    // A filter that only the command's own process can load is not used where a container could trace the process meanwhile.
     let no_fork = json!({"names": ["fork", "vfork", "clone", "clone3"], "action": "SCMP_ACT_ERRNO"});
     let no_fork = write("no-fork.json", json!({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": [no_fork]}));
     for (name, capabilities, traced) in [("untraced", json!([]), false), ("traced", json!(["SYS_PTRACE"]), true)] {
@@ -245,7 +245,7 @@ fn a_seccomp_profile_of_the_node_holds_for_every_process_of_its_container() {
     let broken = write("broken.json", json!(["no profile"]));
     for (file, code, words) in [
         (file.as_path(), "InvalidArgument", "No such file"),
-        (node.folder(), "InvalidArgument", "no regular file"),
+        (node.folder(), "InvalidArgument", "is not a regular file"),
         (broken.as_path(), "InvalidArgument", "is no profile"),
         (notify.as_path(), "Unimplemented", "SCMP_ACT_NOTIFY"),
         (Path::new("profile.json"), "InvalidArgument", "absolute path"),
@@ -286,7 +286,7 @@ fn more_images_than_the_machine_has_disks() {
     for (number, container) in containers.iter().enumerate() {
         container.says(&format!("image {number}"));
     }
-    // One goes, and its place is used again.
+    // After a removal, the slot is used again.
     node.crictl.call(["rm", "--force", &containers[2].id]);
     let image = Image::busybox().layer(|layer| layer.file("who", b"the late one", 0o644));
     let image = node.image(&image, "late:1");
@@ -350,7 +350,7 @@ fn devices_are_given_with_the_rights_that_were_asked_for() {
         let container = pod.start(with("tun", asked));
         let numbers = container.exec("stat -c '%F %t %T' /dev/tun /dev/net/tun | uniq").ok();
         assert_eq!(numbers, "character special file a c8");
-        // Opening it is what the rules of the container are asked for.
+        // The device rules of the container apply at open.
         assert_eq!(container.exec("exec 3<>/dev/tun && echo opened").ok(), "opened");
         let plain = pod.start(with("plain", json!([])));
         assert_ne!(plain.exec("ls /dev/tun").code, 0);
@@ -430,7 +430,7 @@ fn programs_that_are_not_root_may_use_low_ports_and_ping() {
     let said = |script: &str| container.exec(script).ok();
     assert_eq!(said("cd /proc/sys/net/ipv4; cat ip_unprivileged_port_start"), "0");
     assert_eq!(said("cat /proc/sys/net/ipv4/ping_group_range | tr '\\t' ' '"), "0 2147483647");
-    // The client tries again until the server listens.
+    // The client retries until the server listens.
     let client =
         "n=0; until nc 127.0.0.1 80 </dev/null 2>/dev/null; do n=$((n + 1)); [ $n -lt 300 ] || exit 1; sleep 0.2; done";
     assert_eq!(said(&format!("id -u; (echo hello | nc -l -p 80 &); {client}")), "1000\nhello");
@@ -442,7 +442,7 @@ fn mounts_and_the_working_directory_go_where_the_images_links_lead() {
     let node = Node::new();
     let image = node.image(
         &Image::busybox().layer(|layer| {
-            // All of them lead to nothing in the image.
+            // All of these links lead to nothing in the image.
             layer.symlink("var/run", "/run");
             layer.symlink("etc/resolv.conf", "../run/systemd/resolve/stub-resolv.conf");
             layer.symlink("etc/hosts", "/etc/second");
@@ -518,10 +518,10 @@ fn what_is_in_the_way_of_a_mount_is_named() {
     }
     let said = refused("cwd", &image, json!([]), "/file/x");
     assert!(said.contains("InvalidArgument") && said.contains("working directory /file/x"), "{said}");
-    // What only libcontainer can see keeps its cause.
+    // An error that only libcontainer can detect keeps its cause.
     let said = refused("nested", &image, json!([mount("/v", &volume), mount("/v/inside", &volume)]), "/");
     assert!(said.contains("/v/inside") && said.contains("with O_DIRECTORY"), "{said}");
-    // A link that another container has put into the volume does not lead the next one over what protects /proc.
+    // A link that another container put into the volume does not lead a later mount over the masks of /proc.
     std::os::unix::fs::symlink("/proc/sys", volume.join("to-proc")).unwrap();
     let said = refused("to-proc", &image, json!([mount("/v", &volume), mount("/v/to-proc", &volume)]), "/");
     assert!(said.contains("InvalidArgument") && said.contains("/proc/sys"), "{said}");

@@ -1,4 +1,4 @@
-//! Owns: the proof that a store survives `kill -9` at any point of a pull.
+//! Tests that a store survives `kill -9` at any point of a pull.
 
 use crate::common::server::{Server, honest};
 use crate::common::{Packing, Tar, image, reopen};
@@ -21,7 +21,7 @@ fn name(host: &str) -> Reference {
     Reference::parse(&format!("{host}/x:t")).unwrap()
 }
 
-/// What is killed: pulls and removes the image until somebody does. Runs only as a child of the test below.
+/// The process that is killed: it pulls and removes the image forever. Runs only as a child of the test below.
 #[tokio::test(flavor = "multi_thread")]
 async fn victim() {
     let (Ok(folder), Ok(host)) = (std::env::var(FOLDER), std::env::var(HOST)) else { return };
@@ -40,7 +40,7 @@ async fn a_killed_pull_leaves_the_old_state_or_the_new() {
     let (count, wanted) = (Arc::clone(&asked), Arc::new(AtomicUsize::new(usize::MAX)));
     let (limit, victim) = (Arc::clone(&wanted), Arc::new(Mutex::new(None::<std::process::Child>)));
     let killer = Arc::clone(&victim);
-    // The victim dies when it asks for the n-th time: before the answer, or while it works on the last ones.
+    // The process is killed at its n-th request: before the answer, or while it works on earlier answers.
     let server = Server::start(move |asked| {
         if count.fetch_add(1, Ordering::SeqCst) >= limit.load(Ordering::SeqCst)
             && let Some(child) = killer.lock().unwrap().as_mut()
@@ -80,6 +80,7 @@ async fn a_killed_pull_leaves_the_old_state_or_the_new() {
     let store = open(folder.path(), &server.host());
     assert_eq!(store.pull(&name(&server.host()), None).await.unwrap().to_string(), good.config);
     store.remove(&good.config, &HashSet::new()).await.unwrap();
-    // The lock and the list.
-    assert_eq!(store.fs_info().await.unwrap().inodes_used, 2);
+    let left = || Command::new("find").arg(folder.path()).arg("-ls").output().map(|done| done.stdout);
+    let inodes = store.fs_info().await.unwrap().inodes_used;
+    assert_eq!(inodes, 2, "the lock file and the list: {}", String::from_utf8_lossy(&left().unwrap()));
 }
